@@ -57,7 +57,7 @@ def rows_of(base: Run, strategies: list[str], ranks: list[int]) -> list[BenchRow
             changed["launch"] = base.launch.model_copy(update={"processes": count})
             row = BenchRow(count, name, {}, base.model_copy(update=changed))
             try:
-                bench.check(row.run)
+                row.job = bench.resolved(row.run)
                 rows.append(row)
             except RunError as caught:
                 print(f"left out: {name}, {count} ranks: {caught}", file=sys.stderr)

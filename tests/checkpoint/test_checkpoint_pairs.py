@@ -30,7 +30,7 @@ Saved = Callable[[str], tuple[Path, str]]
 
 def run_of(name: str, folder: Path, *overrides: str) -> Run:
     stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
-    return tiny(f"output={folder}", f"strategy.name={name}", *stages, *overrides)
+    return tiny(f"output={folder}", f"strategy.name={name}", "micro_batches=4", *stages, *overrides)
 
 
 def saved(world: World, run: Run) -> str:

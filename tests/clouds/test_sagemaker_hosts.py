@@ -44,7 +44,7 @@ def failed(made: Hosts, folder: Path) -> None:
     module.write_text(FAILS_ON_ONE)
     job = instances(made, modules={"broken_module.py": module}, strategy={"name": "allreduce"})
     swap(job, "name: allreduce", "name: broken_module.Broken")
-    results = job.run()
+    results = job.run(warm=True)
     assert all(status == 1 for status, _, _ in results), results
     assert "algo-2 has had enough" in (job.ml(1) / "output/failure").read_text()
     assert (job.ml(0) / "output/failure").exists()

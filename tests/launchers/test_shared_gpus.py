@@ -50,6 +50,8 @@ def test_the_quick_start_runs_on_a_machine_with_one(monkeypatch: pytest.MonkeyPa
         (("strategy.name=pipeline", "strategy.options.stages=2"), "LS4242"),
         (("strategy.name=fsdp2", "strategy.options.gather=micro_batch"), "LS4073"),
         (("strategy.name=fsdp2", "strategy.options.cpu_offload=true"), "LS4073"),
+        (("strategy.name=hf_accelerate", "strategy.options={fsdp: {}}"), "LS4073"),
+        (("strategy.name=hf_accelerate", "strategy.options={deepspeed: {zero_stage: 2}}"), "LS4141"),
     ],
 )
 def test_what_cannot_share(keys: tuple[str, ...], code: str) -> None:

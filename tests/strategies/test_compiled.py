@@ -266,12 +266,12 @@ def stopped_and_gone_on_with(world: World, run: Run) -> tuple[str, dict[str, int
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_resumed_run_has_the_same_bits(precision: str) -> None:
-    words = (f"precision={precision}", COMPILE)
+    words = (f"precision={precision}", COMPILE, "data.max_length=4")  # of one length: no code for padded micro-batches
     run = tiny("strategy.name=ddp", *words)
     before = of("single", 1, *words)["digest"]
     for found, cached in run_on(2, stopped_and_gone_on_with, run, timeout_s=LIMIT_S):
         assert found == before
-        assert cached["autograd_cache_hit"] >= 3  # three codes: what is made once is there, at the latest here
+        assert cached["autograd_cache_hit"] >= 2  # two codes: what is made once is there, at the latest here
         assert "autograd_cache_bypass" not in cached
 
 

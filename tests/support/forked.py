@@ -80,6 +80,7 @@ SET = {"DS_ACCELERATOR": "cpu"}  # by `engines` for what it imports, and by comm
 FORK_TRACED = "LOCKSTEP_TESTS_FORK_TRACED"  # a variable: scripts that are traced need no interpreter of their own
 # that are run as `python -m`
 MODULES = ("lockstep", "lockstep.tools.subprocess_job", "torch.distributed.run", "accelerate.commands.launch")
+MODULES += ("lockstep_clouds.sagemaker_entry",)
 _NEW_NET, _NEW_MOUNTS, _NEW_NAMES = 0x40000000, 0x20000, 0x4000000  # of <sched.h>
 _SLAVE, _DETACH = 0x84000, 2  # of <sys/mount.h>
 _Main = type(multiprocessing.process.current_process())  # this file is imported before anything is forked
@@ -222,7 +223,7 @@ def address() -> str:
 
 
 def programs(folder: Path) -> Path:
-    """`python`, `lockstep`, `torchrun` and `accelerate` in `folder`: programs that are this interpreter's."""
+    """`python`, `python3`, `lockstep`, `torchrun`, `accelerate` in `folder`: programs that are this interpreter's."""
     folder.mkdir(parents=True, exist_ok=True)
     client = shlex.join([sys.executable, "-I", "-S", f"{TESTS_PATH}/support/warm_python.py", address()])
     modules = {"lockstep": "lockstep", "torchrun": "torch.distributed.run"}

@@ -13,6 +13,7 @@ from lockstep.config.run import load
 from lockstep_clouds.code_bundle import archive
 from lockstep_clouds.sagemaker import Sagemaker
 from lockstep_clouds.sagemaker_request import COMMAND
+from support.forked import programs
 from support.harness import LEAN, TINY
 from support.hosts import Hosts
 from support.sagemaker import LAUNCH
@@ -66,22 +67,23 @@ class Instances:
         (ml / "input/config/resourceconfig.json").write_text(json.dumps(resources))
         (ml / "input/config/hyperparameters.json").write_text(json.dumps(self.request["HyperParameters"]))
 
-    def start(self, host: int) -> Any:
-        """Run the container's command as the request has it."""
+    def start(self, host: int, warm: bool = False) -> Any:
+        """Run the container's command as the request has it. `warm`: by a Python that has imported lockstep, not that
+        of the job's code."""
         entry = self.request["AlgorithmSpecification"]
         assert entry["ContainerEntrypoint"] + entry["ContainerArguments"] == ["/bin/sh", "-c", COMMAND]
         script = CONTAINER.format(
             ml=self.ml(host),
             names=self.names,
-            programs=Path(sys.executable).parent,
+            programs=programs(self.made.root / "programs") if warm else Path(sys.executable).parent,
             environment=" ".join(f"{key}={value!r}" for key, value in self.request["Environment"].items()),
             command=f"/bin/sh -c {COMMAND!r}",
         )
         path = os.pathsep.join([LEAN, *filter(None, [os.environ.get("PYTHONPATH")])])
         return self.made.start(host, ["sh", "-c", script], HOME="/nowhere", PYTHONPATH=path)
 
-    def run(self) -> list[tuple[int, str, str]]:
-        started = [self.start(host) for host in range(self.made.count)]
+    def run(self, warm: bool = False) -> list[tuple[int, str, str]]:
+        started = [self.start(host, warm) for host in range(self.made.count)]
         return [(job.ended(), job.out, job.err) for job in started]
 
     def moved(self) -> None:

@@ -16,6 +16,7 @@ from lockstep.training.evaluation import evaluate_with_tables
 from support import own_scores
 from support.harness import build, build_with_feed, digest, run_on
 from support.label_runs import KINDS, make
+from support.marks import long
 
 OWN = "metrics=[support.own_scores.order,support.own_scores.mean_of_predictions,support.own_scores.drawing]"
 
@@ -60,7 +61,7 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [long("ddp", 2), ("ddp", 3), ("fsdp2", 2)])  # two ranks, and ranks of ddp
 def test_every_kind_has_the_same_bits_on_any_number_of_processes(
     name: str, ranks: int, folder: Path, alone: dict
 ) -> None:

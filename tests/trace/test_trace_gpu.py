@@ -55,10 +55,10 @@ print(hashlib.sha256(b"".join(t.numpy().tobytes() for t in state)).hexdigest())
 """
 
 
-def lockstep(folder: Path, *words: str, status: int = 0) -> str:
+def command(folder: Path, *words: str, status: int = 0) -> str:
     environment = lockstep_environment(folder / "cache") | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    command = [sys.executable, "-m", "lockstep", *words] if words[0] != "script.py" else [sys.executable, *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    line = [sys.executable, "-m", "lockstep", *words] if words[0] != "script.py" else [sys.executable, *words]
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
@@ -69,19 +69,19 @@ def test_a_cpu_and_a_gpu_are_compared(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     for folder, device, batch in (("cpu", "cpu", "16"), ("gpu", "cuda", "4")):
-        lockstep(tmp_path, "trace", "-o", folder, "--", sys.executable, "script.py", "fp32", device, batch)
-    lockstep(tmp_path, "diff", "cpu", "gpu")
+        command(tmp_path, "trace", "-o", folder, "--", sys.executable, "script.py", "fp32", device, batch)
+    command(tmp_path, "diff", "cpu", "gpu")
     script.write_text(SCRIPT.replace(" * len(part) / len(mine)", ""))
-    lockstep(tmp_path, "trace", "-o", "wrong", "--", sys.executable, "script.py", "fp32", "cuda", "4")
-    assert "likely" in lockstep(tmp_path, "diff", "cpu", "wrong", status=1)
+    command(tmp_path, "trace", "-o", "wrong", "--", sys.executable, "script.py", "fp32", "cuda", "4")
+    assert "likely" in command(tmp_path, "diff", "cpu", "wrong", status=1)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_traced_run_has_the_bits_of_an_untraced_one(tmp_path: Path, precision: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     words = ("script.py", precision, "cuda", "8", "dropout")
-    plain = lockstep(tmp_path, *words)
-    traced = lockstep(tmp_path, "trace", "-o", "trace", "--", sys.executable, *words)
+    plain = command(tmp_path, *words)
+    traced = command(tmp_path, "trace", "-o", "trace", "--", sys.executable, *words)
     assert plain.split() == [word for word in traced.split() if len(word) == 64]
     trace = read(tmp_path / "trace")
     assert len(trace.ranks[0].steps[0]) == 8

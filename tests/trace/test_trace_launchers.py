@@ -16,6 +16,7 @@ from lockstep.trace.read import read
 from support import slurm_cluster
 from support.command import free_port
 from support.harness import lockstep_environment
+from support.marks import long, slow
 
 pytestmark = pytest.mark.processes
 
@@ -55,7 +56,8 @@ def _reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [n if n == "spawn" else pytest.param(n, marks=pytest.mark.slow) for n in LAUNCHERS])
+# Accelerate's ranks are torch elastic's, as torchrun's are: by hand
+@pytest.mark.parametrize("name", ["spawn", *map(slow, ("torchrun", "deepspeed", "ray")), long("accelerate")])
 def test_ranks_of_a_launcher_are_traced(name: str, reference: Path, tmp_path: Path) -> None:
     if name in ("accelerate", "deepspeed", "ray") and importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")

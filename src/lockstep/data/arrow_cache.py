@@ -271,19 +271,15 @@ class Ragged:
         within = index - int(self._shards.first[shard])
         return values[offsets[within] : offsets[within + 1]]
 
-    def padded(
-        self, rows: np.ndarray, fill: int, multiple: int = 1, left: bool = False
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows padded with `fill` to the longest (rounded up to a `multiple`): int64 [B, T], and the mask of real
-        ones."""
+    def padded(self, rows: np.ndarray, fill: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows padded with `fill` to the longest: int64 [B, T], and the mask of real ones."""
         lengths = self.lengths[rows]
-        width = max(1, -(-int(lengths.max(initial=1)) // multiple) * multiple)
+        width = int(lengths.max(initial=1))
         out = np.full((len(rows), width), fill, dtype=np.int64)  # [B, T]
         mask = np.zeros((len(rows), width), dtype=np.int64)  # [B, T]
         for i, row in enumerate(rows):
-            span = slice(width - lengths[i], None) if left else slice(0, lengths[i])
-            out[i, span] = self.row(int(row))
-            mask[i, span] = 1
+            out[i, : lengths[i]] = self.row(int(row))
+            mask[i, : lengths[i]] = 1
         return out, mask
 
 
@@ -293,9 +289,7 @@ MOST = 4096  # shards of a folder: then they become larger
 AT_ONCE = 1000  # rows that are encoded together
 _POLL_S = 0.5
 
-MakeBatches = Callable[
-    [range, Path, Callable[[int], None]], None
-]  # its rows, where to write it, told how many are done
+MakeBatches = Callable[[range, Path, Callable[[int], None]], None]  # rows of a shard, its file, told what is done
 First = tuple[Callable[[int], None], int]  # called by this process for each part, and how many parts ahead
 Batches = Iterable[tuple[pa.RecordBatch, int]]  # record batches, each with how many rows it took
 

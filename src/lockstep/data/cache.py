@@ -271,9 +271,7 @@ def damage(path: Path) -> str | None:
         files = _files(path)
         if seal["files"].keys() != files.keys() or not files:
             return f"{path.name} is not there, or holds other files"
-        checked_by = (
-            seal["seen"] if isinstance(seal.get("seen"), dict) else {}
-        )  # by machine, of those that share the cache
+        checked_by = seal["seen"] if isinstance(seal.get("seen"), dict) else {}  # by machine that shares the cache
         found_now = hashlib.sha256(repr([(n, _identity(f)) for n, f in files.items()]).encode()).hexdigest()
         whole = checked_by.get(_boot()) != found_now
         looked = set(files if whole or len(files) <= SAMPLED_FILES else random.Random().sample([*files], SAMPLED_FILES))

@@ -114,9 +114,9 @@ def unpacked(files: list[Path], key: str, encoding: str = "utf-8") -> Iterator[l
     if not changed:
         yield files
         return
-    known: list[Any] = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    known += [source] if source else []
-    name = hashlib.sha256(repr(known).encode()).hexdigest()[:24]
+    identity: list[Any] = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    identity += [source] if source else []
+    name = hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
     with ExitStack() as stack:
         stack.enter_context(locked(f"unpacked-{name}"))
         folder = cache_folder() / "unpacked" / name
@@ -549,9 +549,9 @@ def converters(tables: list[Table]) -> dict[str, Callable[[str], Any]]:
 # -- which dialect ---------------------------------------------------------------------------------------------------
 
 
-def detected(file: Path, data: DataSection, known: Callable[[str], bool]) -> list[dict[str, str]]:
+def detected(file: Path, data: DataSection, is_name: Callable[[str], bool]) -> list[dict[str, str]]:
     """The values of `separator` and `quote` with which all rows of a file, or else nearly all, have as many columns, at
-    least two; the likeliest first, {} for what its ending says. `known`: whether a text is what columns are called."""
+    least two; the likeliest first, {} for what its ending says. `is_name`: whether a text names a column."""
     usual = SEPARATORS[plain(file).suffix]
     marks = [usual, *(mark for mark in NAMES if mark != usual)] if data.separator is None else [data.separator]
     good: list[tuple[bool, dict[str, str]]] = []
@@ -559,10 +559,10 @@ def detected(file: Path, data: DataSection, known: Callable[[str], bool]) -> lis
         separator = {} if mark == usual else {"separator": mark}
         if (quote_and_names := _quotes(file, data, mark)) is not None:
             quote, names = quote_and_names
-            good.append((not any(map(known, names)), separator | quote))
+            good.append((not any(map(is_name, names)), separator | quote))
     if good or len(marks) == 1:
         return [keys for _, keys in sorted(good, key=lambda each: each[0])]
-    likely = [mark for mark in marks if _is_likely(file, data, mark, known)]
+    likely = [mark for mark in marks if _is_likely(file, data, mark, is_name)]
     return [{"separator": likely[0]}] if likely and likely[0] != usual else []
 
 
@@ -585,12 +585,12 @@ def _quotes(file: Path, data: DataSection, separator: str) -> tuple[dict[str, st
     return None
 
 
-def _is_likely(file: Path, data: DataSection, separator: str, known: Callable[[str], bool]) -> bool:
+def _is_likely(file: Path, data: DataSection, separator: str, is_name: Callable[[str], bool]) -> bool:
     """Whether the first row has names of columns, or nearly all of the first rows as many columns, at least two."""
     widths: Counter[int] = Counter()
     try:
         for _, row in itertools.islice(rows(file, data.encoding, Dialect(separator, '"')), BATCH):
-            if not widths and len(row) > 1 and any(map(known, row)):
+            if not widths and len(row) > 1 and any(map(is_name, row)):
                 return True
             widths[len(row)] += 1
     except Misfit:

@@ -98,9 +98,9 @@ def codes_of(splits: dict[str, Dataset], column: str, label_names: list[str] | N
             f"task.label: column {column!r} of {name} has a single label ({values[0]!r}); classification "
             "needs two or more: add rows with other labels, or name another column",
         )
-    known = set(values)
+    train_labels = set(values)
     for split, dataset in splits.items():
-        if (unknown := set(distinct(dataset, column, split)) - known) != set():
+        if (unknown := set(distinct(dataset, column, split)) - train_labels) != set():
             row, label = _first(dataset, column, lambda label: label in unknown)
             raise RunError(
                 "LS2103",
@@ -325,10 +325,10 @@ def list_codes_of(
     feature_names = getattr(getattr(splits["train"].features[columns[0]], "feature", None), "names", None)
     values, names = called(list(range(len(feature_names))) if feature_names else sorted(first_rows), label_names, name)
     names = list(feature_names) if feature_names and label_names is None else names
-    known = set(values)
+    train_labels = set(values)
     for split, dataset in splits.items():
         for label, row in _distinct(dataset, columns[0], split, name).items():
-            if label not in known:
+            if label not in train_labels:
                 raise RunError(
                     "LS2112",
                     f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which is not in "

@@ -30,9 +30,7 @@ class Vocabulary:
     mask: int
     special: np.ndarray  # int64: tokens that stand for no text
     begins: np.ndarray | None  # bool [size]: a word begins with it, whatever comes before; None: not known
-    joins: (
-        np.ndarray | None
-    )  # int8 [size]: the next token never (0), possibly (1) or always (2) continues this token's word
+    joins: np.ndarray | None  # int8 [size]: the next token never (0), possibly (1), always (2) continues its word
 
 
 def vocabulary(tokenizer: Any) -> Vocabulary:
@@ -72,17 +70,17 @@ def chosen(
     rows: np.ndarray,
     place: Sequence[int],
     share: float,
-    known: Vocabulary,
+    vocabulary: Vocabulary,
     whole_word_mask: bool,
 ) -> np.ndarray:
     """Which tokens are to be foretold: bool [B, T]. Of each example the `share`, rounded, and one at least; of whole
     words no more than that, unless a single one is longer. `place`: the seed and the step."""
-    can = (real == 1) & ~np.isin(ids, known.special)
+    can = (real == 1) & ~np.isin(ids, vocabulary.special)
     can |= (real == 1) & ~can.any(1, keepdims=True)  # where there is nothing but special tokens
     counts = np.maximum(1, np.rint(share * can.sum(1)).astype(np.int64))  # [B]
     at = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
     if whole_word_mask:
-        at = _starts(ids, can, known)
+        at = _starts(ids, can, vocabulary)
     order = mixed(*place, _ORDER, rows[:, None], at)  # [B, T]: the same for all tokens of a word
     order[~can] = np.iinfo(np.uint64).max
     ranked = np.argsort(order, axis=1, kind="stable")
@@ -93,24 +91,24 @@ def chosen(
     for row, most in enumerate(counts.tolist()):
         words = np.split(ranked[row], np.flatnonzero(np.diff(at[row][ranked[row]])) + 1)
         words = [word for word in words if can[row, word[0]]]
-        left = most
+        room = most
         for word in words:
-            if len(word) <= left:
+            if len(word) <= room:
                 mask[row, word] = True
-                left -= len(word)
-            if left == 0:
+                room -= len(word)
+            if room == 0:
                 break
-        if left == most:  # each is longer than the share
+        if room == most:  # each is longer than the share
             mask[row, words[0]] = True
     return mask
 
 
-def _starts(ids: np.ndarray, can: np.ndarray, known: Vocabulary) -> np.ndarray:
+def _starts(ids: np.ndarray, can: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
     """Where the word of each token begins: int64 [B, T]."""
-    assert known.begins is not None
-    assert known.joins is not None
-    begins = known.begins[ids]
-    before = known.joins[ids[:, :-1]]
+    assert vocabulary.begins is not None
+    assert vocabulary.joins is not None
+    begins = vocabulary.begins[ids]
+    before = vocabulary.joins[ids[:, :-1]]
     begins[:, 1:] = (begins[:, 1:] & (before < 2)) | (before == 0) | ~can[:, :-1]
     begins[:, 0] = True
     begins |= ~can
@@ -119,11 +117,11 @@ def _starts(ids: np.ndarray, can: np.ndarray, known: Vocabulary) -> np.ndarray:
 
 
 def masked(
-    ids: np.ndarray, picked: np.ndarray, rows: np.ndarray, place: Sequence[int], known: Vocabulary
+    ids: np.ndarray, picked: np.ndarray, rows: np.ndarray, place: Sequence[int], vocabulary: Vocabulary
 ) -> tuple[np.ndarray, np.ndarray]:
     """What is read, and the targets: int64 [B, T] each."""
     at = np.arange(ids.shape[1])
     kind = mixed(*place, _KIND, rows[:, None], at) / 2.0**64  # [B, T], from 0 to 1
-    drawn = (mixed(*place, _TOKEN, rows[:, None], at) % np.uint64(known.size)).astype(np.int64)
-    instead = np.where(kind < AS_MASK, known.mask, np.where(kind < AS_MASK + AS_ANY, drawn, ids))
+    drawn = (mixed(*place, _TOKEN, rows[:, None], at) % np.uint64(vocabulary.size)).astype(np.int64)
+    instead = np.where(kind < AS_MASK, vocabulary.mask, np.where(kind < AS_MASK + AS_ANY, drawn, ids))
     return np.where(picked, instead, ids), np.where(picked, ids, _IGNORED)

@@ -20,6 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -69,11 +70,11 @@ class Web:
             tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
             if tag != item.tag and self._tags:
                 raise StoreError("LS2132", f"{item.address} changed while it was being read; run the command again")
-            left = start if answer.status != 206 else 0  # a server that knows no ranges begins at the beginning
+            unwanted = start if answer.status != 206 else 0  # a server that knows no ranges begins at the beginning
             try:
                 while block := answer.read(_BLOCK):
-                    skipped = min(left, len(block))
-                    left -= skipped
+                    skipped = min(unwanted, len(block))
+                    unwanted -= skipped
                     if len(block) > skipped:
                         yield block[skipped:]
             except (OSError, http.client.HTTPException) as error:
@@ -120,8 +121,8 @@ class HubFiles(Web):
 
     def __init__(self, address: Address, patience: Patience) -> None:
         super().__init__(patience)
-        _, user, named = address.place.split("/")
-        name, _, revision = named.partition("@")
+        _, user, repository = address.place.split("/")
+        name, _, revision = repository.partition("@")
         self._repository, self._revision = f"{user}/{name}", revision or None
 
     def find(self, address: Address) -> Object | None:
@@ -244,9 +245,15 @@ class Bucket:
 
         self.address, self.patience = address, patience or Patience()
         self._calls = obstore
-        try:
+        with self._asking(address):
             self._store: Any = self._opened()
-        except Exception as error:  # whatever obstore and boto3 say of configuration
+
+    @contextmanager
+    def _asking(self, address: Address) -> Iterator[None]:
+        """Errors: `StoreError`, for whatever obstore and boto3 raise inside."""
+        try:
+            yield
+        except Exception as error:
             raise self._store_error(error, address) from None
 
     def _opened(self) -> Any:
@@ -272,21 +279,15 @@ class Bucket:
 
     def find(self, address: Address) -> Object | None:
         """See `Readable`."""
-        try:
-            metadata = self._calls.head(self._store, address.path)
-        except FileNotFoundError:
-            return None
-        except Exception as error:
-            raise self._store_error(error, address) from None
-        return self._object(metadata)
+        with self._asking(address), suppress(FileNotFoundError):
+            return self._object(self._calls.head(self._store, address.path))
+        return None
 
     def inside(self, address: Address) -> list[Object]:
         """See `Readable`."""
-        try:
+        with self._asking(address):
             listed = self._calls.list(self._store, prefix=f"{address.path}/" if address.path else None)
             objects = [self._object(each) for chunk in listed for each in chunk]
-        except Exception as error:
-            raise self._store_error(error, address) from None
         return sorted(objects, key=lambda each: each.address.path)
 
     def blocks(self, item: Object, start: int) -> Iterator[Any]:
@@ -295,10 +296,8 @@ class Bucket:
         while start < item.size:
             stop = min(start + PART, item.size)
             options: Any = {"range": (start, stop), **({"if_match": item.tag} if tagged else {})}
-            try:
+            with self._asking(item.address):
                 block = self._calls.get(self._store, item.address.path, options=options).bytes()
-            except Exception as error:
-                raise self._store_error(error, item.address) from None
             yield block
             start += len(block)
             if not len(block):
@@ -306,17 +305,13 @@ class Bucket:
 
     def read(self, address: Address) -> bytes:
         """All of a small object. Errors: `StoreError`."""
-        try:
+        with self._asking(address):
             return bytes(self._calls.get(self._store, address.path).bytes())
-        except Exception as error:
-            raise self._store_error(error, address) from None
 
     def write(self, address: Address, content: bytes) -> None:
         """A small object, at once, and read again. Errors: `StoreError`."""
-        try:
+        with self._asking(address):
             self._calls.put(self._store, address.path, content, use_multipart=False)
-        except Exception as error:
-            raise self._store_error(error, address) from None
         if self.read(address) != content:
             raise StoreError(
                 "LS2140",
@@ -327,12 +322,8 @@ class Bucket:
 
     def remove(self, address: Address) -> None:
         """An object, if it is there. Errors: `StoreError`."""
-        try:
+        with self._asking(address), suppress(FileNotFoundError):
             self._calls.delete(self._store, address.path)
-        except FileNotFoundError:
-            return
-        except Exception as error:
-            raise self._store_error(error, address) from None
 
     def upload(self, file: Path, address: Address, sha256: str) -> None:
         """A file whose hash is known. What is stored is compared with it: its size, and the checksum that the store has
@@ -350,17 +341,15 @@ class Bucket:
                 f"{file} no longer matches its recorded hash, so it is not uploaded; the file changed or is damaged",
             )
         size = file.stat().st_size
-        try:
+        with self._asking(address):
             self._calls.put(self._store, address.path, file, chunk_size=PART, max_concurrency=4)
-        except Exception as error:
-            raise self._store_error(error, address) from None
         stored_object = self.find(address)
         if stored_object is None or stored_object.size != size:
             there = "is not there" if stored_object is None else f"has {stored_object.size:,} bytes, and not {size:,}"
             raise StoreError("LS2142", f"{address} {there} after it was sent", again=True)
         joined = hashlib.md5(b"".join(part.digest() for part in parts), usedforsecurity=False).hexdigest()
-        known = {f"{joined}-{len(parts)}", *(part.hexdigest() for part in parts[:1] if len(parts) == 1)}
-        if stored_object.tag.strip('"') in known:
+        tags = {f"{joined}-{len(parts)}", *(part.hexdigest() for part in parts[:1] if len(parts) == 1)}
+        if stored_object.tag.strip('"') in tags:
             return
         stored = hashlib.sha256()
         for block in self.blocks(stored_object, 0):
@@ -381,6 +370,7 @@ class Bucket:
     def _store_error(self, error: Exception, address: Address) -> StoreError:
         """What a request came to, for a person."""
         message = str(error).split("Debug source")[0]
+        cause = one_line(message, 300)
         kind, where = type(error).__name__, _CREDENTIALS[address.scheme]
         status = re.search(r"status code: (\d{3})|Client error with status (\d{3})", message)
         number = int(status[1] or status[2]) if status else 0
@@ -403,8 +393,7 @@ class Bucket:
         if number in (301, 307, 400) and address.scheme == "s3":
             return StoreError(
                 "LS2149",
-                f"{address.root} answered {number}: check that AWS_REGION is the region of the bucket: "
-                f"{_cause(message)}",
+                f"{address.root} answered {number}: check that AWS_REGION is the region of the bucket: {cause}",
             )
         if number:
             return StoreError(
@@ -413,11 +402,7 @@ class Bucket:
                 again=True,
             )
         again = "error sending request" in message or "timed out" in message.lower() or "connect" in message.lower()
-        return StoreError("LS2151", f"{address}: {_cause(message)}", again=again or "body" in message)
-
-
-def _cause(message: str) -> str:
-    return one_line(message, 300)
+        return StoreError("LS2151", f"{address}: {cause}", again=again or "body" in message)
 
 
 def _aws() -> dict[str, Any]:

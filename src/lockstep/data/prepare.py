@@ -88,7 +88,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
                 with made_by(digest(code)), remote.as_found(elsewhere):
                     prepared = task.prepare(run)
             except RunError as error:
-                raise RunError(error.code, remote.named(error.message)) from error
+                raise RunError(error.code, remote.with_addresses(error.message)) from error
             # the key that a task of the user's own gives may follow its code, or its paths
             if user_code.is_own(plugins.path_of("tasks", run.task.name)):
                 prepared = replace(prepared, key=_content_of(prepared))
@@ -110,10 +110,10 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
 def _code_of(run: Run, task: type[Prepares]) -> dict[str, str]:
     """What the files say that prepare the data: the task's, and what else of the user's it imports; and versions of the
     libraries that make tokens."""
-    own = user_code.hashes_of(name for key, name in user_code.named(run).items() if key.startswith("task."))
+    code_hashes = user_code.hashes_of(name for key, name in user_code.named(run).items() if key.startswith("task."))
     file = sys.modules[task.__module__].__file__
     versions = {f"version of {package}": version(package) for package in ("tokenizers", "transformers")}
-    return own | versions | ({"task": user_code.fingerprint(Path(file))} if file else {})
+    return code_hashes | versions | ({"task": user_code.fingerprint(Path(file))} if file else {})
 
 
 def _content_of(prepared: Prepared) -> str:
@@ -141,9 +141,9 @@ def _dump(run: Run, part: str) -> object:
 def _files(run: Run) -> list[tuple[str, int, int]]:
     """Name, size and time of every local file the preparation reads, and how tables among them are read."""
     files = source.files_of(run.data)
-    for named in (run.model.source, run.tokenizer.source):
-        root = Path(model_folder(named) if named is not None else "").expanduser()
-        for folder in (root, root / TARGET, root / _TEMPLATES) if named is not None else ():
+    for name in (run.model.source, run.tokenizer.source):
+        root = Path(model_folder(name) if name is not None else "").expanduser()
+        for folder in (root, root / TARGET, root / _TEMPLATES) if name is not None else ():
             if folder.is_dir():
                 files += sorted(f for f in folder.iterdir() if f.is_file() and f.suffix not in _WEIGHTS)
     facts = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]

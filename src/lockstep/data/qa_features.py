@@ -134,9 +134,9 @@ def whole(
     text = datasets.Value("string")
     source_feature = {c: complete_rows.features[c] for c in complete_rows.column_names if c == source.SOURCE}
     features = {QUESTION: text, CONTEXT: text, TEXTS: datasets.List(text), START: datasets.Value("int64")}
-    left = [c for c in complete_rows.column_names if c not in source_feature]
+    others = [c for c in complete_rows.column_names if c not in source_feature]
     return complete_rows.map(
-        converted, batched=True, remove_columns=left, features=datasets.Features(features | source_feature)
+        converted, batched=True, remove_columns=others, features=datasets.Features(features | source_feature)
     )
 
 

@@ -68,9 +68,10 @@ def path_of(address: Address) -> str:
     return "/".join(filter(None, (address.scheme, address.place, address.path)))
 
 
-def named(text: str) -> str:
-    """A message with addresses instead of the paths of copies."""
-    return re.sub(re.escape(str(_all())) + r"/[0-9a-f]+/(s3|gs|az|https|http|hf)/", r"\1://", text)
+def with_addresses(text: str, root: Path | None = None) -> str:
+    """A message with addresses instead of paths: of the copies of shards, or below a `root`."""
+    before = f"{re.escape(str(_all()))}/[0-9a-f]+" if root is None else re.escape(str(root))
+    return re.sub(before + r"/(s3|gs|az|https|http|hf)/", r"\1://", text)
 
 
 def unpinned(address: str) -> str:
@@ -196,8 +197,8 @@ class ShardCache:
             os.utime(about)
             return
         with locked("shards"):
-            for left in _all().glob("*.gone"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
+            for remains in _all().glob("*.gone"):  # by a process that was killed
+                shutil.rmtree(remains, ignore_errors=True)
             cached_shards = sorted(
                 (file.stat().st_mtime_ns, int(file.read_text()), file.parent) for file in _all().glob(f"*/{_ABOUT}")
             )
@@ -325,7 +326,7 @@ def here(data: DataSection, splits: Splits) -> Iterator[DataSection]:
     try:
         yield _local(data, files.paths, folder)
     except RunError as error:
-        raise RunError(error.code, _named(error.message, folder)) from error
+        raise RunError(error.code, with_addresses(error.message, folder)) from error
 
 
 def _unchanged_files(data: DataSection, splits: Splits) -> _RemoteFiles:
@@ -390,7 +391,7 @@ def _find(data: DataSection, splits: Splits) -> _RemoteFiles:
         try:
             chosen = splits(_local(data, paths, root)) or {}
         except RunError as error:
-            raise RunError(error.code, _named(error.message, root)) from None
+            raise RunError(error.code, with_addresses(error.message, root)) from None
     used = {
         split: [below for file in files if (below := _below(file, root)) is not None] for split, files in chosen.items()
     }
@@ -413,8 +414,8 @@ def _objects(store: Readable, address: Address, folder: bool) -> list[Object]:
         start = re.split(r"[*?\[]", address.path)[0].rpartition("/")[0]
         listed = store.inside(Address(address.scheme, address.place, start))
         depth = address.path.count("/")
-        named = [each for each in listed if each.address.path.count("/") == depth]
-        return [each for each in named if fnmatchcase(each.address.path, address.path)]
+        same_depth = [each for each in listed if each.address.path.count("/") == depth]
+        return [each for each in same_depth if fnmatchcase(each.address.path, address.path)]
     if not folder and address.path and (item := store.find(address)) is not None:
         return [item]
     if address.scheme in ("https", "http") and not folder:  # where there is nothing to list
@@ -445,11 +446,6 @@ def _local(data: DataSection, paths: Mapping[str, str], root: Path) -> DataSecti
         return str(root / paths[value]) if value in paths else value
 
     return data.model_copy(update={key: at(getattr(data, key)) for key in KEYS})
-
-
-def _named(text: str, root: Path) -> str:
-    """A message with addresses instead of paths."""
-    return re.sub(re.escape(str(root)) + r"/(s3|gs|az|https|http|hf)/", r"\1://", text)
 
 
 # -- a copy ----------------------------------------------------------------------------------------------------------

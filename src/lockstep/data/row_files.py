@@ -10,7 +10,7 @@ import glob
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +45,9 @@ READ = (
 def format_of(file: Path) -> str | None:
     """The ending, of those that are read, that a file has, whether or not it is compressed; None for any other."""
     ending = file_formats.plain(file).suffix
-    return (
-        ending
-        if ending in FORMATS and not (ending in file_formats.BINARY and file_formats.is_compressed(file))
-        else None
-    )
+    if ending not in FORMATS or (ending in file_formats.BINARY and file_formats.is_compressed(file)):
+        return None
+    return ending
 
 
 def is_of_folder(file: Path) -> bool:
@@ -130,9 +128,9 @@ def without_index(rows: Dataset) -> Dataset:
     return rows.remove_columns(INDEX) if INDEX in rows.column_names else rows
 
 
-def _table(files: list[Path], key: str, data: DataSection, known: dict[Path, file_formats.Table]) -> Dataset:
+def _table(files: list[Path], key: str, data: DataSection, table_of: dict[Path, file_formats.Table]) -> Dataset:
     """Tables of one dialect. Errors: `RunError`."""
-    tables = [known[file] for file in files]
+    tables = [table_of[file] for file in files]
     options = tables[0].dialect.options
     if data.columns is not None:
         options |= {"column_names": data.columns}
@@ -220,33 +218,29 @@ def agreeing(parts: Sequence[tuple[Any, Dataset]], key: str, what: str = "files 
 
 def _common(kinds: list[Any]) -> Any:
     """The type that stands for all of these without a loss, or None."""
+    import datasets
+
     names = [getattr(kind, "dtype", None) for kind in kinds]
-    known = [kind for kind, name in zip(kinds, names, strict=True) if name != "null"]
-    if not known or all(kind == known[0] for kind in known):
-        return known[0] if known else kinds[0]
-    dtypes = {str(getattr(kind, "dtype", kind)) for kind in known}
-    if any(getattr(kind, "names", None) for kind in known):
+    typed = [kind for kind, name in zip(kinds, names, strict=True) if name != "null"]
+    if not typed or all(kind == typed[0] for kind in typed):
+        return typed[0] if typed else kinds[0]
+    dtypes = {str(getattr(kind, "dtype", kind)) for kind in typed}
+    if any(getattr(kind, "names", None) for kind in typed):
         return None
     for alike, to in ((("string", "large_string"), "large_string"), (("int8", "int16", "int32", "int64"), "int64")):
         if dtypes <= set(alike):
-            return next((kind for kind in known if getattr(kind, "dtype", "") == to), None) or _value(to)
+            return next((kind for kind in typed if getattr(kind, "dtype", "") == to), None) or datasets.Value(to)
     return None
-
-
-def _value(dtype: str) -> Any:
-    import datasets
-
-    return datasets.Value(dtype)
 
 
 def _kind(feature: Any) -> str:
     """A type for a person."""
     dtype = str(getattr(feature, "dtype", ""))
-    known = {"string": "texts", "large_string": "texts", "bool": "true and false"}
+    descriptions = {"string": "texts", "large_string": "texts", "bool": "true and false"}
     starts = {"int": "whole numbers", "uint": "whole numbers", "float": "numbers with decimals"}
     if getattr(feature, "names", None):
         return "labels with names"
-    return known.get(dtype) or next(
+    return descriptions.get(dtype) or next(
         (description for start, description in starts.items() if dtype.startswith(start)), str(feature)
     )
 
@@ -295,12 +289,8 @@ SIDES = (("source", "target"), ("src", "tgt"), ("src", "trg"))  # what the two s
 
 def is_language(name: str) -> bool:
     """Whether a column or an ending stands for a language: en, de_DE, pt-BR, eng_Latn."""
-    code = re.match(r"[A-Za-z]+", name)
-    return (
-        bool(re.fullmatch(r"[A-Za-z]{2,3}([-_][A-Za-z]{2,4})?", name))
-        and code is not None
-        and code.group().lower() in _LANGUAGES
-    )
+    code = re.fullmatch(r"([A-Za-z]{2,3})([-_][A-Za-z]{2,4})?", name)
+    return code is not None and code[1].lower() in _LANGUAGES
 
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -341,8 +331,8 @@ def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[st
                 f"data.source: {root} is not a folder; layout: class_folders expects a folder with one "
                 "subfolder per label",
             )
-        named = {s: next((root / w for w in words if classes_in(root / w)), None) for s, words in usual.items()}
-        files = {split: _of_classes(classes_in(folder)) for split, folder in named.items() if folder is not None}
+        folder_of = {s: next((root / w for w in words if classes_in(root / w)), None) for s, words in usual.items()}
+        files = {split: _of_classes(classes_in(folder)) for split, folder in folder_of.items() if folder is not None}
         if not files and "train" not in named_splits:
             files = {"train": _of_classes(classes_in(root))}
             if not files["train"]:
@@ -352,19 +342,21 @@ def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[st
                     "train/LABEL/1.txt or LABEL/1.jpg",
                 )
     for split, value in named_splits.items():
-        folders = [f for text in ([value] if isinstance(value, str) else value) for f in _folders(text, split, data)]
-        files[split] = [file for f in folders for file in (_texts_in(f) or _of_classes(classes_in(f)))]
+        files[split] = []
+        for text in [value] if isinstance(value, str) else value:
+            if not (folders := _matches(text, data, Path.is_dir)):
+                raise RunError("LS2203", f"data.{split}: no such folder: {text}")
+            files[split] += [file for f in folders for file in (_texts_in(f) or _of_classes(classes_in(f)))]
         if not files[split]:
             raise RunError("LS2202", f"data.{split}: {value} holds no texts or images in folders named by label")
     return files
 
 
-def _folders(text: str, split: str, data: DataSection) -> list[Path]:
-    root = Path(data.source or "").expanduser()
-    for path in (Path(text).expanduser(), root / text):
-        if folders := sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_dir()):
-            return folders
-    raise RunError("LS2203", f"data.{split}: no such folder: {text}")
+def _matches(text: str, data: DataSection, kind: Callable[[Path], bool]) -> list[Path]:
+    """What a path or a pattern of the run file names: from here, or else in `data.source`."""
+    places = (Path(text).expanduser(), Path(data.source or "").expanduser() / text)
+    lists = (sorted(filter(kind, map(Path, glob.glob(str(place))))) for place in places)
+    return next(filter(None, lists), [])
 
 
 def _of_classes(folders: Iterable[Path]) -> list[Path]:
@@ -439,11 +431,9 @@ def parallel_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict
     for split, value in named_splits.items():
         splits[split] = []
         for text in [value] if isinstance(value, str) else value:
-            paths = [Path(text).expanduser(), Path(data.source or "").expanduser() / text]
-            there = next((f for p in paths if (f := sorted(Path(g) for g in glob.glob(str(p))))), None)
-            if there is None:
+            if not (files := _matches(text, data, Path.exists)):
                 raise RunError("LS2207", f"data.{split}: no such file: {text}")
-            splits[split] += there
+            splits[split] += files
     return splits
 
 

@@ -110,18 +110,15 @@ def columns_of(rows: Sequence[dict[str, Any]]) -> Columns:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
+@dataclass(eq=False)
 class RowReader(ABC):
     """One file. What was opened last stays open, for the chunk that follows."""
 
-    def __init__(
-        self,
-        path: Path,
-        plain: str | None = None,
-        column_paths: Sequence[str] = (),
-        how: Opened = opened,
-        key: str = "data.train",
-    ) -> None:
-        self.path, self.plain, self.column_paths, self.how, self.key = path, plain, column_paths, how, key
+    path: Path
+    plain: str | None = None
+    column_paths: Sequence[str] = ()
+    how: Opened = opened
+    key: str = "data.train"
 
     def walk(self) -> Iterator[tuple[Chunk, Rows]]:
         """All chunks with their rows, in order. Errors: `RunError`."""

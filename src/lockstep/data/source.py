@@ -269,8 +269,8 @@ def pinned(data: DataSection) -> DataSection:
         return data
     if data.sources is not None:
         each = [(entry, pinned(section)) for entry, section in zip(data.sources, sections(data), strict=True)]
-        own = [entry.model_copy(update={key: getattr(section, key) for key in OWN}) for entry, section in each]
-        return data.model_copy(update={"sources": own})
+        entries = [entry.model_copy(update={key: getattr(section, key) for key in OWN}) for entry, section in each]
+        return data.model_copy(update={"sources": entries})
     if data.source not in (None, BUILTIN) and not is_address(data.source) and local_splits(data) is None:
         data = pinning.repository(data, USUAL)
     return pinning.addresses(data)
@@ -294,10 +294,12 @@ def load(
         with remote.here(data, local_splits) as downloaded:
             return replace(load(downloaded, seed, plain, columns, tokens), name=remote.called(data))
     _quiet()
-    own = [key for key in ("columns", "separator", "quote") if getattr(data, key) is not None]
-    own += ["layout"] if data.layout != "rows" else []
-    if own and (data.source == BUILTIN or local_splits(data) is None):
-        raise RunError("LS2243", f"data.{own[0]}: applies to local files only, and {data.source} is not one; remove it")
+    keys = [key for key in ("columns", "separator", "quote") if getattr(data, key) is not None]
+    keys += ["layout"] if data.layout != "rows" else []
+    if keys and (data.source == BUILTIN or local_splits(data) is None):
+        raise RunError(
+            "LS2243", f"data.{keys[0]}: applies to local files only, and {data.source} is not one; remove it"
+        )
     if data.source == BUILTIN and not data.stream:
         source = _builtin(seed)
     elif (files := local_splits(data)) is not None:
@@ -481,9 +483,7 @@ def _from_hub(data: DataSection) -> Source:
     try:
         with downloading(data.source, "dataset"):
             dataset = datasets.load_dataset(data.source, data.config, revision=data.revision)
-    except (
-        Exception
-    ) as error:  # network, authorisation, no such data set, a config to choose: all are the user's to mend
+    except Exception as error:  # network, permission, no such data set, a config to choose: all the user's to mend
         raise RunError(
             "LS2252",
             f"data.source: {data.source!r} is not a local file or folder, and loading it from the Hub failed: "

@@ -103,8 +103,8 @@ def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> di
     came_with = {split: _counts(dataset, read) for split, dataset in read.splits.items()}
     for number, name in enumerate(read.sources):
         rows = {split: np.flatnonzero(of[split] == number) for split in of if came_with[split][number]}
-        own = {split: splits[split].select(places) for split, places in rows.items()}
-        for split, dataset in (_cut_one(own, run, cut, name, False) if len(own["train"]) else own).items():
+        groups = {split: splits[split].select(places) for split, places in rows.items()}
+        for split, dataset in (_cut_one(groups, run, cut, name, False) if len(groups["train"]) else groups).items():
             pieces.setdefault(split, []).append(dataset)
     return {split: datasets.concatenate_datasets(parts) for split, parts in pieces.items()}
 
@@ -303,10 +303,10 @@ class EvalHashes:
         numbers = np.full(len(rows), -1, dtype=np.int64)
         if not len(self.hashes):
             return numbers
-        own = hashed(rows[:], self.columns)
-        at = np.minimum(np.searchsorted(self.hashes[:, 0], own[:, 0]), len(self.hashes) - 1)
-        for row in np.flatnonzero(self.hashes[at, 0] == own[:, 0]):  # few, or the split is of no use
-            numbers[row] = self._numbers.get((int(own[row, 0]), int(own[row, 1])), -1)
+        hashes = hashed(rows[:], self.columns)
+        at = np.minimum(np.searchsorted(self.hashes[:, 0], hashes[:, 0]), len(self.hashes) - 1)
+        for row in np.flatnonzero(self.hashes[at, 0] == hashes[:, 0]):  # few, or the split is of no use
+            numbers[row] = self._numbers.get((int(hashes[row, 0]), int(hashes[row, 1])), -1)
         return numbers
 
     def overlap(self, splits: Mapping[str, Dataset], places: Mapping[int, str]) -> dict[str, dict[str, Any]]:

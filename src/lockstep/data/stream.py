@@ -30,7 +30,7 @@ from lockstep.config.sections import DataSection
 from lockstep.data import arrow_cache, file_formats, remote, row_reader, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Make, digest, encoded, table_of
 from lockstep.data.cache import cached, discard, folder_of
-from lockstep.data.remote import ShardCache, Unfetched, named, unpinned
+from lockstep.data.remote import ShardCache, Unfetched, unpinned, with_addresses
 from lockstep.data.row_reader import Chunk, RowReader, Rows
 from lockstep.data.splitting import EvalHashes
 
@@ -113,7 +113,7 @@ class StreamingSource:
 
     def called(self, file: Path) -> str:
         """A shard, for a person."""
-        return named(str(file)) if self.copies else str(file)
+        return with_addresses(str(file)) if self.copies else str(file)
 
     def opened(self, file: Path) -> RowReader:
         """A shard. Errors: `RunError` where it is none that can be streamed."""
@@ -272,8 +272,8 @@ class Stream:
         be streamed."""
         parts = [each.with_files() for each in self._sources()]
         held_out = EvalHashes.of(splits, texts, self.data.decontaminate)
-        known = tuple(replace(each, held_out=held_out if held_out.drop else None) for each in parts)
-        return replace(self, parts=known, held_out=held_out, splits=splits)
+        parts_with_hashes = tuple(replace(each, held_out=held_out if held_out.drop else None) for each in parts)
+        return replace(self, parts=parts_with_hashes, held_out=held_out, splits=splits)
 
     def of_index(self, folder: Path) -> Stream:
         """A copy whose files are those of an index."""
@@ -441,10 +441,10 @@ class Stream:
         if 0 in of_each:
             empty = of_each.index(0)
             mine = summaries[bounds[empty] : bounds[empty + 1]]
-            left = any(each.get("filtered") or each.get("dropped") for each in mine)
-            which = " that data.filter and data.decontaminate leave" if left else ""
+            selective = any(each.get("filtered") or each.get("dropped") for each in mine)
+            which = " that data.filter and data.decontaminate leave" if selective else ""
             raise self._nothing(self.parts[empty], f"make no example{which}")
-        named = next(each["names"] for each in summaries if each["names"])
+        names = next(each["names"] for each in summaries if each["names"])
         rows = sum(int(numbers_of(each, "rows").sum()) for each in tables)
         fewer = {key: sum(each.get(key, 0) for each in summaries) for key in ("used", "filtered", "dropped")}
         places: dict[int, str] = {}
@@ -464,7 +464,7 @@ class Stream:
             "texts": self.held_out.columns,
             "tokens": int(numbers_of(whole, "tokens").sum()),
             "longest": int(numbers_of(whole, "longest").argmax()),  # the chunk that has it
-            "names": named,
+            "names": names,
             "content": hashlib.sha256(numbers_of(whole, "hash").tobytes() + examples.tobytes()).hexdigest()[:24],
         }
         _write(whole, folder / CHUNKS)

@@ -19,7 +19,7 @@ from lockstep.config.data_sources import is_address
 from lockstep.config.run import RunError
 from lockstep.data import stream
 from lockstep.data.arrow_cache import Columns, Make, Shards, table_of
-from lockstep.data.remote import Unfetched, named
+from lockstep.data.remote import Unfetched, with_addresses
 from lockstep.data.row_reader import Chunk, RowReader
 from lockstep.data.stream import Identity, Stream
 
@@ -100,7 +100,7 @@ class _Chunks(Shards):
                     self._open[source] = of, shard
             except RunError as error:
                 mend = _LATER if isinstance(error, Unfetched) else _MEND
-                raise Unreadable(error.code, f"{named(error.message)}{_since(path, size)}. {mend}") from error
+                raise Unreadable(error.code, f"{with_addresses(error.message)}{_since(path, size)}. {mend}") from error
             if batch is None or stream.counted(batch)["hash"] != int(self.chunks["hash"][number]):
                 rows_there = f"data.train: {path}, rows {row:,} to {row + rows - 1:,}"
                 raise Unreadable(

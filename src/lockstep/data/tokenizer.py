@@ -28,13 +28,7 @@ TARGET = "target"  # folder of the targets' tokenizer, where it is another one t
 # Kinds that the library trains in the order of a hash table, another one each time (of wordpiece `_inner` takes most of
 # it away): their folders are named by what came out.
 _DRAWN = ("wordpiece", "unigram")
-_SPECIAL = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
+_SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 
 
 def load(folder: str, trusted: bool = False) -> PreTrainedTokenizerBase:
@@ -50,9 +44,9 @@ def save(tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    own = values.get("auto_map")
-    if isinstance(own, dict) and isinstance(name := own.get("AutoTokenizer"), str):
-        own["AutoTokenizer"] = [None, name] if tokenizer.is_fast else [name, None]
+    auto_map = values.get("auto_map")
+    if isinstance(auto_map, dict) and isinstance(name := auto_map.get("AutoTokenizer"), str):
+        auto_map["AutoTokenizer"] = [None, name] if tokenizer.is_fast else [name, None]
         path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -159,11 +153,9 @@ def written_by(usage: str, talks: bool, most: int) -> str:
 def template_of(tokenizer: Any, run_file_template: str | None) -> list[Any]:
     """What stands for the chat template in the key of what it has written: nothing where the run file gives one, for
     then that is in the key by itself."""
-    return (
-        []
-        if run_file_template is not None
-        else [hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()]
-    )
+    if run_file_template is not None:
+        return []
+    return [hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()]
 
 
 def pair(source: Path, target: Path) -> Path:
@@ -186,9 +178,7 @@ def _load_source(run: Run, source: str, **place: str) -> Any:
     try:
         with downloading(source, "model"):
             return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trusted, **place)
-    except (
-        Exception
-    ) as error:  # a missing file, a Hub that cannot be reached, an unknown type: all are the user's to mend
+    except Exception as error:  # a missing file, a Hub out of reach, an unknown type: all are the user's to mend
         raise RunError(
             "LS2303", f"{key}: cannot load a tokenizer from {source!r}: {explained(error, revision)}"
         ) from error
@@ -226,14 +216,11 @@ def _revision(run: Run) -> str:
 
 def _causal(run: Run) -> bool:
     """Whether the model only looks back, and so is read at its last token rather than its first."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
+    from transformers.models.auto import modeling_auto
 
-    return (
-        run.model.type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and run.model.type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    )
+    kind = run.model.type
+    masked = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in masked
 
 
 def _train(run: Run, texts: Iterator[list[str]], generative: bool) -> Any:
@@ -242,45 +229,38 @@ def _train(run: Run, texts: Iterator[list[str]], generative: bool) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     kind, size = run.tokenizer.train, run.tokenizer.vocab_size
-    special = list(_SPECIAL.values())
-    unknown = _SPECIAL["unk_token"]
+    special, unknown = list(_SPECIAL.values()), _SPECIAL["unk_token"]
+    options: dict[str, Any] = {"vocab_size": size, "special_tokens": special, "show_progress": False}
     if kind == "bpe":
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
         tokenizer.decoder = decoders.ByteLevel()
-        trainer: Any = trainers.BpeTrainer(
-            vocab_size=size,
-            special_tokens=special,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
+        trainer: Any = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options)
     elif kind == "unigram":
         tokenizer = Tokenizer(models.Unigram())
         tokenizer.normalizer = normalizers.NFKC()
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         tokenizer.decoder = decoders.Metaspace()
-        trainer = trainers.UnigramTrainer(
-            vocab_size=size, special_tokens=special, unk_token=unknown, show_progress=False
-        )
+        trainer = trainers.UnigramTrainer(unk_token=unknown, **options)
     elif kind == "wordpiece":
         tokenizer = Tokenizer(models.WordPiece(unk_token=unknown))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
         texts, inner = _inner(tokenizer, texts)
-        trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=[*special, *inner], show_progress=False)
+        trainer = trainers.WordPieceTrainer(**options | {"special_tokens": [*special, *inner]})
     elif kind == "character":
         tokenizer = Tokenizer(models.WordLevel(unk_token=unknown))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
-        trainer = trainers.WordLevelTrainer(vocab_size=size, special_tokens=special, show_progress=False)
+        trainer = trainers.WordLevelTrainer(**options)
     else:
         tokenizer = Tokenizer(models.WordLevel(unk_token=unknown))
         tokenizer.normalizer = normalizers.NFKC()
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
         )
-        trainer = trainers.WordLevelTrainer(vocab_size=size, special_tokens=special, show_progress=False)
+        trainer = trainers.WordLevelTrainer(**options)
     ACTIVITY.at(f"training a tokenizer ({kind}, at most {size:,} entries)")
     tokenizer.train_from_iterator(texts, trainer)
     if kind == "wordpiece":

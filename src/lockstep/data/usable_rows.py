@@ -82,9 +82,6 @@ def rows_where(dataset: Dataset, column: str, predicate: Callable[[pa.ChunkedArr
     return np.concatenate([np.empty(0, bool), *masks])
 
 
-_ROWS = 10_000  # looked at together
-
-
 def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -> Dataset:
     """Add a column for each path that `columns` (by their keys in the run file) names and that leads into a
     column which is there. Errors: `RunError`."""
@@ -108,7 +105,7 @@ def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -
         only = inner.map(
             reached,
             batched=True,
-            batch_size=_ROWS,
+            batch_size=ROWS,
             remove_columns=[root],
             features=datasets.Features({path: feature}),
             load_from_cache_file=False,
@@ -127,9 +124,9 @@ def values(dataset: Dataset, key: str, path: str, split: str, name: str) -> Iter
         )
     root, parts = column_and_path
     column = dataset.select_columns([root]).with_format("arrow")
-    for start in range(0, len(dataset), _ROWS):
+    for start in range(0, len(dataset), ROWS):
         yield _reach(
-            column[start : start + _ROWS].column(0).combine_chunks(), parts, _PathOrigin(key, path, split, name)
+            column[start : start + ROWS].column(0).combine_chunks(), parts, _PathOrigin(key, path, split, name)
         )
 
 
@@ -295,13 +292,13 @@ def left_out(read: Mapping[str, Dataset], used: Mapping[str, Dataset]) -> dict[s
 
 def lacking(dataset: Dataset, column: str) -> np.ndarray:
     """Whether each row has nothing in a column: bool [rows]."""
-    named = getattr(dataset.features[column], "names", None)
+    label_names = getattr(dataset.features[column], "names", None)
 
     def has_nothing(values: pa.ChunkedArray) -> np.ndarray:
         mask = pc.is_null(values, nan_is_null=True)
         if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
             mask = pc.or_(mask, pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True))
-        elif named:
+        elif label_names:
             mask = pc.or_(mask, pc.fill_null(pc.equal(values, -1), True))
         return np.from_dlpack(mask.combine_chunks().cast(pa.uint8())).astype(bool)
 
@@ -526,13 +523,13 @@ def told_apart(
         )
     train, column = splits["train"], data.split_column
     names = getattr(train.features.get(column), "names", None)
-    known = {word: split for split, words in usual.items() for word in words}
+    split_names = {word: split for split, words in usual.items() for word in words}
     order, others, first = list(usual), Counter[Any](), None
     places = [np.empty(0, dtype=np.int8)]  # of each row's split in `order`
     there: list[Any] = []  # values that are known
     for part in values(train, "data.split_column", column, "train", name):
         in_part = _with_names(part, names).to_pylist()
-        to = {value: known.get(str(value).strip().lower()) for value in set(in_part)}
+        to = {value: split_names.get(str(value).strip().lower()) for value in set(in_part)}
         there += sorted({str(value) for value in to if to[value]} - set(there))
         unknown = [row for row, value in enumerate(in_part) if to[value] is None]
         if unknown and first is None:
@@ -543,7 +540,7 @@ def told_apart(
         raise RunError(
             "LS2321",
             f"data.split_column: column {column!r} of {name} holds {first[1]!r} in {others[first[1]]:,} "
-            f"row(s), first in row {first[0]:,}; expected one of {', '.join(known)}. To exclude other rows, "
+            f"row(s), first in row {first[0]:,}; expected one of {', '.join(split_names)}. To exclude other rows, "
             f"set data.filter: {{{column}: [{', '.join(there) or 'train'}]}}",
         )
     split_of = np.concatenate(places)

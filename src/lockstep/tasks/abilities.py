@@ -56,11 +56,14 @@ class Predicts(Task):
 
     plugin = "tasks"  # a base: it has no name in a run file
     example_input: ClassVar[str] = "some text"  # for the command line, where there is no sample to show
+    input_keys: ClassVar[tuple[str, ...]] = ()  # its keys that name the columns a prediction is made from
+    answer_name: ClassVar[str | None] = None  # of what `predict` answers that a person reads; None: all of it
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
         """The columns that a prediction is made from: of one text, or of the two of a pair."""
-        return ("text",)
+        options = cls.options_of(run)
+        return tuple(getattr(options, key) for key in cls.input_keys) or ("text",)
 
     @classmethod
     def input_rows(cls, run: Run, word: str) -> list[tuple[str, ...]] | None:
@@ -77,7 +80,7 @@ class Predicts(Task):
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         """An answer of `predict` as a line for a person."""
-        return json.dumps(answer, ensure_ascii=False)
+        return json.dumps(answer, ensure_ascii=False) if cls.answer_name is None else str(answer[cls.answer_name])
 
     def sample_input(self, sample: Mapping[str, str]) -> str:
         """The input of one of `samples`, as `lockstep predict` takes it; empty: `predict` has no use for it."""

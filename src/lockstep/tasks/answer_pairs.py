@@ -80,7 +80,38 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
 
     @classmethod
     def usable(cls, rows: Dataset, options: AnswerPairOptions, split: str, name: str, drop: bool) -> Dataset:
-        return _whole(rows, options, split, name, drop)
+        """The rows with something in every column, and two answers that differ. Errors: `RunError`."""
+        usable_rows.present(rows, options.columns, split, name)
+        if options.conversations:
+            for key, column in options.columns.items():
+                rows = conversations.with_roles(rows, column, key, split)
+            rows = usable_rows.complete(rows, options.columns, split, name, drop)
+            for key, column in options.columns.items():
+                for first, part in usable_rows.lists(rows, column):
+                    if (bad := next((i for i, value in enumerate(part) if not _is_content(value)), None)) is not None:
+                        raise RunError(
+                            "LS3001",
+                            f"{key}: column {column!r} of the {split} split must hold texts, or lists of role and "
+                            f"content; row {first + bad} holds {str(part[bad])[:80]}",
+                        )
+        else:
+            for key, column in options.columns.items():
+                if type(rows.features[column]).__name__ in ("List", "LargeList", "Sequence"):
+                    raise RunError(
+                        "LS3002",
+                        f"{key}: column {column!r} of the {split} split holds lists; if they are of role and content, "
+                        "set task.conversations=true",
+                    )
+            rows = usable_rows.texts(rows, options.columns, split, name, drop)
+        for first, part in usable_rows.lists(rows, options.chosen, options.rejected):
+            for row, (chosen, rejected) in enumerate(part, first):
+                if chosen == rejected:
+                    raise RunError(
+                        "LS3003",
+                        f"task.rejected: row {row} of the {split} split of {name} has the same answer as chosen and as "
+                        f"rejected, {str(chosen)[:60]!r}, so it states no preference; remove such rows",
+                    )
+        return rows
 
     @classmethod
     def tokenizer_texts(cls, rows: Dataset, options: AnswerPairOptions) -> Iterator[list[str]]:
@@ -102,7 +133,40 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
-        return _encoder(run, split, cls.options_of(run), folder)
+        """What makes tokens of rows, and what these are."""
+        import datasets
+
+        options = cls.options_of(run)
+        tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
+        tokens, number = datasets.List(datasets.Value("int32")), datasets.Value("int64")
+        features = datasets.Features({"input_ids": tokens, "targets": tokens, "chosen": number, "cut": number})
+
+        def encoder(rows: dict[str, list]) -> dict[str, Any]:
+            encoded: dict[str, list] = {name: [] for name in features}
+            for row, prompt, *answers in zip(
+                rows[_ROW],
+                rows[options.prompt] if options.prompt else [None] * len(rows[_ROW]),
+                rows[options.chosen],
+                rows[options.rejected],
+                strict=True,
+            ):
+                both = [
+                    _cut(*tokens_of(tok, options, prompt, answer, row), run.data.max_length, split, row)
+                    for answer in answers
+                ]
+                if both[0][0] == both[1][0]:
+                    raise RunError(
+                        "LS3004",
+                        f"task.rejected: the two answers of row {row} of {split} are the same tokens within "
+                        f"data.max_length ({run.data.max_length}); raise data.max_length, or remove the row",
+                    )
+                for name, parts in (("input_ids", [b[0] for b in both]), ("targets", [b[1] for b in both])):
+                    encoded[name].append([token for part in parts for token in part])
+                encoded["chosen"].append(len(both[0][0]))
+                encoded["cut"].append(int(any(b[2] for b in both)))
+            return encoded
+
+        return encoder, features
 
     @classmethod
     def encoded_rows(cls, rows: Dataset, options: AnswerPairOptions) -> Dataset:
@@ -173,41 +237,6 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
 # -- preparing -------------------------------------------------------------------------------------------------------
 
 
-def _whole(dataset: Dataset, options: AnswerPairOptions, split: str, name: str, drop: bool) -> Dataset:
-    """The rows with something in every column, and two answers that differ. Errors: `RunError`."""
-    usable_rows.present(dataset, options.columns, split, name)
-    if options.conversations:
-        for key, column in options.columns.items():
-            dataset = conversations.with_roles(dataset, column, key, split)
-        dataset = usable_rows.complete(dataset, options.columns, split, name, drop)
-        for key, column in options.columns.items():
-            for first, part in usable_rows.lists(dataset, column):
-                if (bad := next((i for i, value in enumerate(part) if not _is_content(value)), None)) is not None:
-                    raise RunError(
-                        "LS3001",
-                        f"{key}: column {column!r} of the {split} split must hold texts, or lists of role and content; "
-                        f"row {first + bad} holds {str(part[bad])[:80]}",
-                    )
-    else:
-        for key, column in options.columns.items():
-            if type(dataset.features[column]).__name__ in ("List", "LargeList", "Sequence"):
-                raise RunError(
-                    "LS3002",
-                    f"{key}: column {column!r} of the {split} split holds lists; if they are of role and content, set "
-                    "task.conversations=true",
-                )
-        dataset = usable_rows.texts(dataset, options.columns, split, name, drop)
-    for first, part in usable_rows.lists(dataset, options.chosen, options.rejected):
-        for row, (chosen, rejected) in enumerate(part, first):
-            if chosen == rejected:
-                raise RunError(
-                    "LS3003",
-                    f"task.rejected: row {row} of the {split} split of {name} has the same answer as chosen and as "
-                    f"rejected, {str(chosen)[:60]!r}, so it states no preference; remove such rows",
-                )
-    return dataset
-
-
 def _is_content(value: Any) -> bool:
     """Whether it is a text, or a list of messages."""
     if isinstance(value, str):
@@ -217,44 +246,6 @@ def _is_content(value: Any) -> bool:
         and len(value) > 0
         and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in value)
     )
-
-
-def _encoder(run: Run, split: str, options: AnswerPairOptions, folder: str) -> tuple[Encoder, Features]:
-    """What makes tokens of rows, and what these are."""
-    import datasets
-
-    tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
-    numbers = datasets.List(datasets.Value("int32"))
-    features = datasets.Features(
-        {"input_ids": numbers, "targets": numbers, "chosen": datasets.Value("int64"), "cut": datasets.Value("int64")}
-    )
-
-    def encoder(rows: dict[str, list]) -> dict[str, Any]:
-        encoded: dict[str, list] = {name: [] for name in features}
-        for row, prompt, *answers in zip(
-            rows[_ROW],
-            rows[options.prompt] if options.prompt else [None] * len(rows[_ROW]),
-            rows[options.chosen],
-            rows[options.rejected],
-            strict=True,
-        ):
-            both = [
-                _cut(*tokens_of(tok, options, prompt, answer, row), run.data.max_length, split, row)
-                for answer in answers
-            ]
-            if both[0][0] == both[1][0]:
-                raise RunError(
-                    "LS3004",
-                    f"task.rejected: the two answers of row {row} of {split} are the same tokens within "
-                    f"data.max_length ({run.data.max_length}); raise data.max_length, or remove the row",
-                )
-            for name, parts in (("input_ids", [b[0] for b in both]), ("targets", [b[1] for b in both])):
-                encoded[name].append([token for part in parts for token in part])
-            encoded["chosen"].append(len(both[0][0]))
-            encoded["cut"].append(int(any(b[2] for b in both)))
-        return encoded
-
-    return encoder, features
 
 
 def _cut(ids: list[int], first: int, most: int, split: str, row: int) -> tuple[list[int], list[int], bool]:

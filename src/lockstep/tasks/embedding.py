@@ -87,6 +87,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     Options = EmbeddingOptions
     head = heads.EMBEDDING
     column_keys = ("anchor", "positive")
+    input_keys = ("anchor",)
     column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "anchor": ("anchor", "query", "question", "sentence"),
         "positive": ("positive", "pos", "positive_passage"),
@@ -242,11 +243,11 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         once more, those that go with the same anchor, and what is beyond `negatives`."""
         import torch
 
-        own, others = targets[:count], text_pairs.number(targets[count:])
+        anchors, others = targets[:count], text_pairs.number(targets[count:])
         at = torch.arange(len(others), device=targets.device)
         away = (at[None] - at[:count, None]) % count  # rows on from this one: [B, (texts - 1) B]
-        same = (others[None] == others[:count, None]) | (others[None] == own[:, None])
-        same |= (own[at % count][None] == own[:, None]) & (at < count)
+        same = (others[None] == others[:count, None]) | (others[None] == anchors[:, None])
+        same |= (anchors[at % count][None] == anchors[:, None]) & (at < count)
         hidden = same & (at[None] != at[:count, None])
         return hidden if self.options.negatives is None else hidden | (away > self.options.negatives)
 
@@ -280,16 +281,16 @@ class Embedding(TextTask, Predicts, GivesPredictions):
             return out.index_copy_(0, slots, values[taken].double() * retrieval.SHARP)
 
         anchors, others = vectors[:count], vectors[count : 2 * count]
-        known, theirs = batch.targets[:count], text_pairs.number(batch.targets[count : 2 * count])
-        results = {"there": spread(torch.ones_like(known))}
+        ours, theirs = batch.targets[:count], text_pairs.number(batch.targets[count : 2 * count])
+        results = {"there": spread(torch.ones_like(ours))}
         parts = vectors[: count * self.texts].view(self.texts, count, -1)
         gathered = (anchors * others).sum(1) if self.options.score is not None else parts.transpose(0, 1)
         results |= {"told": gathered} if self.per_example_outputs else {}  # float32 [B], or [B, texts, H]
         if self.options.score is not None:
-            results |= {"cosines": spread((anchors * others).sum(1)), "scores": spread(known.double() / text_pairs.ONE)}
+            results |= {"cosines": spread((anchors * others).sum(1)), "scores": spread(ours.double() / text_pairs.ONE)}
         else:
             results |= {"anchors": spread(anchors), "positives": spread(others)}
-            results |= {"queries": spread(known), "texts": spread(theirs)}
+            results |= {"queries": spread(ours), "texts": spread(theirs)}
         return self._sums(vectors, batch.targets) | results
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -356,10 +357,6 @@ class Embedding(TextTask, Predicts, GivesPredictions):
             | {"right": texts[count + i]}
             for i in sampled
         ]
-
-    @classmethod
-    def input_columns(cls, run: Run) -> tuple[str, ...]:
-        return (cls.options_of(run).anchor,)
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:

@@ -320,15 +320,15 @@ def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
         size = getattr(config, "image_size", None)
         if isinstance(size, int) and "size" not in options.processor:
             processor.size = type(processor)(size={"height": size, "width": size}).size
-    known = processor.to_dict()
-    if unknown := sorted(set(options.processor) - set(known)):
+    entries = processor.to_dict()
+    if unknown := sorted(set(options.processor) - set(entries)):
         raise RunError(
             "LS3037",
             f"task.processor: {type(processor).__name__} has no entry {unknown[0]!r}; it has "
-            f"{', '.join(sorted(known))}",
+            f"{', '.join(sorted(entries))}",
         )
     try:
-        processor = type(processor).from_dict(known | options.processor)
+        processor = type(processor).from_dict(entries | options.processor)
     except Exception as error:
         raise RunError("LS3038", f"task.processor: {' '.join(str(error).split())[:300]}") from error
     key = digest("image processor", 1, json.loads(processor.to_json_string()), type(processor).__name__)

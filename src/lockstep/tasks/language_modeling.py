@@ -143,6 +143,7 @@ class LanguageModeling(PerToken, Generates):
     Options = LanguageModelingOptions
     head = heads.CAUSAL
     column_keys = ("text",)
+    answer_name = "written"
     column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "prompt": ("prompt", "instruction", "question", "input", "query"),
         "response": ("response", "completion", "output", "answer", "answers", "chosen", "target"),
@@ -205,8 +206,8 @@ class LanguageModeling(PerToken, Generates):
 
     @classmethod
     def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
-        own = digest(f"with openings{' and what was cut' * data.options.cut}", key)
-        file, counts = source.each_alone(data.splits[split], own, partial(_encode, tok=tok, options=data.options))
+        full_key = digest(f"with openings{' and what was cut' * data.options.cut}", key)
+        file, counts = source.each_alone(data.splits[split], full_key, partial(_encode, tok=tok, options=data.options))
         if examples_in(file) == 0:
             discard(Path(file))
             raise RunError(
@@ -383,10 +384,6 @@ class LanguageModeling(PerToken, Generates):
         most = options.block_size, options.sample_tokens
         return inference.continuations(model, tok, rows, template, *most, options.temperature, run.seed)
 
-    @classmethod
-    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
-        return str(answer["written"])
-
 
 # -- preparing -------------------------------------------------------------------------------------------------------
 
@@ -425,9 +422,9 @@ def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[
     if not options.cut:
         return {}
     columns = Columns(file)
-    left = columns.flat("left")[np.arange(len(columns))]
+    cuts = columns.flat("left")[np.arange(len(columns))]
     of = conversations.documents_in(dataset, options.writing) if options.messages is not None else len(dataset)
-    cut_off = {"texts": int((left > 0).sum()), "tokens": int(left.sum()), "nothing": of - len(columns), "of": of}
+    cut_off = {"texts": int((cuts > 0).sum()), "tokens": int(cuts.sum()), "nothing": of - len(columns), "of": of}
     if not cut_off["texts"] and not cut_off["nothing"]:
         return {}
     return cut_off | {"most": options.block_size, "key": "task.block_size"}

@@ -60,6 +60,7 @@ class MaskedLanguageModeling(PerToken):
     Options = MaskedLanguageModelingOptions
     head = heads.MASKED
     column_keys = ("text",)
+    input_keys = ("text",)
     default_model = "distilbert/distilroberta-base"
     small_model = "bert"
     pipeline = "fill-mask"
@@ -187,12 +188,8 @@ class MaskedLanguageModeling(PerToken):
 
     def _decode(self, ids: list[int]) -> str:
         """A text with its masks, without other special tokens."""
-        left = {*self.vocabulary.special.tolist()} - {self.vocabulary.mask}
-        return str(self.tokenizer.decode([token for token in ids if token not in left])).strip()
-
-    @classmethod
-    def input_columns(cls, run: Run) -> tuple[str, ...]:
-        return (cls.options_of(run).text,)
+        specials = {*self.vocabulary.special.tolist()} - {self.vocabulary.mask}
+        return str(self.tokenizer.decode([token for token in ids if token not in specials])).strip()
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:

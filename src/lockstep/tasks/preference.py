@@ -67,6 +67,7 @@ class Preference(AnswerPairs, UsesReference):
     Options = PreferenceOptions
     head = heads.CAUSAL
     column_keys = ("prompt", "chosen", "rejected")
+    answer_name = "written"
     default_model = "openai-community/gpt2"
     pipeline = "text-generation"
     usual_rate = 5e-6
@@ -202,10 +203,6 @@ class Preference(AnswerPairs, UsesReference):
 
         most = run.data.max_length, options.sample_tokens
         return inference.continuations(model, tok, rows, as_message if options.conversations else None, *most)
-
-    @classmethod
-    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
-        return str(answer["written"])
 
 
 def _summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     Options = QuestionAnsweringOptions
     head = heads.QUESTION_ANSWERING
     column_keys = ("question", "context", "answers")
+    input_keys = ("question", "context")
     default_model = "distilbert/distilbert-base-cased"
     small_model = "bert"
     pipeline = "question-answering"
@@ -216,10 +217,6 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
             {"question": question, "answer": answer or "(none)", "right": " / ".join(dict.fromkeys(each)) or "(none)"}
             for question, answer, each in zip(questions, answers, right, strict=True)
         ]
-
-    @classmethod
-    def input_columns(cls, run: Run) -> tuple[str, ...]:
-        return tuple(cls.options_of(run).columns.values())
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:

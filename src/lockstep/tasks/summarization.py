@@ -97,7 +97,7 @@ class Summarization(Translation):
     Options = SummarizationOptions
     pipeline = "summarization"
     display_keys = ("rouge", "beams", "samples")
-    answer = "summary"
+    answer_name = "summary"
     metric_names = ("accuracy", "perplexity", *NAMES)
 
     @classmethod

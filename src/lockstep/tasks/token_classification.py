@@ -52,11 +52,11 @@ def parts(tags: Iterable[str]) -> dict[str, tuple[str, str]]:
     for form in (_PREFIX, *_OTHERS):
         matches = {tag: match for tag in marks if (match := re.fullmatch(form, tag))}
         letters = {tag: match["letter"].upper() for tag, match in matches.items()}
-        known = {tag: letter for tag, letter in letters.items() if letter in _READ}
-        if not {"B", "I"} & set(known.values()) or (form != _PREFIX and known.keys() != marks):
+        letter_of = {tag: letter for tag, letter in letters.items() if letter in _READ}
+        if not {"B", "I"} & set(letter_of.values()) or (form != _PREFIX and letter_of.keys() != marks):
             continue
         _refuse_others(letters, {tag: match["kind"] for tag, match in matches.items()})
-        read = {tag: (_READ[letter], matches[tag]["kind"] or "_") for tag, letter in known.items()}
+        read = {tag: (_READ[letter], matches[tag]["kind"] or "_") for tag, letter in letter_of.items()}
         outside = {tag: _OUTSIDE for tag, letter in letters.items() if letter == "O"}
         return {tag: (read | outside).get(tag, _alone(tag)) for tag in names}
     return {tag: _alone(tag) for tag in names}
@@ -118,6 +118,7 @@ class TokenClassification(PerToken):
     Options = TokenClassificationOptions
     head = heads.TOKEN_CLASSIFICATION
     column_keys = ("words", "tags")
+    input_keys = ("words",)
     column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "words": ("tokens", "words"),
         "tags": ("ner_tags", "tags", "pos_tags", "chunk_tags", "labels"),
@@ -136,7 +137,42 @@ class TokenClassification(PerToken):
 
     @classmethod
     def usable(cls, rows: Dataset, options: TokenClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
-        return _rows(rows, options, split, name, drop)
+        """Columns `words` and `tags`, both lists of texts, of the rows that have a word, and a tag for every word."""
+        import datasets
+
+        columns = options.columns
+        usable_rows.present(rows, columns, split, name)
+        names = getattr(getattr(rows.features[options.tags], "feature", None), "names", None)
+        faults = []  # whether there is a word at all; which rows lack words, and which tags
+        for first, part in usable_rows.lists(rows, options.words, options.tags):
+            for row, (row_words, marked) in enumerate(part, first):
+                if None not in (row_words, marked) and not (
+                    isinstance(row_words, list) and isinstance(marked, list) and len(row_words) == len(marked)
+                ):
+                    raise RunError(
+                        "LS3363",
+                        f"task.tags: row {row} of the {split} split of {name} must hold as many tags as words, both as "
+                        f"lists, but holds {str(row_words)[:60]} and {str(marked)[:60]}",
+                    )
+            wordless = [not row_words or any(_nothing(word) for word in row_words) for row_words, _ in part]
+            tagless = [marked is None or any(_nothing(tag, names) for tag in marked) for _, marked in part]
+            faults.append((any(row_words for row_words, _ in part), np.array(wordless), np.array(tagless)))
+        if not any(some for some, *_ in faults):
+            raise RunError("LS3364", f"task.words: the {split} split of {name} holds no words")
+        columns_lacking = ((options.words, [w for _, w, _ in faults]), (options.tags, [t for *_, t in faults]))
+        lacks = {key: (column, np.concatenate(p)) for key, (column, p) in zip(columns, columns_lacking, strict=True)}
+        whole = usable_rows.without(rows, lacks, split, name, drop)
+
+        def converted(rows: dict[str, list]) -> dict[str, list]:
+            words = [[str(word) for word in row_words] for row_words in rows[options.words]]
+            tags = [[names[tag] if names else str(tag) for tag in marked] for marked in rows[options.tags]]
+            return {"words": words, "tags": tags}
+
+        texts = datasets.List(datasets.Value("string"))
+        source_feature = {c: whole.features[c] for c in whole.column_names if c == source.SOURCE}
+        features = datasets.Features({"words": texts, "tags": texts} | source_feature)
+        others = [c for c in whole.column_names if c not in source_feature]
+        return whole.map(converted, batched=True, remove_columns=others, features=features)
 
     @classmethod
     def compared(cls, options: TokenClassificationOptions) -> tuple[list[str], list[str]]:
@@ -197,7 +233,32 @@ class TokenClassification(PerToken):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: list[str], split: str, name: str) -> tuple[Encoder, Features]:
-        return _encoder(run, labels, folder)
+        """What makes tokens and tags of rows, and what these are."""
+        import datasets
+
+        tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
+        if not tok.is_fast:
+            raise RunError(
+                "LS3365",
+                "tokenizer: it does not report the words of its tokens (no fast tokenizer); choose a model with "
+                "a fast tokenizer",
+            )
+        place_of = {name: code for code, name in enumerate(labels)}
+        numbers = datasets.List(datasets.Value("int32"))
+        features = datasets.Features({"input_ids": numbers, "targets": numbers, "count": datasets.Value("int64")})
+
+        def encoder(rows: dict[str, list]) -> dict[str, list]:
+            tokens = tok(rows["words"], is_split_into_words=True, truncation=True, max_length=run.data.max_length)
+            targets = []
+            for row, tags in enumerate(rows["tags"]):
+                line = [_SKIPPED] * len(tokens["input_ids"][row])
+                for word, place in first_tokens(tokens.word_ids(row)).items():
+                    line[place] = place_of[tags[word]]
+                targets.append(line)
+            counts = [sum(tag != _SKIPPED for tag in line) for line in targets]
+            return {"input_ids": tokens["input_ids"], "targets": targets, "count": counts}
+
+        return encoder, features
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -286,10 +347,6 @@ class TokenClassification(PerToken):
         return {"text": " ".join(words), "found": described(best), "right": described(targets)}
 
     @classmethod
-    def input_columns(cls, run: Run) -> tuple[str, ...]:
-        return (cls.options_of(run).words,)
-
-    @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """`words`, each with its `label` and that one's `score`; a text is cut at its spaces."""
         from lockstep.tasks.models import inference, models
@@ -331,46 +388,6 @@ def first_tokens(word_ids: list[int | None]) -> dict[int, int]:
 # -- preparing -------------------------------------------------------------------------------------------------------
 
 
-def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
-    """Columns `words` and `tags`, both lists of texts, of the rows that have a word, and a tag for every word. Errors:
-    `RunError`."""
-    import datasets
-
-    columns = options.columns
-    usable_rows.present(dataset, columns, split, name)
-    names = getattr(getattr(dataset.features[options.tags], "feature", None), "names", None)
-    faults = []  # whether there is a word at all; which rows lack words, and which tags
-    for first, part in usable_rows.lists(dataset, options.words, options.tags):
-        for row, (row_words, marked) in enumerate(part, first):
-            if None not in (row_words, marked) and not (
-                isinstance(row_words, list) and isinstance(marked, list) and len(row_words) == len(marked)
-            ):
-                raise RunError(
-                    "LS3363",
-                    f"task.tags: row {row} of the {split} split of {name} must hold as many tags as words, both as "
-                    f"lists, but holds {str(row_words)[:60]} and {str(marked)[:60]}",
-                )
-        wordless = [not row_words or any(_nothing(word) for word in row_words) for row_words, _ in part]
-        tagless = [marked is None or any(_nothing(tag, names) for tag in marked) for _, marked in part]
-        faults.append((any(row_words for row_words, _ in part), np.array(wordless), np.array(tagless)))
-    if not any(some for some, *_ in faults):
-        raise RunError("LS3364", f"task.words: the {split} split of {name} holds no words")
-    columns_lacking = ((options.words, [w for _, w, _ in faults]), (options.tags, [t for *_, t in faults]))
-    lacks = {key: (column, np.concatenate(part)) for key, (column, part) in zip(columns, columns_lacking, strict=True)}
-    whole = usable_rows.without(dataset, lacks, split, name, drop)
-
-    def converted(rows: dict[str, list]) -> dict[str, list]:
-        words = [[str(word) for word in row_words] for row_words in rows[options.words]]
-        tags = [[names[tag] if names else str(tag) for tag in marked] for marked in rows[options.tags]]
-        return {"words": words, "tags": tags}
-
-    texts = datasets.List(datasets.Value("string"))
-    source_feature = {c: whole.features[c] for c in whole.column_names if c == source.SOURCE}
-    features = datasets.Features({"words": texts, "tags": texts} | source_feature)
-    left = [c for c in whole.column_names if c not in source_feature]
-    return whole.map(converted, batched=True, remove_columns=left, features=features)
-
-
 def _tags(dataset: Dataset) -> set[str]:
     return {tag for _, part in usable_rows.lists(dataset, "tags") for tags in part for tag in tags}
 
@@ -378,32 +395,3 @@ def _tags(dataset: Dataset) -> set[str]:
 def _nothing(value: Any, names: list[str] | None = None) -> bool:
     """A word or tag that is none; a tag -1 of a data set with `names` is none."""
     return value is None or not str(value).strip() or (names is not None and value == -1)
-
-
-def _encoder(run: Run, names: list[str], folder: str) -> tuple[Encoder, Features]:
-    """What makes tokens and tags of rows, and what these are."""
-    import datasets
-
-    tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
-    if not tok.is_fast:
-        raise RunError(
-            "LS3365",
-            "tokenizer: it does not report the words of its tokens (no fast tokenizer); choose a model with "
-            "a fast tokenizer",
-        )
-    place_of = {name: code for code, name in enumerate(names)}
-    numbers = datasets.List(datasets.Value("int32"))
-    features = datasets.Features({"input_ids": numbers, "targets": numbers, "count": datasets.Value("int64")})
-
-    def encoder(rows: dict[str, list]) -> dict[str, list]:
-        tokens = tok(rows["words"], is_split_into_words=True, truncation=True, max_length=run.data.max_length)
-        targets = []
-        for row, tags in enumerate(rows["tags"]):
-            line = [_SKIPPED] * len(tokens["input_ids"][row])
-            for word, place in first_tokens(tokens.word_ids(row)).items():
-                line[place] = place_of[tags[word]]
-            targets.append(line)
-        counts = [sum(tag != _SKIPPED for tag in line) for line in targets]
-        return {"input_ids": tokens["input_ids"], "targets": targets, "count": counts}
-
-    return encoder, features

@@ -10,7 +10,7 @@ scores of the gathered corpus. They need the extra `lockstep-train[translation]`
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -65,29 +65,6 @@ class WritingOptions(Section):
         return {"task.source": self.source, "task.target": self.target}
 
 
-def pairs(dataset: Dataset, options: WritingOptions, split: str, name: str, drop: bool) -> Dataset:
-    """The two sides as columns `source` and `target`. Errors: `RunError`."""
-    sides = {"source": options.source, "target": options.target}
-    if PAIR in dataset.column_names and not {options.source, options.target} <= set(dataset.column_names):
-        dataset = dataset.select_columns([PAIR]).flatten()
-        languages = [column.removeprefix(f"{PAIR}.") for column in dataset.column_names]
-        for key, language in sides.items():
-            if language not in languages:
-                raise RunError(
-                    "LS3370",
-                    f"task.{key}: the {split} split of {name} has no language {language!r}; it has "
-                    f"{', '.join(languages)}",
-                )
-        sides = {key: f"{PAIR}.{language}" for key, language in sides.items()}
-    dataset = usable_rows.texts(dataset, {f"task.{key}": column for key, column in sides.items()}, split, name, drop)
-    if options.source == options.target:
-        raise RunError(
-            "LS3371", f"task.target: {options.target!r} is also task.source; name the column of translations"
-        )
-    selection = dataset.select_columns([*sides.values(), *(c for c in dataset.column_names if c == source.SOURCE)])
-    return selection.rename_columns({column: key for key, column in sides.items() if column != key})
-
-
 def tokenizers(run: Run, train: Dataset | Stream, hashed: str, options: WritingOptions) -> Path:
     """The folder of both. The caller holds the lock. `hashed` stands for the texts. Errors: `RunError`."""
 
@@ -119,35 +96,8 @@ def tokenizers(run: Run, train: Dataset | Stream, hashed: str, options: WritingO
 
 def target_tokenizer(run: Run, folder: Path, shared: Any) -> Any:
     """That of the targets, in the folder of `tokenizers`, where they have one of their own."""
-    own = folder / tokenizer.TARGET
-    return tokenizer.load(str(own), run.model.trust_remote_code) if own.is_dir() else shared
-
-
-def encoder_of(
-    run: Run, folder: str, options: WritingOptions
-) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
-    """What makes tokens of pairs, and what these are."""
-    import datasets
-
-    sources: Any = tokenizer.load(folder, run.model.trust_remote_code)
-    targets = target_tokenizer(run, Path(folder), sources)
-    numbers = datasets.List(datasets.Value("int32"))
-    text = datasets.Value("string")
-    features = datasets.Features({"input_ids": numbers, "target_ids": numbers, "reference": text})
-    limit = {"truncation": True, "max_length": run.data.max_length, "return_attention_mask": False}
-
-    def closed(rows: list[list[int]], known: Any) -> list[list[int]]:
-        """A target without any token could not be learned: it has its end token at least."""
-        end = lm_documents.end_of(known)
-        return [row or [end if end is not None else known.pad_token_id] for row in rows]
-
-    def encoder(rows: dict[str, list]) -> dict[str, list]:
-        source_ids = sources([options.prefix + text for text in rows["source"]], **limit)["input_ids"]
-        target_ids = targets(text_target=rows["target"], **limit | {"max_length": most(run, options)})["input_ids"]
-        ids = {"input_ids": closed(source_ids, sources), "target_ids": closed(target_ids, targets)}
-        return ids | {"reference": rows["target"]}
-
-    return encoder, features
+    target_folder = folder / tokenizer.TARGET
+    return tokenizer.load(str(target_folder), run.model.trust_remote_code) if target_folder.is_dir() else shared
 
 
 def most(run: Run, options: WritingOptions) -> int:
@@ -229,7 +179,8 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     row_is_example = True
     pipeline = "translation"
     display_keys: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
-    answer: ClassVar[str] = "translation"  # what `predict` calls what is written
+    input_keys = ("source",)
+    answer_name: ClassVar[str] = "translation"
     metric_inputs = ("written",)
     metric_names: tuple[str, ...] = ("accuracy", "perplexity", "bleu", "chrf")
 
@@ -253,7 +204,26 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def usable(cls, rows: Dataset, options: WritingOptions, split: str, name: str, drop: bool) -> Dataset:
-        return pairs(rows, options, split, name, drop)
+        """The two sides as columns `source` and `target`. Errors: `RunError`."""
+        sides = {"source": options.source, "target": options.target}
+        if PAIR in rows.column_names and not {options.source, options.target} <= set(rows.column_names):
+            rows = rows.select_columns([PAIR]).flatten()
+            languages = [column.removeprefix(f"{PAIR}.") for column in rows.column_names]
+            for key, language in sides.items():
+                if language not in languages:
+                    raise RunError(
+                        "LS3370",
+                        f"task.{key}: the {split} split of {name} has no language {language!r}; it has "
+                        f"{', '.join(languages)}",
+                    )
+            sides = {key: f"{PAIR}.{language}" for key, language in sides.items()}
+        rows = usable_rows.texts(rows, {f"task.{key}": column for key, column in sides.items()}, split, name, drop)
+        if options.source == options.target:
+            raise RunError(
+                "LS3371", f"task.target: {options.target!r} is also task.source; name the column of translations"
+            )
+        selection = rows.select_columns([*sides.values(), *(c for c in rows.column_names if c == source.SOURCE)])
+        return selection.rename_columns({column: key for key, column in sides.items() if column != key})
 
     @classmethod
     def compared(cls, options: WritingOptions) -> tuple[list[str], list[str]]:
@@ -276,7 +246,29 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
-        return encoder_of(run, folder, cls.options_of(run))
+        """What makes tokens of pairs, and what these are."""
+        import datasets
+
+        options = cls.options_of(run)
+        sources: Any = tokenizer.load(folder, run.model.trust_remote_code)
+        targets = target_tokenizer(run, Path(folder), sources)
+        numbers = datasets.List(datasets.Value("int32"))
+        text = datasets.Value("string")
+        features = datasets.Features({"input_ids": numbers, "target_ids": numbers, "reference": text})
+        limit = {"truncation": True, "max_length": run.data.max_length, "return_attention_mask": False}
+
+        def closed(rows: list[list[int]], known: Any) -> list[list[int]]:
+            """A target without any token could not be learned: it has its end token at least."""
+            end = lm_documents.end_of(known)
+            return [row or [end if end is not None else known.pad_token_id] for row in rows]
+
+        def encoder(rows: dict[str, list]) -> dict[str, list]:
+            source_ids = sources([options.prefix + text for text in rows["source"]], **limit)["input_ids"]
+            target_ids = targets(text_target=rows["target"], **limit | {"max_length": most(run, options)})["input_ids"]
+            ids = {"input_ids": closed(source_ids, sources), "target_ids": closed(target_ids, targets)}
+            return ids | {"reference": rows["target"]}
+
+        return encoder, features
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -405,11 +397,6 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return [text.strip() for text in texts]
 
     @classmethod
-    def input_columns(cls, run: Run) -> tuple[str, ...]:
-        options = cls.options_of(run)
-        return (options.source,)
-
-    @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The `translation`, or what else is written."""
         from lockstep.tasks.models import inference, models
@@ -425,13 +412,9 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
             read = [sources(options.prefix + row[0], truncation=True, max_length=limit) for row in rows]
             tokens = by_transformers(model, inference.padded(read, {"input_ids": int(sources.pad_token_id)}), how)
             written = targets.batch_decode(tokens.tolist(), skip_special_tokens=True)
-            return [{cls.answer: text.strip()} for text in written]
+            return [{cls.answer_name: text.strip()} for text in written]
 
         return inference.answers(rows, answer)
-
-    @classmethod
-    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
-        return str(answer[cls.answer])
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         super().write(folder, weights)
@@ -452,10 +435,10 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
     from lockstep.tasks.models import model_configs
 
     config = model_configs.load_config(run)
-    known = config.to_dict()
+    values = config.to_dict()
     if run.model.type is None:
-        start = known.get("decoder_start_token_id")
-        start = start if start is not None else known.get("bos_token_id")
+        start = values.get("decoder_start_token_id")
+        start = start if start is not None else values.get("bos_token_id")
         return {"use_cache": False, "decoder_start_token_id": sources.pad_token_id if start is None else start}
     # BART begins with its end token, T5Gemma with the first of texts; Marian, T5 and the others with padding
     from_end = config.model_type in model_configs.FROM_END_TOKEN
@@ -463,7 +446,7 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
     if config.model_type in model_configs.FROM_FIRST_TOKEN and targets.bos_token_id is not None:
         start = targets.bos_token_id
     entries = {"use_cache": False, "decoder_start_token_id": start, "forced_eos_token_id": None}
-    if "decoder_vocab_size" in known:
+    if "decoder_vocab_size" in values:
         separate = targets is not sources
         entries |= {"decoder_vocab_size": len(targets), "share_encoder_decoder_embeddings": not separate}
     return entries
@@ -474,10 +457,10 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
 
     key = "task.target_length" if (options.target_length or 0) > run.data.max_length else "data.max_length"
     models.check(run, heads.SEQ2SEQ, max(run.data.max_length, most(run, options)), key, use_cache=False)
-    known = model_configs.load_config(run).to_dict()
+    entries = model_configs.load_config(run).to_dict()
     known_to = tokenizer.load(str(folder), run.model.trust_remote_code)
     two = (folder / tokenizer.TARGET).is_dir() or getattr(known_to, "separate_vocabs", False)
-    if run.model.source is not None and known.get("share_encoder_decoder_embeddings") is False and not two:
+    if run.model.source is not None and entries.get("share_encoder_decoder_embeddings") is False and not two:
         raise RunError(
             "LS3376",
             f"model.source: {run.model.source} has a separate vocabulary for targets, but no tokenizer for it "
@@ -487,14 +470,14 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
     check_start(run)
     padding.check_foresight(run, "seq2seq")
     check_start_is_read(run, known_to)
-    if "num_layers" in known and known.get("num_decoder_layers", 0) > known["num_layers"]:
+    if "num_layers" in entries and entries.get("num_decoder_layers", 0) > entries["num_layers"]:
         raise RunError(
             "LS3377",
-            f"model.config: transformers cannot decode a {known['model_type']} with "
-            f"{known['num_decoder_layers']} decoder layers and only {known['num_layers']} encoder layers; set "
-            f"num_decoder_layers to {known['num_layers']} or less",
+            f"model.config: transformers cannot decode a {entries['model_type']} with "
+            f"{entries['num_decoder_layers']} decoder layers and only {entries['num_layers']} encoder layers; set "
+            f"num_decoder_layers to {entries['num_layers']} or less",
         )
-    if options.tokenizers == "separate" and "decoder_vocab_size" not in known:
+    if options.tokenizers == "separate" and "decoder_vocab_size" not in entries:
         raise RunError(
             "LS3378",
             f"task.tokenizers: a {run.model.type or 'pretrained'} model has one vocabulary for both "
@@ -526,12 +509,12 @@ def check_start(run: Run) -> None:
     config = model_configs.load_config(run)
     if run.model.source is None or config.model_type not in model_configs.FROM_FIRST_TOKEN:
         return
-    start, own = getattr(config, "decoder_start_token_id", None), config.decoder.bos_token_id
+    start, trained_from = getattr(config, "decoder_start_token_id", None), config.decoder.bos_token_id
     start = config.bos_token_id if start is None else start
-    if start != own:
+    if start != trained_from:
         raise RunError(
             "LS3380",
             f"model.source: the decoder of this {config.model_type} starts from token {start} when it "
-            f"generates, and from {own} when transformers trains it (decoder.bos_token_id of its config); set "
-            f"model.config.decoder_start_token_id={own}, or write one token for both into its config.json",
+            f"generates, and from {trained_from} when transformers trains it (decoder.bos_token_id of its config); set "
+            f"model.config.decoder_start_token_id={trained_from}, or write one token for both into its config.json",
         )

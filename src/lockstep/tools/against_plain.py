@@ -118,8 +118,8 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
         console.table("beside the plain reference", COLUMNS, rows, key="plain")
         for step in result.steps:
             number, *allowed = _row(step.number, step.allowed)
-            named = (f"{name} {size}" for name, size in zip(COLUMNS[1:], allowed, strict=True) if size)
-            console.say(f"allowed in step {number}, by what a change of the last bit comes to: {', '.join(named)}", 2)
+            limits = (f"{name} {size}" for name, size in zip(COLUMNS[1:], allowed, strict=True) if size)
+            console.say(f"allowed in step {number}, by what a change of the last bit comes to: {', '.join(limits)}", 2)
     if verdict is not None:
         content = json.loads(verdict.read_text(encoding="utf-8")) if verdict.exists() else {"agrees": True}
         content["agrees"] = content["agrees"] and not result.differences

@@ -133,9 +133,9 @@ def shared(output: Path, run: Run, prepared: Prepared, manifest: Manifest, ours:
             "that value",
         )
     same, why = parting(course(theirs, prepared), ours)
-    named = f"{', '.join(sorted(differing))}: " if differing else ""
+    differences = f"{', '.join(sorted(differing))}: " if differing else ""
     ends = f"one of the runs ends there ({manifest.steps} steps there, {len(ours.rates)} here)"
-    return same, f"{named}{why or ends}"
+    return same, f"{differences}{why or ends}"
 
 
 def take(output: Path, step: int, run: Run, ours: Course) -> Begun:
@@ -220,8 +220,8 @@ def place(begun: Begun, run: Run, ours: Course) -> None:
 def _own(manifest: Manifest, run: Run, ours: Course, scored: bool) -> Manifest:
     """As if the run had saved it by itself, on the hosts that did."""
     every = interval(run, ours) if run.average.last is not None else 0
-    own = replace(manifest, arithmetic=run.arithmetic(), steps=len(ours.rates), every=every, trackers={})
-    return own if scored else replace(own, scores={}, progress={})
+    adjusted = replace(manifest, arithmetic=run.arithmetic(), steps=len(ours.rates), every=every, trackers={})
+    return adjusted if scored else replace(adjusted, scores={}, progress={})
 
 
 def _linked(source: Path, aside: Path, names: Mapping[str, str]) -> None:

@@ -307,8 +307,8 @@ def again(output: Path, overrides: Sequence[str] | Mapping[str, Any], strategy: 
         strategy = "single" if exact and processes == 1 else "ddp" if exact else trained.strategy.name
     if strategy not in ("own", trained.strategy.name):
         values["strategy"] |= {"name": strategy, "options": {}}
-    own = type(trained.launch).model_fields  # without those of its launcher
-    values["launch"] = {k: v for k, v in values["launch"].items() if k in own}
+    fields = type(trained.launch).model_fields  # without those of its launcher
+    values["launch"] = {k: v for k, v in values["launch"].items() if k in fields}
     values["launch"] |= {"name": "local", "processes": processes, "max_restarts": 0}
     if "launch.threads" not in overrides_of(overrides) and (threads := start_of(output).get("threads")):
         values["launch"]["threads"] = threads

@@ -8,7 +8,6 @@ no torch.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -20,10 +19,10 @@ from typing import Any, Literal
 
 from lockstep.distributed import job_record
 from lockstep.track.best import Best
+from lockstep.track.report.history import objects_of
 
-Kind = Literal[
-    "prepared", "start", "step", "evaluation", "samples", "checkpoint", "stop", "failed", "finish", "end"
-]  # docs/how-to/python.md says what each is
+# docs/how-to/python.md says what each is
+Kind = Literal["prepared", "start", "step", "evaluation", "samples", "checkpoint", "stop", "failed", "finish", "end"]
 _ORDER: tuple[Kind, ...] = ("step", "evaluation", "samples", "checkpoint", "stop", "failed", "finish")
 
 
@@ -128,13 +127,7 @@ class _Tail:
             data = file.read(until - self._at)
         whole = data.rpartition(b"\n")[0] + b"\n" if b"\n" in data else b""
         self._at += len(whole)
-        for text in whole.splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:  # what a kill has left
-                continue
-            if isinstance(line, dict) and all(key in line for key in needed):
-                yield line
+        yield from objects_of(whole.splitlines(), needed)
 
     def _now(self) -> tuple[int, int]:
         """Which file it is, and its size."""

@@ -58,8 +58,8 @@ def _is(module: str, name: str, thing: Any) -> bool:
 
 def _variable(thing: Any) -> str | None:
     """A variable at the top of the script that holds it."""
-    own: Mapping[str, Any] = vars(sys.modules["__main__"])
-    return next((name for name, value in own.items() if value is thing and not name.startswith("__")), None)
+    main_names: Mapping[str, Any] = vars(sys.modules["__main__"])
+    return next((name for name, value in main_names.items() if value is thing and not name.startswith("__")), None)
 
 
 def _script(what: str, name: str) -> str:

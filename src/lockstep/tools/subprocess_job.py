@@ -107,8 +107,8 @@ class Child:
 
 def import_path() -> str:
     """Where this process imports modules of the user's from (a script's folder, a notebook's additions)."""
-    own = (sys.prefix, sys.base_prefix)
-    return os.pathsep.join(path for path in sys.path if path and not path.startswith(own))
+    prefixes = (sys.prefix, sys.base_prefix)
+    return os.pathsep.join(path for path in sys.path if path and not path.startswith(prefixes))
 
 
 def _size(path: Path) -> int:
@@ -117,11 +117,11 @@ def _size(path: Path) -> int:
 
 def _follow_parent() -> None:
     """Stop as if asked to when the parent is gone: its end of our standard input closes."""
-    own = os.dup(0)
+    stdin = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what we start must not read it
 
     def watch() -> None:
-        while os.read(own, 64):
+        while os.read(stdin, 64):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 

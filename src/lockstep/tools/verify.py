@@ -139,8 +139,8 @@ def record_alone(run: Run, folder: Path, steps: int, timed: int = 0) -> int:
     """Run the job as one process, in a process of its own. Returns its exit status."""
     values: dict[str, Any] = run.model_dump(mode="json")
     values["strategy"] |= {"name": "single", "options": {}}
-    own = type(run.launch).model_fields  # without those of its launcher
-    values["launch"] = {k: v for k, v in values["launch"].items() if k in own} | {"name": "local", "processes": 1}
+    fields = type(run.launch).model_fields  # without those of its launcher
+    values["launch"] = {k: v for k, v in values["launch"].items() if k in fields} | {"name": "local", "processes": 1}
     values["output"] = str(folder)
     keep(Run.model_validate(values))
     code = "import sys; from lockstep.training.rank import main_of_file as main; main(sys.argv[1], sys.argv[2:])"

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from lockstep.trace.read import ABOUT
-from lockstep.trace.tracer.fingerprint import measure, whole, width_of
+from lockstep.trace.tracer.fingerprint import differences, measure, whole, width_of
 from lockstep.trace.tracer.placement import dtype_name
-from lockstep.trace.tracer.recorder import differences, packed
+from lockstep.trace.tracer.recorder import packed
 from lockstep.trace.tracer.writer import FORMAT
 
 EMPTY = {"fp": "", "sq": "", "sk": ""}

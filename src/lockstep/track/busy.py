@@ -80,9 +80,9 @@ class Busy:
             self._counted = what, done, time.monotonic()
         _, first, since = self._counted
         took = time.monotonic() - since
-        left = int(took * (total - done) / (done - first)) if done > first and took > _SURE_S else None
+        remaining = int(took * (total - done) / (done - first)) if done > first and took > _SURE_S else None
         bar = ProgressBar(total=max(1, total), completed=min(done, total), width=20)
-        return [bar, *([] if left is None else [f"{left // 60}:{left % 60:02d} left,"])]
+        return [bar, *([] if remaining is None else [f"{remaining // 60}:{remaining % 60:02d} left,"])]
 
     def _speak(self) -> None:
         pauses = iter(PAUSES_S)

@@ -24,20 +24,20 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="also as a page: FILE.html")
 
 
-def run_plan(known: argparse.Namespace) -> int | None:
-    if not known.simulate and not known.suggest:
+def run_plan(args: argparse.Namespace) -> int | None:
+    if not args.simulate and not args.suggest:
         for name in ("processes", "price", "out"):
-            if getattr(known, name) is not None:
+            if getattr(args, name) is not None:
                 text = f"--{name}: says something to --simulate only; for this plan set launch.processes"
                 raise RunError("LS8081", text)
         return None
-    if known.offline:
+    if args.offline:
         raise RunError("LS8080", "--offline: has an effect only without --simulate and --suggest; remove it")
     from lockstep.launchers import start
     from lockstep_plan.options import answered
 
-    run = start.further(run_file.run_of(known), Console(True).say)
-    return answered(run, known.processes, known.device, known.suggest, known.price, known.out)
+    run = start.further(run_file.run_of(args), Console(True).say)
+    return answered(run, args.processes, args.device, args.suggest, args.price, args.out)
 
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,16 +46,16 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_bench(known: argparse.Namespace) -> int | None:
+def run_bench(args: argparse.Namespace) -> int | None:
     """Write down what the machine can do. Errors: `RunError`."""
-    if not known.calibrate:
+    if not args.calibrate:
         return None
     from lockstep.launchers.start import joining
     from lockstep_plan.calibrate import calibrate
 
-    _, _, run = before_a_run.measured_run(known)
+    _, _, run = before_a_run.measured_run(args)
     for name in ("strategies", "micro_batches", "over", "weak"):
-        if getattr(known, name):
+        if getattr(args, name):
             raise RunError(
                 "LS8089",
                 f"--{name.replace('_', '-')}: not supported with --calibrate, which measures one run; set its "
@@ -65,11 +65,11 @@ def run_bench(known: argparse.Namespace) -> int | None:
         raise RunError(
             "LS8090", "plan --calibrate starts the processes of each job itself; run it outside of torchrun and srun"
         )
-    processes = known.processes or before_a_run.upwards(run)
+    processes = args.processes or before_a_run.upwards(run)
     if min(processes) < 1:
         raise RunError("LS8091", f"--processes: invalid value {min(processes)}; expected an integer >= 1")
-    folder, console = Path(known.out or f"{run.folder}-calibration"), Console(True)
-    device = calibrate(run, processes, known.steps, known.rounds, folder, console.say)
+    folder, console = Path(args.out or f"{run.folder}-calibration"), Console(True)
+    device = calibrate(run, processes, args.steps, args.rounds, folder, console.say)
     console.facts(
         {
             "device": device.name,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
-from lockstep.strategies.engines import layers, zero_config
+from lockstep.strategies.engines import fsdp, layers, zero_config
 from lockstep.strategies.engines.accelerated import Accelerated, accelerator, only, prepared
 from lockstep.strategies.engines.zero import Sharded
 from lockstep.strategies.exact.optim import ParamGroupSpec
@@ -36,6 +36,7 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
                 "LS4030", f"{key}: Accelerate does not know the layers of a custom model; use strategy.name=fsdp2"
             )
         require(cls.needs, key)
+        fsdp.check_not_shared(run)
         layers.check_layers(run, "FSDP2 through Accelerate")
         layers.check_writes(run, key, "FSDP", "strategy.name=ddp")
         from accelerate import FullyShardedDataParallelPlugin

@@ -63,6 +63,17 @@ def gather_option(run: Run) -> str | None:
     return STEP if share_gpus(run) else None
 
 
+def check_not_shared(run: Run) -> None:
+    """Errors: `RunError` where FSDP's own gathering would go over gloo between ranks that share a GPU."""
+    if share_gpus(run):
+        raise RunError(
+            "LS4073",
+            "launch.processes_per_gpu: FSDP gathers and reduces on separate CUDA streams, which gloo does not order; "
+            f"remove launch.processes_per_gpu, or use strategy.name=fsdp2 with strategy.options.gather={STEP} and no "
+            "option of FSDP's",
+        )
+
+
 def check_options(run: Run, processes: int) -> None:
     """Errors: `RunError` for what cannot work."""
     options = run.strategy.options
@@ -83,13 +94,8 @@ def check_options(run: Run, processes: int) -> None:
             f"{STEP} every rank has the whole weights during a step. Remove it, or set "
             f"strategy.options.gather={MICRO_BATCH}",
         )
-    if gather_option(run) == MICRO_BATCH and share_gpus(run):
-        raise RunError(
-            "LS4073",
-            "launch.processes_per_gpu: FSDP gathers and reduces on separate CUDA streams, which gloo does "
-            f"not order; remove launch.processes_per_gpu, or set strategy.options.gather={STEP} and no option "
-            "of FSDP's",
-        )
+    if gather_option(run) == MICRO_BATCH:
+        check_not_shared(run)
     own = {"tensor_parallel", "param_dtype", "reduce_dtype"} & set(options)
     if own and run.model.trained_in_bfloat16:
         raise RunError(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.distributed.sharded import gather, local
-from lockstep.distributed.torch_internals import ToHost, on_device, values_of
+from lockstep.distributed.torch_internals import ToHost, on_device, to_device, values_of
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import as_it_is
 from lockstep.strategies.exact.reduction import clip_
@@ -142,9 +142,12 @@ class Gradient:
     def norm(self) -> Tensor:
         """The 2-norm of the whole: float32 scalar. Each parameter's squares are summed in float64, then those of all in
         the model's order, whoever holds them; rounded once. Collective."""
-        own = [torch.linalg.vector_norm(p.values, dtype=torch.float64).square() * p.counted for p in self.parts]
-        squares = torch.zeros(len(self.names), dtype=torch.float64, device=own[0].device)  # [P]
-        squares.index_add_(0, on_device(self._places, squares.device), torch.stack(own))
+        own = torch.stack(torch._foreach_norm([part.values for part in self.parts], 2, torch.float64)).square()
+        counted = [part.counted for part in self.parts]
+        if set(counted) != {1.0}:
+            own *= to_device(torch.tensor(counted, dtype=torch.float64), own.device)
+        squares = torch.zeros(len(self.names), dtype=torch.float64, device=own.device)  # [P]
+        squares.index_add_(0, on_device(self._places, squares.device), own)
         return self._add_up(squares).sum().sqrt().float()
 
     def whole(self, world: World) -> dict[str, Tensor]:

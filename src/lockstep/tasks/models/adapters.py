@@ -48,11 +48,11 @@ def config(run: Run, head: str) -> Any:
     from peft import PeftType
 
     name = str(run.model.adapter.get("type", "lora")).upper()
-    known = sorted(kind.value.lower() for kind in KINDS)
-    if name.lower() not in known:
-        near = difflib.get_close_matches(name.lower(), known, 1)
+    kinds = sorted(kind.value.lower() for kind in KINDS)
+    if name.lower() not in kinds:
+        near = difflib.get_close_matches(name.lower(), kinds, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise RunError("LS3073", f"model.adapter.type: peft has no {name.lower()!r}; {hint}it has {', '.join(known)}")
+        raise RunError("LS3073", f"model.adapter.type: peft has no {name.lower()!r}; {hint}it has {', '.join(kinds)}")
     kind = KINDS[PeftType(name)]
     entries = {key: value for key, value in run.model.adapter.items() if key not in OURS}
     fields = {field.name for field in dataclasses.fields(kind)}

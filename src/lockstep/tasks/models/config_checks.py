@@ -56,11 +56,11 @@ def notes(run: Run, head: str | None) -> list[str]:
         return []
     config = model_configs.load_config(run)
     entries = dict(_flat(run.model.config, config))
-    known = SET_HERE | (OF_SCRATCH if run.model.type is not None else {})
+    reasons = SET_HERE | (OF_SCRATCH if run.model.type is not None else {})
     messages = [
-        f"model.config.{path} has no effect: {known[name]}"
+        f"model.config.{path} has no effect: {reasons[name]}"
         for path in entries
-        if (name := path.rpartition(".")[2]) in known
+        if (name := path.rpartition(".")[2]) in reasons
     ]
     if not type(config).__module__.startswith("transformers."):
         return messages
@@ -153,8 +153,8 @@ def _with(run: Run, path: str, other: Mapping[str, Any] | None) -> Run:
         first, *rest = names
         if rest:
             return {**entries, first: changed(entries[first], rest)}
-        left = {key: value for key, value in entries.items() if key != first}
-        return left if other is None else left | {first: other["value"]}
+        others = {key: value for key, value in entries.items() if key != first}
+        return others if other is None else others | {first: other["value"]}
 
     entries = changed(run.model.config, path.split("."))
     return run.model_copy(update={"model": run.model.model_copy(update={"config": entries})})

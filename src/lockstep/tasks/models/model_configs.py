@@ -55,8 +55,8 @@ def names(config: Any) -> list[str]:
         for name, value in inspect.getmembers_static(kind)
         if not name.startswith("_") and name not in fixed and isinstance(value, bool | int | float | str)
     ]
-    own = [name for name in vars(config) if not name.startswith("_")]
-    return sorted({*own, *kind.attribute_map, *settable, *constants})
+    attributes = [name for name in vars(config) if not name.startswith("_")]
+    return sorted({*attributes, *kind.attribute_map, *settable, *constants})
 
 
 def _is_config(value: Any) -> TypeGuard[PreTrainedConfig]:
@@ -72,7 +72,7 @@ def _is_settable(value: Any) -> bool:
 def set_entries(config: Any, entries: Mapping[str, Any], at: str = "model.config") -> None:
     """Set entries of a config one by one, in place, and those of a config within it for which a mapping is given.
     Errors: `RunError`."""
-    known = set(names(config))
+    entry_names = set(names(config))
     for key, value in entries.items():
         present = vars(config).get(key)  # reading an entry by its name may raise an error
         if key == "model_type":
@@ -82,8 +82,8 @@ def set_entries(config: Any, entries: Mapping[str, Any], at: str = "model.config
                     f"{at}.model_type: invalid value {value!r}; this config is of the type {config.model_type!r}",
                 )
             continue
-        if key not in known:
-            raise _unknown(config, key, known, at)
+        if key not in entry_names:
+            raise _unknown(config, key, entry_names, at)
         if key in _ELSEWHERE and value not in (None, True, "float32"):
             raise RunError("LS3121", f"{at}.{key}: invalid value {value!r}; {_ELSEWHERE[key]}")
         if _is_config(present):
@@ -97,9 +97,9 @@ def set_entries(config: Any, entries: Mapping[str, Any], at: str = "model.config
             raise RunError("LS3123", f"{at}.{key}: invalid value {value!r}; {_line(error)}") from None
 
 
-def _unknown(config: Any, key: str, known: set[str], at: str) -> RunError:
-    near = difflib.get_close_matches(key, sorted(known), 1) or [
-        name for name in known if _letters(name) == _letters(key)
+def _unknown(config: Any, key: str, entry_names: set[str], at: str) -> RunError:
+    near = difflib.get_close_matches(key, sorted(entry_names), 1) or [
+        name for name in entry_names if _letters(name) == _letters(key)
     ]
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return RunError("LS3135", f"{at}: a config of the type {config.model_type!r} has no entry {key!r}{hint}")
@@ -123,10 +123,10 @@ def from_scratch(kind: Any, entries: Mapping[str, Any]) -> Any:
         raise RunError("LS3124", f"model.config: invalid entries: {_line(error)}") from None
     for name, part_entries in _parts(kind, entries).items():  # a config within it that is none unless entries make it
         if _is_config(part := getattr(config, name, None)):
-            known = {"model_type", *names(type(part)())}
+            entry_names = {"model_type", *names(type(part)())}
             for key in part_entries:
-                if key not in known:
-                    raise _unknown(part, key, known, f"model.config.{name}")
+                if key not in entry_names:
+                    raise _unknown(part, key, entry_names, f"model.config.{name}")
     return config
 
 
@@ -170,11 +170,11 @@ def check(run: Run, here: bool) -> None:
         return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()})
-    if name.removeprefix("paged|") not in known:
-        near = difflib.get_close_matches(name, known, 1)
+    kernels = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()})
+    if name.removeprefix("paged|") not in kernels:
+        near = difflib.get_close_matches(name, kernels, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise RunError("LS3126", f"model.attention: transformers has no {name!r}; {hint}it has {', '.join(known)}")
+        raise RunError("LS3126", f"model.attention: transformers has no {name!r}; {hint}it has {', '.join(kernels)}")
     if not name.startswith("flash_attention"):
         return
     instead = "; leave model.attention out for the model's own choice (sdpa)"

@@ -131,8 +131,8 @@ def sequence_classifier(
 ) -> nn.Module:
     """A classifier; weights that the source does not have (the head) are drawn from the seed. `empty`: on the meta
     device. `problem`: what transformers calls what it learns (`problem_type`)."""
-    known = {} if problem is None else {"problem_type": problem}
-    return build(run, "classification", tokenizer, empty, **named(labels), **known)
+    problem_type = {} if problem is None else {"problem_type": problem}
+    return build(run, "classification", tokenizer, empty, **named(labels), **problem_type)
 
 
 def named(labels: list[str]) -> dict[str, Any]:

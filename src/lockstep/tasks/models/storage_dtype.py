@@ -90,8 +90,8 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     start = wide.untyped_storage().data_ptr()
 
     def pack(tensor: Tensor) -> Any:
-        own = tensor.untyped_storage().data_ptr() == start
-        return (tensor.shape, tensor.stride(), tensor.storage_offset()) if own else tensor
+        of_weight = tensor.untyped_storage().data_ptr() == start
+        return (tensor.shape, tensor.stride(), tensor.storage_offset()) if of_weight else tensor
 
     def unpack(packed: Any) -> Tensor:
         return packed if isinstance(packed, Tensor) else layer.weight.detach().float().as_strided(*packed)

@@ -199,16 +199,9 @@ def masked(
     **more: Any,
 ) -> RowMap | Tensor | None:
     """A model's mask, as a `RowMap` where there are several examples, all of them there as a whole."""
-    mask = sdpa_mask(
-        batch_size,
-        q_length,
-        kv_length,
-        q_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        device=device,
-        **more,
-    )
+    sizes = batch_size, q_length, kv_length, q_offset
+    options = more | {"mask_function": mask_function, "attention_mask": attention_mask, "device": device}
+    mask = sdpa_mask(*sizes, **options)
     if batch_size == 1 or (attention_mask is not None and attention_mask.shape != (batch_size, kv_length)):
         return mask
     real = attention_mask
@@ -217,19 +210,7 @@ def masked(
     causal, both_ways = mask_function is causal_mask_function, mask_function is bidirectional_mask_function
     if mask is None and not (causal or both_ways):  # such as a window that is wider than the texts
         # transformers left the mask out for one of two reasons: it asks its attention for causality, or for nothing
-        causal = (
-            sdpa_mask(
-                batch_size,
-                q_length,
-                kv_length,
-                q_offset,
-                mask_function=mask_function,
-                attention_mask=attention_mask,
-                device=device,
-                **more | {"allow_is_bidirectional_skip": False},
-            )
-            is None
-        )
+        causal = sdpa_mask(*sizes, **options | {"allow_is_bidirectional_skip": False}) is None
         both_ways = not causal
     layout = RowMap(real.bool(), mask, causal, both_ways)
     return layout if layout.shortest and layout.complete else mask  # an example of no tokens has no place of its own

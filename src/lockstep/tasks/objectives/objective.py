@@ -238,8 +238,8 @@ def f1(right: np.ndarray, true: np.ndarray, predicted: np.ndarray) -> np.ndarray
 
 def mean_of_defined(values: list[float]) -> float:
     """The mean of those that are not nan; nan of none."""
-    known = [value for value in values if not np.isnan(value)]
-    return float(np.mean(known)) if known else NAN
+    numbers = [value for value in values if not np.isnan(value)]
+    return float(np.mean(numbers)) if numbers else NAN
 
 
 @dataclass(frozen=True)

@@ -131,9 +131,9 @@ class OneLabel(Objective):
         real = targets >= 0
         true = one_hot(targets.clamp(min=0), len(self.names)).bool()  # [B, C]
         whole = logits.logsumexp(-1)
-        own = logits.masked_fill(~true, 0.0).sum(-1) - whole  # log p
+        log_likelihood = logits.masked_fill(~true, 0.0).sum(-1) - whole  # log p
         others = logits.masked_fill(true, float("-inf")).logsumexp(-1) - whole  # log (1 - p)
-        losses = -(self.options.focal_gamma * others).exp() * own  # [B]
+        losses = -(self.options.focal_gamma * others).exp() * log_likelihood  # [B]
         weight = self.weights_at(logits)
         if weight is not None:
             losses = losses * weight[targets.clamp(min=0)]
@@ -158,8 +158,8 @@ class OneLabel(Objective):
         from torch.nn.functional import one_hot
 
         classes = len(self.names)
-        known, guessed = one_hot(targets, classes).double(), one_hot(predicted, classes).double()  # [B, C]
-        table = {"confusion": known.T @ guessed} if classes <= MOST_CLASSES else {}  # [C, C]: true, predicted
+        actual, guessed = one_hot(targets, classes).double(), one_hot(predicted, classes).double()  # [B, C]
+        table = {"confusion": actual.T @ guessed} if classes <= MOST_CLASSES else {}  # [C, C]: true, predicted
         return table | {
             "right": (targets == predicted).sum().double(),
             "of_class": one_hot(targets, classes).sum(0).double(),  # [C]

@@ -1,4 +1,4 @@
-"""A file for each purpose of commands. Of a command NAME it holds `NAME_arguments(parser)` and `run_NAME(known)`, which
+"""A file for each purpose of commands. Of a command NAME it holds `NAME_arguments(parser)` and `run_NAME(args)`, which
 returns the exit status.
 
 `lockstep --help` prints this table and imports no command. A new command is these two functions and a line here; or an

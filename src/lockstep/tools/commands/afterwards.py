@@ -22,10 +22,10 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     json_output.option(parser)
 
 
-def run_evaluate(known: argparse.Namespace) -> int:
+def run_evaluate(args: argparse.Namespace) -> int:
     from lockstep.training.exported_model import evaluate
 
-    return evaluate(Path(known.output), known.split, known.overrides)
+    return evaluate(Path(args.output), args.split, args.overrides)
 
 
 def push_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,14 +34,14 @@ def push_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--public", action="store_true", help="create the repository public; default: private")
 
 
-def run_push(known: argparse.Namespace) -> int:
+def run_push(args: argparse.Namespace) -> int:
     from lockstep.checkpoint.export import PushFailed, push
 
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", known.repository):
-        raise RunError("LS8070", f"{known.repository!r} is not a repository of the Hub: expected USER/REPO")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", args.repository):
+        raise RunError("LS8070", f"{args.repository!r} is not a repository of the Hub: expected USER/REPO")
     say = Console(True).say
     try:
-        pushed = push(Path(known.output), known.repository, not known.public, say)
+        pushed = push(Path(args.output), args.repository, not args.public, say)
     except PushFailed as failed:
         error(str(failed))
         return 1
@@ -70,10 +70,10 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prepare", action="store_true", help="write every trial's run file and start none")
 
 
-def run_sweep(known: argparse.Namespace) -> int:
+def run_sweep(args: argparse.Namespace) -> int:
     from lockstep.tools.sweep.sweep import prepare_trials, sweep
 
-    path, words = run_file.split(known)
+    path, words = run_file.split(args)
     names = ("over", "metric", "split", "parallel", "share", "search", "out")
-    request = read(path, QUICK_START, words, {name: getattr(known, name) for name in names})
-    return prepare_trials(request) if known.prepare else sweep(request)
+    request = read(path, QUICK_START, words, {name: getattr(args, name) for name in names})
+    return prepare_trials(request) if args.prepare else sweep(request)

@@ -36,10 +36,10 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_plan(known: argparse.Namespace) -> int:
+def run_plan(args: argparse.Namespace) -> int:
     from lockstep.launchers import start
 
-    run = start.further(run_file.run_of(known), Console(True).say)
+    run = start.further(run_file.run_of(args), Console(True).say)
     launcher = start.launcher_of(run)
     plan = launcher.plan(run)
     job = start.examined(run, launcher, plan)
@@ -70,7 +70,7 @@ def run_plan(known: argparse.Namespace) -> int:
         console.say(f"--- {path}\n{text}", whole=True)
     for note in plan.notes:
         console.say(f"note: {note}")
-    wrong = failures(run, launcher, plan, job, known.offline)
+    wrong = failures(run, launcher, plan, job, args.offline)
     for text in wrong:
         error(coded("LS8082", f"this would fail: {text}"))
     return FAILED if wrong else DONE
@@ -130,25 +130,25 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--into", help=argparse.SUPPRESS)  # of the processes that --processes starts
 
 
-def run_doctor(known: argparse.Namespace) -> int:
+def run_doctor(args: argparse.Namespace) -> int:
 
-    if known.processes is not None and known.processes < 1:
-        raise RunError("LS8083", f"--processes: invalid value {known.processes}; expected an integer >= 1")
-    if known.selftest:
+    if args.processes is not None and args.processes < 1:
+        raise RunError("LS8083", f"--processes: invalid value {args.processes}; expected an integer >= 1")
+    if args.selftest:
         from lockstep.tools.doctor import selftest
 
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             raise RunError("LS8084", "--selftest: starts its own processes; run it without torchrun")
-        names = known.strategies or plugins.names("strategies")
-        return selftest(names, known.processes, known.device, Path(known.page or PAGE), known.json)
+        names = args.strategies or plugins.names("strategies")
+        return selftest(names, args.processes, args.device, Path(args.page or PAGE), args.json)
     for option in ("page", "strategies"):
-        if getattr(known, option):
+        if getattr(args, option):
             raise RunError("LS8085", f"--{option}: has an effect only with --selftest; add --selftest")
     from lockstep.tools.doctor import doctor, into
 
-    if known.into is not None:
-        return into(Path(known.into), Path(known.folder), known.device)
-    return doctor(Path(known.folder), known.processes, known.json, known.device)
+    if args.into is not None:
+        return into(Path(args.into), Path(args.folder), args.device)
+    return doctor(Path(args.folder), args.processes, args.json, args.device)
 
 
 # kind of plug-in -> the key of the run file that names one
@@ -160,9 +160,9 @@ def list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
-def run_list(known: argparse.Namespace) -> int:
+def run_list(args: argparse.Namespace) -> int:
     kinds = {kind: listed(kind) for kind in _KEYS}
-    if known.json:
+    if args.json:
         tables = {"trackers" if kind == "track" else kind: rows for kind, rows in kinds.items()}
         return json_output.emit("list", DONE, tables=tables)
     console = Console(True)
@@ -180,7 +180,7 @@ def listed(kind: str) -> list[dict[str, Any]]:
     """An object for each plug-in: its name and what it is; of a strategy also `results` beside one process; of these,
     of trackers and of optimizers whether what it needs is installed, else the command that installs it. No plug-in is
     imported: all of torch and transformers would be, too."""
-    rows, own = [], plugins.built_in(kind)
+    rows, ours = [], plugins.built_in(kind)
     for name in plugins.names(kind):
         row: dict[str, Any] = {"name": name}
         try:
@@ -193,9 +193,9 @@ def listed(kind: str) -> list[dict[str, Any]]:
         if kind in _NEEDS:
             missing = plugins.lacking(attributes.get("needs") or attributes.get("packages") or ())
             extra = attributes.get("extra") or (name if kind == "track" else missing[0] if missing else "")
-            what = f"'lockstep-train[{extra}]'" if name in own else " ".join(missing)
+            what = f"'lockstep-train[{extra}]'" if name in ours else " ".join(missing)
             row |= {"ready": not missing, "install": f"pip install {what}" if missing else None}
-        rows.append(row | {"summary": summary} | ({} if name in own else {"distribution": plugins.origin(kind, name)}))
+        rows.append(row | {"summary": summary} | ({} if name in ours else {"distribution": plugins.origin(kind, name)}))
     return rows
 
 
@@ -211,7 +211,7 @@ def schema_arguments(parser: argparse.ArgumentParser) -> None:
     """None of its own."""
 
 
-def run_schema(known: argparse.Namespace) -> int:
+def run_schema(args: argparse.Namespace) -> int:
     print(json.dumps(schema(), indent=2))
     return 0
 
@@ -234,36 +234,36 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     json_output.option(parser)
 
 
-def run_bench(known: argparse.Namespace) -> int:
+def run_bench(args: argparse.Namespace) -> int:
     from lockstep.tools.bench import Bench, bench
     from lockstep.tools.sweep import sweep_file
 
-    path, overrides, base = measured_run(known)
+    path, overrides, base = measured_run(args)
     over = {}
-    if known.strategies:
-        over["strategy.name"] = known.strategies
-    if known.micro_batches:
-        over["micro_batches"] = known.micro_batches
-    over |= sweep_file.parse(known.over)
-    processes = known.processes or upwards(base)
+    if args.strategies:
+        over["strategy.name"] = args.strategies
+    if args.micro_batches:
+        over["micro_batches"] = args.micro_batches
+    over |= sweep_file.parse(args.over)
+    processes = args.processes or upwards(base)
     if min(processes) < 1:
         raise RunError("LS8088", f"--processes: invalid value {min(processes)}; expected an integer >= 1")
-    folder = Path(known.out or f"{base.folder}-bench")
-    request = Bench(base, over, sorted(set(processes)), known.steps, known.skip, known.rounds, known.weak, folder)
+    folder = Path(args.out or f"{base.folder}-bench")
+    request = Bench(base, over, sorted(set(processes)), args.steps, args.skip, args.rounds, args.weak, folder)
     return bench(request, path, overrides, QUICK_START)
 
 
-def measured_run(known: argparse.Namespace) -> tuple[str | None, messages.Overrides, Run]:
+def measured_run(args: argparse.Namespace) -> tuple[str | None, messages.Overrides, Run]:
     """The run file, the overrides and the run that is to be measured. Errors: `RunError`, also for numbers of steps and
     rounds that cannot be."""
-    path, words = run_file.split(known)
+    path, words = run_file.split(args)
     overrides = overrides_of(words)
     base = load(path, overrides, QUICK_START)
     for name in ("steps", "rounds"):
-        if getattr(known, name) < 1:
-            raise RunError("LS8086", f"--{name}: invalid value {getattr(known, name)}; expected a number > 0")
-    if known.skip < 0:
-        raise RunError("LS8087", f"--skip: invalid value {known.skip}; expected an integer >= 0 (steps)")
+        if getattr(args, name) < 1:
+            raise RunError("LS8086", f"--{name}: invalid value {getattr(args, name)}; expected a number > 0")
+    if args.skip < 0:
+        raise RunError("LS8087", f"--skip: invalid value {args.skip}; expected an integer >= 0 (steps)")
     return path, overrides, base
 
 

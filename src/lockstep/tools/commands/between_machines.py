@@ -18,17 +18,17 @@ def rendezvous_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", metavar="HOST:PORT", help="an address of this machine, as in launch.rendezvous")
 
 
-def run_rendezvous(known: argparse.Namespace) -> int:
+def run_rendezvous(args: argparse.Namespace) -> int:
     from lockstep.launchers.processes.elastic_rendezvous import serve
 
     over = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: over.set())
     try:
-        store = serve(*network.endpoint(known.address))
+        store = serve(*network.endpoint(args.address))
     except network.NetworkError as caught:
         raise RunError(caught.code, caught.message) from None
-    Console(True).say(f"holding {known.address} for jobs with launch.rendezvous={known.address}; Ctrl-C ends it")
+    Console(True).say(f"holding {args.address} for jobs with launch.rendezvous={args.address}; Ctrl-C ends it")
     over.wait()
     del store
     return 0

@@ -23,15 +23,15 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
     json_output.option(parser)
 
 
-def run_train(known: argparse.Namespace) -> int:
-    known.overrides += [f"track.console={voice}" for voice in ("quiet", "verbose") if getattr(known, voice)]
-    known.overrides += ["launch.detach=true"] if known.detach else []
+def run_train(args: argparse.Namespace) -> int:
+    args.overrides += [f"track.console={voice}" for voice in ("quiet", "verbose") if getattr(args, voice)]
+    args.overrides += ["launch.detach=true"] if args.detach else []
     say_what_ended()
-    if known.answer_json and start.joining():
+    if args.answer_json and start.joining():
         raise RunError(
             "LS8112", "--json: every rank would print an object; remove it here, and read OUTPUT/scores.json"
         )
-    run = run_file.run_of(known)
+    run = run_file.run_of(args)
     return json_output.of_training(start.train(run), run.folder)
 
 
@@ -50,11 +50,11 @@ def predict_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="key=value", help="for example task.beams=4")
 
 
-def run_predict(known: argparse.Namespace) -> int:
+def run_predict(args: argparse.Namespace) -> int:
     from lockstep.training.predicting import predict
 
-    out = Path(known.out) if known.out else None
-    return predict(Path(known.output), known.words, known.set, known.json, out, known.texts)
+    out = Path(args.out) if args.out else None
+    return predict(Path(args.output), args.words, args.set, args.json, out, args.texts)
 
 
 def verify_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,46 +73,46 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exact", action="store_true", help="of --job: ask for the same bits")
 
 
-def run_verify(known: argparse.Namespace) -> int:
-    if known.steps < 1:
-        raise RunError("LS8100", f"--steps: invalid value {known.steps}; expected an integer >= 1 (steps)")
-    if known.reference is not None or known.job is not None:
-        return of_commands(known)
-    if known.exact:
+def run_verify(args: argparse.Namespace) -> int:
+    if args.steps < 1:
+        raise RunError("LS8100", f"--steps: invalid value {args.steps}; expected an integer >= 1 (steps)")
+    if args.reference is not None or args.job is not None:
+        return of_commands(args)
+    if args.exact:
         raise RunError("LS8101", "--exact is an option for two commands: --reference COMMAND --job COMMAND")
-    folder = Path(known.output) if known.output is not None else None
-    if folder is not None and (known.write or known.against or known.plain):
+    folder = Path(args.output) if args.output is not None else None
+    if folder is not None and (args.write or args.against or args.plain):
         raise RunError("LS8111", "-o keeps traces of a run and of one process: it goes with neither --plain nor hashes")
-    run = run_file.run_of(known)
-    if known.write or known.against:
+    run = run_file.run_of(args)
+    if args.write or args.against:
         from lockstep.tools.verify import against, write
 
-        return write(run, known.steps, Path(known.write)) if known.write else against(run, Path(known.against))
+        return write(run, args.steps, Path(args.write)) if args.write else against(run, Path(args.against))
     from lockstep.tools.verify import verify
 
-    return verify(run, known.steps, plain=not known.no_plain, single=not known.plain, keep=folder)
+    return verify(run, args.steps, plain=not args.no_plain, single=not args.plain, keep=folder)
 
 
-def of_commands(known: argparse.Namespace) -> int:
+def of_commands(args: argparse.Namespace) -> int:
     """Trace two commands and compare them."""
     import shlex
 
     from lockstep.tools import traces
 
-    if known.reference is None or known.job is None:
+    if args.reference is None or args.job is None:
         raise RunError("LS8102", "verify needs both commands: --reference COMMAND --job COMMAND")
-    if known.run is not None or known.overrides or known.write or known.against or known.plain or known.no_plain:
+    if args.run is not None or args.overrides or args.write or args.against or args.plain or args.no_plain:
         raise RunError(
             "LS8103", "--reference and --job cannot be combined with a run file or its options; remove one of the two"
         )
     try:
-        reference, job = shlex.split(known.reference), shlex.split(known.job)
+        reference, job = shlex.split(args.reference), shlex.split(args.job)
     except ValueError as error:
         raise RunError("LS8104", f"--reference, --job: {error}") from None
     if not reference or not job:
         raise RunError("LS8105", "--reference, --job: the command is empty")
-    folder = Path(known.output) if known.output is not None else None
-    return traces.verify(reference, job, folder, known.steps, known.exact)
+    folder = Path(args.output) if args.output is not None else None
+    return traces.verify(reference, job, folder, args.steps, args.exact)
 
 
 def trace_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,21 +130,21 @@ def trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run, behind --")
 
 
-def run_trace(known: argparse.Namespace) -> int:
-    command = known.command_line[1:] if known.command_line[:1] == ["--"] else known.command_line
+def run_trace(args: argparse.Namespace) -> int:
+    command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     if not command:
         raise RunError(
             "LS8106",
             "lockstep trace: no command given; write it after --, as in `lockstep trace -o a -- python train.py`",
         )
     for name in ("every", "steps"):
-        value = getattr(known, name)
+        value = getattr(args, name)
         if value is not None and value < 1:
             raise RunError("LS8107", f"--{name}: invalid value {value}; expected an integer >= 1 (steps)")
     from lockstep.tools.traces import record
 
-    options = {"every": known.every, "steps": known.steps, "level": known.level, "perturb": known.perturb}
-    return record(command, Path(known.output), options)
+    options = {"every": args.every, "steps": args.steps, "level": args.level, "perturb": args.perturb}
+    return record(command, Path(args.output), options)
 
 
 def init_arguments(parser: argparse.ArgumentParser) -> None:
@@ -170,25 +170,25 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
 
 
-def run_init(known: argparse.Namespace) -> int:
+def run_init(args: argparse.Namespace) -> int:
     from lockstep.tools.init import init, questions
 
-    paths = [word for word in known.words if "=" not in word]
+    paths = [word for word in args.words if "=" not in word]
     if len(paths) > 1:
         raise RunError("LS8108", f"init writes one run file at a time, but {' and '.join(paths)} were given")
-    first, *more = known.data or [None]
-    flags = {"data": first, "task": known.task, "model": known.model}
-    ask = None if known.yes or not questions.can_ask() else questions.terminal
+    first, *more = args.data or [None]
+    flags = {"data": first, "task": args.task, "model": args.model}
+    ask = None if args.yes or not questions.can_ask() else questions.terminal
     path = Path(paths[0] if paths else "run.yaml")
-    overrides = [word for word in known.words if "=" in word]
-    if known.origin is not None:
+    overrides = [word for word in args.words if "=" in word]
+    if args.origin is not None:
         if more:
             raise RunError(
                 "LS8109", "--from: --data can be given once only; write several sources by hand into data.sources"
             )
         from lockstep.tools.import_config import import_config
 
-        return import_config.move(path, Path(known.origin), flags, overrides, known.force, ask, known.partial)
-    if known.partial:
+        return import_config.move(path, Path(args.origin), flags, overrides, args.force, ask, args.partial)
+    if args.partial:
         raise RunError("LS8110", "--partial: has an effect only with --from; add --from")
-    return init.init(path, flags, overrides, known.force, ask, more)
+    return init.init(path, flags, overrides, args.force, ask, more)

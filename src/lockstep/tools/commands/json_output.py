@@ -46,12 +46,12 @@ def recording(command: str) -> Iterator[Callable[[int], int]]:
     record = Record()
     token = RECORD.set(record)
     sys.stdout.flush()
-    own = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
 
     def back() -> None:
         sys.stdout.flush()
-        os.dup2(own, 1)
+        os.dup2(stdout, 1)
 
     def finish(status: int) -> int:
         back()
@@ -61,7 +61,7 @@ def recording(command: str) -> Iterator[Callable[[int], int]]:
         yield finish
     finally:
         back()
-        os.close(own)
+        os.close(stdout)
         RECORD.reset(token)
 
 

@@ -19,14 +19,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
-def run_of(known: argparse.Namespace) -> Run:
+def run_of(args: argparse.Namespace) -> Run:
     """The run that was asked for; without a file the quick start."""
-    return load(*split(known), QUICK_START, trains=True)
+    return load(*split(args), QUICK_START, trains=True)
 
 
-def split(known: argparse.Namespace) -> tuple[str | None, list[str]]:
+def split(args: argparse.Namespace) -> tuple[str | None, list[str]]:
     """The run file, if one is given, and the overrides."""
-    words = [word for word in (known.run, *known.overrides) if word is not None]
+    words = [word for word in (args.run, *args.overrides) if word is not None]
     path = next((word for word in words if "=" not in word), None)
     if path is not None:
         words.remove(path)

@@ -24,26 +24,26 @@ def diff_arguments(parser: argparse.ArgumentParser) -> None:
     json_output.option(parser)
 
 
-def run_diff(known: argparse.Namespace) -> int:
+def run_diff(args: argparse.Namespace) -> int:
     from lockstep.trace.read import is_trace
 
-    both = [is_trace(Path(folder)) for folder in (known.a, known.b)]
+    both = [is_trace(Path(folder)) for folder in (args.a, args.b)]
     if all(both):
         from lockstep.tools import traces
 
-        perturbed = Path(known.perturbed) if known.perturbed else None
-        return traces.diff(Path(known.a), Path(known.b), known.exact, perturbed, known.align)
+        perturbed = Path(args.perturbed) if args.perturbed else None
+        return traces.diff(Path(args.a), Path(args.b), args.exact, perturbed, args.align)
     if any(both):
         raise RunError(
-            "LS8120", f"{known.a} and {known.b}: one is a trace and the other is a run; compare two traces or two runs"
+            "LS8120", f"{args.a} and {args.b}: one is a trace and the other is a run; compare two traces or two runs"
         )
-    if known.exact or known.perturbed or known.align:
+    if args.exact or args.perturbed or args.align:
         raise RunError(
             "LS8121", "--exact, --perturbed and --align apply only to traces of `lockstep trace`; remove them"
         )
     from lockstep.tools.diff import diff
 
-    return diff(Path(known.a), Path(known.b), known.overrides, look=not known.quick)
+    return diff(Path(args.a), Path(args.b), args.overrides, look=not args.quick)
 
 
 def replay_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,12 +62,12 @@ def replay_arguments(parser: argparse.ArgumentParser) -> None:
     json_output.option(parser)
 
 
-def run_replay(known: argparse.Namespace) -> int:
-    if known.processes < 1:
-        raise RunError("LS8122", f"--processes: invalid value {known.processes}; expected an integer >= 1")
+def run_replay(args: argparse.Namespace) -> int:
+    if args.processes < 1:
+        raise RunError("LS8122", f"--processes: invalid value {args.processes}; expected an integer >= 1")
     from lockstep.tools.diff import replay
 
-    return replay(Path(known.output), known.step, known.overrides, known.strategy, known.processes, known.begin)
+    return replay(Path(args.output), args.step, args.overrides, args.strategy, args.processes, args.begin)
 
 
 def branch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,12 +76,12 @@ def branch_arguments(parser: argparse.ArgumentParser) -> None:
     json_output.option(parser)
 
 
-def run_branch(known: argparse.Namespace) -> int:
+def run_branch(args: argparse.Namespace) -> int:
     from lockstep.tools.branch import branch
 
     say_what_ended()
-    run = run_file.run_of(known)
-    return json_output.of_training(branch(known.begins_with, run), run.folder)
+    run = run_file.run_of(args)
+    return json_output.of_training(branch(args.begins_with, run), run.folder)
 
 
 def attest_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,10 +89,10 @@ def attest_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", type=Path, help="private key of an elliptic curve (PEM) to sign it with")
 
 
-def run_attest(known: argparse.Namespace) -> int:
+def run_attest(args: argparse.Namespace) -> int:
     from lockstep.tools.attest import attest
 
-    return attest(Path(known.output), known.key)
+    return attest(Path(args.output), args.key)
 
 
 def audit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,12 +108,10 @@ def audit_arguments(parser: argparse.ArgumentParser) -> None:
     json_output.option(parser)
 
 
-def run_audit(known: argparse.Namespace) -> int:
+def run_audit(args: argparse.Namespace) -> int:
     for name in ("samples", "within", "processes"):
-        if (value := getattr(known, name)) is not None and value < 1:
+        if (value := getattr(args, name)) is not None and value < 1:
             raise RunError("LS8123", f"--{name}: invalid value {value}; expected a number > 0")
     from lockstep.tools.attest import audit
 
-    return audit(
-        Path(known.output), known.samples, known.within, known.processes, known.key, known.overrides, known.seed
-    )
+    return audit(Path(args.output), args.samples, args.within, args.processes, args.key, args.overrides, args.seed)

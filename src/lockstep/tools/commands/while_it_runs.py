@@ -41,17 +41,17 @@ def status_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
-def run_status(known: argparse.Namespace) -> int:
-    run, record = run_and_record(known.output, known.trust)
-    state = state_of(run, record, known.trust)
+def run_status(args: argparse.Namespace) -> int:
+    run, record = run_and_record(args.output, args.trust)
+    state = state_of(run, record, args.trust)
     metrics = last_metrics(run.folder)
-    sound, damaged = checkpoints(run, known.verify)
+    sound, damaged = checkpoints(run, args.verify)
     total = (record.steps if record else None) or next((m.steps for m in sound.values()), None) or run.steps
     step = max([line["step"] for line in metrics.values()] + list(sound), default=0)
     finished = came_to_its_end(run, sound, total or 0) and (run.folder / "export" / "config.json").exists()
-    if known.verify and finished and (fault := exported.damage(run.folder)) is not None:
+    if args.verify and finished and (fault := exported.damage(run.folder)) is not None:
         finished, damaged["export"] = False, fault
-    if known.json:
+    if args.json:
         facts = {
             "output": str(run.folder),
             "launcher": record.launcher if record else None,
@@ -184,9 +184,8 @@ def advice(run: Run, state: State, finished: bool, newest: int | None) -> str:
         return f"nothing is left to do; the model is in {run.folder / 'export'}"
     words = ["lockstep", "train", str(run.folder / "run.yaml")]
     if Path(str(read_yaml((run.folder / "run.yaml").read_text(encoding="utf-8")).get("output"))) != run.folder:
-        words.append(
-            override_of("output", str(run.folder))
-        )  # as one says it here: the run was started in another folder
+        # As one says it here: the run was started in another folder.
+        words.append(override_of("output", str(run.folder)))
     again = shlex.join(words)
     if state.live:
         where = f"step {newest}" if newest else "the start"
@@ -210,20 +209,20 @@ def logs_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tail", type=int, metavar="N", help="begin with the last N lines")
 
 
-def run_logs(known: argparse.Namespace) -> int:
-    run, record = run_and_record(known.output, known.trust)
+def run_logs(args: argparse.Namespace) -> int:
+    run, record = run_and_record(args.output, args.trust)
     if record is None:
-        raise RunError("LS8133", f"{known.output}: {NOT_WRITTEN}")
-    if known.tail is not None and known.tail < 0:
-        raise RunError("LS8134", f"--tail: invalid value {known.tail}; expected an integer >= 0 (lines)")
-    launcher = launcher_of(record, known.trust)
+        raise RunError("LS8133", f"{args.output}: {NOT_WRITTEN}")
+    if args.tail is not None and args.tail < 0:
+        raise RunError("LS8134", f"--tail: invalid value {args.tail}; expected an integer >= 0 (lines)")
+    launcher = launcher_of(record, args.trust)
     skip = 0
-    if known.tail is not None:
-        lines = collections.deque(enumerate(launcher.logs(run, record, False)), known.tail or 1)
-        skip = lines[0][0] + (known.tail == 0) if lines else 0
-    for place, line in enumerate(launcher.logs(run, record, known.follow)):
+    if args.tail is not None:
+        lines = collections.deque(enumerate(launcher.logs(run, record, False)), args.tail or 1)
+        skip = lines[0][0] + (args.tail == 0) if lines else 0
+    for place, line in enumerate(launcher.logs(run, record, args.follow)):
         if place >= skip:
-            print(printable(line), flush=known.follow)
+            print(printable(line), flush=args.follow)
     return 0
 
 
@@ -235,34 +234,34 @@ def stop_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_stop(known: argparse.Namespace) -> int:
+def run_stop(args: argparse.Namespace) -> int:
     """Status 0 when it has ended (or, with `--wait 0`, was asked to), 1 when it still runs."""
-    run, record = run_and_record(known.output, known.trust)
+    run, record = run_and_record(args.output, args.trust)
     if record is None:
-        raise RunError("LS8135", f"{known.output}: {NOT_WRITTEN}")
-    if known.wait < 0:
-        raise RunError("LS8136", f"--wait: invalid value {known.wait:g}; expected a number >= 0 (seconds)")
-    if not known.trust and (owner := job_record.stranger(run.folder)) is not None:
+        raise RunError("LS8135", f"{args.output}: {NOT_WRITTEN}")
+    if args.wait < 0:
+        raise RunError("LS8136", f"--wait: invalid value {args.wait:g}; expected a number >= 0 (seconds)")
+    if not args.trust and (owner := job_record.stranger(run.folder)) is not None:
         raise RunError(
             "LS8137",
-            f"{known.output}/{job_record.FILE} belongs to user {owner}, who could have named any of your "
+            f"{args.output}/{job_record.FILE} belongs to user {owner}, who could have named any of your "
             "processes or jobs in it; if you trust it, add --trust",
         )
-    launcher, console = launcher_of(record, known.trust), Console(True)
-    state = state_of(run, record, known.trust)
+    launcher, console = launcher_of(record, args.trust), Console(True)
+    state = state_of(run, record, args.trust)
     if not state.live and state.word != "unknown":
         console.say(f"{run.folder} does not run: {state_sentence(state)}")
         return 0
     console.say(launcher.stop(run, record))
-    until = time.monotonic() + known.wait
-    while (state := state_of(run, record, known.trust)).live and time.monotonic() < until:
+    until = time.monotonic() + args.wait
+    while (state := state_of(run, record, args.trust)).live and time.monotonic() < until:
         time.sleep(0.2 if record.job is None else 2.0)  # a scheduler is not asked more often
     console.say(f"{run.folder}: {state_sentence(state)}")
-    if state.live and known.wait:
+    if state.live and args.wait:
         error(
             coded(
                 "LS8138",
-                f"the run has not ended after {known.wait:g} s; it ends after its current step and a checkpoint. "
+                f"the run has not ended after {args.wait:g} s; it ends after its current step and a checkpoint. "
                 "Raise --wait to wait longer",
             )
         )
@@ -283,18 +282,18 @@ def report_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_report(known: argparse.Namespace) -> int:
+def run_report(args: argparse.Namespace) -> int:
     from lockstep.trace.read import is_trace
     from lockstep.track.report.report import write_comparison, write_report
 
-    folders = [Path(output) for output in known.output]
+    folders = [Path(output) for output in args.output]
     if any(traced := [is_trace(folder) for folder in folders]):
-        return of_traces(known, folders, all(traced))
-    if known.live:
-        if len(folders) > 1 or known.to is not None:
+        return of_traces(args, folders, all(traced))
+    if args.live:
+        if len(folders) > 1 or args.to is not None:
             raise RunError("LS8139", "--live: supports one output folder only")
         return watched(folders[0])
-    if known.to is not None and len(folders) == 1:
+    if args.to is not None and len(folders) == 1:
         raise RunError("LS8140", "--to: writes a comparison, which needs two output folders or more")
     for folder in folders:
         require_output(folder)
@@ -304,7 +303,7 @@ def run_report(known: argparse.Namespace) -> int:
             raise RunError("LS8141", f"the report of {folder} cannot be written: {error}") from None
     if len(folders) > 1:
         common_folder = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
-        path = Path(known.to) if known.to is not None else common_folder / "comparison.html"
+        path = Path(args.to) if args.to is not None else common_folder / "comparison.html"
         try:
             print(write_comparison(folders, path))
         except (OSError, ValueError) as error:
@@ -342,11 +341,11 @@ def watched(folder: Path) -> int:
     return 0
 
 
-def of_traces(known: argparse.Namespace, folders: list[Path], every: bool) -> int:
+def of_traces(args: argparse.Namespace, folders: list[Path], every: bool) -> int:
     """The page of a trace; of two the page of the second beside the first, the reference."""
     from lockstep.tools.traces import page
 
-    if not every or len(folders) > 2 or known.live or known.to is not None:
+    if not every or len(folders) > 2 or args.live or args.to is not None:
         raise RunError("LS8144", "expected one trace, or two with the reference first, without --live and --to")
     print(page(folders[-1], folders[0] if len(folders) == 2 else None))
     return 0

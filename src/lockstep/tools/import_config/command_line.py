@@ -133,12 +133,12 @@ def _command(words: list[str], line: int) -> Command:
 
 def _negated(options: Mapping[str, Any]) -> dict[str, Any]:
     """`--no_NAME` of HfArgumentParser as NAME: false, where NAME is an option that is known."""
-    known = trainer.TABLE.keys() | EXAMPLES.keys() | trainer.TRL.keys()
-    named: dict[str, Any] = {}
+    names = trainer.TABLE.keys() | EXAMPLES.keys() | trainer.TRL.keys()
+    values: dict[str, Any] = {}
     for name, value in options.items():
         plain = name.removeprefix("no_")
-        named |= {plain: False} if value is True and name not in known and plain in known else {name: value}
-    return named
+        values |= {plain: False} if value is True and name not in names and plain in names else {name: value}
+    return values
 
 
 def _option(rest: list[str], into: dict[str, Any], switches: Collection[str]) -> list[str]:
@@ -380,8 +380,8 @@ def move_deepspeed(theirs: Mapping[str, Any], draft: RunDraft, processes: int | 
         rest["zero_optimization"] = zero
     if stage and rest:
         draft.set("strategy.options", rest, "DeepSpeed's own, untouched")
-        if own := other_arithmetic(rest):
-            draft.set("strategy.exact", False, f"DeepSpeed's {own[0]} computes in another way than one process")
+        if reason := other_arithmetic(rest):
+            draft.set("strategy.exact", False, f"DeepSpeed's {reason[0]} computes in another way than one process")
     for name, value in {} if stage else rest.items():
         draft.drop(name, value, "without ZeRO DeepSpeed is not used")
     _steps(theirs, draft, processes)

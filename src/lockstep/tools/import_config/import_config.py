@@ -119,14 +119,14 @@ def _written(path: Path, text: str, partial: bool, talk: Prompter) -> Run:
 
 def _look(draft: RunDraft, by_flag: bool, talk: Prompter) -> Look | None:
     """A look at the data, where they are here. Errors: `RunError` of data that were given on the command line."""
-    own = {key.partition(".")[2]: value for key, value in draft.keys.items() if key.startswith("data.")}
-    source = own.get("source")
-    if source is None and "train" not in own:
+    data_keys = {key.partition(".")[2]: value for key, value in draft.keys.items() if key.startswith("data.")}
+    source = data_keys.get("source")
+    if source is None and "train" not in data_keys:
         return None
     if not by_flag and not (source is not None and Path(str(source)).expanduser().exists()):
         return None
     try:
-        section = detect_layout.recognised(DataSection(**own), talk)
+        section = detect_layout.recognised(DataSection(**data_keys), talk)
         looked = columns.look(section)
     except ValueError as error:
         raise RunError("LS8200", f"data: {error}") from None
@@ -163,14 +163,14 @@ def _fit(draft: RunDraft, looked: Look | None, talk: Prompter) -> None:
             _columns(draft, other, looked, talk)
     if "." in (task := str(draft.keys["task.name"])):
         return
-    known = {"name", *plugins.find("tasks", task).Options.model_fields}  # type: ignore[attr-defined]
+    task_keys = {"name", *plugins.find("tasks", task).Options.model_fields}  # type: ignore[attr-defined]
     lengths = ("data.max_length", "task.block_size")  # the same, of other tasks and of language modelling
-    theirs, ours = lengths if "block_size" in known else lengths[::-1]
+    theirs, ours = lengths if "block_size" in task_keys else lengths[::-1]
     if theirs in draft.keys:
         value, origin = draft.keys.pop(theirs), draft.comments.pop(theirs, "")
         if ours not in draft.keys:
             draft.set(ours, value, origin)
-    for key in [k for k in draft.keys if k.startswith("task.") and k.partition(".")[2] not in known]:
+    for key in [k for k in draft.keys if k.startswith("task.") and k.partition(".")[2] not in task_keys]:
         why = f"the task {task} has no such key"
         draft.drop(draft.comments.get(key) or key, draft.keys.pop(key), why, decides(key) and key not in _COLUMNS)
 
@@ -202,10 +202,10 @@ def _settle(path: Path, draft: RunDraft, looked: Look | None, talk: Prompter) ->
     """What depends on other keys: names, paths, lengths, and intervals that were shares of an epoch or of the run."""
     for note in draft.notes:
         talk.note(note)
-    own = draft.keys.get("task.name") == "module"  # which has its own data and model
-    if not own and "data.source" not in draft.keys and "data.train" not in draft.keys:
+    own_module = draft.keys.get("task.name") == "module"  # which has its own data and model
+    if not own_module and "data.source" not in draft.keys and "data.train" not in draft.keys:
         draft.set("data.source", FILL_IN, "(to be filled in: the file does not say)")
-    if not own and not {"model.source", "model.type"} & draft.keys.keys():
+    if not own_module and not {"model.source", "model.type"} & draft.keys.keys():
         draft.set("model.source", FILL_IN, "(to be filled in: the file does not say)")
     for key in _PLACES:
         if key in draft.keys:
@@ -380,8 +380,8 @@ def read(path: Path) -> Read:
 def script(of: Script) -> Read:
     """Errors: `RunError` for a script that no reader knows."""
     for reader in SCRIPTS:
-        if (known := reader(of)) is not None:
-            return Read(*known)
+        if (result := reader(of)) is not None:
+            return Read(*result)
     raise RunError(
         "LS8207",
         f"--from: {of.path} has no Trainer of transformers, TRL or Lightning, and no known form of training "
@@ -394,5 +394,5 @@ def _source_of(path: Path, keys: Mapping[str, Any]) -> ScriptSource:
     for source in SOURCES.values():
         if source.marks & keys.keys():
             return source
-    known = ", ".join(source.called for source in SOURCES.values())
-    raise RunError("LS8208", f"--from: {path} has no key that identifies it as a file of {known}")
+    source_names = ", ".join(source.called for source in SOURCES.values())
+    raise RunError("LS8208", f"--from: {path} has no key that identifies it as a file of {source_names}")

@@ -124,10 +124,10 @@ class Loop:
         if len(self.optimizers) > 1:
             self.draft.unclear(str(call), "a second optimizer", "optim.name")
             return
-        own = arguments.nodes.get("params")
-        if own is not None and not (isinstance(own, ast.Call) and ast.unparse(own.func).endswith("parameters")):
+        node = arguments.nodes.get("params")
+        if node is not None and not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("parameters")):
             self.draft.unclear(
-                f"line {call.line}: {code_of(own)}", "weights with rates of their own: optim.groups", "optim.groups"
+                f"line {call.line}: {code_of(node)}", "weights with rates of their own: optim.groups", "optim.groups"
             )
         decay = arguments.known.get("weight_decay", _DECAY.get(call.name, 0.0))
         if call.name in ("Adam", "Adam8bit") and decay:
@@ -307,18 +307,17 @@ class Loop:
     def is_transformers(self) -> bool:
         """Whether it learns by the loss of a model of transformers'."""
         loaded = any(c.name == "from_pretrained" and "AutoModelFor" in c.origin for c in self.script.calls)
-        own = any(c.name in NAMES["losses"] or c.name.endswith("Loss") for c in self.script.calls)
+        has_loss = any(c.name in NAMES["losses"] or c.name.endswith("Loss") for c in self.script.calls)
         by_model = any(isinstance(n, ast.Attribute) and n.attr == "loss" for n in ast.walk(self.script.tree))
-        return loaded and by_model and not own
+        return loaded and by_model and not has_loss
 
     def library_task(self) -> None:
         """The model, the tokenizer and the rows, as in a script with a Trainer."""
         at = Reading(self.script, self.draft)
         loading.task_first(self.script, self.draft)
         for call in self.script.calls:
-            if (
-                call.name not in (*NAMES["optimizers"], "set_seed") and "schedule" not in call.name
-            ):  # which are read above
+            # Optimizers, schedules and seeds are read before.
+            if call.name not in (*NAMES["optimizers"], "set_seed") and "schedule" not in call.name:
                 trainer_script.read_call(call, at)
         trainer_script.settings(at)
         trainer_script.own_tokenizer(at)
@@ -432,11 +431,11 @@ def _constructor(script: Script, node: ast.expr | None, depth: int = 0) -> tuple
         return _constructor(script, node.func.value, depth + 1)
     if not isinstance(node.func, ast.Name) or not script.path.stem.isidentifier():
         return None
-    own = script.functions.get(node.func.id), script.classes.get(node.func.id)
+    defined = script.functions.get(node.func.id), script.classes.get(node.func.id)
     top = {id(each) for each in script.tree.body}
-    if not any(each is not None and id(each) in top for each in own):
+    if not any(each is not None and id(each) in top for each in defined):
         return None
-    arguments = script.arguments(Call(node, last, last), _names(own[0] or _init(own[1])))
+    arguments = script.arguments(Call(node, last, last), _names(defined[0] or _init(defined[1])))
     if arguments.unknown or arguments.more or len(arguments.known) < len(node.args) + len(node.keywords):
         return None
     return f"{script.path.stem}.{node.func.id}", arguments.known

@@ -221,8 +221,8 @@ class Script:
         if isinstance(node, ast.Subscript):
             return self.value(node.value)[self.value(node.slice)]
         if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in FUNCTIONS:
-            named = {word.arg: self.value(word.value) for word in node.keywords if word.arg}
-            return FUNCTIONS[name](*(self.value(each) for each in node.args), **named)
+            keywords = {word.arg: self.value(word.value) for word in node.keywords if word.arg}
+            return FUNCTIONS[name](*(self.value(each) for each in node.args), **keywords)
         raise Unknown
 
     def _of_several(self, node: ast.BoolOp) -> Any:
@@ -333,18 +333,18 @@ class Script:
             flags = [word for word in words if isinstance(word, str) and word.startswith("-")]
             if not flags:
                 continue
-            named = {word.arg: word.value for word in node.keywords}
+            keywords = {word.arg: word.value for word in node.keywords}
             longest = max(flags, key=len).lstrip("-").replace("-", "_")
-            name = self.known(named.get("dest"), longest)
+            name = self.known(keywords.get("dest"), longest)
             if longest in self.options:
                 self._parsed[name] = self.options[longest]
                 continue
-            action = self.known(named.get("action"))
-            if "default" not in named and action in ("store_true", "store_false"):
+            action = self.known(keywords.get("action"))
+            if "default" not in keywords and action in ("store_true", "store_false"):
                 self._parsed[name] = action == "store_false"
-            elif self.known(named.get("required")) is not True:
+            elif self.known(keywords.get("required")) is not True:
                 try:
-                    self._parsed[name] = self.value(named["default"]) if "default" in named else None
+                    self._parsed[name] = self.value(keywords["default"]) if "default" in keywords else None
                 except Unknown:
                     continue
 
@@ -467,8 +467,8 @@ def _of_call(script: Script, node: ast.Call, depth: int) -> Kind | None:
 
 def is_trainer(script: Script, name: str) -> bool:
     """Whether a class is a Trainer of transformers' or TRL's, or one of the script's own that is made of one."""
-    own = script.classes.get(name)
-    names = [script.origin_of(base) for base in own.bases] if own is not None else [name]
+    class_node = script.classes.get(name)
+    names = [script.origin_of(base) for base in class_node.bases] if class_node is not None else [name]
     return any(each.rpartition(".")[2].endswith("Trainer") for each in names)
 
 

@@ -159,8 +159,8 @@ def apply(table: Table, theirs: Mapping[str, Any], draft: RunDraft) -> None:
             continue
         elif row.values is None:
             draft.set(row.here, value, name)
-        elif (known := _of(value)) in row.values:
-            if (ours := row.values[known]) is not None:
+        elif (word := _of(value)) in row.values:
+            if (ours := row.values[word]) is not None:
                 draft.set(row.here, ours, f"{name} {value}")
         elif not _is_off(value):
             choices = ", ".join(dict.fromkeys(str(v) for v in row.values.values() if v is not None))
@@ -276,8 +276,8 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 def trackers(draft: RunDraft, name: str, value: Any) -> None:
     """A list of trackers, or one."""
     trackers_named = [str(each) for each in (value if isinstance(value, list) else [value]) if each]
-    if known := [each for each in trackers_named if each in TRACKERS]:
-        draft.set("track.to", known, f"{name} {', '.join(known)}")
+    if supported := [each for each in trackers_named if each in TRACKERS]:
+        draft.set("track.to", supported, f"{name} {', '.join(supported)}")
     for each in trackers_named:
         if each not in (*TRACKERS, "none", "all"):
             draft.drop(name, each, f"trackers here are {', '.join(TRACKERS)}, or a class of your own")

@@ -61,9 +61,9 @@ def _no_way(name: str) -> bool:
 
 def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     at = Reading(script, draft)
-    known = {**trainer.TABLE, **trainer.TRL}
+    rows = {**trainer.TABLE, **trainer.TRL}
     if any(c.name in ("HfArgumentParser", "TrlParser") for c in script.calls):
-        at.arguments |= {name: value for name, value in script.options.items() if name in known}
+        at.arguments |= {name: value for name, value in script.options.items() if name in rows}
     loading.task_first(script, draft)
     for call in script.calls:
         read_call(call, at)
@@ -262,8 +262,8 @@ def trainer_call(call: Call, at: Reading) -> None:
         why = "metrics takes functions of (predictions, labels); the task has scores of its own"
         at.draft.drop(f"line {call.line}: compute_metrics={code_of(arguments.nodes['compute_metrics'])}", None, why)
     collate = arguments.nodes.get("data_collator")
-    if collate is not None and (own := _own_collator(at.script, collate)):
-        at.draft.lacks(f"line {call.line}: data_collator={own}", "batches are made as the task says")
+    if collate is not None and (collator := _own_collator(at.script, collate)):
+        at.draft.lacks(f"line {call.line}: data_collator={collator}", "batches are made as the task says")
     callbacks(call, at, arguments.nodes.get("callbacks"))
     at.read(call, "the task and its data")
 
@@ -290,8 +290,8 @@ def _own_collator(script: Script, node: ast.expr) -> str | None:
     """The code of a collator that the script has made itself."""
     value = script.bound(node, last=True) if isinstance(node, ast.Name) else node
     name = ast.unparse(value.func) if isinstance(value, ast.Call) else code_of(node)
-    own = name in script.functions or name in script.classes or isinstance(value, ast.Lambda)
-    return code_of(node) if own else None
+    in_script = name in script.functions or name in script.classes or isinstance(value, ast.Lambda)
+    return code_of(node) if in_script else None
 
 
 def callbacks(call: Call, at: Reading, node: ast.expr | None) -> None:

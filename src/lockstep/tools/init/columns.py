@@ -313,7 +313,7 @@ def _is_a_shot(task: str, fitted: Fit) -> bool:
 
 def unfit(look: Look) -> str | None:
     """What a data set seems to be for that no task here is, with what to do; None where nothing seems so."""
-    own = (
+    advice = (
         "None of the tasks for texts learns that. Make it a column of one label (an integer or a text) a row; or bring "
         "a model and a loss of your own (task: {name: module, ...}: docs/how-to/recipes.md); or leave it out: --task "
         "language_modeling"
@@ -327,13 +327,13 @@ def unfit(look: Look) -> str | None:
         )
     odd = [c for c, kind in look.kinds.items() if kind == "list" and is_label(c)]
     if odd and look.texts and not one:
-        return f"column {odd[0]!r} of {look.source} holds lists of what is no label. {own}"
+        return f"column {odd[0]!r} of {look.source} holds lists of what is no label. {advice}"
     many = [c for c, kind in look.kinds.items() if kind == "number" and c.lower() in LABEL and c not in look.few]
     if many and look.texts and not one:
         return (
             f"column {many[0]!r} of {look.source} holds one number only, or nearly as many as rows: no classes to "
             "learn. Is it a number to be foretold? Then --task classification "
-            f"task.label={many[0]} task.regression=true. {own}"
+            f"task.label={many[0]} task.regression=true. {advice}"
         )
     return None
 

@@ -155,16 +155,16 @@ def _header(data: DataSection, local: dict[str, list[Path]], talk: Prompter) -> 
     if not rows:
         return data  # its reader says that it is empty
     first = rows[0]
-    named = has_header(rows)
+    with_header = has_header(rows)
     first_cells = " | ".join(cell if len(cell) <= 40 else f"{cell[:37]}..." for cell in first)
-    if named is None:
-        named = talk.sure(f"The first row of {file.name} is: {first_cells}. Does it name the columns?", True)
+    if with_header is None:
+        with_header = talk.sure(f"The first row of {file.name} is: {first_cells}. Does it name the columns?", True)
         if talk.ask is None:
             talk.note(
                 f"the first row of {file.name} ({first_cells}) is taken for the names of its columns; if it is an "
                 f"example, give them: data.columns=[{', '.join(_numbered(len(first)))}]"
             )
-    if named:
+    if with_header:
         return data
     talk.console.say(f"{file.name} has no header; its first row is: {first_cells}")
     test = local.get("test")
@@ -285,8 +285,8 @@ def together(
         for ours in columns:
             theirs = look_of.characters.get(rename.get(ours, ours), 0)
             characters[ours] = max(characters.get(ours, 0), theirs)
-        own = {key: getattr(section, key) for key in OWN if key in section.model_fields_set}
-        keys_set = {key: value for key, value in own.items() if value not in (None, {})}
+        options = {key: getattr(section, key) for key in OWN if key in section.model_fields_set}
+        keys_set = {key: value for key, value in options.items() if value not in (None, {})}
         entries.append(OneSource.model_validate({"name": name, **keys_set} | ({"rename": rename} if rename else {})))
     sizes: Counter[str] = Counter()
     for _, look_of in parts:

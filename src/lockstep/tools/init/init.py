@@ -153,7 +153,7 @@ def _data(given_source: str | None, overridden: dict[str, Any], talk: Prompter) 
 
 def _task(look: Look, name: str | None, overridden: dict[str, Any], talk: Prompter) -> dict[str, Any]:
     """The `task` section: the guess, or what was asked for, with the columns that fit it."""
-    own = {
+    task_keys = {
         key.partition(".")[2]: value
         for key, value in overridden.items()
         if key.startswith("task.") and key != "task.name"
@@ -173,7 +173,7 @@ def _task(look: Look, name: str | None, overridden: dict[str, Any], talk: Prompt
     if name not in columns.tasks() and "." not in name:  # a class of the user's
         raise RunError("LS8294", f"--task: invalid value {name!r}; expected one of {', '.join(columns.tasks())}")
     fitted = columns.fit(name, look)
-    if fitted is None and not own and talk.ask is None:
+    if fitted is None and not task_keys and talk.ask is None:
         raise RunError(
             "LS8295",
             f"--task: {look.source} has no columns that fit {name}; it has {look.described()}. Name the "
@@ -182,9 +182,9 @@ def _task(look: Look, name: str | None, overridden: dict[str, Any], talk: Prompt
     keys = dict(fitted.keys) if fitted else {}
     doubts = fitted.doubts if fitted else dict.fromkeys(_kind(name).column_keys, "")
     for key, why in doubts.items():
-        if key not in own:
+        if key not in task_keys:
             keys |= _column(key, why, keys, look, talk)
-    return {"name": name, **keys, **own}
+    return {"name": name, **keys, **task_keys}
 
 
 def _column(key: str, why: str, keys: dict[str, Any], look: Look, talk: Prompter) -> dict[str, Any]:
@@ -404,15 +404,14 @@ def write(filled: Mapping[str, Any], header: list[str], comments: Mapping[str, s
     rows: list[tuple[str, str]] = []
     for key, value in filled.items():
         if not isinstance(value, dict):
-            about = (
-                Run.model_fields[key].description if key in Run.model_fields else ""
-            )  # then it is refused as a whole
+            # A key that a run file does not have is refused with the whole.
+            about = Run.model_fields[key].description if key in Run.model_fields else ""
             rows.append((f"{key}: {scalar(value)}", _comment(key, comments, about)))
             continue
         rows.append((f"{key}:", comments.get(key, "")))
-        known = _known(key, value) if key in Run.model_fields else {}
+        fields = _known(key, value) if key in Run.model_fields else {}
         for inner, each in value.items():
-            about = known[inner].description if inner in known else ""
+            about = fields[inner].description if inner in fields else ""
             rows.append((f"  {inner}: {scalar(each)}", _comment(f"{key}.{inner}", comments, about)))
     width = min(_WIDTH, max(len(left) for left, _ in rows))
     lines = [f"# {line}".rstrip() for text in header for line in _wrapped(text)]
@@ -422,12 +421,12 @@ def write(filled: Mapping[str, Any], header: list[str], comments: Mapping[str, s
 def _known(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a section, those of its plug-in among them."""
     base: Any = Run.model_fields[section].annotation
-    known = dict(base.model_fields)
+    fields = dict(base.model_fields)
     if (kind := {"task": "tasks", "launch": "launchers"}.get(section)) is not None:
-        name = str(values.get("name", known["name"].default))
+        name = str(values.get("name", fields["name"].default))
         if "." not in name:
-            known |= plugins.find(kind, name).Options.model_fields  # type: ignore[attr-defined]
-    return known
+            fields |= plugins.find(kind, name).Options.model_fields  # type: ignore[attr-defined]
+    return fields
 
 
 def _comment(key: str, comments: Mapping[str, str], about: str | None) -> str:

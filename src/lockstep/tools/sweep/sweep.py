@@ -76,9 +76,8 @@ class SweepTrial:
                 self.scores = {k: v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
         if finished(self.run, newest):
             self.state = "done"
-            exported = (
-                history.scores_of(self.run.folder).get("splits", {}).get(split)
-            )  # which may not be the last model
+            # What was exported may not be the last model.
+            exported = history.scores_of(self.run.folder).get("splits", {}).get(split)
             self.scores = exported if isinstance(exported, dict) else self.scores
         elif newest is not None:
             self.state = "begun"
@@ -228,8 +227,8 @@ def planned(sweep: Sweep, keys: Mapping[str, Any], name: str) -> Run:
     run = sweep.load(keys)
     folder = sweep.folder / name
     hub = run.hub.model_copy(update={"push_to": None})  # not every trial: `lockstep push` sends the best
-    own = {"name": f"{run.name}-{name}", "output": str(folder), "hub": hub}
-    run = run.model_copy(update=own | {"remote_dir": run.remote_dir and f"{run.remote_dir}/{folder.name}"})
+    entries = {"name": f"{run.name}-{name}", "output": str(folder), "hub": hub}
+    run = run.model_copy(update=entries | {"remote_dir": run.remote_dir and f"{run.remote_dir}/{folder.name}"})
     try:
         launcher = start.launcher_of(run)
         if not launcher.submits or importlib.util.find_spec("torch") is not None:  # else the ranks check
@@ -444,8 +443,8 @@ def visible(run: Run) -> list[str]:
     except ImportError:  # a machine that only submits
         return []
     count = torch.cuda.device_count()
-    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return named[:count] if named else [str(i) for i in range(count)]
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return visible[:count] if visible else [str(i) for i in range(count)]
 
 
 def check(keys: Sequence[str]) -> None:

@@ -132,7 +132,7 @@ def _by_units(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool) 
 
 
 def plain(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+    """Where gradients are not recorded."""
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
@@ -149,6 +149,38 @@ def _numbers(flat: Tensor) -> Tensor:
     if not flat.is_floating_point():
         return flat.double()
     return flat.float() if flat.element_size() == 1 else flat
+
+
+# -- vectors of tensors -----------------------------------------------------------------------------------------------
+
+
+def heads(vectors: list[Tensor]) -> list[Tensor]:
+    """The fingerprints and sums of squares, without sketches."""
+    results: dict[int, Tensor] = {}
+    for numbers in _alike(vectors):
+        results |= dict(zip(numbers, torch.stack([vectors[i] for i in numbers])[:, :2].unbind(0), strict=True))
+    return [results[i] for i in range(len(vectors))]
+
+
+def _alike(vectors: list[Tensor]) -> list[list[int]]:
+    """Which are of one length and device."""
+    alike: dict[tuple[int, torch.device], list[int]] = {}
+    for i, vector in enumerate(vectors):
+        alike.setdefault((vector.numel(), vector.device), []).append(i)
+    return list(alike.values())
+
+
+def differences(after: list[Tensor], before: list[Tensor]) -> list[Tensor]:
+    """Of each pair: sketches subtracted; the fingerprint's difference modulo 2^64; the sum of squares, as the sketch
+    has it."""
+    results: dict[int, Tensor] = {}
+    for numbers in _alike(after):
+        new, old = (torch.stack([each[i] for i in numbers]) for each in (after, before))
+        sketches = new[:, 2:].view(torch.float64) - old[:, 2:].view(torch.float64)
+        squares = sketches.square().sum(1, keepdim=True)
+        rows = [new[:, :1] - old[:, :1], squares.view(torch.int64), sketches.view(torch.int64)]
+        results |= dict(zip(numbers, torch.cat(rows, 1).unbind(0), strict=True))
+    return [results[i] for i in range(len(after))]
 
 
 # -- fixed numbers of positions --------------------------------------------------------------------------------------
@@ -279,6 +311,9 @@ def _pieces(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]
     unit = UNIT * p
     for flat, start in _ranges(tensor, block, p):
         at = 0
+        if flat.numel() <= DEVICE_BATCH // 2:
+            yield flat, start
+            continue
         while at < flat.numel():
             count = min(flat.numel() - at, DEVICE_BATCH // unit * unit - (start + at) % unit)
             yield flat[at : at + count], start + at
@@ -294,26 +329,28 @@ class _Units:
     signs: Tensor  # float64 [K, p]: of its chunk's buckets
     owner: Tensor  # int64 [K]: its piece
     owners: Tensor  # float64 [n, K]: 1 where a piece owns a unit
-    pads: tuple[tuple[int, int], ...]  # zeros before and behind each piece
+    pads: tuple[tuple[Tensor, ...], ...]  # zeros before each piece, and behind the last one
 
 
 @functools.lru_cache(maxsize=64)
-def _units(places: tuple[tuple[int, int], ...], p: int, device: torch.device) -> _Units:
+def _units(places: tuple[tuple[int, int], ...], p: int, device: torch.device, dtype: torch.dtype) -> _Units:
     """For pieces that lie at (start, numel). Does not wait for the device."""
-    unit, every, owner, pads = UNIT * p, [], [], []
+    unit, every, owner, gaps = UNIT * p, [], [], [0]
     for k, (start, count) in enumerate(places):
         first, lead = divmod(start, unit)
         n = max(-(-(lead + count) // unit), 1)
         every += range(first, first + n)
         owner += [k] * n
-        pads.append((lead, n * unit - lead - count))
+        gaps[-1] += lead
+        gaps.append(n * unit - lead - count)
+    zeros = torch.zeros(max(gaps), dtype=dtype, device=device)
     units, owners = (_sent(torch.tensor(numbers), device) for numbers in (every, owner))
     chunk = units // (ROWS // UNIT)
     numbers = mixed_of(chunk[:, None] * 512 + torch.arange(1 << 40, (1 << 40) + p, device=device))
     signs = ((shifted(numbers, 40) & 1) * 2 - 1).double().masked_fill_((chunk == 0)[:, None], 1)
     odd = (mixed_of(chunk + (1 << 50)) | 1).masked_fill_(chunk == 0, 1)
     one = (torch.arange(len(places), device=device)[:, None] == owners).double()
-    return _Units(units % (ROWS // UNIT), odd, signs, owners, one, tuple(pads))
+    return _Units(units % (ROWS // UNIT), odd, signs, owners, one, tuple((zeros[:gap],) if gap else () for gap in gaps))
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -323,11 +360,10 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
 def _of_units(pieces: list[tuple[Tensor, int]], p: int, sketch: bool) -> list[Tensor]:
     """The vectors of flat pieces of one device and dtype, with their starts."""
     device, unit = pieces[0][0].device, UNIT * p
-    units = _units(tuple((start, flat.numel()) for flat, start in pieces), p, device)
+    units = _units(tuple((start, flat.numel()) for flat, start in pieces), p, device, pieces[0][0].dtype)
     signs, odd = _tables(p, device)
-    zeros = torch.zeros(unit, dtype=pieces[0][0].dtype, device=device)
-    parts = [t for (flat, _), (a, b) in zip(pieces, units.pads, strict=True) for t in (zeros[:a], flat, zeros[:b])]
-    buffer = torch.cat([part for part in parts if part.numel()]).view(-1, unit)
+    parts = [t for gap, (flat, _) in zip(units.pads, pieces, strict=False) for t in (*gap, flat)]
+    buffer = torch.cat([*parts, *units.pads[-1]]).view(-1, unit)
     products = (_bits(buffer) * odd.view(-1, unit)[units.inside]).sum(1) * units.odd
     prints = torch.zeros(len(pieces), dtype=torch.int64, device=device).index_add_(0, units.owner, products)
     numbers = _numbers(buffer)

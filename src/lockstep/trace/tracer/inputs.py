@@ -66,7 +66,7 @@ def call_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallInputs 
 
 def _rows(tensor: Tensor, mask: Tensor | None) -> Tensor:
     """Of each row a number that is linear in its elements' bits, [B]."""
-    tensor = plain(tensor)
+    tensor = plain(tensor.detach())
     rows = tensor.reshape(tensor.shape[0], -1)
     if rows.is_floating_point():
         bits = rows.view({2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.uint8}[rows.element_size()]).long()

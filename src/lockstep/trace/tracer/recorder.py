@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from . import fsdp1, placement
-from .fingerprint import Block, measure, width_of
+from .fingerprint import Block, differences, heads, measure, width_of
 from .inputs import CallInputs, call_inputs
 from .pending import Pending, bits_of, number_of
 from .settings import Settings
@@ -382,12 +382,12 @@ class Recorder:
         layout.versions = [written(p) for p in params]
         record["none"], record["partial"] = here["none"], here["partial"]
         record["grad_dtypes"] = here["grad_dtypes"]
-        vectors = {"before": [v[:2] for v in here["before"]], "weights": [v[:2] for v in after], "updates": updates}
+        vectors = {"before": heads(here["before"]), "weights": heads(after), "updates": updates}
         if "start" in here:
             vectors["start"] = here["start"]
         grads, clipped = here["grads"], here["clipped"]
         if clipped and all(v is not None for v in clipped):
-            vectors["grads"] = [v[:2] for v in grads]
+            vectors["grads"] = heads(grads)
             vectors["unclipped"] = clipped
         else:
             vectors["grads"] = grads
@@ -531,29 +531,18 @@ def packed(vectors: list[Tensor]) -> dict[str, str]:
     """Fingerprints (int64), sums of squares (float64) and sketches (float32), one after another, in base64."""
     if not vectors:
         return {"fp": "", "sq": "", "sk": ""}
-    heads = torch.stack([v[:2] if v.numel() > 1 else torch.cat([v, v]) for v in vectors])
-    sketches = torch.cat([v[2:] for v in vectors])
+    vectors = [v if v.numel() > 1 else torch.cat([v, v]) for v in vectors]
+    if len({v.numel() for v in vectors}) == 1:  # the usual, and 600 operations less for 300 tensors
+        joined = torch.stack(vectors)
+        fingerprints, squares, sketches = joined[:, 0], joined[:, 1], joined[:, 2:].reshape(-1)
+    else:
+        pairs = torch.stack([v[:2] for v in vectors])
+        fingerprints, squares, sketches = pairs[:, 0], pairs[:, 1], torch.cat([v[2:] for v in vectors])
     return {
-        "fp": blob(heads[:, 0]),
-        "sq": blob(heads[:, 1]),
+        "fp": blob(fingerprints),
+        "sq": blob(squares),
         "sk": blob(sketches.view(torch.float64).float()) if sketches.numel() else "",
     }
-
-
-def differences(after: list[Tensor], before: list[Tensor]) -> list[Tensor]:
-    """Of each pair: sketches subtracted; the fingerprint's difference modulo 2^64; the sum of squares, as the sketch
-    has it."""
-    results: dict[int, Tensor] = {}
-    alike: dict[tuple[int, torch.device], list[int]] = {}
-    for i, vector in enumerate(after):
-        alike.setdefault((vector.numel(), vector.device), []).append(i)
-    for numbers in alike.values():
-        new, old = (torch.stack([each[i] for i in numbers]) for each in (after, before))
-        sketches = new[:, 2:].view(torch.float64) - old[:, 2:].view(torch.float64)
-        squares = sketches.square().sum(1, keepdim=True)
-        rows = [new[:, :1] - old[:, :1], squares.view(torch.int64), sketches.view(torch.int64)]
-        results |= dict(zip(numbers, torch.cat(rows, 1).unbind(0), strict=True))
-    return [results[i] for i in range(len(after))]
 
 
 def hexed(hashes: list[Tensor]) -> list[str]:

@@ -151,11 +151,9 @@ def lines(title: str, series: Mapping[str, Series], look: ChartStyle = ChartStyl
         body += f'<circle class="ring c{places[name]}" cx="{place.across(x):.1f}" cy="{place.up(y):.1f}" r="5"/>'
         names, keys = [*names, f"best, {look.x_name} {number(x)}"], [*keys, f"round c{places[name]}"]
     body += _pointed({name: (series[name], places[name]) for name in drawn}, look.x_name, place)
-    body += f'<text x="{WIDTH - RIGHT}" y="{HEIGHT + BELOW + 13}" text-anchor="end">{escape(look.x_name)}</text>'
-    box = f"0 {-ABOVE} {WIDTH} {HEIGHT + ABOVE + BELOW + 16}"
     legend = _legend(names, keys) if len(names) > 1 or len(series) > 1 else ""
     table = data_table(look.x_name, {name: series[name] for name in drawn})
-    return figure(title + (" (logarithmic)" if log else ""), body, legend, box, table)
+    return figure(title + (" (logarithmic)" if log else ""), body, look.x_name, legend, table)
 
 
 def data_table(x_name: str, series: Mapping[str, Series]) -> str:
@@ -165,11 +163,11 @@ def data_table(x_name: str, series: Mapping[str, Series]) -> str:
     for points in series.values():
         count = min(ROWS, len(points))
         chosen |= {points[round(i * (len(points) - 1) / max(1, count - 1))][0] for i in range(count)}
-    known = {name: dict(points) for name, points in series.items()}
+    points_of = {name: dict(points) for name, points in series.items()}
     head = "".join(f"<th>{escape(name)}</th>" for name in (x_name, *series))
     rows = ""
     for x in sorted(chosen):
-        values = [number(float(f"{points[x]:.5g}")) if x in points else "" for points in known.values()]
+        values = [number(float(f"{points[x]:.5g}")) if x in points else "" for points in points_of.values()]
         rows += f"<tr>{''.join(f'<td>{text}</td>' for text in (number(x), *values))}</tr>"
     many = max(map(len, series.values()))
     note = f'<p class="soft">{len(chosen)} of {many:,} points</p>' if many > ROWS else ""
@@ -299,8 +297,7 @@ def bars(
                 tip = escape(f"{name}: {part} {format_value(value)}{unit}")
                 used.add(part)
                 cells += f'<i class="{colours[part]}" style="width:{value / most * 100:.2f}%" title="{tip}"></i>'
-        total = escape(format_value(sum(parts.values())) + unit)
-        body += f'<b title="{escape(name)}">{escape(name)}</b><div class="bar">{cells}</div><span>{total}</span>'
+        body += bar(name, cells, format_value(sum(parts.values())) + unit)
     parts_used = [part for part in colours if part in used]
     legend = _legend(parts_used, [colours[part] for part in parts_used])
     table = "".join(f"<th>{escape(part)}</th>" for part in ("", *parts_used))
@@ -309,6 +306,12 @@ def bars(
         table += f"</tr><tr><td>{escape(name)}</td>{cells}"
     table = folded(f'<div class="scroll"><table><tr>{table}</tr></table></div>')
     return wide_figure(title, f'<div class="bars">{body}</div>{table}', legend)
+
+
+def bar(name: str, cells: str, value: str) -> str:
+    """A row of bars: its name, the markup of its parts, and what they come to."""
+    name = escape(name)
+    return f'<b title="{name}">{name}</b><div class="bar">{cells}</div><span>{escape(value)}</span>'
 
 
 def heat(title: str, rows: Mapping[str, Sequence[float]], ends: tuple[str, str], says: str) -> str:
@@ -380,9 +383,12 @@ def _legend(names: Sequence[str], colours: Sequence[str]) -> str:
     )
 
 
-def figure(title: str, body: str, legend: str, box: str, table: str = "") -> str:
+def figure(title: str, body: str, x_name: str, legend: str = "", table: str = "") -> str:
+    """A plot on `Axes`, with the name of the x axis."""
     name = escape(title)
     legend = f'<div class="legend">{legend}</div>' if legend else ""
+    body += f'<text x="{WIDTH - RIGHT}" y="{HEIGHT + BELOW + 13}" text-anchor="end">{escape(x_name)}</text>'
+    box = f"0 {-ABOVE} {WIDTH} {HEIGHT + ABOVE + BELOW + 16}"
     return (
         f"<figure><figcaption>{name}</figcaption>{legend}"
         f'<svg class="chart" viewBox="{box}" role="img" aria-label="{name}">{body}</svg>{table}</figure>'

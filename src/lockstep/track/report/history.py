@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -187,7 +187,7 @@ class History:
         return sums
 
     @property
-    def own(self) -> tuple[str, ...]:
+    def own_phases(self) -> tuple[str, ...]:
         """Phases in which a rank waits for nobody but itself."""
         waits = self.facts.get("waits_inside", [])
         return ("data", *(phase for phase in (*COMPUTE, "optimizer") if phase not in waits))
@@ -195,11 +195,11 @@ class History:
     @property
     def sees_stragglers(self) -> bool:
         """Whether a slow rank can be told from those that wait for it: some computing is timed without waiting."""
-        return any(phase in self.seconds for phase in COMPUTE if phase in self.own)
+        return any(phase in self.seconds for phase in COMPUTE if phase in self.own_phases)
 
     def own_seconds(self, line: dict[str, Any]) -> list[float]:
         """Each rank's own work in one line of ranks.jsonl, in seconds a step."""
-        columns = [each for phase, each in line["seconds"].items() if phase in self.own]
+        columns = [each for phase, each in line["seconds"].items() if phase in self.own_phases]
         columns = columns or [[0.0] * line["ranks"]]
         return [sum(each) / max(1, line["steps"]) for each in zip(*columns, strict=True)]
 
@@ -208,7 +208,7 @@ class History:
         """The rank that works longest; None with fewer than two ranks, or where it cannot be told."""
         if not self.ranks or self.ranks[-1]["ranks"] < 2 or not self.sees_stragglers:
             return None
-        columns = [each for phase, each in self.seconds.items() if phase in self.own]
+        columns = [each for phase, each in self.seconds.items() if phase in self.own_phases]
         work = [sum(each) for each in zip(*columns, strict=True)]
         rank = max(range(len(work)), key=work.__getitem__)
         others = median(work[:rank] + work[rank + 1 :])
@@ -272,16 +272,20 @@ def told_whole(folder: Path) -> bool:
 
 def lines_of(path: Path, needed: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """The objects of a .jsonl file that have the keys that are needed; nothing where there is no file."""
-    if not path.is_file():
-        return
-    with open(path, "rb") as file:
-        for text in file:  # of bytes: only "\n" ends a line; half a character is a line that cannot be read
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(line, dict) and all(key in line for key in needed):
-                yield line
+    if path.is_file():
+        with open(path, "rb") as file:  # of bytes: only "\n" ends a line
+            yield from objects_of(file, needed)
+
+
+def objects_of(lines: Iterable[bytes], needed: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """The objects on lines that have the keys that are needed; what a kill has left of a line is passed over."""
+    for text in lines:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict) and all(key in line for key in needed):
+            yield line
 
 
 def scores_of(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
+from statistics import median
 from typing import Any
 
 from lockstep.track.console import LOG
@@ -58,12 +59,6 @@ _MARKS = {
 _SDC = "silent data corruption (sdc_check)"
 _STEP = tuple(name for name in _PHASES if name not in ("evaluation", "checkpoint", "profile"))
 MOST_RANKS = 64  # drawn at most, the ones that work longest
-
-
-def middle(values: Sequence[float]) -> float:
-    """The median."""
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
 # -- one run ---------------------------------------------------------------------------------------------------------
@@ -146,7 +141,7 @@ def _longest_ranks(history: History, ranks: int) -> list[int]:
     if ranks <= MOST_RANKS:
         return list(range(ranks))
     sums = history.seconds
-    work = [sum(each[rank] for phase, each in sums.items() if phase in history.own) for rank in range(ranks)]
+    work = [sum(each[rank] for phase, each in sums.items() if phase in history.own_phases) for rank in range(ranks)]
     return sorted(sorted(range(ranks), key=lambda rank: -work[rank])[:MOST_RANKS])
 
 
@@ -160,7 +155,7 @@ def _heat(history: History, ranks_shown: Sequence[int]) -> str:
     for start in range(0, len(lines), every):
         part = [history.own_seconds(line) for line in lines[start : start + every]]
         work = [sum(each) for each in zip(*part, strict=True)]
-        usual = middle(work) or 1.0
+        usual = median(work) or 1.0
         columns.append([seconds / usual for seconds in work])
     rows = {f"rank {rank}": [column[rank] for column in columns] for rank in ranks_shown}
     ends = (f"step {lines[0]['step']:,}", f"step {lines[-1]['step']:,}")
@@ -186,21 +181,15 @@ def prices(history: History) -> list[tuple[str, str, str]]:
     mean = {phase: sum(each) / ranks for phase, each in sums.items()}
     total = sum(mean.values()) or 1.0
     if ranks > 1 and "reduction" in mean:
-        rows.append(
-            (
-                "communication",
-                f"{mean['reduction'] / total:.1%} of the time",
-                f"{charts.seconds(mean['reduction'])} on the mean rank: the wait for gradients that computing does not "
-                "hide, and for slower ranks",
-            )
-        )
-    for phase, why in (
-        ("data", "steps that waited for their batch"),
-        ("checkpoint", "steps that waited for a copy of the state, or for the save before"),
-        ("evaluation", "in training and at its end"),
+        duration = charts.seconds(mean["reduction"])
+        why = f"{duration} on the mean rank: the wait for gradients that computing does not hide, and for slower ranks"
+        rows.append(("communication", f"{mean['reduction'] / total:.1%} of the time", why))
+    for phase, name, why in (
+        ("data", "waiting for data", "steps that waited for their batch"),
+        ("checkpoint", "checkpoints", "steps that waited for a copy of the state, or for the save before"),
+        ("evaluation", "evaluation", "in training and at its end"),
     ):
         if mean.get(phase, 0.0) > 0:
-            name = {"data": "waiting for data", "checkpoint": "checkpoints"}.get(phase, phase)
             rows.append((name, f"{mean[phase] / total:.1%} of the time", f"{charts.seconds(mean[phase])}: {why}"))
     return rows
 
@@ -250,17 +239,17 @@ def memory(history: History) -> list[str]:
 
 def facts(history: History) -> list[tuple[str, str]]:
     """What was run, in words: (name, text)."""
-    known = history.facts
-    rows = list(known.get("opening", {}).items())
-    if known:
+    facts = history.facts
+    rows = list(facts.get("opening", {}).items())
+    if facts:
         hosts: dict[str, list[int]] = {}
-        for rank, host in enumerate(known.get("hosts", [])):
+        for rank, host in enumerate(facts.get("hosts", [])):
             hosts.setdefault(host, []).append(rank)
-        rows.append(("started by", str(known.get("launch", ""))))
+        rows.append(("started by", str(facts.get("launch", ""))))
         rows.append(("hosts", "; ".join(f"{host}: {_ranks(ranks)}" for host, ranks in hosts.items())))
-        rows.append(("hardware", "; ".join(dict.fromkeys(known.get("devices", [])))))
-        rows.append(("versions", ", ".join(f"{k} {v}" for k, v in known.get("versions", {}).items())))
-        git = known.get("git")
+        rows.append(("hardware", "; ".join(dict.fromkeys(facts.get("devices", [])))))
+        rows.append(("versions", ", ".join(f"{k} {v}" for k, v in facts.get("versions", {}).items())))
+        git = facts.get("git")
         rows.append(("git", _git(git) if git else "not in a git repository"))
         rows.append(("starts", _starts(history)))
     return [(name, text) for name, text in rows if text]
@@ -454,7 +443,7 @@ def _labels(table: Mapping[str, Any]) -> dict[str, Any]:
     for name, _, _, f1, _, _ in rows_shown:
         tip = escape(f"{name}: F1 {_score(f1)}")
         cell = f'<i class="c0" style="width:{100 * (f1 or 0.0):.2f}%" title="{tip}"></i>'
-        bars += f'<b title="{escape(name)}">{escape(name)}</b><div class="bar">{cell}</div><span>{_score(f1)}</span>'
+        bars += charts.bar(name, cell, _score(f1))
     title = f"F1 of each {table.get('of', 'label')}" + (
         f", the {len(rows_shown)} commonest of {len(rows)}" if len(rows_shown) < len(rows) else ""
     )
@@ -485,7 +474,7 @@ def _reliability(table: Mapping[str, Any]) -> str:
         tip = f"{count:,} of {total:,}: predicted {x:.3f}, came true {y:.3f}"
         body += _dot(place, x, y, 2.5 + 5 * (count / total) ** 0.5, tip)
     title = f"calibration of {table['of']}: share that came true, by predicted probability (ECE {error:.3f})"
-    return _figure(title, body, "predicted probability")
+    return charts.figure(title, body, "predicted probability")
 
 
 def _scatters(table: Mapping[str, Any]) -> list[str]:
@@ -501,7 +490,7 @@ def _scatters(table: Mapping[str, Any]) -> list[str]:
         for x, y in zip(true, predicted, strict=True):
             body += _dot(place, x, y, 2.0, f"true {charts.number(x)}, predicted {charts.number(y)}")
         some = f", {len(true):,} of {table['examples']:,} examples" if len(true) < table["examples"] else ""
-        points.append(_figure(f"{name}: predicted, by what is true{some}", body, "true"))
+        points.append(charts.figure(f"{name}: predicted, by what is true{some}", body, "true"))
     return points
 
 
@@ -514,10 +503,3 @@ def _diagonal(place: charts.Axes) -> str:
 def _dot(place: charts.Axes, x: float, y: float, radius: float, tip: str) -> str:
     at = f'cx="{place.across(x):.1f}" cy="{place.up(y):.1f}" r="{radius:.1f}"'
     return f'<circle class="dot many c0" {at}><title>{escape(tip)}</title></circle>'
-
-
-def _figure(title: str, body: str, below: str) -> str:
-    right, bottom = charts.WIDTH - charts.RIGHT, charts.HEIGHT + charts.BELOW
-    body += f'<text x="{right}" y="{bottom + 13}" text-anchor="end">{escape(below)}</text>'
-    box = f"0 {-charts.ABOVE} {charts.WIDTH} {bottom + charts.ABOVE + 16}"
-    return charts.figure(title, body, "", box)

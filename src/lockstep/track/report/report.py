@@ -10,8 +10,10 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from lockstep.config import error_messages as messages
@@ -19,6 +21,9 @@ from lockstep.config.redaction import printable
 from lockstep.config.run import replace_text
 from lockstep.track.report import charts, panels
 from lockstep.track.report.history import History, read
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _NO_METRICS = ("step", "examples")
 
@@ -52,8 +57,9 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     return write_page(path, "comparison.html.jinja", title=title, **_comparison(histories, path.parent))
 
 
-def write_page(path: Path, template: str, **values: Any) -> Path:
-    """Render a template of `pages/` to `path`, in one go. Errors: `OSError`."""
+@cache
+def templates() -> Environment:
+    """Of `pages/`; each is compiled once a process."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     pages = Environment(
@@ -65,8 +71,13 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
         finalize=_for_page,  # each value before HTML writes its quotes and ampersands in another way
     )
     pages.filters |= {"number": charts.number, "seconds": charts.seconds, "size": charts.size, "percent": _percent}
+    return pages
+
+
+def write_page(path: Path, template: str, **values: Any) -> Path:
+    """Render a template of `pages/` to `path`, in one go. Errors: `OSError`."""
     values = {"live": None, "written": time.strftime("%Y-%m-%d %H:%M:%S")} | values
-    text = pages.get_template(template).render(**values)
+    text = templates().get_template(template).render(**values)
     text = printable(text)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, text)  # aside: a live page and the run itself may write at once
@@ -118,7 +129,7 @@ def _tiles(history: History, final: Mapping[str, Any]) -> list[tuple[str, str]]:
     if attempts := history.attempts:
         tiles.append(("running time", charts.seconds(sum(a.ended - a.began for a in attempts))))
     if rate := history.series("train", "examples_per_s"):
-        tiles.append(("examples per second", charts.number(round(panels.middle([y for _, y in rate]), 1))))
+        tiles.append(("examples per second", charts.number(round(median([y for _, y in rate]), 1))))
     if history.peak_bytes is not None:
         tiles.append(("most memory on a rank", charts.size(history.peak_bytes)))
     if final.get("weights"):
@@ -218,7 +229,7 @@ def _side_by_side(histories: Mapping[str, History]) -> list[tuple[str, list[str]
                 column[f"{split} {name}"] = charts.number(history.results.get(split, {}).get(name, ""))
         for name, key in (("examples per second", "examples_per_s"), ("seconds a step", "seconds_per_step")):
             if points := history.series("train", key):
-                column[name] = charts.number(float(f"{panels.middle([y for _, y in points]):.4g}"))
+                column[name] = charts.number(float(f"{median([y for _, y in points]):.4g}"))
         if history.attempts:
             column["running time"] = charts.seconds(sum(a.ended - a.began for a in history.attempts))
             column["starts"] = str(len(history.attempts))
