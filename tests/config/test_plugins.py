@@ -55,6 +55,7 @@ def test_text_alone_says_what_is_one(text: str, is_plugin: bool, tmp_path: Path)
 def test_a_package_older_than_lockstep_was_tried_with_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["torch>=2.11,<2.14", 'peft>=0.18,<0.22; extra == "peft"']
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
+    monkeypatch.setattr(plugins, "_requirements", plugins._requirements.__wrapped__)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"torch": "2.15.0", "peft": "0.17.1"}[name])
     plugins.refuse_old(["torch"])  # newer ones are tried at one's own risk
     with raises("LS1094", "0.17.1", "'peft>=0.18'"):

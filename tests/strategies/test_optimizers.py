@@ -142,7 +142,7 @@ def of(folder: Path, name: str, ranks: int, saver: str | None, brief: bool = Fal
     [
         long("fsdp2 step", 2),
         long("fsdp2 micro_batch", 2),
-        slow("fsdp2 step", 3),
+        long("fsdp2 step", 3),
         slow("fsdp2 micro_batch", 3),
         long("fsdp2 micro_batch", 1),
         long("allreduce", 2),
@@ -164,10 +164,17 @@ def test_every_optimizer_has_the_bits_of_single(folder: Path, name: str, ranks: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("fsdp2 micro_batch", 1), ("allreduce", 2), ("hf_accelerate", 2), ("hf_accelerate fsdp", 2), ("hf_trainer", 2)],
+    [
+        ("fsdp2 micro_batch", 1),
+        ("fsdp2 step", 3),
+        ("allreduce", 2),
+        ("hf_accelerate", 2),
+        ("hf_accelerate fsdp", 2),
+        ("hf_trainer", 2),
+    ],
 )
 def test_a_few_have_the_bits_of_single(folder: Path, name: str, ranks: int) -> None:
-    """Where `ddp`, `fsdp2` and more ranks are asked with all: the updates are theirs."""
+    """Where `ddp`, `fsdp2` and more ranks are asked with all: the updates are theirs, however often `fsdp2` gathers."""
     alone, found = of(folder, "single", 1, None, True), of(folder, name, ranks, "single", True)
     assert [{k: v for k, v in found[case].items() if k != "gone on"} for case in alone] == list(alone.values())
     assert [each["gone on"] for each in found.values()] == [each["after"] for each in alone.values()]
@@ -206,7 +213,7 @@ def gone_on(world: World, runs: list[Run], others: list[Run]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saver", ["fsdp2 step", "fsdp2 micro_batch"])
+@pytest.mark.parametrize("saver", [long("fsdp2 step"), "fsdp2 micro_batch"])
 def test_single_goes_on_from_what_ranks_that_share_it_saved(folder: Path, saver: str) -> None:
     shared, alone = of(folder, saver, 3, "single"), of(folder, "single", 1, None)
     runs = [run_of("single", case, folder / "1") for case in shared]

@@ -45,6 +45,8 @@ with contextlib.suppress(ImportError):
     importlib.import_module("deepspeed.ops").__compatible_ops__  # noqa: B018 - looks for compilers, once
 with contextlib.suppress(ImportError):  # of all models, compiled at the first export
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("gpt2")
+importlib.import_module("lockstep.track.report.report").templates().get_template("run.html.jinja")
+plugins.refuse_old(["torch"])  # reads what this distribution requires
 for kind in ("tasks", "strategies", "optimizers"):
     for name in plugins.names(kind):
         with contextlib.suppress(ImportError):

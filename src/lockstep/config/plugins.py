@@ -20,15 +20,18 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config import entry_points
 from lockstep.config.entry_points import PluginError
 from lockstep.config.errors import RunError
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
 _SINGULAR |= {"optimizers": "optimizer"}
@@ -292,17 +295,12 @@ def require(packages: Sequence[str], key: str, extra: str = "", distribution: st
 def refuse_old(packages: Sequence[str], distribution: str = "lockstep-train") -> None:
     """Refuse packages that are installed in a version below what lockstep was tried with: pip would not have taken it.
     The least version is that of the `distribution`'s own metadata. Errors: `RunError`."""
-    from packaging.requirements import Requirement
     from packaging.version import Version
 
-    try:
-        requirements = [Requirement(line) for line in importlib.metadata.requires(distribution) or ()]
-    except importlib.metadata.PackageNotFoundError:  # lockstep is on a path of its own
-        return
     for package in packages:
         try:
-            installed = Version(importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
+            requirements, installed = _requirements(distribution), Version(importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:  # or lockstep is on a path of its own
             continue
         for least in (bound for each in requirements if each.name == package for bound in each.specifier):
             if least.operator == ">=" and installed < Version(least.version):
@@ -311,6 +309,13 @@ def refuse_old(packages: Sequence[str], distribution: str = "lockstep-train") ->
                     f"{package} {installed} is older than the versions that lockstep supports: pip install "
                     f"'{package}{least}' (docs/explanation/engines.md says what earlier versions do)",
                 )
+
+
+@cache
+def _requirements(distribution: str) -> tuple[Requirement, ...]:
+    from packaging.requirements import Requirement
+
+    return tuple(Requirement(line) for line in importlib.metadata.requires(distribution) or ())
 
 
 # -- what is the user's own ------------------------------------------------------------------------------------------

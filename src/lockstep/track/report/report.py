@@ -10,9 +10,10 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from lockstep.config import error_messages as messages
@@ -20,6 +21,9 @@ from lockstep.config.redaction import printable
 from lockstep.config.run import replace_text
 from lockstep.track.report import charts, panels
 from lockstep.track.report.history import History, read
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _NO_METRICS = ("step", "examples")
 
@@ -53,8 +57,9 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     return write_page(path, "comparison.html.jinja", title=title, **_comparison(histories, path.parent))
 
 
-def write_page(path: Path, template: str, **values: Any) -> Path:
-    """Render a template of `pages/` to `path`, in one go. Errors: `OSError`."""
+@cache
+def templates() -> Environment:
+    """Of `pages/`; each is compiled once a process."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     pages = Environment(
@@ -66,8 +71,13 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
         finalize=_for_page,  # each value before HTML writes its quotes and ampersands in another way
     )
     pages.filters |= {"number": charts.number, "seconds": charts.seconds, "size": charts.size, "percent": _percent}
+    return pages
+
+
+def write_page(path: Path, template: str, **values: Any) -> Path:
+    """Render a template of `pages/` to `path`, in one go. Errors: `OSError`."""
     values = {"live": None, "written": time.strftime("%Y-%m-%d %H:%M:%S")} | values
-    text = pages.get_template(template).render(**values)
+    text = templates().get_template(template).render(**values)
     text = printable(text)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, text)  # aside: a live page and the run itself may write at once
