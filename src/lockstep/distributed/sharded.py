@@ -107,7 +107,7 @@ def whole(tensor: Tensor | None) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     if by_host(tensor, tensor.device_mesh.get_group(0)):  # the functional collective of CUDA over gloo crashes (2.11)
-        return tensor.detach().cpu().full_tensor().to(tensor.device)
+        return whole(tensor.detach().cpu()).to(tensor.device)
     return tensor.full_tensor()
 
 

@@ -127,6 +127,7 @@ class StepLoader:
         ]
         if self.device.type == "cuda":
             micro_batches = [m.pinned() for m in micro_batches]
+        tokens = self._tokens(rows, groups)
         return StepBatch(
             step=step,
             micro_batches=micro_batches,
@@ -134,11 +135,11 @@ class StepLoader:
             examples=len(rows),
             targets=self.task.count_targets_at(self.columns, rows, step),
             tokens=int(lengths.sum()),
-            padded=self._tokens(rows, groups),
+            padded=tokens,
             padded_by_chance=self.task.padded(self.columns, rows, by_chance(len(rows), self.micro_batches)),
             ids=rows,
             shares=shares,
-            own_tokens=self._tokens(rows, [groups[k] for k in own]),
+            own_tokens=tokens if len(own) == len(groups) else self._tokens(rows, [groups[k] for k in own]),
             targets_of=targets_of,
         )
 

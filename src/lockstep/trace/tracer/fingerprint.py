@@ -335,7 +335,9 @@ class _Units:
 @functools.lru_cache(maxsize=64)
 def _units(places: tuple[tuple[int, int], ...], p: int, device: torch.device, dtype: torch.dtype) -> _Units:
     """For pieces that lie at (start, numel). Does not wait for the device."""
-    unit, every, owner, gaps = UNIT * p, [], [], [0]
+    unit, gaps = UNIT * p, [0]
+    every: list[int] = []
+    owner: list[int] = []
     for k, (start, count) in enumerate(places):
         first, lead = divmod(start, unit)
         n = max(-(-(lead + count) // unit), 1)
