@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.checkpoint.manifest import REASONS, revisions_of
 from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
@@ -327,6 +328,24 @@ def test_other_families_begin_as_they_should(family: str, tmp_path: Path) -> Non
     batch = task.collate(task.splits["train"], np.arange(4), 0)
     start = task.tokenizer.eos_token_id if family in ("bart", "fsmt") else task.tokenizer.pad_token_id
     assert batch.inputs["decoder_input_ids"][:, 0].tolist() == [start] * 4
+
+
+PROPHETNET = {"hidden_size": 32, "num_encoder_layers": 1, "num_decoder_layers": 1, "num_encoder_attention_heads": 2,
+              "num_decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+              "disable_ngram_loss": True, "eps": 0.0}  # fmt: skip
+
+
+def test_prophetnet_is_told_what_is_padding(tmp_path: Path) -> None:
+    """Its relative positions move with it. Checkpoints from when it was not told are not gone on from."""
+    model = json.dumps({"type": "prophetnet", "config": PROPHETNET})
+    run = make(tmp_path, "translation", f"model={model}")
+    task = task_of(run)
+    batch = task.collate(task.splits["train"], np.arange(4), 0)
+    lengths = task.splits["train"].ragged("target_ids").lengths[:4]
+    assert batch.inputs["decoder_attention_mask"].sum(1).tolist() == lengths.tolist()
+    assert len(set(lengths.tolist())) > 1
+    assert revisions_of(run) == {"model": 2}
+    assert "ProphetNet" in REASONS["model"]
 
 
 @pytest.mark.processes

@@ -91,6 +91,8 @@ REASONS = {
     "task.name": "while the task preference let a language model of an encoder's family read the tokens after each; "
     "that was corrected. Train it anew with",
     "model.type": "while decoders of its family started from padding; that was corrected. Train it anew with",
+    "model": "while ProphetNet's decoder was not told what is padding, and computed something else for it; that was "
+    "corrected. Train it anew with",
 }
 
 
@@ -107,6 +109,7 @@ def revisions_of(run: Run) -> dict[str, int]:
         "model.config": model_configs.derives(run),
         "task.name": run.task.name == "preference" and model_configs.needs_decoder(run),
         "model.type": head == "seq2seq" and run.model.type in (*model_configs.FROM_FIRST_TOKEN, "fsmt"),
+        "model": head == "seq2seq" and model_configs.load_config(run).model_type == "prophetnet",
     }
     return {key: 2 for key, concerns in concerned.items() if concerns}
 
