@@ -11,6 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from lockstep.cli import main
 from lockstep.config.run import Run
@@ -214,3 +219,22 @@ def test_training_answers_questions(tmp_path: Path, capfd: pytest.CaptureFixture
     exact = [qa_spans.scores(each["answer"], row["answers"]["text"])[0] for each, row in zip(found, rows, strict=True)]
     assert 100 * np.mean(exact) == pytest.approx(last["exact_match"], abs=1e-4)
     assert all(row["context"][e["start"] : e["end"]] == e["answer"] for e, row in zip(found, rows, strict=True))
+
+
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_windows_need_more_room_than_they_share(more: int) -> None:
+    """Beside all special tokens of a pair, of which one text alone has fewer: tokenizers panic where there is none."""
+    words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"])}
+    core = Tokenizer(WordLevel(words, "[UNK]"))
+    core.pre_tokenizer = Whitespace()
+    core.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]")
+    stride, most = 2, 2 + 3 + 2 + more  # the question's tokens, special ones, those that windows share
+    if not more:
+        with pytest.raises(ValueError, match="leaves 2 of"):
+            qa_features.windows(tokenizer, "a b", "c d e f g h", most, stride)
+        return
+    parts = qa_features.windows(tokenizer, "a b", "c d e f g h", most, stride)
+    assert parts[0].ids[4:-1] == [words[word] for word in "cdefgh"[: stride + more]]

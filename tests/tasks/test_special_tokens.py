@@ -90,6 +90,30 @@ def test_a_family_is_refused_beside_autocast(family: str, entries: dict, error: 
     models.check(a_run(family, entries, "precision=bf16", "model.dtype=bfloat16"))
 
 
+YOUTU = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 16, "kv_lora_rank": 16}
+
+
+@pytest.mark.parametrize(("head", "family", "entries"), [("causal", "youtu", LAYERS | YOUTU), ("masked", "funnel", {})])
+def test_a_row_that_loading_sets_to_zero_is_not_trained(
+    head: str, family: str, entries: dict[str, Any], tmp_path: Path
+) -> None:
+    """As transformers loads it, and another family beside it. Untied, the output has rows of its own."""
+    auto = getattr(transformers, heads.of(head).auto)
+    for of, row in ((family, 0.0), ("llama" if head == "causal" else "bert", 1.0)):
+        config = transformers.AutoConfig.for_model(
+            of, **entries, vocab_size=20, pad_token_id=0, tie_word_embeddings=True
+        )
+        model = auto.from_config(config)
+        with torch.no_grad():
+            model.get_output_embeddings().weight[0] = 1.0
+        model.save_pretrained(tmp_path / of)
+        loaded = auto.from_pretrained(tmp_path / of).get_output_embeddings().weight[0]
+        assert torch.equal(loaded, torch.full_like(loaded, row))
+    with raises("LS3151", family):
+        models.check(a_run(family, entries), head)
+    models.check(a_run(family, entries | {"tie_word_embeddings": False}), head)
+
+
 def test_entries_that_layers_have_for_themselves_are_read() -> None:
     """Gemma 4 has another `head_dim` in layers of full attention, and transformers refuses to read the entry."""
     entries = LAYERS | {"num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full_attention"]}
