@@ -41,6 +41,7 @@ from lockstep.training.session import build_session, join_ranks
 from support.family_configs import GROUPED
 from support.harness import build, digest, run_on, tiny
 from support.marks import slow
+from support.messages import raises
 from support.own_modules import MEAN, NET, NET_FUNCTIONS, TOY, job
 from support.saving import trained
 from support.task_runs import TASKS, make
@@ -322,6 +323,18 @@ def checked(run: Run) -> tuple[str, str]:
         return "", str(caught)
     finally:
         world.close()
+
+
+def test_a_model_that_computes_no_number_is_said_to() -> None:
+    """No option is looked for: transformers alone computes none either (as of some Gemma 3n)."""
+    run = tiny(*ONE)
+    world = World(run)
+    session = build_session(for_rank(run, world), world)
+    with torch.no_grad():
+        session.strategy.model.get_submodule("transformer.ln_f").weight.fill_(torch.nan)
+    with raises("LS5170", "Both compute no number", "nan", error=TrainingFailed):
+        plain_check.check(session, cause)
+    world.close()
 
 
 def test_the_first_micro_batch_is_that_of_the_first_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

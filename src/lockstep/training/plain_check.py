@@ -244,9 +244,13 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
     lines = "\n".join(f"  {difference}" for difference in differing[:6])
     if session.task.own_model:
         lines = lines.replace("by transformers alone", "by your own functions alone")
+    if not any(math.isfinite(number) for each in differing for number in (each.own, each.plain)):
+        why = "Both compute no number: the model itself, or its weights, give none for these examples"
+    else:
+        why = causes(sides, strategy)
     return False, (
-        f"before the first step, without dropout:\n{lines}\n{causes(sides, strategy)}\nNothing was trained. If you "
-        "know better: verify.plain=false trains without this comparison"
+        f"before the first step, without dropout:\n{lines}\n{why}\nNothing was trained. If you know better: "
+        "verify.plain=false trains without this comparison"
     )
 
 

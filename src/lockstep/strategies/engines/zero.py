@@ -526,6 +526,8 @@ class Sharded(ShardedRecovery, Recomputes):
         else:
             first = [self._from_main(saved, f"optimizer.step.{n}", torch.Size()) for n in steps[:1]]
             self._make_optimizer_state(keys, float(first[0]) if first else None)
+        if self.stage == 3:  # an evaluation may have asked for frozen weights in advance
+            self.engine.optimizer.empty_partition_cache()
         for name in self.named:
             self._set(name, self._from_main(saved, f"model.{name}", self.shapes[name]), None)
         for key in keys:
