@@ -47,8 +47,8 @@ def windows(tokenizer: Any, question: str, context: str, most: int, stride: int)
     """The context in parts of as many tokens as fit beside the question, each sharing `stride` with the one before.
     Errors: `ValueError` where the question leaves no room for them."""
     question = question.strip()
-    asked = tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"]
-    room = most - len(asked) - tokenizer.num_special_tokens_to_add(pair=True)
+    question_ids = tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"]
+    room = most - len(question_ids) - tokenizer.num_special_tokens_to_add(pair=True)
     if room <= stride:
         raise ValueError(
             f"its question leaves {max(0, room)} of data.max_length {most} tokens for the context, and windows that "
