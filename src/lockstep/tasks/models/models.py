@@ -86,12 +86,12 @@ def check(
 
 # Heads and families whose embedding `from_pretrained` of transformers 5.23 gives zeros for the padding token, whatever
 # the file holds. Where it is the output's weight as well, training changes that row: of all heads and families these.
-_ZEROED = {("causal", "youtu"), ("masked", "funnel")}
+ZEROED = {("causal", "youtu"), ("masked", "funnel")}
 
 
 def _check_loading(run: Run, config: Any, head: str) -> None:
     """Refuse a model that nobody could load as it was trained. Errors: `RunError`."""
-    if (head, config.model_type) in _ZEROED and entry(config, "tie_word_embeddings") and not run.model.adapter:
+    if (head, config.model_type) in ZEROED and entry(config, "tie_word_embeddings") and not run.model.adapter:
         raise RunError(
             "LS3151",
             f"model: transformers sets the padding token's row to zero when it loads a {config.model_type}, and "
