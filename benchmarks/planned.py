@@ -4,7 +4,7 @@ In: a run file, or none for a small GPT-2; strategies and numbers of ranks. Out:
 of JSON: seconds of a step, planned from the calibration and measured by the product's own loop (medians over rounds);
 bytes between steps of the rank that holds most. Status 1 where one is further apart than is allowed.
 What a calibration knows of a step is one process's under `single`, and what a rank of two computes for a micro-batch
-besides the model's operations under FSDP2 and torch's pipelining; every line is foretold from that.
+besides the model's operations under the engines of `lockstep_plan.rates`; every line is foretold from that.
 Example: python benchmarks/planned.py --ranks 1 2 4 --rounds 5 --out FILE
 """
 
@@ -42,6 +42,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2_step": {"name": "fsdp2", "options": {"gather": "step"}},
     "fsdp2_micro_batch": {"name": "fsdp2", "options": {"gather": "micro_batch"}},
     "pipeline": {"name": "pipeline", "options": {}},
+    **{name: {"name": name, "options": {}} for name in ("zero1", "zero2", "zero3", "hf_accelerate", "hf_trainer")},
 }
 TIME, MEMORY = 0.15, 0.05  # how far apart they may be
 

@@ -4,7 +4,7 @@ In: a run, and numbers of processes. Out: a YAML file with rates by size, and by
 slow each other down. Every job runs in processes of its own, through the run's launcher (`rates.py`).
 
 What is in the file was measured on the run's own model with one process under `single`, and on messages without it;
-of FSDP2 and of a pipeline with two processes, what a rank computes besides its operations. A step of several
+of the `ENGINES` with two processes, what a rank computes besides its operations. A step of several
 processes is what a plan foretells.
 """
 
@@ -172,7 +172,7 @@ def shape_of(
                 "crowding": f"{what}: a step of one process on every rank at once, by the clock, beside step_scale's",
                 "step_scale": f"{what}: the phases of a step of one process, beside the sum of their operations",
                 "micro_batch_s": f"{what}: what is left of a step of one process, for each of its micro-batches",
-                "engine_s": f"{what}: the same of `fsdp2` and of `pipeline` on two processes",
+                "engine_s": f"{what}: the same of other strategies on two processes",
                 "cores": "the machine's, for the run's threads each",
             },
         }

@@ -64,7 +64,7 @@ class Device(BaseModel):
     )  # of a machine: where ranks are more, one that waits leaves its turn to others
     step_scale: float | dict[str, float] = 1.0  # how much longer it takes than the sum of its operations; by phase
     micro_batch_s: float = Field(0.0, ge=0)  # of one besides its operations: what a loop in Python takes
-    engine_s: dict[str, float] = {}  # the same of an engine's own code: `fsdp2` (a gather a micro-batch), `pipeline`
+    engine_s: dict[str, float] = {}  # strategy -> the same of its own code; `fsdp2`: with a gather a micro-batch
     sources: dict[str, str]
 
     @field_validator("flops", "memory_bytes_per_s", "crowding", "step_scale")

@@ -91,9 +91,9 @@ def computed(run: Run, ranks: int, of: Simulated, device: Device) -> dict[str, f
 
 
 def engine_of(run: Run) -> str:
-    """As device files name what has much code of its own for each layer or stage."""
-    together = run.strategy.name == "fsdp2" and fsdp.gather_option(run) == fsdp.MICRO_BATCH
-    return run.strategy.name if together or run.strategy.name == "pipeline" else ""
+    """As device files name it: the strategy, but `fsdp2` only where it gathers for every micro-batch."""
+    step = run.strategy.name == "fsdp2" and fsdp.gather_option(run) != fsdp.MICRO_BATCH
+    return "" if step else run.strategy.name
 
 
 def travelling(of: Simulated, computing: dict[str, float], device: Device, ranks: int) -> tuple[list[Wire], float]:

@@ -2,8 +2,8 @@
 
 In: a run, in every rank of a job. Out: `OUTPUT/rates.json`, written by rank 0: matrix products of the sizes that the
 run's model has, memory traffic by size, what an operation costs that does nothing; seconds of a step of one process by
-phase; the same step on all ranks at once; messages between all ranks; what a step of engines takes that have much code
-of their own for each layer or stage (`ENGINES`).
+phase; the same step on all ranks at once; messages between all ranks; what a step of strategies takes that have code of
+their own for each layer, bucket or stage (`ENGINES`).
 
 Where a process computes with one thread, what is computed is measured by that thread's processor time, in which other
 programs' turns are not. What ranks do at once is measured by the clock.
@@ -45,7 +45,10 @@ MESSAGES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)  # bytes that all ranks ex
 LEAST_S = 0.02  # of a sample
 ENGINES: Mapping[str, dict[str, Any]] = {
     "fsdp2": {"name": "fsdp2", "options": {"gather": fsdp.MICRO_BATCH}},
-    "pipeline": {"name": "pipeline", "options": {}},
+    **{
+        name: {"name": name, "options": {}}
+        for name in ("pipeline", "zero1", "zero2", "zero3", "hf_accelerate", "hf_trainer")
+    },
 }
 ENGINES_ON = 2  # processes
 NOT_THE_ENGINES = ("reduction", "optimizer")  # phases
