@@ -42,6 +42,7 @@ TASKS: dict[str, tuple[str, str]] = {
     "reward": ("classification", "preferences"),
     "translation": ("seq2seq", "translations"),
     "summarization": ("seq2seq", "summaries"),
+    "image_classification": ("image", "images"),
 }
 ALONE = [("single", 1)]
 ENGINES = [
@@ -61,6 +62,7 @@ def _of_task(case: Case) -> list[str]:
         "classification": ["", "class_weights", "focal", "label_smoothing", "label_smoothing weights", "threshold"],
         "classification multi_label": ["", "class_weights", "focal", "label_smoothing"],
         "classification regression": ["", "mae"],
+        "image_classification": ["", "class_weights", "focal", "label_smoothing", "threshold"],
         "language_modeling packed": ["", "apart", "character"],
         "language_modeling messages": ["", "each turn"],
         "masked_language_modeling packed": ["", "whole_word_mask", "half"],
@@ -83,7 +85,16 @@ def _shapes(case: Case) -> list[str]:
     return ["varied", "varied", "equal", "one_token", "long", "ragged", "unicode", "blank"]
 
 
+def _labels(case: Case) -> list[str]:
+    if case["task option"] == "threshold":
+        return ["two"]
+    return ["few", "few", "many", "one_each"] if "classification" in case["task"] else ["few"]
+
+
 def _reading(case: Case) -> list[str]:
+    if case["task"] == "image_classification":
+        cut = ["test", "cut", "cut test", "split_column", "filter", "limit", "deduplicate", "overlap"]
+        return ["files"] * 3 + ["folders"] * 3 + cut + ["mixed", "mixed weights", "mixed filter"]
     flat = TASKS[case["task"]][1] in ("labelled", "paired", "numbers", "texts", "prompts", "pairs", "summaries")
     plain = ["files"] * 6 + ["test", "cut", "cut test", "parquet", "split_column", "filter", "filter words", "limit"]
     plain += ["deduplicate", "overlap", "mixed", "mixed weights", "streamed", "streamed mixed", "mixed filter"]
@@ -106,7 +117,7 @@ FEATURES: dict[str, Callable[[Case], list[Any]]] = {
     "family": _families,
     "dropout": _usually(False, True, plainest=2),
     "shape": _shapes,
-    "labels": lambda case: ["few", "few", "many", "one_each"] if "classification" in case["task"] else ["few"],
+    "labels": _labels,
     "reading": _reading,
     "drop_missing": lambda case: [True] * 5 + [False] if case["shape"] == "blank" else [False] * 3 + [True],
     "padding": _usually("none", "batch", plainest=2),
@@ -163,9 +174,11 @@ def _goes(case: Case, feature: str, value: Any) -> bool:
     if feature == "reading" and value.startswith("streamed"):
         return task.startswith(_STREAMED) and not task.endswith(("multi_label", "regression"))
     if feature == "labels":
-        return not (value == "one_each" and case["task option"] in ("class_weights", "threshold"))
+        return value in ("few", "two") or case["task option"] != "class_weights"
     if feature == "reading" and (value.startswith("cut") or "filter" in value or value == "limit"):
         return case["labels"] != "one_each"
+    if feature in ("padding", "group_by_length", "tokenizer") and task == "image_classification":
+        return value in ("none", 1, "bpe")
     if feature == "group_by_length":
         return value == 1 or not (streamed or task.startswith("embedding"))
     if feature == "origin":

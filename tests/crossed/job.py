@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from crossed import families, rows
+from crossed import families, images, rows
 from crossed.draw import TASKS, Case
 
 LENGTH = 24  # tokens of an example, at most
@@ -55,7 +55,10 @@ class Job:
             files = sorted((folder / "data").rglob("*.jsonl"))
             texts = [line for path in files for line in path.open(encoding="utf-8")]
             families.make_tokenizer(folder / "tokenizer", self.tokenizer, texts or [" ".join(rows.WORDS)])
-        if self.model:
+        if self.model.get("head") == "image":
+            of = {name: value for name, value in self.model.items() if name != "head"}
+            images.make_model(folder / "model", **of)
+        elif self.model:
             families.make_model(folder / "model", **self.model, tokenizer=folder / "tokenizer")
         (folder / "run.yaml").write_text(yaml.safe_dump(self.run, sort_keys=False, allow_unicode=True))
 
@@ -65,9 +68,12 @@ def job_of(case: Case) -> Job:
     head, kind = TASKS[case["task"]]
     batch, micro_batches = case["cut"]
     entries = families.config_of(case["family"], case["dropout"], case["leaves"])
-    saved = case["origin"] == "pretrained" or case["tokenizer"] in ("left", "framed", "no pad")
+    pretrained, of_images = case["origin"] == "pretrained", head == "image"
+    saved = not of_images and (pretrained or case["tokenizer"] in ("left", "framed", "no pad"))
     recipe = {"kind": kind, "shape": case["shape"], "labels": case["labels"], "seed": case["seed"]}
-    data = {"source": "data", "max_length": LENGTH, "padding": case["padding"]} | _reading(case, recipe)
+    sizes = {} if of_images else {"max_length": LENGTH, "padding": case["padding"]}
+    processor = {"processor": images.FAMILIES[case["family"]][1]} if of_images else {}
+    data = {"source": "data"} | sizes | _reading(case, recipe)
     if case["drop_missing"]:
         data["drop_missing"] = True
     if case["group_by_length"] > 1:
@@ -76,10 +82,10 @@ def job_of(case: Case) -> Job:
         "name": "crossed",
         "output": "out",
         "seed": case["seed"],
-        "task": _task(case),
+        "task": _task(case) | (processor if not pretrained else {}),
         "data": data,
         "model": _model(case, entries),
-        "tokenizer": _tokenizer(case, saved),
+        "tokenizer": {} if of_images else _tokenizer(case, saved),
         "steps": case["steps"],
         "batch_size": batch,
         "micro_batches": micro_batches,
@@ -101,7 +107,7 @@ def job_of(case: Case) -> Job:
         how=case["how"],
         compared=not case["dropout"],
         tokenizer=_tokenizer_recipe(case) if saved else {},
-        model={"head": head, "family": case["family"], "entries": entries} if case["origin"] == "pretrained" else {},
+        model={"head": head, "family": case["family"], "entries": entries} | processor if pretrained else {},
     )
 
 
@@ -122,7 +128,7 @@ def _task(case: Case) -> dict[str, Any]:
         "translation": {"source": "en", "target": "de", "bleu": False},
         "summarization": {"rouge": False},
     }.get(case["task"], {})
-    own |= _OPTIONS.get((name, case["task option"]), {})
+    own |= _OPTIONS.get((name.removeprefix("image_"), case["task option"]), {})
     if case["loss_chunk"] is not None:
         own["loss_chunk"] = case["loss_chunk"]
     return {"name": name, **own}
@@ -159,6 +165,7 @@ _OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
 def _reading(case: Case, recipe: dict[str, Any]) -> dict[str, Any]:
     """Keys of `data`; the recipe of the rows is completed."""
     reading, text = case["reading"], (rows.KINDS[TASKS[case["task"]][1]] or ("lang",))[0]
+    ending = "parquet" if case["task"] == "image_classification" else "jsonl"
     shards = {"stream": True, "stream_window": 5}
     weighted = [{"name": "a", "source": "data/a", "weight": 3}, {"name": "b", "source": "data/b", "weight": 1}]
     paths = {"train": "data/train-*.jsonl", "validation": "data/validation.jsonl"}
@@ -170,7 +177,8 @@ def _reading(case: Case, recipe: dict[str, Any]) -> dict[str, Any]:
         "cut test": ({"splits": ["train"]}, {"validation_fraction": 0.2, "test_fraction": 0.2}),
         "csv": ({"files": "csv"}, {}),
         "parquet": ({"files": "parquet"}, {}),
-        "split_column": ({"files": "one"}, {"source": "data/all.jsonl", "split_column": "part"}),
+        "split_column": ({"files": "one"}, {"source": f"data/all.{ending}", "split_column": "part"}),
+        "folders": ({"files": "folders"}, {"layout": "class_folders"}),
         "filter": ({}, {"filter": {"lang": "en", "size": {"max": 3}}}),
         "filter words": ({}, {"filter": {text: {"max_words": 8}, "size": {"none_of": [0]}}}),
         "limit": ({}, {"limit": 13}),

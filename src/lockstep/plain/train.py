@@ -84,7 +84,7 @@ def _config(job: Plain, head: str) -> Any:
         for name, within in kind.sub_configs_defaults.items():  # such as a decoder, which decodes
             if isinstance(entries.get(name), dict):
                 entries[name] = dict(within.init_kwargs or {}) | entries[name]
-        config = kind(**entries)
+        config = kind(**({"architectures": []} | entries))  # which transformers walks through
         for part in parts(config) if tokenizer is not None else ():
             part.update(
                 {

@@ -29,6 +29,7 @@ from lockstep.tasks.label_task import LabelTask
 from lockstep.tasks.models import heads
 from lockstep.tasks.objectives.objective import LabelOptions
 from lockstep.tasks.objectives.objectives import OneLabel
+from lockstep.tasks.task import refuse_lone_examples
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -120,6 +121,7 @@ class ImageClassification(LabelTask):
         folder = _processor_folder(run, options)
         processor = load_processor(str(folder))
         shape = _shape(run, processor)
+        refuse_lone_examples(run, len(splits["train"]), lambda: _trained_on_one(run, cls.head, shape))
         files = {}
         for split, rows in splits.items():
             hashed = content(rows, [options.image, options.label])
@@ -346,6 +348,16 @@ def normalized(processor: Any, images: Sequence[np.ndarray]) -> np.ndarray:
     known = {name: value for name, value in _AS_IT_IS.items() if hasattr(processor, name)}
     pixels = processor(list(images), return_tensors="np", input_data_format="channels_first", **known)["pixel_values"]
     return np.ascontiguousarray(pixels, dtype=np.float32)
+
+
+def _trained_on_one(run: Run, head: str, shape: tuple[int, ...]) -> None:
+    """Forward of one image, in training mode, without numbers."""
+    import torch
+
+    from lockstep.tasks.models import models
+
+    model = models.build(run, head, None, empty=True)
+    model.train()(pixel_values=torch.empty(1, *shape, device="meta", dtype=next(model.parameters()).dtype))
 
 
 def _shape(run: Run, processor: Any) -> tuple[int, ...]:

@@ -25,9 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
 from lockstep.config.run import Run, RunError
+from lockstep.distributed import portable
 from lockstep.tasks.models import heads, model_configs, padding, small_models
 
 # Entries that lockstep sets itself, with what decides about them. `vocab_size` of a model from scratch adds room.
@@ -191,6 +193,43 @@ CLASSES = 3
 SHARPER = 20.0  # logits of fresh weights are nearly equal, and a term that is made of them nearly nothing
 NEAR = 1e-5  # how far two losses may be apart, relative to the cross entropy
 IGNORED = -100  # transformers' label for a token without a target
+
+
+class _Operations(TorchDispatchMode):
+    """The names of ATen's operations that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+def check_portable(run: Run, head: str) -> None:
+    """Refuse a model that computes with operations that `strategy.exact: portable` has not. Errors: `RunError`."""
+    if run.strategy.exact != "portable" or not heads.of(head).reads_texts:
+        return
+    name = padding.kept_trial(run, head, model_configs.load_config(run), unportable_operation, portable.REFUSED)
+    if name is not None:
+        raise portable.unportable(name)
+
+
+def unportable_operation(run: Run, head: str, config: Any) -> str | None:
+    """The name of one; None: there is none, or no small model of this config can be made."""
+    refused = {*portable.REFUSED} - {portable.FLASH}  # which portable arithmetic switches off
+    with torch.random.fork_rng([]):
+        for variant in small_models.smaller(config, head):
+            try:
+                model = small_models.small(run, head, variant, None)
+                with _Operations() as operations:
+                    small_models.computed(model, head, small_models.examples(head, *small_models.BATCHES[0]))
+            except Exception:  # entries that do not fit each other any more
+                continue
+            return min(operations.names & refused, default=None)
+    return None
+
 
 LossPair = tuple[float, tuple[float, ...]]  # the loss, and the cross entropies that it may be
 

@@ -80,6 +80,7 @@ def check(
     _check_half_precision(run, config)
     _check_loading(run, config, head)
     config_checks.check(run, head)
+    config_checks.check_portable(run, head)
     padding_refused(run, head)  # tried here once, and known to all processes
     config_checks.notes(run, head)
 
@@ -135,7 +136,7 @@ def _check_buildable(run: Run, config: Any, head: str) -> None:
             model = getattr(transformers, heads.of(head).auto).from_config(config)
             if run.model.adapter:
                 adapters.wrap(run, model, head)
-    except (ValueError, RuntimeError, AssertionError, TypeError, KeyError, ZeroDivisionError) as error:
+    except (ValueError, RuntimeError, AssertionError, TypeError, LookupError, ZeroDivisionError) as error:
         reason = " ".join(str(error).split())
         if "meta" in reason:  # a model that cannot be built without memory says nothing of its sizes
             return
