@@ -317,6 +317,35 @@ def test_a_layer_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
         here(COMPILE)
 
 
+def test_layers_that_cannot_be_traced_are_refused_before_processes_start(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longformer's attention asks how many tokens are global, which no graph can say. A rank would say so, too."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = {"type": "longformer", "config": sizes | {"attention_window": 8}}
+    with raises("LS4048", "model.compile: ") as caught:
+        blocks.check(tiny(COMPILE, model=model), here=True)
+    assert "\n" not in str(caught.value)
+    blocks.check(tiny(COMPILE, model=model), here=False)  # the ranks look for themselves
+    blocks.check(tiny(model=model), here=True)
+    with raises("LS4048"):
+        here(COMPILE, model=model)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_layers_that_can_be_traced_are_not_refused(
+    precision: str, cache: Path, codes: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is compiled for that, torch's random numbers stay, and the answer is kept."""
+    state = torch.get_rng_state()
+    run = tiny(COMPILE, f"precision={precision}", "model.config.n_layer=2")
+    blocks.check(run, here=True)
+    assert codes == []
+    assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.setattr(blocks, "in_training", None)
+    blocks.check(run, here=True)
+
+
 def test_embeddings_that_are_kept_in_one_piece_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """BERT's word embeddings, which are not shared with a classifier, give a gradient of rows, and no graph can say how
     many: transformers names their module beside the layers. The steps are those of layers that are traced alone."""
