@@ -33,7 +33,6 @@ from crossed.rows import HELD_OUT, TRAIN
 
 LONG = 4000  # characters of what is shown of a fault
 LOW_ROUNDING = 1e-2  # relative, of losses and norms where autocast rounds to 8 bits in other places
-COMPILER = "[LS4048]"  # of the one refusal that needs code to be made of a layer (benchmarks/log.md)
 DRIFT = 0.05  # relative: losses of later steps where bits are not promised, as AdamW blows rounding up
 
 
@@ -187,9 +186,6 @@ def _gives_bits(overrides: list[str]) -> bool:
 
 def _ended(watched: Watched, statuses: list[int | None], which: str) -> None:
     if watched.refusal:
-        first_of_all = which == "alone" and not watched.steps and not lines_of(Path("alone", "metrics.jsonl"))
-        if watched.refusal.endswith(COMPILER) and "\n" not in watched.refusal and first_of_all:
-            raise Refused(f"{which}: {watched.refusal.removesuffix(COMPILER).strip()}")
         raise Finding("what cannot be is refused before processes start", f"{which}: {watched.refusal}")
     if "export would not be read as it was trained" in watched.fault:  # by transformers alone; known before a step
         raise Refused(f"{which}: {watched.fault.strip().splitlines()[-1]}")
