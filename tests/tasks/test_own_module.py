@@ -51,6 +51,18 @@ def test_a_loss_that_cannot_be_told_is_refused(loss: str, said: str, module_fold
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("keys", "refused"), [((), True), (("batch_size=19",), False), (("steps=3",), False)])
+def test_batch_norm_of_a_lone_item_is_refused(keys: tuple[str, ...], refused: bool, module_folder: Path) -> None:
+    """Of 57 items in steps of 15 the fourth has 12; in 8 micro-batches of it some items are alone."""
+    code = TOY.replace("LOSS", "((outputs - answers) ** 2).sum()").replace("nn.Tanh()", "nn.BatchNorm1d(8)")
+    run = job(module_folder, code, *(keys or ("micro_batches=8",)))
+    if refused:
+        with raises("LS3300", "8 micro-batches"):
+            found_of(run)
+    else:
+        found_of(run)
+
+
 def test_a_loss_that_would_have_to_be_trained_is_refused(module_folder: Path) -> None:
     """Nothing would train it, and the numbers would look like training."""
     code = TOY.replace("LOSS", "0")

@@ -146,8 +146,8 @@ class ImageClassification(LabelTask):
         return models.build(self.run, self.head, None, empty, **entries)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
-        """`pixel_values` float32 [B, C, H, W], rescaled and normalised by the processor. Of no rows two images, which
-        batch normalisation needs."""
+        """`pixel_values` float32 [B, C, H, W], or bfloat16 where weights are, rescaled and normalised by the processor.
+        Of no rows two images, which batch normalisation needs."""
         import torch
 
         from lockstep.data.batch import IGNORED, MicroBatch
@@ -156,7 +156,8 @@ class ImageClassification(LabelTask):
         rows = np.zeros(2, dtype=np.int64) if blank else rows
         ragged, shape = columns.ragged("pixels"), tuple(self.prepared.facts["shape"])
         images = [np.array(ragged.row(int(row))).reshape(shape) for row in rows]
-        inputs = {"pixel_values": torch.from_numpy(normalized(self.processor, images))}
+        pixels = torch.from_numpy(normalized(self.processor, images))
+        inputs = {"pixel_values": pixels.bfloat16() if self.run.model.trained_in_bfloat16 else pixels}
         targets = torch.from_numpy(self.objective.targets(columns, rows))
         return MicroBatch(index, inputs, torch.full_like(targets, IGNORED) if blank else targets)
 
@@ -207,7 +208,8 @@ class ImageClassification(LabelTask):
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             images = [resized(processor, _opened(_read(row[0]), row[0])) for row in rows]
-            logits = model(pixel_values=torch.from_numpy(normalized(processor, images))).logits  # [B, C]
+            pixels = torch.from_numpy(normalized(processor, images)).to(model.dtype)
+            logits = model(pixel_values=pixels).logits.float()  # [B, C]
             return objective.answers(logits, threshold)
 
         return inference.answers(rows, answer)

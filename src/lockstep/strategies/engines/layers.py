@@ -79,6 +79,8 @@ READS_WITHIN = (
 )
 # Heads and families of which the same holds whether or not activations are computed again.
 NEVER_IN_TIME = {("causal", "mamba2"), ("masked", "mobilebert"), ("masked", "neomme")}
+# A head of its backbone is called, and nothing is learned through it; `vision_use_head: false` leaves it out.
+CALLED_IN_VAIN = ("image_classification", "siglip")
 
 
 def not_in_time(recomputes: bool) -> RunError:
@@ -99,9 +101,16 @@ def check_gathered(run: Run) -> None:
     if own_model(run):
         return
     task: Any = plugins.find("tasks", run.task.name)
-    family = load_config(run).model_type
+    config = load_config(run)
+    family = config.model_type
     if (task.head, family) in NEVER_IN_TIME:
         raise not_in_time(recomputes=False)
+    if (task.head, family) == CALLED_IN_VAIN and config.vision_config.vision_use_head:
+        raise RunError(
+            "LS4108",
+            "model.config.vision_config.vision_use_head: DeepSpeed's ZeRO-3 fails where weights are used in forward "
+            "alone, as those of this head are; set it to false, or use strategy.name=fsdp2 or zero2",
+        )
     if run.model.checkpoint_activations and family in READS_WITHIN:
         raise RunError(
             "LS4105",
