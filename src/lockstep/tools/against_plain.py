@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -194,7 +195,9 @@ def _library_has_loss(task: str) -> bool:
     """Whether the library that defines a task's loss can be imported, in a release whose own function plain calls."""
     distribution, release, module = LOSS_LIBRARIES.get(task, ("", "", ""))
     try:
-        return bool(module) and version(distribution).startswith(release) and bool(import_module(module))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that what is experimental may change; the release is known
+            return bool(module) and version(distribution).startswith(release) and bool(import_module(module))
     except (PackageNotFoundError, ImportError):
         return False
 
