@@ -80,11 +80,15 @@ def _config(job: Plain, head: str) -> Any:
     if section["trust_remote_code"]:
         raise NotCovered("model.trust_remote_code: plain runs models of transformers alone")
     if section["type"]:
-        kind, entries = transformers.CONFIG_MAPPING[section["type"]], dict(section["config"])
+        # transformers walks through the architectures of a config
+        kind, entries = (
+            transformers.CONFIG_MAPPING[section["type"]],
+            dict[str, Any](architectures=[]) | section["config"],
+        )
         for name, within in kind.sub_configs_defaults.items():  # such as a decoder, which decodes
             if isinstance(entries.get(name), dict):
                 entries[name] = dict(within.init_kwargs or {}) | entries[name]
-        config = kind(**({"architectures": []} | entries))  # which transformers walks through
+        config = kind(**entries)
         for part in parts(config) if tokenizer is not None else ():
             part.update(
                 {

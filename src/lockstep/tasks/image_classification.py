@@ -121,7 +121,6 @@ class ImageClassification(LabelTask):
         folder = _processor_folder(run, options)
         processor = load_processor(str(folder))
         shape = _shape(run, processor)
-        refuse_lone_examples(run, len(splits["train"]), lambda: _trained_on_one(run, cls.head, shape))
         files = {}
         for split, rows in splits.items():
             hashed = content(rows, [options.image, options.label])
@@ -130,6 +129,11 @@ class ImageClassification(LabelTask):
         facts |= {"source": data.name, "labels": codes.names, "label_values": codes.values, "of_label": counts}
         facts |= labels.alike(dict(zip(codes.names, counts, strict=True))) | {"shape": list(shape)}
         return Prepared(digest(names_of(files), codes.names, folder.name), files, str(folder), facts)
+
+    @classmethod
+    def check_prepared(cls, run: Run, prepared: Prepared) -> None:
+        facts = prepared.facts
+        refuse_lone_examples(run, sum(facts["of_label"]), lambda: _trained_on_one(run, cls.head, facts["shape"]))
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -352,7 +356,7 @@ def normalized(processor: Any, images: Sequence[np.ndarray]) -> np.ndarray:
     return np.ascontiguousarray(pixels, dtype=np.float32)
 
 
-def _trained_on_one(run: Run, head: str, shape: tuple[int, ...]) -> None:
+def _trained_on_one(run: Run, head: str, shape: Sequence[int]) -> None:
     """Forward of one image, in training mode, without numbers."""
     import torch
 

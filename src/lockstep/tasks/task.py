@@ -148,8 +148,14 @@ class Task(ABC):
     def prepare(cls, run: Run) -> Prepared:
         """Read, check and encode all splits. Called before any process group exists, by one process a machine.
 
-        Errors: `RunError` for bad data, columns, labels, tokenizers and models.
+        Errors: `RunError` for bad data, columns, labels, tokenizers and models. It is not called where the cache has
+        what it would make: by `seed` and the sections `task`, `data`, `model` and `tokenizer` alone.
         """
+
+    @classmethod  # noqa: B027 - some have nothing to refuse
+    def check_prepared(cls, run: Run, prepared: Prepared) -> None:
+        """Refuse what the data and keys of other sections decide together. Called where `prepare` is, also for data
+        from the cache. Errors: `RunError`."""
 
     @abstractmethod
     def model(self, empty: bool = False) -> nn.Module:
@@ -292,7 +298,7 @@ def refuse_lone_examples(run: Run, examples: int, forward: Callable[[], object])
             if "more than 1 value per channel" not in str(error):
                 return  # what else fails is told where it is needed
             raise RunError(
-                "LS3300",
+                "LS3007",
                 f"micro_batches: one of the {run.micro_batches} micro-batches of {step} ({size} examples) has a single "
                 "example, and this model's batch normalisation needs more than one value of a channel; set fewer "
                 "micro_batches, or another batch_size",

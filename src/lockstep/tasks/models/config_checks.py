@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
 from lockstep.config.run import Run, RunError
@@ -195,22 +194,9 @@ NEAR = 1e-5  # how far two losses may be apart, relative to the cross entropy
 IGNORED = -100  # transformers' label for a token without a target
 
 
-class _Operations(TorchDispatchMode):
-    """The names of ATen's operations that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **kwargs or {})
-
-
 def check_portable(run: Run, head: str) -> None:
-    """Refuse a model that computes with operations that `strategy.exact: portable` has not. Errors: `RunError`."""
-    if run.strategy.exact != "portable" or not heads.of(head).reads_texts:
-        return
+    """Refuse a model of texts that computes with operations that `strategy.exact: portable` has not. Errors:
+    `RunError`."""
     name = padding.kept_trial(run, head, model_configs.load_config(run), unportable_operation, portable.REFUSED)
     if name is not None:
         raise portable.unportable(name)
@@ -223,11 +209,12 @@ def unportable_operation(run: Run, head: str, config: Any) -> str | None:
         for variant in small_models.smaller(config, head):
             try:
                 model = small_models.small(run, head, variant, None)
-                with _Operations() as operations:
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                     small_models.computed(model, head, small_models.examples(head, *small_models.BATCHES[0]))
             except Exception:  # entries that do not fit each other any more
                 continue
-            return min(operations.names & refused, default=None)
+            operations = {entry.key.removeprefix("aten::") for entry in profile.key_averages()}
+            return min(operations & refused, default=None)
     return None
 
 

@@ -77,10 +77,8 @@ def check(
                 f"lower it to {fits}",
             )
     check_block_sparse(config, tokens or run.data.max_length, key)
-    _check_half_precision(run, config)
     _check_loading(run, config, head)
     config_checks.check(run, head)
-    config_checks.check_portable(run, head)
     padding_refused(run, head)  # tried here once, and known to all processes
     config_checks.notes(run, head)
 
@@ -109,15 +107,21 @@ _NO_AUTOCAST = {
 }
 
 
-def _check_half_precision(run: Run, config: Any) -> None:
-    """Errors: `RunError` for a family of `_NO_AUTOCAST`."""
-    why = _NO_AUTOCAST.get(config.model_type)
+def check_arithmetic(run: Run, head: str) -> None:
+    """Refuse a family of `_NO_AUTOCAST` under autocast, and one that portable arithmetic cannot compute. Errors:
+    `RunError`."""
+    from lockstep.tasks.models import config_checks
+
+    family = load_config(run).model_type
+    why = _NO_AUTOCAST.get(family)
     if why and run.precision != "fp32" and not run.model.trained_in_bfloat16:
         raise RunError(
             "LS3143",
-            f"precision: transformers cannot compute a {config.model_type} model in {run.precision} with float32 "
+            f"precision: transformers cannot compute a {family} model in {run.precision} with float32 "
             f"weights: {why}; set precision: fp32, or precision: bf16 and model.dtype: bfloat16",
         )
+    if run.strategy.exact == "portable":
+        config_checks.check_portable(run, head)
 
 
 def padding_refused(run: Run, head: str) -> str | None:

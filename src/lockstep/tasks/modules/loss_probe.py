@@ -34,7 +34,6 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.randomness import seed_everything
 from lockstep.tasks.modules import dataset, wrapped_module
 from lockstep.tasks.modules.wrapped_module import Calling
-from lockstep.tasks.task import refuse_lone_examples
 
 GROUPS, HALF = 3, 4  # groups of items, and how many of each hold little, and as many much
 LOOKED_AT = 64  # items to choose them from, evenly spread
@@ -197,17 +196,19 @@ def probe(run: Run, data: Any, places: np.ndarray) -> ProbeResult:
     new = dataset.model(run).train()  # has seen nothing yet
     with torch.no_grad(), _calls(new) as training_calls:
         result.doubts += _remembers(replace(trial, model=new))
-        if run.task.options.get("length") is None:  # else lengths decide which examples stand alone
-            refuse_lone_examples(run, len(places), lambda: _trained_on_one(trial, read[0]))
     result.called_once = [name for name in _once(calls) if name in _once(training_calls)]
     return result
 
 
-def _trained_on_one(trial: _Trial, item: Any) -> None:
-    """Forward of one item, in training mode. Errors: those of the model."""
-    batches, _ = _batches(trial.run, {"one": [item]})
+def trained_on_one(run: Run) -> None:
+    """Forward of one item of the training split, in training mode. Errors: those of the model."""
+    sets, _ = dataset.data_sets(run)
+    data, places = sets["train"]
+    batches, _ = _batches(run, {"one": [dataset.item(run, data, int(places[0]), -1)]})
+    model = dataset.model(run).train()
+    calling = Calling(run, lambda *_: None, "", None, {}, None, wrapped_module.names_of(model))
     try:
-        replace(trial, model=dataset.model(trial.run).train(), batches=batches).forward("one")
+        _Trial(run, model, calling, batches, {}, {}).forward("one")
     except RunError as caught:
         raise caught.__cause__ or caught from None
 
