@@ -18,6 +18,7 @@ from lockstep.distributed.world import World
 from lockstep.plain import losses
 from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
+from lockstep.plain.scores import scores
 from lockstep.tasks.preference import Preference
 from lockstep.tasks.reward import Reward
 from lockstep.tools import against_plain
@@ -94,12 +95,15 @@ def judged(task: Any, model: Any, batch: Any) -> tuple[float, dict[str, torch.Te
 
 
 def by_plain(
-    task: Any, model: Any, folder: Path, reference: Any = None, libraries: bool = False
+    task: Any, model: Any, folder: Path, reference: Any = None, libraries: bool = False, scored: bool = False
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Mean loss and its gradients by `lockstep.plain`, from the raw rows on. `libraries`: by TRL's own functions."""
+    """Mean loss and its gradients by `lockstep.plain`, from the raw rows on. `libraries`: by TRL's own functions;
+    `scored`: that of an evaluation, without them."""
     rows = [dict(row) for row in rows_of(folder, task.run.task.name)]
     job = Plain(with_defaults(task.run), task.prepared.tokenizer, {"train": rows})
     job.reference, job.libraries = reference, libraries
+    if scored:
+        return scores(job, model, job.encode(rows))["loss"], {}
     model.zero_grad()
     total, count = batch_loss(job, model, job.encode(rows))
     (total / count).backward()
@@ -183,9 +187,10 @@ def test_smoothed_preferences_are_those_of_the_dpo_trainer(folder: Path) -> None
     pairs = [trainer.data_collator([trainer.train_dataset[i]]) for i in range(ROWS)]
     wanted = sum(trainer.compute_loss(theirs, pair) for pair in pairs) / ROWS
     wanted.backward()
-    found, slopes, _ = judged(task, model, batch)
+    found, slopes, metrics = judged(task, model, batch)
     loss_by_plain, slopes_by_plain = by_plain(task, model, folder, reference.eval())
-    assert (found, loss_by_plain) == (pytest.approx(float(wanted.detach()), rel=2e-6),) * 2
+    scored = metrics["loss"], by_plain(task, model, folder, reference, scored=True)[0]
+    assert (found, loss_by_plain, *scored) == (pytest.approx(float(wanted.detach()), rel=2e-6),) * 4
     assert close(slopes, gradients(theirs))
     assert close(slopes_by_plain, gradients(theirs))
     other, _, other_batch = ours(folder, "preference", "task.label_smoothing=0.1", "task.beta=0.7")

@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -56,6 +57,7 @@ LOSS_LIBRARIES = {  # by task: a distribution, its releases whose losses plain c
     "embedding": ("sentence-transformers", "6.", "sentence_transformers"),
     **dict.fromkeys(("preference", "reward"), ("trl", "1.16.", "trl.experimental.cpo")),
 }
+LAST_BIT = 2.0**-23  # of the loss: rounding of a gradient whose terms cancel out, such as the bias of a reward model
 NOTHING = 1e-5  # of the whole: a gradient below it is zero but for rounding
 
 
@@ -194,7 +196,9 @@ def _library_has_loss(task: str) -> bool:
     """Whether the library that defines a task's loss can be imported, in a release whose own function plain calls."""
     distribution, release, module = LOSS_LIBRARIES.get(task, ("", "", ""))
     try:
-        return bool(module) and version(distribution).startswith(release) and bool(import_module(module))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that what is experimental may change; the release is known
+            return bool(module) and version(distribution).startswith(release) and bool(import_module(module))
     except (PackageNotFoundError, ImportError):
         return False
 
@@ -349,7 +353,8 @@ def _differences(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[s
     differences, where = {"loss": _relative(a.loss, b.loss), "norm": _relative(a.norm, b.norm)}, {}
     every = {}
     sizes, whole = _sizes(b.gradients)
-    kinds = [("gradient", a.gradients, b.gradients, [*sizes], FLOOR * whole)]
+    floor = max(FLOOR * whole, LAST_BIT * abs(b.loss) / LEAST["gradient"])
+    kinds = [("gradient", a.gradients, b.gradients, [*sizes], floor)]
     if b.changes:  # Adam makes whole steps of a gradient that is nothing but rounding
         updated_names = [name for name, size in sizes.items() if size > NOTHING * whole]
         kinds.append(("change", a.changes, b.changes, updated_names, _sizes(b.changes)[1]))
