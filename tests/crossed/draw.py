@@ -43,6 +43,7 @@ TASKS: dict[str, tuple[str, str]] = {
     "translation": ("seq2seq", "translations"),
     "summarization": ("seq2seq", "summaries"),
     "image_classification": ("image", "images"),
+    "module": ("module", "items"),
 }
 ALONE = [("single", 1)]
 ENGINES = [
@@ -92,6 +93,8 @@ def _labels(case: Case) -> list[str]:
 
 
 def _reading(case: Case) -> list[str]:
+    if case["task"] == "module":
+        return ["files"] * 4 + ["limit", "fraction"]
     if case["task"] == "image_classification":
         cut = ["test", "cut", "cut test", "split_column", "filter", "limit", "deduplicate", "overlap"]
         return ["files"] * 3 + ["folders"] * 3 + cut + ["mixed", "mixed weights", "mixed filter"]
@@ -168,6 +171,20 @@ _ADAPTED = {*families.words("bert roberta distilbert gpt2 llama mistral qwen2 ba
 _STREAMED = ("classification", "token", "language", "masked", "question", "translation", "summarization")
 
 
+# Features of rows of texts and of models of transformers.
+_OF_MODELS = (
+    "shape",
+    "drop_missing",
+    "origin",
+    "dtype",
+    "adapter",
+    "checkpointing",
+    "compile",
+    "loss_chunk",
+    "attention",
+)
+
+
 def _goes(case: Case, feature: str, value: Any) -> bool:
     """Whether a value goes with those that were drawn before it, as far as it is known."""
     task, streamed = case.get("task", ""), case.get("reading", "").startswith("streamed")
@@ -177,14 +194,18 @@ def _goes(case: Case, feature: str, value: Any) -> bool:
         return value in ("few", "two") or case["task option"] != "class_weights"
     if feature == "reading" and (value.startswith("cut") or "filter" in value or value == "limit"):
         return case["labels"] != "one_each"
-    if feature in ("padding", "group_by_length", "tokenizer") and task == "image_classification":
+    if feature in ("padding", "group_by_length", "tokenizer") and task in ("image_classification", "module"):
         return value in ("none", 1, "bpe")
+    if task == "module" and feature in _OF_MODELS:
+        return value in ("varied", False, "scratch", "float32", "none", None) and value is not True
     if feature == "group_by_length":
         return value == 1 or not (streamed or task.startswith("embedding"))
     if feature == "origin":
         return value == "scratch" or case["family"] not in ("reformer", "funnel")
     if feature == "tokenizer" and value in ("wordpiece", "wordlevel", "unigram"):
         return case["origin"] == "scratch"
+    if feature == "groups" and task == "module":
+        return value in ("none", "group")
     if feature == "dtype":
         return value == "float32" or (case["precision"] == "bf16" and case["optimizer"] in ("adamw", "sgd", "lion"))
     if feature == "adapter":
@@ -212,7 +233,7 @@ def _goes(case: Case, feature: str, value: Any) -> bool:
         own = case["compile"] or case["quantization"] != "none" or case["optimizer"] == "adamw_8bit"
         return value is True or (case["precision"] == "fp32" if value is False else not own)
     if feature == "leaves":
-        whole = case["compile"] or case["adapter"] != "none" or not case["exact"]
+        whole = task == "module" or case["compile"] or case["adapter"] != "none" or not case["exact"]
         return value == 1 or (case["family"] in families.CUT and not whole)
     return feature not in ("first", "second") or _can_run(case, *value)
 

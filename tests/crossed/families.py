@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from crossed import images
+from crossed import images, modules
 
 _BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 _RECORD = _BENCHMARKS / "results" / "2026-11-22-families.jsonl"
@@ -51,7 +51,11 @@ def known() -> dict[str, list[str]]:
         entry = json.loads(line)
         if entry.get("single") == "trains" and entry["family"] not in found[entry["head"]]:
             found[entry["head"]].append(entry["family"])
-    return found | {head: names.split() for head, names in _OTHERS.items()} | {"image": [*images.FAMILIES]}
+    return (
+        found
+        | {head: names.split() for head, names in _OTHERS.items()}
+        | {"image": [*images.FAMILIES], "module": [*modules.FAMILIES]}
+    )
 
 
 @functools.cache
@@ -69,6 +73,8 @@ def config_of(family: str, dropout: bool, leaves: int = 1) -> dict[str, Any]:
     leaves can share."""
     import transformers
 
+    if family in modules.FAMILIES:
+        return {}
     entries: dict[str, Any] = images.FAMILIES[family][0] if family in images.FAMILIES else _benchmark().small(family)
     kind = transformers.CONFIG_MAPPING[family]
     if leaves > 1 and family in CUT:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from crossed import families, images, rows
+from crossed import families, images, modules, rows
 from crossed.draw import TASKS, Case
 
 LENGTH = 24  # tokens of an example, at most
@@ -33,6 +33,7 @@ class Job:
     how: str = "stop"  # or kill
     compared: bool = True  # with the plain reference: dropout is off
     tokenizer: dict[str, Any] = field(default_factory=dict)  # of the folder `tokenizer`; empty: there is none
+    code: str = ""  # of `mine.py`, a module of the user's own
     model: dict[str, Any] = field(default_factory=dict)  # head, family and config of the folder `model`; empty: none
 
     def dump(self) -> str:
@@ -50,7 +51,10 @@ class Job:
 
     def write(self, folder: Path) -> None:
         """The run file, rows, tokenizer and model, in a folder."""
-        rows.write(folder / "data", self.rows)
+        if self.code:
+            (folder / "mine.py").write_text(self.code, encoding="utf-8")
+        else:
+            rows.write(folder / "data", self.rows)
         if self.tokenizer:
             files = sorted((folder / "data").rglob("*.jsonl"))
             texts = [line for path in files for line in path.open(encoding="utf-8")]
@@ -72,6 +76,8 @@ def job_of(case: Case) -> Job:
     saved = not of_images and (pretrained or case["tokenizer"] in ("left", "framed", "no pad"))
     recipe = {"kind": kind, "shape": case["shape"], "labels": case["labels"], "seed": case["seed"]}
     sizes = {} if of_images else {"max_length": LENGTH, "padding": case["padding"]}
+    if head == "module":
+        return _of_module(case)
     processor = {"processor": images.FAMILIES[case["family"]][1]} if of_images else {}
     data = {"source": "data"} | sizes | _reading(case, recipe)
     if case["drop_missing"]:
@@ -108,6 +114,22 @@ def job_of(case: Case) -> Job:
         compared=not case["dropout"],
         tokenizer=_tokenizer_recipe(case) if saved else {},
         model={"head": head, "family": case["family"], "entries": entries} | processor if pretrained else {},
+    )
+
+
+def _of_module(case: Case) -> Job:
+    """Of a module of one's own: all but the rows, the tokenizer and the model."""
+    plain = job_of(case | {"task": "classification", "family": "bert", "reading": "files", "task option": ""})
+    data: dict[str, Any] = {"files": {}, "limit": {"limit": 20}, "fraction": {"validation_fraction": 0.3}}[
+        case["reading"]
+    ]
+    task = {"name": "module"} | modules.task_of(case["family"])
+    run = {key: value for key, value in plain.run.items() if key not in ("tokenizer", "model")} | {"task": task}
+    return replace(
+        plain,
+        run={key: value for key, value in (run | {"data": data}).items() if value != {}},
+        rows={},
+        code=modules.code_of(case["family"], case["dropout"]),
     )
 
 

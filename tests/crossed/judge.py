@@ -199,10 +199,10 @@ def _ended(watched: Watched, statuses: list[int | None], which: str) -> None:
 
 def _each_example_once(job: Job, watched: Watched, which: str) -> None:
     """Of one source: the steps of an epoch use each example once."""
-    if "sources" in job.run["data"]:
+    if "sources" in job.run.get("data", {}):
         return
     epoch = Counter[int]()
-    known = _all_rows(job) and not {"deduplicate", "decontaminate"} & {*job.run["data"]}
+    known = _all_rows(job) and not {"deduplicate", "decontaminate"} & {*job.run.get("data", {})}
     for step in sorted(watched.steps):
         whole = sorted(epoch) == list(range(TRAIN if known else len(epoch)))
         if whole and epoch.keys() & {*watched.steps[step]}:
@@ -221,9 +221,9 @@ def _all_rows(job: Job) -> bool:
     """Whether it is known that each row of a split is an example of it."""
     fewer = {"filter", "limit", "drop_missing", "validation_fraction", "test_fraction", "sources"}
     several = ("language_modeling", "masked_language_modeling")  # examples are blocks, or turns
-    if job.rows.get("repeated"):
+    if job.rows.get("repeated") or job.code:
         return False
-    return not fewer & {*job.run["data"]} and job.run["task"]["name"] not in several
+    return not fewer & {*job.run.get("data", {})} and job.run["task"]["name"] not in several
 
 
 def _each_evaluated_once(job: Job, watched: Watched, verdict: Verdict, which: str) -> None:

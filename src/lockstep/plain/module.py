@@ -65,7 +65,7 @@ def batch_loss(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
     twice as much, and a mean where it has as much. Errors: `NotCovered` where it is neither."""
     (batch,) = examples
     value, count = _value(job, model, batch["batch"], device), batch["batch"][1]
-    if value.numel() > 1:  # one number a target
+    if value.numel() > 1 or count == 1:  # one number a target; or of one target a sum, a mean and its number are one
         return value.sum(), count if job.run["task"].get("targets") else value.numel()
     training = model.training
     try:
