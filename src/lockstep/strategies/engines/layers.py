@@ -18,6 +18,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines.side_effects import preserved, watching
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import leaves_out_layers, load_config
+from lockstep.tasks.modules import dataset
 
 # Families that call their layers' `forward` directly (Reformer: once more in its own backward), past the hooks through
 # which FSDP gathers a layer's weights.
@@ -59,15 +60,27 @@ def own_model(run: Run) -> bool:
 
 
 def check_layers(run: Run, engine: str) -> None:
-    """Refuse a model that leaves out layers, for an engine whose ranks must all run the same ones. Errors:
-    `RunError`."""
-    if own_model(run):
-        return  # DeepSpeed finds out by itself what a micro-batch did not use
+    """Refuse a model that leaves out layers, for an engine whose ranks must all run the same ones, and one of one's own
+    with a weight that is a number by itself. Errors: `RunError`."""
+    if own_model(run):  # DeepSpeed finds out by itself what a micro-batch did not use
+        _check_scalars(run, "strategy.name", engine, "strategy.name=ddp")
+        return
     if (entry := leaves_out_layers(load_config(run))) is not None:
         raise RunError(
             "LS4100",
             f"model.config.{entry}: {engine} needs every rank to run the same layers, and this entry skips "
             "some at random; set it to 0, or use strategy.name=ddp or fsdp2",
+        )
+
+
+def _check_scalars(run: Run, key: str, engine: str, instead: str) -> None:
+    """Errors: `RunError` for a weight without a dimension."""
+    scalar = next((n for n, p in dataset.model(run, empty=True).named_parameters() if not p.dim()), None)
+    if scalar is not None:
+        raise RunError(
+            "LS4109",
+            f"{key}: {engine} does not support {scalar}, a weight without a dimension; give it the shape [1], or use "
+            f"{instead}",
         )
 
 
@@ -125,11 +138,15 @@ def check_gathered(run: Run) -> None:
 WRITES_WEIGHTS: dict[str, str | None] = {"gemma3n_text": None, "rwkv": "rescale_every"}
 
 
-def check_writes(run: Run, key: str, engine: str, instead: str) -> None:
-    """Refuse a family whose forward writes to its weights, for an engine that has shards in their place. What a model
-    of any other kind writes is seen in its first forward. Errors: `RunError`."""
-    config = None if own_model(run) else load_config(run)
-    if config is None or config.model_type not in WRITES_WEIGHTS:
+def check_shardable(run: Run, key: str, engine: str, instead: str) -> None:
+    """Refuse, for an engine that has shards in the place of weights, a family whose forward writes to them, and a model
+    of one's own with a weight that is a number by itself. What a model of any other kind writes is seen in its first
+    forward. Errors: `RunError`."""
+    if own_model(run):
+        _check_scalars(run, key, engine, instead)
+        return
+    config = load_config(run)
+    if config.model_type not in WRITES_WEIGHTS:
         return
     entry = WRITES_WEIGHTS[config.model_type]
     if entry is None or getattr(config, entry, None):
