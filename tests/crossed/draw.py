@@ -60,7 +60,15 @@ TENSOR = [("fsdp2 tensor", 2), ("fsdp2 tensor", 4), ("fsdp2 tensor4", 4)]  # ran
 def _of_task(case: Case) -> list[str]:
     """Options of a task, each by itself."""
     return {
-        "classification": ["", "class_weights", "focal", "label_smoothing", "label_smoothing weights", "threshold"],
+        "classification": [
+            "",
+            "class_weights",
+            "focal",
+            "label_smoothing",
+            "label_smoothing weights",
+            "threshold",
+            "gamma",
+        ],
         "classification multi_label": ["", "class_weights", "focal", "label_smoothing"],
         "classification regression": ["", "mae"],
         "image_classification": ["", "class_weights", "focal", "label_smoothing", "threshold"],
@@ -68,11 +76,12 @@ def _of_task(case: Case) -> list[str]:
         "language_modeling messages": ["", "each turn"],
         "masked_language_modeling packed": ["", "whole_word_mask", "half"],
         "masked_language_modeling documents": ["", "whole_word_mask", "half"],
-        "question_answering": ["", "unanswerable"],
-        "embedding pairs": ["", "negative", "negatives", "last_token"],
-        "preference": ["", "ipo", "hinge", "simpo", "label_smoothing"],
+        "question_answering": ["", "unanswerable", "answer_tokens"],
+        "embedding pairs": ["", "negative", "negatives", "last_token", "cls", "scale"],
+        "embedding scored": ["", "range"],
+        "preference": ["", "ipo", "hinge", "simpo", "label_smoothing", "few of the reference"],
         "reward": ["", "center"],
-        "translation": ["", "label_smoothing", "two tokenizers", "target_length"],
+        "translation": ["", "label_smoothing", "two tokenizers", "target_length", "prefix"],
         "summarization": ["", "label_smoothing", "beams"],
     }.get(case["task"], [""])
 
@@ -113,6 +122,10 @@ def _ways(case: Case) -> list[tuple[str, int]]:
     return ENGINES + ALONE + TENSOR * (4 if case["leaves"] > 1 else 1)
 
 
+# What changes little by itself, and is to go with everything else.
+ALSO = ("epochs", "warmup_fraction", "betas", "weight_decay", "sdc_check", "fingerprint", "rebalance")
+ALSO += ("offload", "best", "min_delta", "nonfinite", "keep", "masters")
+
 # Feature -> the values that it may have beside those that were drawn before it, as often as they are to be drawn.
 FEATURES: dict[str, Callable[[Case], list[Any]]] = {
     "task": lambda case: list(TASKS),
@@ -152,6 +165,7 @@ FEATURES: dict[str, Callable[[Case], list[Any]]] = {
     "stop": _usually(2, 1, 3, plainest=1),
     "how": _usually("stop", "kill", plainest=2),
     "steps": _usually(5, 4, plainest=2),
+    "also": _usually("nothing", *ALSO, plainest=20),
     "seed": _usually(0, 7, plainest=1),
 }
 
@@ -232,10 +246,28 @@ def _goes(case: Case, feature: str, value: Any) -> bool:
     if feature == "exact":
         own = case["compile"] or case["quantization"] != "none" or case["optimizer"] == "adamw_8bit"
         return value is True or (case["precision"] == "fp32" if value is False else not own)
+    if feature == "also":
+        return _also_goes(case, value)
     if feature == "leaves":
         whole = task == "module" or case["compile"] or case["adapter"] != "none" or not case["exact"]
         return value == 1 or (case["family"] in families.CUT and not whole)
     return feature not in ("first", "second") or _can_run(case, *value)
+
+
+def _also_goes(case: Case, value: str) -> bool:
+    """Whether one of `ALSO` goes with the case, as far as it is known."""
+    return {
+        "warmup_fraction": case["schedule"] != "points" and not case["warmup"],
+        "betas": case["optimizer"] in ("adamw", "adamw_8bit", "lion", "schedule_free"),
+        "weight_decay": case["optimizer"] != "adafactor",
+        "sdc_check": case["exact"] is not False,
+        "rebalance": case["first"][1] > 1 and case["first"][0] in ("ddp", "allreduce"),
+        "offload": not case["compile"] and not case["checkpointing"] and case["task"] != "module",
+        "best": case["average"] != "last" and case["evaluate"] == "every",
+        "min_delta": case["evaluate"] == "patience",
+        "nonfinite": case["precision"] != "fp16",
+        "masters": case["dtype"] == "bfloat16" and case["adapter"] == "none",
+    }.get(value, True)
 
 
 def _can_run(case: Case, strategy: str, processes: int) -> bool:

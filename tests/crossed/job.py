@@ -104,6 +104,9 @@ def job_of(case: Case) -> Job:
         **_evaluate(case),
         **_average(case),
     }
+    for key, value in _also(case).items():
+        section, _, name = key.rpartition(".")
+        (run.setdefault(section, {}) if section else run)[name] = value
     return Job(
         run={key: value for key, value in run.items() if value not in ({}, None)},
         rows=recipe,
@@ -162,22 +165,29 @@ _OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("classification", "label_smoothing"): {"label_smoothing": 0.1},
     ("classification", "label_smoothing weights"): {"label_smoothing": 0.1, "class_weights": "balanced"},
     ("classification", "threshold"): {"threshold": "validation"},
+    ("classification", "gamma"): {"loss": "focal", "focal_gamma": 3.0},
     ("classification", "mae"): {"loss": "mae"},
     ("language_modeling", "apart"): {"attend_across_documents": False},
     ("language_modeling", "each turn"): {"turns": "per_turn"},
     ("masked_language_modeling", "whole_word_mask"): {"whole_word_mask": True},
     ("masked_language_modeling", "half"): {"mlm_probability": 0.5},
     ("question_answering", "unanswerable"): {"unanswerable": True},
+    ("question_answering", "answer_tokens"): {"answer_tokens": 1},
+    ("embedding", "cls"): {"pooling": "cls"},
+    ("embedding", "scale"): {"similarity_scale": 5.0},
+    ("embedding", "range"): {"score_range": [-1.0, 2.0]},
     ("embedding", "negative"): {"negative": "negative"},
     ("embedding", "negatives"): {"negatives": 1},
     ("embedding", "last_token"): {"pooling": "last_token"},
     ("preference", "ipo"): {"loss": "ipo"},
     ("preference", "hinge"): {"loss": "hinge"},
-    ("preference", "simpo"): {"loss": "simpo", "beta": 2.0},
+    ("preference", "simpo"): {"loss": "simpo", "beta": 2.0, "gamma": 1.0},
+    ("preference", "few of the reference"): {"reference_batch_size": 2},
     ("preference", "label_smoothing"): {"label_smoothing": 0.1},
     ("reward", "center"): {"center": 0.1},
     ("translation", "label_smoothing"): {"label_smoothing": 0.1},
     ("translation", "two tokenizers"): {"tokenizers": "separate"},
+    ("translation", "prefix"): {"prefix": "to German: "},
     ("translation", "target_length"): {"target_length": 6},
     ("summarization", "label_smoothing"): {"label_smoothing": 0.1},
     ("summarization", "beams"): {"beams": 2, "rouge": True},
@@ -324,6 +334,25 @@ def _average(case: Case) -> dict[str, Any]:
         "ema no warm-up": {"average": {"ema": 0.5, "ema_warmup": False}},
         "last": {"average": {"last": 2}},
     }[case["average"]]
+
+
+def _also(case: Case) -> dict[str, Any]:
+    """Keys of `ALSO`, dotted."""
+    return {
+        "epochs": {"epochs": 2, "steps": None},
+        "warmup_fraction": {"optim.warmup_fraction": 0.4},
+        "betas": {"optim.betas": [0.8, 0.9]},
+        "weight_decay": {"optim.weight_decay": 0.3},
+        "sdc_check": {"sdc_check.every": 1},
+        "fingerprint": {"fingerprint.every": 1},
+        "rebalance": {"launch.rebalance_every": 2},
+        "offload": {"model.offload_activations": True},
+        "best": {"checkpoint.best": "-loss", "checkpoint.every": 2},
+        "min_delta": {"evaluate.min_delta": 0.5},
+        "nonfinite": {"on_nonfinite": "skip"},
+        "keep": {"checkpoint.every": 1, "checkpoint.keep": 1},
+        "masters": {"optim.master_weights": False},
+    }.get(case["also"], {})
 
 
 def _arithmetic(case: Case) -> dict[str, Any]:

@@ -90,9 +90,7 @@ class World:
             portable.install(self.threads)
         else:
             torch.set_num_threads(self.threads)
-            if (
-                self._exact
-            ):  # torch's own encoder layers in evaluation have other bits there; an engine's hooks leave it
+            if self._exact:  # torch's own encoder layers compute evaluations another way, unless an engine hooks them
                 torch.backends.mha.set_fastpath_enabled(False)
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # it is read with the first product
         torch_internals.gloo_threads(self.gloo_threads)

@@ -9,7 +9,8 @@ Terms that a model of transformers adds to the cross entropy of its logits when 
 routers of a mixture of experts, and others. Lockstep computes none of them, so configs that ask for one are refused.
 
 In: a run, and the head of its model. Out: nothing, or a `RunError` that names the entry of the config. A trial on a
-small model of the same config finds the term, as in `padding.py`; the answer is kept in the cache.
+small model of the same config finds the term, as in `padding.py`; the answer is kept in the cache. So are operations
+found that portable arithmetic has not.
 """
 
 from __future__ import annotations
