@@ -214,9 +214,7 @@ def load_config(run: Run) -> Any:
                 f"model.type: unknown type {run.model.type!r}; similar types of transformers are "
                 f"{', '.join(near) or 'none'}",
             )
-        config = from_scratch(CONFIG_MAPPING[run.model.type], run.model.config)
-        config.architectures = config.architectures or []  # transformers walks through them where a family has several
-        return config
+        return from_scratch(CONFIG_MAPPING[run.model.type], run.model.config)
     source = local_or_id(run)
     try:
         config = AutoConfig.from_pretrained(

@@ -135,6 +135,7 @@ def _check_buildable(run: Run, config: Any, head: str) -> None:
     """Build the model without memory, so that sizes that do not fit each other are told now."""
     import transformers
 
+    config.architectures = config.architectures or []  # as in `build`
     try:
         with torch.device("meta"):
             model = getattr(transformers, heads.of(head).auto).from_config(config)
@@ -202,6 +203,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
         config.decoder_start_token_id = config.pad_token_id
     for name, value in entries.items():
         setattr(config, name, value)
+    config.architectures = config.architectures or []  # transformers walks through them where a family has several
     if run.model.type is not None or empty:
         with torch.device("meta" if empty else "cpu"):
             model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code, **options)
