@@ -124,7 +124,7 @@ def _ways(case: Case) -> list[tuple[str, int]]:
 
 # What changes little by itself, and is to go with everything else.
 ALSO = ("epochs", "warmup_fraction", "betas", "weight_decay", "sdc_check", "fingerprint", "rebalance")
-ALSO += ("offload", "best", "min_delta", "nonfinite", "keep", "masters")
+ALSO += ("offload", "best", "min_delta", "nonfinite", "keep", "masters", "workers")
 
 # Feature -> the values that it may have beside those that were drawn before it, as often as they are to be drawn.
 FEATURES: dict[str, Callable[[Case], list[Any]]] = {
@@ -266,6 +266,7 @@ def _also_goes(case: Case, value: str) -> bool:
         "best": case["average"] != "last" and case["evaluate"] == "every",
         "min_delta": case["evaluate"] == "patience",
         "nonfinite": case["precision"] != "fp16",
+        "workers": case["task"] == "module",
         "masters": case["dtype"] == "bfloat16" and case["adapter"] == "none",
     }.get(value, True)
 

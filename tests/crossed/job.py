@@ -351,6 +351,7 @@ def _also(case: Case) -> dict[str, Any]:
         "min_delta": {"evaluate.min_delta": 0.5},
         "nonfinite": {"on_nonfinite": "skip"},
         "keep": {"checkpoint.every": 1, "checkpoint.keep": 1},
+        "workers": {"data.workers": 2},
         "masters": {"optim.master_weights": False},
     }.get(case["also"], {})
 
