@@ -116,7 +116,7 @@ def overhead_ms(world: World, run: Run) -> float:
 def main() -> None:
     run = load(
         None,
-        ["steps=200", "batch_size=128", "micro_batches=8", "launch.threads=1", "strategy.name=loop_overhead.Waits"],
+        ["steps=200", "evaluate.every=200", "batch_size=128", "micro_batches=8", "strategy.name=loop_overhead.Waits"],
         QUICK_START,
     )
     for ranks in (1, 2):

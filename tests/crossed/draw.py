@@ -42,6 +42,8 @@ TASKS: dict[str, tuple[str, str]] = {
     "reward": ("classification", "preferences"),
     "translation": ("seq2seq", "translations"),
     "summarization": ("seq2seq", "summaries"),
+    "image_classification": ("image", "images"),
+    "module": ("module", "items"),
 }
 ALONE = [("single", 1)]
 ENGINES = [
@@ -58,18 +60,28 @@ TENSOR = [("fsdp2 tensor", 2), ("fsdp2 tensor", 4), ("fsdp2 tensor4", 4)]  # ran
 def _of_task(case: Case) -> list[str]:
     """Options of a task, each by itself."""
     return {
-        "classification": ["", "class_weights", "focal", "label_smoothing", "label_smoothing weights", "threshold"],
+        "classification": [
+            "",
+            "class_weights",
+            "focal",
+            "label_smoothing",
+            "label_smoothing weights",
+            "threshold",
+            "gamma",
+        ],
         "classification multi_label": ["", "class_weights", "focal", "label_smoothing"],
         "classification regression": ["", "mae"],
+        "image_classification": ["", "class_weights", "focal", "label_smoothing", "threshold"],
         "language_modeling packed": ["", "apart", "character"],
         "language_modeling messages": ["", "each turn"],
         "masked_language_modeling packed": ["", "whole_word_mask", "half"],
         "masked_language_modeling documents": ["", "whole_word_mask", "half"],
-        "question_answering": ["", "unanswerable"],
-        "embedding pairs": ["", "negative", "negatives", "last_token"],
-        "preference": ["", "ipo", "hinge", "simpo", "label_smoothing"],
+        "question_answering": ["", "unanswerable", "answer_tokens"],
+        "embedding pairs": ["", "negative", "negatives", "last_token", "cls", "scale"],
+        "embedding scored": ["", "range"],
+        "preference": ["", "ipo", "hinge", "simpo", "label_smoothing", "few of the reference"],
         "reward": ["", "center"],
-        "translation": ["", "label_smoothing", "two tokenizers", "target_length"],
+        "translation": ["", "label_smoothing", "two tokenizers", "target_length", "prefix"],
         "summarization": ["", "label_smoothing", "beams"],
     }.get(case["task"], [""])
 
@@ -83,7 +95,18 @@ def _shapes(case: Case) -> list[str]:
     return ["varied", "varied", "equal", "one_token", "long", "ragged", "unicode", "blank"]
 
 
+def _labels(case: Case) -> list[str]:
+    if case["task option"] == "threshold":
+        return ["two"]
+    return ["few", "few", "many", "one_each"] if "classification" in case["task"] else ["few"]
+
+
 def _reading(case: Case) -> list[str]:
+    if case["task"] == "module":
+        return ["files"] * 4 + ["limit", "fraction"]
+    if case["task"] == "image_classification":
+        cut = ["test", "cut", "cut test", "split_column", "filter", "limit", "deduplicate", "overlap"]
+        return ["files"] * 3 + ["folders"] * 3 + cut + ["mixed", "mixed weights", "mixed filter"]
     flat = TASKS[case["task"]][1] in ("labelled", "paired", "numbers", "texts", "prompts", "pairs", "summaries")
     plain = ["files"] * 6 + ["test", "cut", "cut test", "parquet", "split_column", "filter", "filter words", "limit"]
     plain += ["deduplicate", "overlap", "mixed", "mixed weights", "streamed", "streamed mixed", "mixed filter"]
@@ -99,6 +122,10 @@ def _ways(case: Case) -> list[tuple[str, int]]:
     return ENGINES + ALONE + TENSOR * (4 if case["leaves"] > 1 else 1)
 
 
+# What changes little by itself, and is to go with everything else.
+ALSO = ("epochs", "warmup_fraction", "betas", "weight_decay", "sdc_check", "fingerprint", "rebalance")
+ALSO += ("offload", "best", "min_delta", "nonfinite", "keep", "masters", "workers")
+
 # Feature -> the values that it may have beside those that were drawn before it, as often as they are to be drawn.
 FEATURES: dict[str, Callable[[Case], list[Any]]] = {
     "task": lambda case: list(TASKS),
@@ -106,7 +133,7 @@ FEATURES: dict[str, Callable[[Case], list[Any]]] = {
     "family": _families,
     "dropout": _usually(False, True, plainest=2),
     "shape": _shapes,
-    "labels": lambda case: ["few", "few", "many", "one_each"] if "classification" in case["task"] else ["few"],
+    "labels": _labels,
     "reading": _reading,
     "drop_missing": lambda case: [True] * 5 + [False] if case["shape"] == "blank" else [False] * 3 + [True],
     "padding": _usually("none", "batch", plainest=2),
@@ -138,6 +165,7 @@ FEATURES: dict[str, Callable[[Case], list[Any]]] = {
     "stop": _usually(2, 1, 3, plainest=1),
     "how": _usually("stop", "kill", plainest=2),
     "steps": _usually(5, 4, plainest=2),
+    "also": _usually("nothing", *ALSO, plainest=20),
     "seed": _usually(0, 7, plainest=1),
 }
 
@@ -157,21 +185,41 @@ _ADAPTED = {*families.words("bert roberta distilbert gpt2 llama mistral qwen2 ba
 _STREAMED = ("classification", "token", "language", "masked", "question", "translation", "summarization")
 
 
+# Features of rows of texts and of models of transformers.
+_OF_MODELS = (
+    "shape",
+    "drop_missing",
+    "origin",
+    "dtype",
+    "adapter",
+    "checkpointing",
+    "compile",
+    "loss_chunk",
+    "attention",
+)
+
+
 def _goes(case: Case, feature: str, value: Any) -> bool:
     """Whether a value goes with those that were drawn before it, as far as it is known."""
     task, streamed = case.get("task", ""), case.get("reading", "").startswith("streamed")
     if feature == "reading" and value.startswith("streamed"):
         return task.startswith(_STREAMED) and not task.endswith(("multi_label", "regression"))
     if feature == "labels":
-        return not (value == "one_each" and case["task option"] in ("class_weights", "threshold"))
+        return value in ("few", "two") or case["task option"] != "class_weights"
     if feature == "reading" and (value.startswith("cut") or "filter" in value or value == "limit"):
         return case["labels"] != "one_each"
+    if feature in ("padding", "group_by_length", "tokenizer") and task in ("image_classification", "module"):
+        return value in ("none", 1, "bpe")
+    if task == "module" and feature in _OF_MODELS:
+        return value in ("varied", False, "scratch", "float32", "none", None) and value is not True
     if feature == "group_by_length":
         return value == 1 or not (streamed or task.startswith("embedding"))
     if feature == "origin":
         return value == "scratch" or case["family"] not in ("reformer", "funnel")
     if feature == "tokenizer" and value in ("wordpiece", "wordlevel", "unigram"):
         return case["origin"] == "scratch"
+    if feature == "groups" and task == "module":
+        return value in ("none", "group")
     if feature == "dtype":
         return value == "float32" or (case["precision"] == "bf16" and case["optimizer"] in ("adamw", "sgd", "lion"))
     if feature == "adapter":
@@ -198,10 +246,29 @@ def _goes(case: Case, feature: str, value: Any) -> bool:
     if feature == "exact":
         own = case["compile"] or case["quantization"] != "none" or case["optimizer"] == "adamw_8bit"
         return value is True or (case["precision"] == "fp32" if value is False else not own)
+    if feature == "also":
+        return _also_goes(case, value)
     if feature == "leaves":
-        whole = case["compile"] or case["adapter"] != "none" or not case["exact"]
+        whole = task == "module" or case["compile"] or case["adapter"] != "none" or not case["exact"]
         return value == 1 or (case["family"] in families.CUT and not whole)
     return feature not in ("first", "second") or _can_run(case, *value)
+
+
+def _also_goes(case: Case, value: str) -> bool:
+    """Whether one of `ALSO` goes with the case, as far as it is known."""
+    return {
+        "warmup_fraction": case["schedule"] != "points" and not case["warmup"],
+        "betas": case["optimizer"] in ("adamw", "adamw_8bit", "lion", "schedule_free"),
+        "weight_decay": case["optimizer"] != "adafactor",
+        "sdc_check": case["exact"] is not False,
+        "rebalance": case["first"][1] > 1 and case["first"][0] in ("ddp", "allreduce"),
+        "offload": not case["compile"] and not case["checkpointing"] and case["task"] != "module",
+        "best": case["average"] != "last" and case["evaluate"] == "every",
+        "min_delta": case["evaluate"] == "patience",
+        "nonfinite": case["precision"] != "fp16",
+        "workers": case["task"] == "module",
+        "masters": case["dtype"] == "bfloat16" and case["adapter"] == "none",
+    }.get(value, True)
 
 
 def _can_run(case: Case, strategy: str, processes: int) -> bool:

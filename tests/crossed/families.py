@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from crossed import images, modules
+
 _BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 _RECORD = _BENCHMARKS / "results" / "2026-11-22-families.jsonl"
 _HEADS = {"classification": "bert", "token_classification": "bert", "causal": "gpt2", "seq2seq": "bart"}
@@ -49,7 +51,11 @@ def known() -> dict[str, list[str]]:
         entry = json.loads(line)
         if entry.get("single") == "trains" and entry["family"] not in found[entry["head"]]:
             found[entry["head"]].append(entry["family"])
-    return found | {head: names.split() for head, names in _OTHERS.items()}
+    return (
+        found
+        | {head: names.split() for head, names in _OTHERS.items()}
+        | {"image": [*images.FAMILIES], "module": [*modules.FAMILIES]}
+    )
 
 
 @functools.cache
@@ -67,7 +73,9 @@ def config_of(family: str, dropout: bool, leaves: int = 1) -> dict[str, Any]:
     leaves can share."""
     import transformers
 
-    entries: dict[str, Any] = _benchmark().small(family)
+    if family in modules.FAMILIES:
+        return {}
+    entries: dict[str, Any] = images.FAMILIES[family][0] if family in images.FAMILIES else _benchmark().small(family)
     kind = transformers.CONFIG_MAPPING[family]
     if leaves > 1 and family in CUT:
         counts = {"num_attention_heads": 4, "num_key_value_heads": leaves}
@@ -82,8 +90,10 @@ def _without_dropout(usual: Any, entries: dict[str, Any]) -> dict[str, Any]:
     found = dict(entries)
     for name, value in usual.to_dict().items():
         dropped = any(part in name for part in ("drop", "stochastic_depth", "jitter"))
-        if dropped and isinstance(value, float) and not isinstance(value, bool):
+        if dropped and isinstance(value, float):
             found[name] = 0.0
+        if dropped and isinstance(value, list) and all(isinstance(each, float) for each in value):
+            found[name] = [0.0] * len(value)
     for name in type(usual).sub_configs:
         part = getattr(usual, name, None)
         if part is not None and hasattr(part, "to_dict"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from crossed import families, rows
+from crossed import families, images, modules, rows
 from crossed.draw import TASKS, Case
 
 LENGTH = 24  # tokens of an example, at most
@@ -33,6 +33,7 @@ class Job:
     how: str = "stop"  # or kill
     compared: bool = True  # with the plain reference: dropout is off
     tokenizer: dict[str, Any] = field(default_factory=dict)  # of the folder `tokenizer`; empty: there is none
+    code: str = ""  # of `mine.py`, a module of the user's own
     model: dict[str, Any] = field(default_factory=dict)  # head, family and config of the folder `model`; empty: none
 
     def dump(self) -> str:
@@ -50,12 +51,18 @@ class Job:
 
     def write(self, folder: Path) -> None:
         """The run file, rows, tokenizer and model, in a folder."""
-        rows.write(folder / "data", self.rows)
+        if self.code:
+            (folder / "mine.py").write_text(self.code, encoding="utf-8")
+        else:
+            rows.write(folder / "data", self.rows)
         if self.tokenizer:
             files = sorted((folder / "data").rglob("*.jsonl"))
             texts = [line for path in files for line in path.open(encoding="utf-8")]
             families.make_tokenizer(folder / "tokenizer", self.tokenizer, texts or [" ".join(rows.WORDS)])
-        if self.model:
+        if self.model.get("head") == "image":
+            of = {name: value for name, value in self.model.items() if name != "head"}
+            images.make_model(folder / "model", **of)
+        elif self.model:
             families.make_model(folder / "model", **self.model, tokenizer=folder / "tokenizer")
         (folder / "run.yaml").write_text(yaml.safe_dump(self.run, sort_keys=False, allow_unicode=True))
 
@@ -65,9 +72,14 @@ def job_of(case: Case) -> Job:
     head, kind = TASKS[case["task"]]
     batch, micro_batches = case["cut"]
     entries = families.config_of(case["family"], case["dropout"], case["leaves"])
-    saved = case["origin"] == "pretrained" or case["tokenizer"] in ("left", "framed", "no pad")
+    pretrained, of_images = case["origin"] == "pretrained", head == "image"
+    saved = not of_images and (pretrained or case["tokenizer"] in ("left", "framed", "no pad"))
     recipe = {"kind": kind, "shape": case["shape"], "labels": case["labels"], "seed": case["seed"]}
-    data = {"source": "data", "max_length": LENGTH, "padding": case["padding"]} | _reading(case, recipe)
+    sizes = {} if of_images else {"max_length": LENGTH, "padding": case["padding"]}
+    if head == "module":
+        return _of_module(case)
+    processor = {"processor": images.FAMILIES[case["family"]][1]} if of_images else {}
+    data = {"source": "data"} | sizes | _reading(case, recipe)
     if case["drop_missing"]:
         data["drop_missing"] = True
     if case["group_by_length"] > 1:
@@ -76,10 +88,10 @@ def job_of(case: Case) -> Job:
         "name": "crossed",
         "output": "out",
         "seed": case["seed"],
-        "task": _task(case),
+        "task": _task(case) | (processor if not pretrained else {}),
         "data": data,
         "model": _model(case, entries),
-        "tokenizer": _tokenizer(case, saved),
+        "tokenizer": {} if of_images else _tokenizer(case, saved),
         "steps": case["steps"],
         "batch_size": batch,
         "micro_batches": micro_batches,
@@ -92,6 +104,9 @@ def job_of(case: Case) -> Job:
         **_evaluate(case),
         **_average(case),
     }
+    for key, value in _also(case).items():
+        section, _, name = key.rpartition(".")
+        (run.setdefault(section, {}) if section else run)[name] = value
     return Job(
         run={key: value for key, value in run.items() if value not in ({}, None)},
         rows=recipe,
@@ -101,7 +116,23 @@ def job_of(case: Case) -> Job:
         how=case["how"],
         compared=not case["dropout"],
         tokenizer=_tokenizer_recipe(case) if saved else {},
-        model={"head": head, "family": case["family"], "entries": entries} if case["origin"] == "pretrained" else {},
+        model={"head": head, "family": case["family"], "entries": entries} | processor if pretrained else {},
+    )
+
+
+def _of_module(case: Case) -> Job:
+    """Of a module of one's own: all but the rows, the tokenizer and the model."""
+    plain = job_of(case | {"task": "classification", "family": "bert", "reading": "files", "task option": ""})
+    data: dict[str, Any] = {"files": {}, "limit": {"limit": 20}, "fraction": {"validation_fraction": 0.3}}[
+        case["reading"]
+    ]
+    task = {"name": "module"} | modules.task_of(case["family"])
+    run = {key: value for key, value in plain.run.items() if key not in ("tokenizer", "model")} | {"task": task}
+    return replace(
+        plain,
+        run={key: value for key, value in (run | {"data": data}).items() if value != {}},
+        rows={},
+        code=modules.code_of(case["family"], case["dropout"]),
     )
 
 
@@ -122,7 +153,7 @@ def _task(case: Case) -> dict[str, Any]:
         "translation": {"source": "en", "target": "de", "bleu": False},
         "summarization": {"rouge": False},
     }.get(case["task"], {})
-    own |= _OPTIONS.get((name, case["task option"]), {})
+    own |= _OPTIONS.get((name.removeprefix("image_"), case["task option"]), {})
     if case["loss_chunk"] is not None:
         own["loss_chunk"] = case["loss_chunk"]
     return {"name": name, **own}
@@ -134,22 +165,29 @@ _OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("classification", "label_smoothing"): {"label_smoothing": 0.1},
     ("classification", "label_smoothing weights"): {"label_smoothing": 0.1, "class_weights": "balanced"},
     ("classification", "threshold"): {"threshold": "validation"},
+    ("classification", "gamma"): {"loss": "focal", "focal_gamma": 3.0},
     ("classification", "mae"): {"loss": "mae"},
     ("language_modeling", "apart"): {"attend_across_documents": False},
     ("language_modeling", "each turn"): {"turns": "per_turn"},
     ("masked_language_modeling", "whole_word_mask"): {"whole_word_mask": True},
     ("masked_language_modeling", "half"): {"mlm_probability": 0.5},
     ("question_answering", "unanswerable"): {"unanswerable": True},
+    ("question_answering", "answer_tokens"): {"answer_tokens": 1},
+    ("embedding", "cls"): {"pooling": "cls"},
+    ("embedding", "scale"): {"similarity_scale": 5.0},
+    ("embedding", "range"): {"score_range": [-1.0, 2.0]},
     ("embedding", "negative"): {"negative": "negative"},
     ("embedding", "negatives"): {"negatives": 1},
     ("embedding", "last_token"): {"pooling": "last_token"},
     ("preference", "ipo"): {"loss": "ipo"},
     ("preference", "hinge"): {"loss": "hinge"},
-    ("preference", "simpo"): {"loss": "simpo", "beta": 2.0},
+    ("preference", "simpo"): {"loss": "simpo", "beta": 2.0, "gamma": 1.0},
+    ("preference", "few of the reference"): {"reference_batch_size": 2},
     ("preference", "label_smoothing"): {"label_smoothing": 0.1},
     ("reward", "center"): {"center": 0.1},
     ("translation", "label_smoothing"): {"label_smoothing": 0.1},
     ("translation", "two tokenizers"): {"tokenizers": "separate"},
+    ("translation", "prefix"): {"prefix": "to German: "},
     ("translation", "target_length"): {"target_length": 6},
     ("summarization", "label_smoothing"): {"label_smoothing": 0.1},
     ("summarization", "beams"): {"beams": 2, "rouge": True},
@@ -159,6 +197,7 @@ _OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
 def _reading(case: Case, recipe: dict[str, Any]) -> dict[str, Any]:
     """Keys of `data`; the recipe of the rows is completed."""
     reading, text = case["reading"], (rows.KINDS[TASKS[case["task"]][1]] or ("lang",))[0]
+    ending = "parquet" if case["task"] == "image_classification" else "jsonl"
     shards = {"stream": True, "stream_window": 5}
     weighted = [{"name": "a", "source": "data/a", "weight": 3}, {"name": "b", "source": "data/b", "weight": 1}]
     paths = {"train": "data/train-*.jsonl", "validation": "data/validation.jsonl"}
@@ -170,7 +209,8 @@ def _reading(case: Case, recipe: dict[str, Any]) -> dict[str, Any]:
         "cut test": ({"splits": ["train"]}, {"validation_fraction": 0.2, "test_fraction": 0.2}),
         "csv": ({"files": "csv"}, {}),
         "parquet": ({"files": "parquet"}, {}),
-        "split_column": ({"files": "one"}, {"source": "data/all.jsonl", "split_column": "part"}),
+        "split_column": ({"files": "one"}, {"source": f"data/all.{ending}", "split_column": "part"}),
+        "folders": ({"files": "folders"}, {"layout": "class_folders"}),
         "filter": ({}, {"filter": {"lang": "en", "size": {"max": 3}}}),
         "filter words": ({}, {"filter": {text: {"max_words": 8}, "size": {"none_of": [0]}}}),
         "limit": ({}, {"limit": 13}),
@@ -294,6 +334,26 @@ def _average(case: Case) -> dict[str, Any]:
         "ema no warm-up": {"average": {"ema": 0.5, "ema_warmup": False}},
         "last": {"average": {"last": 2}},
     }[case["average"]]
+
+
+def _also(case: Case) -> dict[str, Any]:
+    """Keys of `ALSO`, dotted."""
+    return {
+        "epochs": {"epochs": 2, "steps": None},
+        "warmup_fraction": {"optim.warmup_fraction": 0.4},
+        "betas": {"optim.betas": [0.8, 0.9]},
+        "weight_decay": {"optim.weight_decay": 0.3},
+        "sdc_check": {"sdc_check.every": 1},
+        "fingerprint": {"fingerprint.every": 1},
+        "rebalance": {"launch.rebalance_every": 2},
+        "offload": {"model.offload_activations": True},
+        "best": {"checkpoint.best": "-loss", "checkpoint.every": 2},
+        "min_delta": {"evaluate.min_delta": 0.5},
+        "nonfinite": {"on_nonfinite": "skip"},
+        "keep": {"checkpoint.every": 1, "checkpoint.keep": 1},
+        "workers": {"data.workers": 2},
+        "masters": {"optim.master_weights": False},
+    }.get(case["also"], {})
 
 
 def _arithmetic(case: Case) -> dict[str, Any]:

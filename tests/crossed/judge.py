@@ -33,7 +33,6 @@ from crossed.rows import HELD_OUT, TRAIN
 
 LONG = 4000  # characters of what is shown of a fault
 LOW_ROUNDING = 1e-2  # relative, of losses and norms where autocast rounds to 8 bits in other places
-COMPILER = "[LS4048]"  # of the one refusal that needs code to be made of a layer (benchmarks/log.md)
 DRIFT = 0.05  # relative: losses of later steps where bits are not promised, as AdamW blows rounding up
 
 
@@ -187,9 +186,6 @@ def _gives_bits(overrides: list[str]) -> bool:
 
 def _ended(watched: Watched, statuses: list[int | None], which: str) -> None:
     if watched.refusal:
-        first_of_all = which == "alone" and not watched.steps and not lines_of(Path("alone", "metrics.jsonl"))
-        if watched.refusal.endswith(COMPILER) and "\n" not in watched.refusal and first_of_all:
-            raise Refused(f"{which}: {watched.refusal.removesuffix(COMPILER).strip()}")
         raise Finding("what cannot be is refused before processes start", f"{which}: {watched.refusal}")
     if "export would not be read as it was trained" in watched.fault:  # by transformers alone; known before a step
         raise Refused(f"{which}: {watched.fault.strip().splitlines()[-1]}")
@@ -203,10 +199,10 @@ def _ended(watched: Watched, statuses: list[int | None], which: str) -> None:
 
 def _each_example_once(job: Job, watched: Watched, which: str) -> None:
     """Of one source: the steps of an epoch use each example once."""
-    if "sources" in job.run["data"]:
+    if "sources" in job.run.get("data", {}):
         return
     epoch = Counter[int]()
-    known = _all_rows(job) and not {"deduplicate", "decontaminate"} & {*job.run["data"]}
+    known = _all_rows(job) and not {"deduplicate", "decontaminate"} & {*job.run.get("data", {})}
     for step in sorted(watched.steps):
         whole = sorted(epoch) == list(range(TRAIN if known else len(epoch)))
         if whole and epoch.keys() & {*watched.steps[step]}:
@@ -225,9 +221,9 @@ def _all_rows(job: Job) -> bool:
     """Whether it is known that each row of a split is an example of it."""
     fewer = {"filter", "limit", "drop_missing", "validation_fraction", "test_fraction", "sources"}
     several = ("language_modeling", "masked_language_modeling")  # examples are blocks, or turns
-    if job.rows.get("repeated"):
+    if job.rows.get("repeated") or job.code:
         return False
-    return not fewer & {*job.run["data"]} and job.run["task"]["name"] not in several
+    return not fewer & {*job.run.get("data", {})} and job.run["task"]["name"] not in several
 
 
 def _each_evaluated_once(job: Job, watched: Watched, verdict: Verdict, which: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from crossed.families import words
+from crossed.images import image_of
 
 WORDS = words("a the dog cat bird runs sees likes big small red old house near over")
 SAME_LENGTH = words("able bird calm door easy fish gold hand idea join kind lamp")
@@ -54,6 +55,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "preferences": ("prompt", "chosen", "rejected"),
     "translations": (),
     "summaries": ("text", "summary"),
+    "images": (),
 }
 FLAT = ("labelled", "paired", "numbers", "texts", "prompts", "pairs", "scored", "preferences", "summaries")
 
@@ -84,13 +86,16 @@ def row_of(kind: str, shape: str, labels: str, draw: random.Random, place: int) 
     """One row of a kind."""
     text = text_of(draw, shape, place)
     words = words_of(draw, shape, place)
-    names = ["yes", "no", "perhaps"] if labels == "few" else [f"class {n}" for n in range(11)]
+    few = ["yes", "no", "perhaps"]
+    names = {"few": few, "two": few[:2]}.get(labels) or [f"class {n}" for n in range(11)]
     label = f"class {place}" if labels == "one_each" else names[place] if place < len(names) else draw.choice(names)
     if kind in ("labelled", "paired"):
         row: dict[str, Any] = {"text": text, "label": label}
         return row | ({"second": text_of(draw, shape, place + 1)} if kind == "paired" else {})
+    if kind == "images":
+        return {"image": image_of(draw, shape, place), "label": label}
     if kind == "multi_label":
-        return {"text": text, "label": sorted(draw.sample(names[:3], draw.randint(0, 3)))}
+        return {"text": text, "label": sorted(draw.sample(few, draw.randint(0, 3)))}
     if kind == "numbers":
         return {"text": text, "label": round(draw.gauss(0, 1), 3)}
     if kind == "tagged":
@@ -129,14 +134,24 @@ def rows_of(recipe: dict[str, Any], split: str, count: int) -> list[dict[str, An
 
 def write(folder: Path, recipe: dict[str, Any]) -> None:
     """The files of a recipe. `files`: how they are laid out: jsonl, csv, parquet, one (a column says which split),
-    shards, or two (sources `a` and `b`); `splits`: those that are written."""
+    shards, two (sources `a` and `b`), or folders (of labels); `splits`: those that are written.
+    Images are in parquet."""
     files, splits = recipe.get("files", "jsonl"), recipe.get("splits", ["train", "validation"])
     made = {split: rows_of(recipe, split, TRAIN if split == "train" else HELD_OUT) for split in splits}
     if recipe.get("overlapping") and "validation" in made:
         made["train"] += made["validation"][:3]
     folder.mkdir(parents=True, exist_ok=True)
-    if files == "one":
-        _jsonl(folder / "all.jsonl", [row | {"part": split} for split, rows in made.items() for row in rows])
+    lines, ending = (
+        (_images if recipe["seed"] else _parquet, "parquet") if recipe["kind"] == "images" else (_jsonl, "jsonl")
+    )
+    if files == "folders":
+        for split, rows in made.items():
+            for place, row in enumerate(rows):
+                (of := folder / split / str(row["label"])).mkdir(parents=True, exist_ok=True)
+                if row["image"] is not None:
+                    (of / f"{place}.png").write_bytes(row["image"])
+    elif files == "one":
+        lines(folder / f"all.{ending}", [row | {"part": split} for split, rows in made.items() for row in rows])
     elif files == "two":
         for name in ("a", "b"):
             (folder / name).mkdir()
@@ -146,7 +161,7 @@ def write(folder: Path, recipe: dict[str, Any]) -> None:
                     _jsonl(folder / name / f"{split}-0.jsonl", part[: len(part) // 2])
                     _jsonl(folder / name / f"{split}-1.jsonl", part[len(part) // 2 :])
                 else:
-                    _jsonl(folder / name / f"{split}.jsonl", part)
+                    lines(folder / name / f"{split}.{ending}", part)
     else:
         for split, rows in made.items():
             if files == "shards" and split == "train":
@@ -157,7 +172,7 @@ def write(folder: Path, recipe: dict[str, Any]) -> None:
             elif files == "parquet":
                 _parquet(folder / f"{split}.parquet", rows)
             else:
-                _jsonl(folder / f"{split}.jsonl", rows)
+                lines(folder / f"{split}.{ending}", rows)
 
 
 def _jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -169,6 +184,12 @@ def _csv(path: Path, rows: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
+
+def _images(path: Path, rows: list[dict[str, Any]]) -> None:
+    """In parquet, as the Hub has them: bytes beside the name of a file."""
+    pairs = [None if row["image"] is None else {"bytes": row["image"], "path": "image"} for row in rows]
+    _parquet(path, [row | {"image": pair} for row, pair in zip(rows, pairs, strict=True)])
 
 
 def _parquet(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from crossed import draw
-from crossed.broken import Finding, Refused
 from crossed.job import Job, job_of
-from crossed.judge import Verdict, _ended
+from crossed.judge import Verdict
 from crossed.process import judged
-from crossed.ranks import Watched
 from crossed.shrink import CASES, shrink, special, written
 
 pytestmark = pytest.mark.processes
@@ -54,25 +51,6 @@ def test_the_plainest_run_is_as_promised() -> None:
     """The control of those faults."""
     verdict = judged(draw.plainest({"task": "classification"}) | {"warmup": 2})
     assert (verdict.outcome, verdict.bits, verdict.plain) == ("promised", True, "5 steps"), verdict.seen
-
-
-@pytest.mark.parametrize(
-    ("which", "watched", "raised"),
-    [
-        ("alone", {"refusal": "model.compile: no code for this layer [LS4048]"}, Refused),
-        ("second way", {"refusal": "model.compile: no code for this layer [LS4048]"}, Finding),
-        ("alone", {"refusal": "model.compile: no code for this layer [LS4048]", "steps": {0: [1]}}, Finding),
-        ("alone", {"refusal": "model.compile: no code\nfor this layer [LS4048]"}, Finding),
-        ("alone", {"refusal": "strategy.options.gather: weights are replaced [LS4191]"}, Finding),
-    ],
-)
-def test_a_rank_may_refuse_what_only_a_compiler_can_tell(
-    which: str, watched: dict[str, Any], raised: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One process, before its first step, in one line, and nothing else."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(raised):
-        _ended(Watched([2], **watched), [0], which)
 
 
 def test_a_failure_is_shrunk_to_what_it_needs(tmp_path: Path) -> None:

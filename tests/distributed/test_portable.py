@@ -33,7 +33,22 @@ from lockstep.config import processor
 processor.pin(True)
 import numpy as np, torch
 from lockstep.distributed import portable
-portable.install(int(sys.argv[1]))
+"""
+INSTALLED = "portable.install(1)\n"
+FORKED = """
+import json, os, traceback
+folder, jobs = sys.argv[1], json.loads(sys.argv[2])
+for name, code in jobs.items():
+    if (child := os.fork()) == 0:
+        for number, kind in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{folder}/{name}.{kind}", os.O_CREAT | os.O_WRONLY), number)
+        try:
+            exec(code)
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
 """
 QEMU = shutil.which("qemu-x86_64")
 
@@ -47,6 +62,16 @@ def _unpinned() -> Iterator[None]:
 def python(code: str, *words: str, before: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
     command = [*before, sys.executable, "-c", code, *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **variables})
+
+
+def forked(folder: Path, jobs: dict[str, str], before: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What each job prints last. Each in a process of its own, which has torch with portable's variables and not yet
+    its kernels: one import for all, which takes a second, and eight where a processor is emulated."""
+    done = python(PREPARED + FORKED, str(folder), json.dumps(jobs), before=before)
+    assert done.returncode == 0, done.stderr
+    printed = {name: (folder / f"{name}.out").read_text().splitlines() for name in jobs}
+    assert all(printed.values()), [(folder / f"{name}.err").read_text() for name in jobs if not printed[name]]
+    return {name: json.loads(lines[-1]) for name, lines in printed.items()}
 
 
 def said(done: subprocess.CompletedProcess[str]) -> Any:
@@ -130,18 +155,19 @@ def test_an_emulated_processor_is_refused(processor_: str, tmp_path: Path) -> No
 @pytest.mark.processes
 def test_libraries_that_were_loaded_before_are_refused() -> None:
     clean = dict.fromkeys(processor.VARIABLES, "")
-    late = "import torch, numpy; torch.ones(3).exp()\n" + PREPARED
-    done = python(late, "1", **clean)
+    late = "import torch, numpy; torch.ones(3).exp()\n" + PREPARED + INSTALLED
+    done = python(late, **clean)
     assert done.returncode
     mentions(done.stderr, "LS7077", "ATEN_CPU_CAPABILITY=avx2")
     done = python("import torch\nfrom lockstep.distributed import portable\nportable.install(1)", **clean)
     assert done.returncode
     mentions(done.stderr, "LS7076", "OPENBLAS_CORETYPE=Haswell")
-    done = python("import numpy\n" + PREPARED, "1", **processor.VARIABLES | {"OPENBLAS_CORETYPE": "Sandybridge"})
+    code = "import numpy\n" + PREPARED + INSTALLED
+    done = python(code, **processor.VARIABLES | {"OPENBLAS_CORETYPE": "Sandybridge"})
     assert done.returncode
     mentions(done.stderr, "LS7078", "Sandybridge", "OpenBLAS for Haswell")
     alone = {name: "" if name.startswith("NPY") else value for name, value in processor.VARIABLES.items()}
-    done = python("import numpy\n" + PREPARED, "1", **alone)
+    done = python(code, **alone)
     wide = [each for each in processor.VARIABLES["NPY_DISABLE_CPU_FEATURES"].split(",") if each in features()]
     assert bool(done.returncode) == bool(wide)
     if wide:
@@ -150,6 +176,34 @@ def test_libraries_that_were_loaded_before_are_refused() -> None:
 
 # -- the kernels -----------------------------------------------------------------------------------------------------
 
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of all that is asked of kernels on this processor. Libraries look at their variables when they first compute."""
+    folder, others = tmp_path_factory.mktemp("portable"), {"MKL_CBWR": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "ALL"}
+    jobs = {"functions": INSTALLED + FUNCTIONS, "refused": INSTALLED + REFUSED}
+    for name, threads in (("", 1), (" by 3 threads", 3)):
+        jobs[f"products{name}"] = f"portable.install({threads})\n{PRODUCTS}"
+        path = str(folder / f"convolutions{name}")
+        jobs[f"convolutions{name}"] = f"portable.install({threads})\npath = {path!r}\n{CONVOLUTIONS}"
+    for name, other in (("", {}), (" of others", others)):
+        changed = f"processor.VARIABLES.update({other})\nos.environ.update({other})\n"
+        jobs[f"probe{name}"] = changed + INSTALLED + PROBE
+        jobs[f"bare{name}"] = changed + BARE
+    return forked(folder, jobs)
+
+
+ROOTS = """
+torch.set_num_threads(1)
+x = torch.randn(40_000, generator=torch.Generator().manual_seed(1))
+product = x[:4000].view(8, 500) @ x[:1500].view(500, 3)
+print(json.dumps([float(x.abs().sqrt().double().sum()), float(product.sum())]))
+"""
+PROBE = "print(json.dumps(portable.probe()))"
+BARE = """
+x = torch.arange(9000.0).view(30, 300).sin()
+print(json.dumps(float((x @ x.T).double().sum() + (x * 0.3).exp().double().sum())))
+"""
 FUNCTIONS = """
 import json, math
 x = torch.randn(20_000, generator=torch.Generator().manual_seed(2)) * 4
@@ -178,8 +232,8 @@ print(json.dumps({"worst": worst, "special": repr(special), "gradient": right}))
 
 
 @pytest.mark.processes
-def test_functions_are_rounded_correctly() -> None:
-    told = said(python(PREPARED + FUNCTIONS, "1"))
+def test_functions_are_rounded_correctly(answers: dict[str, Any]) -> None:
+    told = answers["functions"]
     assert max(told["worst"].values()) < 0.501, told["worst"]
     assert told["special"] == repr(
         {
@@ -259,15 +313,16 @@ print(json.dumps({"errors": errors, "refused": refused, "probe": portable.probe(
 
 
 @pytest.mark.processes
-def test_products_are_products_and_the_number_of_threads_changes_no_bit() -> None:
-    answers = [said(python(PREPARED + PRODUCTS, threads)) for threads in ("1", "3")]
-    assert max(answers[0]["errors"].values()) < 3e-5, answers[0]["errors"]
-    assert answers[0] == answers[1]
-    assert answers[0]["types"] == "torch.bfloat16"
-    mentions(answers[0]["refused"], "LS7081", "asin")
+def test_products_are_products_and_the_number_of_threads_changes_no_bit(answers: dict[str, Any]) -> None:
+    one, three = answers["products"], answers["products by 3 threads"]
+    assert max(one["errors"].values()) < 3e-5, one["errors"]
+    assert one == three
+    assert one["types"] == "torch.bfloat16"
+    mentions(one["refused"], "LS7081", "asin")
 
 
 CONVOLUTIONS = """
+import json
 import torch.nn.functional as F
 g = torch.Generator().manual_seed(1)
 r = lambda *shape: torch.randn(*shape, generator=g)
@@ -297,16 +352,18 @@ for name, (f, x, w, options) in cases.items():
 pair = r(1, 2, 5, 5).double().requires_grad_(), r(3, 2, 2, 2).double().requires_grad_()
 assert torch.autograd.gradcheck(F.conv2d, pair)
 assert torch.autograd.gradgradcheck(F.conv2d, pair)
-torch.save(done, sys.argv[2])
+torch.save(done, path)
+print(json.dumps(path))
 """
 
 
 @pytest.mark.processes
-def test_convolutions_are_those_of_torch_and_the_number_of_threads_changes_no_bit(tmp_path: Path) -> None:
-    for name, before, threads in (("torch", "import sys, torch", "1"), ("1", PREPARED, "1"), ("3", PREPARED, "3")):
-        done = python(before + CONVOLUTIONS, threads, str(tmp_path / name))
-        assert done.returncode == 0, done.stderr
-    judge, one, three = (torch.load(tmp_path / name) for name in ("torch", "1", "3"))
+def test_convolutions_are_those_of_torch_and_the_number_of_threads_changes_no_bit(
+    answers: dict[str, Any], tmp_path: Path
+) -> None:
+    said(python(f"import torch\npath = {str(tmp_path / 'judge')!r}" + CONVOLUTIONS))
+    paths = tmp_path / "judge", answers["convolutions"], answers["convolutions by 3 threads"]
+    judge, one, three = map(torch.load, paths)
     assert judge.keys() == one.keys()
     for name, tensors in judge.items():
         limit = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float64: 1e-14}[tensors[0].dtype]
@@ -340,8 +397,8 @@ print(json.dumps({"answers": answers, "evaluated": torch.equal(evaluated, layer.
 
 
 @pytest.mark.processes
-def test_what_has_no_portable_form_is_refused_by_name() -> None:
-    told = said(python(PREPARED + REFUSED, "1"))
+def test_what_has_no_portable_form_is_refused_by_name(answers: dict[str, Any]) -> None:
+    told = answers["refused"]
     codes = dict.fromkeys(told["answers"], "LS7081") | {"integers": "LS7082", "complex": "LS7080"}
     for name, answer in told["answers"].items():
         mentions(answer, codes[name])
@@ -349,18 +406,10 @@ def test_what_has_no_portable_form_is_refused_by_name() -> None:
 
 
 @pytest.mark.processes
-def test_nothing_is_left_to_libraries_that_look_at_the_processor() -> None:
+def test_nothing_is_left_to_libraries_that_look_at_the_processor(answers: dict[str, Any]) -> None:
     """MKL and oneDNN are told to take other code: this processor plays another one."""
-    answers = {}
-    for name, other in (("pinned", {}), ("others", {"MKL_CBWR": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "ALL"})):
-        told = f"from lockstep.config import processor\nprocessor.VARIABLES.update({other})\n"
-        code = "import json; print(json.dumps(portable.probe()))"
-        bare = "import json, torch\nx = torch.arange(9000.0).view(30, 300).sin()\n"
-        bare += "print(json.dumps(float((x @ x.T).double().sum() + (x * 0.3).exp().double().sum())))"
-        control = said(python(bare, **(processor.VARIABLES | other)))
-        answers[name] = said(python(told + PREPARED + code, "1")), control
-    assert answers["pinned"][0] == answers["others"][0]
-    assert answers["pinned"][1] != answers["others"][1]  # torch itself computes otherwise
+    assert answers["probe"] == answers["probe of others"]
+    assert answers["bare"] != answers["bare of others"]  # torch itself computes otherwise
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
@@ -384,9 +433,8 @@ def test_the_bits_depend_neither_on_processes_nor_on_threads(tmp_path: Path) -> 
     cache = tmp_path / "cache"
     one, told = trained(tmp_path, cache, "one", "launch.processes=1")
     assert "compared" in told  # with plain transformers, before the first step
-    assert trained(tmp_path, cache, "two", "launch.processes=2", "launch.threads=3")[0] == one
-    shared = ("launch.processes=2", "strategy.name=fsdp2", "strategy.options={gather: micro_batch}")
-    assert trained(tmp_path, cache, "fsdp2", *shared)[0] == one
+    two = ("launch.processes=2", "launch.threads=3", "strategy.name=fsdp2", "strategy.options={gather: micro_batch}")
+    assert trained(tmp_path, cache, "two", *two)[0] == one
     assert trained(tmp_path, cache, "exact", "launch.processes=1", exact=True)[0] != one  # other kernels
 
 
@@ -394,19 +442,12 @@ def test_the_bits_depend_neither_on_processes_nor_on_threads(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(QEMU is None, reason="needs qemu-x86_64 (Debian's qemu-user)")
-def test_emulated_processors_compute_the_same() -> None:
-    code = PREPARED + "import json; print(json.dumps(portable.probe()))"
-    here = said(python(code, "1"))
+def test_emulated_processors_compute_the_same(answers: dict[str, Any], tmp_path: Path) -> None:
     assert QEMU is not None
-    for cpu in ("Haswell-noTSX", "EPYC"):
-        assert said(python(code, "1", before=(QEMU, "-cpu", cpu))) == here
+    bare = f"del os.environ['MKL_CBWR']\n{ROOTS}"
+    for cpu, jobs in {"EPYC": {}, "Haswell-noTSX": {"roots": bare}}.items():
+        (tmp_path / cpu).mkdir()
+        found = forked(tmp_path / cpu, jobs | {"probe": INSTALLED + PROBE}, before=(QEMU, "-cpu", cpu))
+        assert found["probe"] == answers["probe"]
     # Without the kernels the same processors differ: the emulation can tell.
-    bare = """
-import json, torch
-torch.set_num_threads(1)
-x = torch.randn(40_000, generator=torch.Generator().manual_seed(1))
-product = x[:4000].view(8, 500) @ x[:1500].view(500, 3)
-print(json.dumps([float(x.abs().sqrt().double().sum()), float(product.sum())]))
-"""
-    pinned = {name: value for name, value in processor.VARIABLES.items() if name != "MKL_CBWR"}
-    assert said(python(bare, **pinned)) != said(python(bare, before=(QEMU, "-cpu", "Haswell-noTSX"), **pinned))
+    assert found["roots"] != forked(tmp_path, {"roots": bare})["roots"]

@@ -124,6 +124,18 @@ def test_four_draws_show_what_rounding_comes_to_with_muon(monkeypatch: pytest.Mo
     assert compared(monkeypatch, "adamw", "fp32", ours, 5e-5, needed=2**60)  # where there is room for no more of them
 
 
+@pytest.mark.parametrize(("bias", "differs"), [(7.5e-9, False), (1e-6, True)])
+def test_terms_that_cancel_out_round_as_the_loss_does(bias: float, differs: bool) -> None:
+    """The bias of a reward model has no gradient but rounding, of a loss that is large beside the other gradients."""
+
+    def small(bias: float) -> train.StepRecord:
+        gradients = {"weight": torch.full((SIZE,), 6e-5), "bias": torch.full((1,), bias)}
+        return train.StepRecord(1.0, 1.0, 4.8e-4, gradients, {})
+
+    step = against_plain._compare_step(small(bias), small(0.0), [small(0.0)], 0, "fp32")
+    assert step.differs == differs
+
+
 @pytest.mark.parametrize(
     ("ours", "cause"),
     [

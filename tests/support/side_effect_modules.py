@@ -245,7 +245,7 @@ class LeavesOut(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(6))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.first(self.words(x).mean(1)))

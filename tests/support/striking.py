@@ -10,11 +10,14 @@ import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from support.command import LOCKSTEP, RUN, bits, each_step_once, ended, start, write
+import yaml
+
+from support.command import LOCKSTEP, RUN, bits, each_step_once, ended, finish, start, write
 from support.places import TESTS_PATH
 from support.struck import EXCHANGE, PHASES
 
 VALUES = {"micro_batches": 8, "steps": 60}  # a strike that comes late still finds an evaluation or a checkpoint
+SHORT = {"micro_batches": 4, "steps": 20}  # of the jobs that are struck once or twice, at chosen steps
 KINDS = ("StruckAllReduce", "StruckDDP")
 
 
@@ -32,6 +35,19 @@ class Job:
 
     def plain(self) -> dict:
         return asdict(self)
+
+
+def struck(strategy: str, world: int, *strikes: tuple[int, int, str, int], saved: int = 0) -> Job:
+    """Of (step, rank, phase, in a world of so many at least), once the checkpoint of step `saved` is there."""
+    names = ("step", "rank", "phase", "world")
+    return Job(0, strategy, world, [dict(zip(names, each, strict=True)) | {"saved": saved} for each in strikes])
+
+
+def untouched(folder: Path, cache: Path, *words: str, values: dict[str, int] = SHORT) -> Path:
+    """A job alone, which others that are struck are compared with."""
+    write(folder, **values)
+    finish(folder, cache, "launch.processes=1", "strategy.name=single", *words)
+    return folder
 
 
 def drawn(seed: int, count: int, steps: int, kinds: tuple[str, ...] = KINDS) -> Job:
@@ -66,10 +82,11 @@ def drawn(seed: int, count: int, steps: int, kinds: tuple[str, ...] = KINDS) -> 
 
 
 def carried_out(job: Job, folder: Path, cache: Path, untouched: Path, *words: str, replaced: int = 100) -> Job:
-    """The job, to its end. Errors: AssertionError with what it said when it ends otherwise than `untouched`, a job
-    of `VALUES`."""
-    said = ended_after(job, folder, cache, *words, replaced=replaced)
-    assert bits(folder, 60) == bits(untouched, 60), said
+    """The job, to its end. Errors: AssertionError with what it said when it ends otherwise than `untouched`, whose run
+    it is."""
+    said = ended_after(job, folder, cache, untouched, *words, replaced=replaced)
+    steps = yaml.safe_load((folder / "run.yaml").read_text())["steps"]
+    assert bits(folder, steps) == bits(untouched, steps), said
     try:
         each_step_once(folder, untouched)
     except AssertionError as error:
@@ -78,10 +95,13 @@ def carried_out(job: Job, folder: Path, cache: Path, untouched: Path, *words: st
     return job
 
 
-def ended_after(job: Job, folder: Path, cache: Path, *words: str, replaced: int = 100) -> tuple[dict, str, str]:
+def ended_after(
+    job: Job, folder: Path, cache: Path, untouched: Path, *words: str, replaced: int = 100
+) -> tuple[dict, str, str]:
     """The job, to its end, and what it said. Errors: AssertionError where its status is not 0."""
     shutil.rmtree(folder, ignore_errors=True)
-    write(folder, **VALUES)
+    folder.mkdir(parents=True)
+    shutil.copy(untouched / "run.yaml", folder)
     (folder / "strikes.json").write_text(json.dumps(job.strikes))
     options = [
         f"strategy.name=support.struck.{job.strategy}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,13 @@ import pytest
 import torch
 
 from lockstep.distributed.world import World
+from lockstep.plain import losses
 from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
+from lockstep.plain.scores import scores
+from lockstep.tasks.preference import Preference
+from lockstep.tasks.reward import Reward
+from lockstep.tools import against_plain
 from lockstep.training.plain_sides import with_defaults
 from support.harness import build
 from support.task_runs import make, sentence, write
@@ -88,11 +94,16 @@ def judged(task: Any, model: Any, batch: Any) -> tuple[float, dict[str, torch.Te
     return float(loss.detach()), gradients(model), task.metrics(sums)
 
 
-def by_plain(task: Any, model: Any, folder: Path, reference: Any = None) -> tuple[float, dict[str, torch.Tensor]]:
-    """Mean loss and its gradients by `lockstep.plain`, from the raw rows on."""
+def by_plain(
+    task: Any, model: Any, folder: Path, reference: Any = None, libraries: bool = False, scored: bool = False
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Mean loss and its gradients by `lockstep.plain`, from the raw rows on. `libraries`: by TRL's own functions;
+    `scored`: that of an evaluation, without them."""
     rows = [dict(row) for row in rows_of(folder, task.run.task.name)]
     job = Plain(with_defaults(task.run), task.prepared.tokenizer, {"train": rows})
-    job.reference = reference
+    job.reference, job.libraries = reference, libraries
+    if scored:
+        return scores(job, model, job.encode(rows))["loss"], {}
     model.zero_grad()
     total, count = batch_loss(job, model, job.encode(rows))
     (total / count).backward()
@@ -176,9 +187,10 @@ def test_smoothed_preferences_are_those_of_the_dpo_trainer(folder: Path) -> None
     pairs = [trainer.data_collator([trainer.train_dataset[i]]) for i in range(ROWS)]
     wanted = sum(trainer.compute_loss(theirs, pair) for pair in pairs) / ROWS
     wanted.backward()
-    found, slopes, _ = judged(task, model, batch)
+    found, slopes, metrics = judged(task, model, batch)
     loss_by_plain, slopes_by_plain = by_plain(task, model, folder, reference.eval())
-    assert (found, loss_by_plain) == (pytest.approx(float(wanted.detach()), rel=2e-6),) * 2
+    scored = metrics["loss"], by_plain(task, model, folder, reference, scored=True)[0]
+    assert (found, loss_by_plain, *scored) == (pytest.approx(float(wanted.detach()), rel=2e-6),) * 4
     assert close(slopes, gradients(theirs))
     assert close(slopes_by_plain, gradients(theirs))
     other, _, other_batch = ours(folder, "preference", "task.label_smoothing=0.1", "task.beta=0.7")
@@ -236,3 +248,69 @@ def test_rewards_are_those_of_the_reward_trainer(center: float, folder: Path) ->
     assert close(slopes_by_plain, gradients(theirs))
     rewards = [metrics[n] for n in ("accuracy", "margin", "reward")]
     assert rewards == pytest.approx(told(trainer._metrics["eval"], "accuracy", "margin", "mean_reward"), abs=1e-6)
+
+
+PREFERENCES = {
+    "dpo": (),
+    "smoothed dpo": ("task.label_smoothing=0.2",),
+    "ipo": ("task.loss=ipo",),
+    "hinge": ("task.loss=hinge",),
+    "simpo": ("task.loss=simpo", "task.gamma=0.7"),
+}
+LOSSES = {name: ("preference", ("task.beta=0.7", *keys)) for name, keys in PREFERENCES.items()}
+LOSSES |= {"reward": ("reward", ()), "centered reward": ("reward", ("task.center=0.01",))}
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, factor: float = 1.0) -> list[str]:
+    """The calls of TRL's losses from now on, whose results are multiplied by a factor."""
+    trl, cpo = pytest.importorskip("trl"), pytest.importorskip("trl.experimental.cpo")
+    calls = list[str]()
+
+    def record(trainer: Any, name: str) -> None:
+        method: Callable[..., Any] = getattr(trainer, name)
+
+        def called(*a: Any, **k: Any) -> Any:
+            calls.append(f"{trainer.__name__}.{name}")
+            result = method(*a, **k)
+            return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
+
+        monkeypatch.setattr(trainer, name, called)
+
+    record(trl.DPOTrainer, "compute_loss")
+    record(cpo.CPOTrainer, "cpo_loss")
+    record(trl.RewardTrainer, "compute_loss")
+    return calls
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_plain_calls_the_losses_of_trl(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those that plain writes out, and a fault of TRL's shows in what it computes."""
+    kind, keys = LOSSES[name]
+    task, reference, _ = ours(folder, kind, *keys)
+    model = moved(reference)
+    written, slopes = by_plain(task, model, folder, reference.eval())
+    calls = counted(monkeypatch)
+    assert (by_plain(task, model, folder, reference)[0], calls) == (written, [])
+    called, slopes_by_trl = by_plain(task, model, folder, reference, libraries=True)
+    trainer = "RewardTrainer" if kind == "reward" else "CPOTrainer" if name == "simpo" else "DPOTrainer"
+    assert {call.partition(".")[0] for call in calls} == {trainer}
+    assert called == pytest.approx(written, rel=2e-6)
+    assert close(slopes_by_trl, slopes)
+    counted(monkeypatch, 1.01)
+    assert by_plain(task, model, folder, reference, libraries=True)[0] == pytest.approx(1.01 * written, rel=2e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_fault_of_a_loss_is_found_by_trl(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any of the formulas that plain writes out."""
+    kind, keys = LOSSES[name]
+    run = make(tmp_path, kind, *ONE, *keys)
+    task: Any = {"preference": Preference, "reward": Reward}[kind]
+    monkeypatch.setattr(losses, "logsigmoid", None)
+    calls = counted(monkeypatch)
+    found = against_plain.differences(run)
+    assert (found.differences, found.uncovered, len(found.steps), bool(calls)) == ([], None, 2, True)
+    judged: Callable[..., Any] = task._judged
+    wrong = lambda scores: scores | {"loss": 1.001 * scores["loss"]}  # noqa: E731
+    monkeypatch.setattr(task, "_judged", lambda self, *a: wrong(judged(self, *a)))
+    assert against_plain.differences(run).differences

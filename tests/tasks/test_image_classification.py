@@ -4,6 +4,7 @@ number of processes, and an export that transformers reads."""
 import io
 import json
 import shutil
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lockstep.tools import against_plain
 from lockstep.tools.init import init as starter
 from lockstep.tools.init.questions import MachineInfo
 from lockstep.training.predicting import predictions
+from lockstep.training.resolve import Machine, resolve
 from support.harness import run_on, works
 from support.marks import slow
 from support.messages import raises
@@ -170,6 +172,41 @@ def test_what_does_not_go_with_images_is_refused(
     with pytest.raises(RunError) as caught:
         checked()
     assert says in str(caught.value)
+
+
+DEIT = {"type": "deit", "config": VIT["config"]}
+SQUARE = {"height": 32, "width": 32}
+
+
+def test_a_family_of_several_classes_is_built_from_scratch(folders: Path, tmp_path: Path) -> None:
+    """transformers has two image classifiers of DeiT, and looks through the names in its config."""
+    task = {"name": "image_classification", "processor": {"size": SQUARE, "crop_size": SQUARE}}
+    run = job(folders, tmp_path / "out", model=DEIT, task=task)
+    task_class: Any = plugins.find("tasks", "image_classification")
+    model = task_class(run, prepare(run, task_class)).model(empty=True)
+    assert type(model).__name__ == "DeiTForImageClassification"
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        (("batch_size=27", "micro_batches=4"), "last step of an epoch (6 examples)"),
+        (("batch_size=27", "micro_batches=4", "steps=1"), None),  # the short step is the second
+        (("batch_size=10", "micro_batches=4"), "4 micro-batches of a step (10 examples)"),
+        (("batch_size=11", "micro_batches=4"), None),
+        (("batch_size=11", "micro_batches=1"), None),
+    ],
+)
+def test_batch_norm_of_a_lone_image_is_refused(
+    keys: tuple[str, ...], refused: str | None, folders: Path, tmp_path: Path
+) -> None:
+    """Of 33 images. A MobileNet comes to one pixel, whose channels have one number each then."""
+    processor = {"size": {"shortest_edge": 32}, "crop_size": SQUARE}
+    model = {"type": "mobilenet_v1", "config": {"depth_multiplier": 0.05}}
+    task = {"name": "image_classification", "processor": processor}
+    run = job(folders, tmp_path / "out", *keys, model=model, task=task)
+    with raises("LS3007", refused) if refused else nullcontext():
+        resolve(run, Machine(), 1)
 
 
 def test_a_file_that_is_no_image_is_named(folders: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The task `module`: a model, data and a loss of one's own; what is found out about them, and what is refused."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
 from lockstep.tasks.module import Module
 from lockstep.tasks.modules import dataset
+from lockstep.training.resolve import Machine, resolve
 from support.messages import raises
 from support.own_modules import TOY, found_of, job
 from support.places import ROOT
@@ -49,6 +51,22 @@ def test_a_loss_that_cannot_be_told_is_refused(loss: str, said: str, module_fold
         found_of(run)
     assert said.replace("TOY", str(run.task.options["loss"]).partition(".")[0]) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        (("batch_size=16",), "last step of an epoch (3 examples)"),
+        (("batch_size=16", "steps=3"), ""),
+        (("batch_size=17",), ""),
+    ],
+)
+def test_batch_norm_of_a_lone_item_is_refused(keys: tuple[str, ...], refused: str, module_folder: Path) -> None:
+    """Of 51 items, in 4 micro-batches a step."""
+    code = TOY.replace("LOSS", "((outputs - answers) ** 2).sum()").replace("nn.Tanh()", "nn.BatchNorm1d(8)")
+    run = job(module_folder, code, *keys)
+    with raises("LS3007", refused) if refused else nullcontext():
+        resolve(run, Machine(), 1)
 
 
 def test_a_loss_that_would_have_to_be_trained_is_refused(module_folder: Path) -> None:

@@ -12,6 +12,7 @@ import transformers
 
 from lockstep.config.run import Run
 from lockstep.tasks.models import config_checks, heads, model_configs, models
+from lockstep.training.resolve import Machine, resolve
 from support.harness import tiny
 from support.messages import raises
 
@@ -79,7 +80,7 @@ def test_a_family_is_refused_beside_autocast(family: str, entries: dict, error: 
     """As transformers' own layers do not take it."""
     entries = LAYERS | entries
     with raises("LS3143", family):
-        models.check(a_run(family, entries, f"precision={precision}"))
+        models.check_arithmetic(a_run(family, entries, f"precision={precision}"), heads.CLASSIFICATION)
     config = transformers.AutoConfig.for_model(family, **entries, vocab_size=20)
     model = transformers.AutoModel.from_config(config).eval()
     ids = torch.tensor([[0, 5, 2]])
@@ -87,7 +88,15 @@ def test_a_family_is_refused_beside_autocast(family: str, entries: dict, error: 
     with torch.autocast("cpu", low), pytest.raises(RuntimeError, match=error):
         model(ids)
     model.bfloat16()(ids)  # what the refusal names
-    models.check(a_run(family, entries, "precision=bf16", "model.dtype=bfloat16"))
+    models.check_arithmetic(a_run(family, entries, "precision=bf16", "model.dtype=bfloat16"), heads.CLASSIFICATION)
+
+
+def test_what_precision_decides_is_refused_for_data_from_the_cache(tmp_path: Path) -> None:
+    """Their key holds no precision: what prepared them is not called again."""
+    run = tiny("task.name=classification", model={"type": "deberta", "config": LAYERS}, output=str(tmp_path))
+    resolve(run, Machine(), 1)
+    with raises("LS3143", "deberta"):
+        resolve(run.model_copy(update={"precision": "bf16"}), Machine(), 1)
 
 
 YOUTU = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 16, "kv_lora_rank": 16}

@@ -16,9 +16,7 @@ from support.command import (
     bits,
     each_step_once,
     ended,
-    finish,
     until,
-    write,
 )
 from support.marks import long, slow
 from support.places import TESTS_PATH
@@ -32,29 +30,14 @@ pytestmark = [
 HANG_S = 12  # on a busy machine a rank may not get a processor for six seconds, which is no loss
 
 
-@pytest.fixture(scope="module")
-def eight(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """The job of `striking`, alone and untouched."""
-    folder = tmp_path_factory.mktemp("eight")
-    write(folder, **striking.VALUES)
-    finish(folder, cache, "launch.processes=1", "strategy.name=single")
-    return folder
-
-
-def job(strategy: str, world: int, *strikes: tuple[int, int, str, int]) -> striking.Job:
-    """Of (step, rank, phase, in a world of so many at least)."""
-    names = ("step", "rank", "phase", "world")
-    return striking.Job(0, strategy, world, [dict(zip(names, each, strict=True)) for each in strikes])
-
-
 # `allreduce` is asked each time where the last one trains alone, and where a rank is stopped
 @pytest.mark.parametrize("strategy", ["StruckDDP", long("StruckAllReduce")])
-def test_ranks_that_are_left_finish_the_step(strategy: str, tmp_path: Path, cache: Path, eight: Path) -> None:
+def test_ranks_that_are_left_finish_the_step(strategy: str, tmp_path: Path, cache: Path, untouched: Path) -> None:
     """Within the exchange, while they meet again, after an update that others have not made, rank 0 while it saves and
     while it evaluates; others take their places and get the state from those that are left."""
     strikes = [(3, 1, "sent", 3), (4, 1, "meeting", 2), (9, 0, "saving", 2), (15, 0, "evaluation", 2)]
     strikes += [(25, 2, "summed", 3), (31, 0, "updated", 2), (33, 1, "agreed", 2), (34, 0, "joining", 3)]
-    done = striking.carried_out(job(strategy, 3, *strikes), tmp_path / "job", cache, eight)
+    done = striking.carried_out(striking.struck(strategy, 3, *strikes), tmp_path / "job", cache, untouched)
     assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
     assert done.restarted == 0
     told = [json.loads(line) for line in (tmp_path / "job/out/events.jsonl").read_text().splitlines()]
@@ -71,12 +54,12 @@ def test_ranks_that_are_left_finish_the_step(strategy: str, tmp_path: Path, cach
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["StruckDDP", "StruckAllReduce"])
 def test_a_rank_is_lost_while_another_one_joins_or_it_writes(
-    strategy: str, tmp_path: Path, cache: Path, eight: Path
+    strategy: str, tmp_path: Path, cache: Path, untouched: Path
 ) -> None:
     """The one that hands the state to one that comes in, which has got some of it; one that has written half of its
     file of a checkpoint; rank 0 when all files are written and the folder has not got its name; then rank 0 again."""
     strikes = [(3, 2, "sent", 3), (3, 0, "handing", 2), (8, 1, "writing", 3), (18, 0, "naming", 3), (19, 0, "agree", 2)]
-    done = striking.carried_out(job(strategy, 3, *strikes), tmp_path / "job", cache, eight)
+    done = striking.carried_out(striking.struck(strategy, 3, *strikes), tmp_path / "job", cache, untouched)
     assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
     assert done.restarted == 0
     kept = tmp_path / "job" / "out" / "checkpoints"
@@ -84,12 +67,14 @@ def test_a_rank_is_lost_while_another_one_joins_or_it_writes(
 
 
 def test_without_others_to_take_their_places_the_last_one_trains_alone(
-    tmp_path: Path, cache: Path, eight: Path
+    tmp_path: Path, cache: Path, untouched: Path
 ) -> None:
     strikes = [(5, 0, "forward", 3), (12, 1, "gradient", 2)]
-    done = striking.carried_out(job("StruckAllReduce", 3, *strikes), tmp_path / "job", cache, eight, replaced=0)
+    done = striking.carried_out(
+        striking.struck("StruckAllReduce", 3, *strikes), tmp_path / "job", cache, untouched, replaced=0
+    )
     assert [(each["phase"], each["world"]) for each in done.done] == [("forward", 3), ("gradient", 2)]
-    manifest = json.loads((tmp_path / "job/out/checkpoints/step-000060/manifest.json").read_text())
+    manifest = json.loads((tmp_path / "job/out/checkpoints/step-000040/manifest.json").read_text())
     assert manifest["world_size"] == 1
     assert done.restarted == 0
 
@@ -167,10 +152,11 @@ def test_what_cannot_go_on_starts_again_and_says_so(tmp_path: Path, job: Command
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [long(seed) for seed in range(4)])
-def test_struck_at_random(seed: int, tmp_path: Path, cache: Path, eight: Path) -> None:
+def test_struck_at_random(seed: int, tmp_path: Path, cache: Path) -> None:
     """Worlds of 2 to 6, ten strikes each. LOCKSTEP_SEED chooses others."""
+    untouched = striking.untouched(tmp_path / "untouched", cache, values=striking.VALUES)
     drawn = striking.drawn(seed + int(os.environ.get("LOCKSTEP_SEED", 0)), 10, 60)
-    done = striking.carried_out(drawn, tmp_path / "job", cache, eight)
+    done = striking.carried_out(drawn, tmp_path / "job", cache, untouched)
     assert done.equal
     assert len(done.done) == len(drawn.strikes)
     assert done.restarted == 0

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from support import striking
-from support.command import finish, write
 from support.marks import long, slow
 
 pytestmark = [
@@ -30,11 +29,8 @@ pytestmark = [
 def test_the_others_finish_the_step(strategy: str, precision: str, tmp_path: Path, cache: Path) -> None:
     """Within the exchange, after an update that another has not made, and rank 0; down to one rank, and up again."""
     pytest.importorskip("accelerate")
-    write(untouched := tmp_path / "untouched", **striking.VALUES)
-    finish(untouched, cache, "launch.processes=1", "strategy.name=single", f"precision={precision}")
-    strikes = [(3, 1, "sent", 2), (9, 0, "updated", 2), (25, 1, "gradient", 2)]
-    names = ("step", "rank", "phase", "world")
-    job = striking.Job(0, strategy, 2, [dict(zip(names, each, strict=True)) for each in strikes])
+    untouched = striking.untouched(tmp_path / "untouched", cache, f"precision={precision}")
+    job = striking.struck(strategy, 2, (3, 1, "sent", 2), (8, 0, "updated", 2), (13, 1, "gradient", 2))
     done = striking.carried_out(job, tmp_path / "job", cache, untouched, f"precision={precision}")
     assert [each["phase"] for each in done.done] == ["sent", "updated", "gradient"]
     assert done.restarted == 0

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from support import striking
-from support.command import finish, write
 from support.marks import long, slow
 from support.messages import mentions
+from support.striking import struck, untouched
 
 pytestmark = [
     pytest.mark.processes,
@@ -29,24 +29,9 @@ EACH_MICRO_BATCH, ONCE = "strategy.options.gather=micro_batch", "strategy.option
 KINDS = {"StruckFSDP2": (EACH_MICRO_BATCH,), "StruckFSDP2Step": (ONCE,), "StruckPipeline": (LAYERS,)}
 
 
-def untouched(folder: Path, cache: Path, *words: str) -> Path:
-    """The job of `striking`, alone."""
-    write(folder, **striking.VALUES)
-    finish(folder, cache, "launch.processes=1", "strategy.name=single", *words)
-    return folder
-
-
 @pytest.fixture(scope="module")
-def eight(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    return untouched(tmp_path_factory.mktemp("eight"), cache)
-
-
-def job(strategy: str, world: int, *strikes: tuple[int, int, str, int], saved: int = 0) -> striking.Job:
-    """Of (step, rank, phase, in a world of so many at least), once the checkpoint of step `saved` is there."""
-    names = ("step", "rank", "phase", "world")
-    return striking.Job(
-        0, strategy, world, [dict(zip(names, each, strict=True)) | {"saved": saved} for each in strikes]
-    )
+def alone(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    return untouched(tmp_path_factory.mktemp("alone"), cache)
 
 
 def layers(kind: str) -> list[str]:
@@ -67,11 +52,11 @@ def started_again(folder: Path, shard: str) -> str:
 
 
 def test_shares_are_taken_from_copies_and_a_rank_that_comes_gets_its_own(
-    tmp_path: Path, cache: Path, eight: Path
+    tmp_path: Path, cache: Path, alone: Path
 ) -> None:
     """`gather: step`, three ranks: one is lost within a step, then rank 0 after its update."""
-    strikes = [(5, 1, "agreed", 3), (12, 0, "updated", 3)]
-    done = striking.carried_out(job("StruckFSDP2Step", 3, *strikes), tmp_path / "job", cache, eight, *COPIED)
+    strikes = [(5, 1, "agreed", 3), (11, 0, "updated", 3)]
+    done = striking.carried_out(struck("StruckFSDP2Step", 3, *strikes), tmp_path / "job", cache, alone, *COPIED)
     assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
     assert done.restarted == 0
     told = moved(tmp_path / "job")
@@ -84,11 +69,11 @@ def test_shares_are_taken_from_copies_and_a_rank_that_comes_gets_its_own(
     "phase", [slow("late"), long("updated"), long("step"), long("agreed"), long("saving"), long("evaluation")]
 )
 def test_one_replica_of_each_shard_is_enough_to_finish_the_step(
-    phase: str, tmp_path: Path, cache: Path, eight: Path
+    phase: str, tmp_path: Path, cache: Path, alone: Path
 ) -> None:
     """Four ranks, two replicas: nothing is gone back, also where another rank had not heard that all could make the
     update (`late`), and makes it by itself."""
-    done = striking.carried_out(job("StruckFSDP2", 4, (3, 2, phase, 4)), tmp_path / "job", cache, eight, *REPLICATED)
+    done = striking.carried_out(struck("StruckFSDP2", 4, (3, 2, phase, 4)), tmp_path / "job", cache, alone, *REPLICATED)
     assert [each["phase"] for each in done.done] == [phase]
     assert done.restarted == 0
     assert (tmp_path / "job/unheard").exists() == (phase == "late")
@@ -101,7 +86,7 @@ def test_tensor_ranks_become_as_many_as_divide_those_that_are_left(tmp_path: Pat
     leaves = ("strategy.tensor_leaves=2",)
     alone = untouched(tmp_path / "alone", cache, *leaves)
     pairs = ("strategy.options.tensor_parallel=2", *leaves, *COPIED)
-    done = striking.carried_out(job("StruckFSDP2", 4, (5, 1, "agreed", 4)), tmp_path / "job", cache, alone, *pairs)
+    done = striking.carried_out(struck("StruckFSDP2", 4, (5, 1, "agreed", 4)), tmp_path / "job", cache, alone, *pairs)
     assert [each["phase"] for each in done.done] == ["agreed"]
     assert done.restarted == 0
     assert any("by copies in memory" in what for what in moved(tmp_path / "job"))
@@ -109,11 +94,13 @@ def test_tensor_ranks_become_as_many_as_divide_those_that_are_left(tmp_path: Pat
 
 @pytest.mark.slow
 def test_both_holders_of_a_shard_are_lost_and_all_start_again_and_say_why(
-    tmp_path: Path, cache: Path, eight: Path
+    tmp_path: Path, cache: Path, alone: Path
 ) -> None:
     """Two replicas: of the ranks that meet again one more is lost, the other one of the same shard."""
     strikes = [(13, 1, "step", 4), (13, 2, "forming", 3)]
-    done = striking.carried_out(job("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, eight, *REPLICATED)
+    done = striking.carried_out(
+        struck("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, alone, *REPLICATED
+    )
     assert [each["phase"] for each in done.done] == ["step", "forming"]
     assert done.restarted == 1
     assert "resuming after step 10" in started_again(tmp_path / "job", "shard 1 of 2")
@@ -126,9 +113,9 @@ def test_both_of_a_pair_in_a_row(kind: str, tmp_path: Path, cache: Path) -> None
     """The one that keeps the copy of the first is lost once the first is replaced; then both before they are: what was
     in their memory only is lost, and all start again and say so."""
     words = [*COPIED, *KINDS[kind]]
-    alone = untouched(tmp_path / "alone", cache, *layers(kind))
+    alone = untouched(tmp_path / "alone", cache, *layers(kind), values=striking.VALUES)
     strikes = [(5, 1, "agreed", 3), (7, 1, "agreed", 3), (23, 1, "step", 3), (23, 1, "forming", 2)]
-    done = striking.carried_out(job(kind, 3, *strikes), tmp_path / "job", cache, alone, *words)
+    done = striking.carried_out(struck(kind, 3, *strikes), tmp_path / "job", cache, alone, *words)
     assert [(each["phase"], each["world"]) for each in done.done] == [(phase, world) for *_, phase, world in strikes]
     assert done.restarted == 1
     started_again(tmp_path / "job", "shard 1 of 3")
@@ -140,9 +127,9 @@ def test_both_of_a_pair_in_a_row(kind: str, tmp_path: Path, cache: Path) -> None
 def test_both_of_a_pair_before_one_that_comes_has_the_state(kind: str, tmp_path: Path, cache: Path) -> None:
     """One is lost, another comes in, and while it gets its part one of those that send it is lost: the last of three
     has a copy of what that one held, taken since they were two."""
-    alone = untouched(tmp_path / "alone", cache, *layers(kind))
+    alone = untouched(tmp_path / "alone", cache, *layers(kind), values=striking.VALUES)
     strikes = [(5, 1, "agreed", 3), (5, 1, "handing", 3), (25, 0, "agreed", 3), (25, 0, "handing", 3)]
-    done = striking.carried_out(job(kind, 3, *strikes), tmp_path / "job", cache, alone, *COPIED, *KINDS[kind])
+    done = striking.carried_out(struck(kind, 3, *strikes), tmp_path / "job", cache, alone, *COPIED, *KINDS[kind])
     assert [(each["phase"], each["world"]) for each in done.done] == [(phase, world) for *_, phase, world in strikes]
     assert done.restarted == 0
     assert sum("by copies in memory" in what for what in moved(tmp_path / "job")) >= 2
@@ -150,10 +137,12 @@ def test_both_of_a_pair_before_one_that_comes_has_the_state(kind: str, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_without_copies_the_second_of_a_pair_starts_all_again(tmp_path: Path, cache: Path, eight: Path) -> None:
+def test_without_copies_the_second_of_a_pair_starts_all_again(tmp_path: Path, cache: Path, alone: Path) -> None:
     """The same of two replicas: three ranks have shared the state out, and nobody has what the second held."""
     strikes = [(13, 1, "step", 4), (13, 2, "handing", 4)]
-    done = striking.carried_out(job("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, eight, *REPLICATED)
+    done = striking.carried_out(
+        struck("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, alone, *REPLICATED
+    )
     assert [each["phase"] for each in done.done] == ["step", "handing"]
     assert done.restarted == 1
     started_again(tmp_path / "job", "shard 2 of 3")
@@ -163,15 +152,16 @@ def test_without_copies_the_second_of_a_pair_starts_all_again(tmp_path: Path, ca
 def test_a_pipeline_goes_on_with_fewer_stages(tmp_path: Path, cache: Path) -> None:
     alone = untouched(tmp_path / "alone", cache, LAYERS)
     strikes = [(5, 1, "agreed", 3)]
-    done = striking.carried_out(job("StruckPipeline", 3, *strikes), tmp_path / "job", cache, alone, LAYERS, *COPIED)
+    done = striking.carried_out(struck("StruckPipeline", 3, *strikes), tmp_path / "job", cache, alone, LAYERS, *COPIED)
     assert done.restarted == 0
     assert any("by copies in memory" in what for what in moved(tmp_path / "job"))
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [long(seed) for seed in range(4)])
-def test_struck_at_random(seed: int, tmp_path: Path, cache: Path, eight: Path) -> None:
+def test_struck_at_random(seed: int, tmp_path: Path, cache: Path) -> None:
     """Six strikes, each in a full world. LOCKSTEP_SEED chooses others."""
+    alone = untouched(tmp_path / "alone", cache, values=striking.VALUES)
     chance = random.Random(seed + int(os.environ.get("LOCKSTEP_SEED", 0)))
     kind, world, options = chance.choice(
         [
@@ -182,7 +172,7 @@ def test_struck_at_random(seed: int, tmp_path: Path, cache: Path, eight: Path) -
     )
     phases = ("step", "agreed", "update", "updated", "agree")
     strikes = [(4 + 8 * i, chance.randint(0, 5), chance.choice(phases), world) for i in range(6)]
-    done = striking.carried_out(job(kind, world, *strikes), tmp_path / "job", cache, eight, *options)
+    done = striking.carried_out(struck(kind, world, *strikes), tmp_path / "job", cache, alone, *options)
     assert done.equal
     assert len(done.done) == len(strikes)
     assert done.restarted == 0

@@ -51,9 +51,10 @@ class MicroBatch:
         return MicroBatch(self.index, inputs, self.targets.pin_memory(), sources)
 
     def blank(self) -> MicroBatch:
-        """A micro-batch of one example whose every target is ignored: its gradient is zero."""
-        targets = torch.full_like(self.targets[:1], IGNORED)
-        inputs = {k: targets if k == TARGETS else v[:1] for k, v in self.inputs.items()}
+        """A micro-batch of two examples, as batch normalisation needs them, or of the only one. Every target is
+        ignored: its gradient is zero."""
+        targets = torch.full_like(self.targets[:2], IGNORED)
+        inputs = {k: targets if k == TARGETS else v[:2] for k, v in self.inputs.items()}
         return MicroBatch(self.index, inputs, targets)
 
 

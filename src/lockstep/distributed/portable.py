@@ -36,6 +36,7 @@ from lockstep.config.run import RunError
 ROWS = 256  # of a product that one thread computes at a time: with any number of threads the pieces are these
 MATRICES = 64  # of a batch of products, likewise
 CORE = processor.VARIABLES["OPENBLAS_CORETYPE"]
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 # What MKL, oneDNN or FBGEMM computes and nothing here replaces, with all variants of each name: LAPACK, transforms,
 # products of other kinds, and functions that no model is known to train with.
 REFUSED = (
@@ -46,7 +47,7 @@ REFUSED = (
     *("_linalg_slogdet", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_inv_ex", "linalg_cholesky_ex"),
     *("cholesky", "cholesky_inverse", "_cholesky_solve_helper", "_linalg_solve_ex", "triangular_solve"),
     *("linalg_ldl_factor_ex", "linalg_ldl_solve"),
-    "_scaled_dot_product_flash_attention_for_cpu",
+    FLASH,
 )
 
 _library: torch.library.Library | None = None  # the kernels stay for as long as this does
@@ -529,12 +530,17 @@ def _elementwise(library: torch.library.Library, name: str, function: Callable[[
     library.impl(f"{name}_", _in_place(kernel), "CPU")
 
 
+def unportable(name: str) -> RunError:
+    """Why an operation of `REFUSED` cannot be had."""
+    return RunError(
+        "LS7081",
+        f"strategy.exact: portable: torch's {name.strip('_')} is computed by a library that looks at the "
+        "processor; set strategy.exact=true",
+    )
+
+
 def _refusal(name: str) -> Callable[..., Any]:
     def kernel(*_operands: Any, **_options: Any) -> Sequence[Tensor]:
-        raise RunError(
-            "LS7081",
-            f"strategy.exact: portable: torch's {name.strip('_')} is computed by a library that looks at the "
-            "processor; set strategy.exact=true",
-        )
+        raise unportable(name)
 
     return kernel

@@ -58,7 +58,8 @@ class World:
         self._rendezvous = Rendezvous(init_method, self.rank, self.size, several, timeout, shared)
         self._control: dist.ProcessGroup | None = None  # for decisions; None in a job of one process
         self.portable = run.strategy.exact == "portable"
-        self._deterministic = self.device.type == "cuda" and run.strategy.exact
+        self._exact = bool(run.strategy.exact)
+        self._deterministic = self.device.type == "cuda" and self._exact
         self.gloo_threads = 1  # of each group: `torch_internals.gloo_threads`
         self._asking: Callable[[], int] | None = None
         self.members = Membership.from_environment()  # where the launcher keeps a roll of ranks
@@ -89,6 +90,8 @@ class World:
             portable.install(self.threads)
         else:
             torch.set_num_threads(self.threads)
+            if self._exact:  # torch's own encoder layers compute evaluations another way, unless an engine hooks them
+                torch.backends.mha.set_fastpath_enabled(False)
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # it is read with the first product
         torch_internals.gloo_threads(self.gloo_threads)
         if self.device.type == "cuda":

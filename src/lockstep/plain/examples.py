@@ -29,20 +29,19 @@ def encode_rows(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
     return [example for _, some in groupby(rows, lambda row: row.get(SOURCE)) for example in make(job, list(some))]
 
 
-def end_of(tokenizer: Any) -> int | None:
-    """The token that ends a text."""
+def end_of(tokenizer: Any) -> Any:
+    """The token that ends a text; None: there is none."""
     return tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
 
 
 def tokens(tokenizer: Any, *texts: str, **options: Any) -> list[int]:
-    """The tokens of a text or of two."""
-    return list(tokenizer(*texts, verbose=False, **options)["input_ids"])
+    """The tokens of a text or of two; the end token of one that has none."""
+    return list(tokenizer(*texts, verbose=False, **options)["input_ids"]) or closed(tokenizer, [])
 
 
 def closed(tokenizer: Any, ids: list[int]) -> list[int]:
     """With the end token behind, where it is not there already."""
-    end = end_of(tokenizer)
-    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+    return ids if end_of(tokenizer) in (None, *ids[-1:]) else [*ids, end_of(tokenizer)]
 
 
 def opened(tokenizer: Any, ids: list[int]) -> list[int]:
@@ -94,9 +93,12 @@ def _image(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     if isinstance(image, dict):
         image = base64.b64decode(image["base64"]) if "base64" in image else image["bytes"]
     image = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image
-    image = ImageOps.exif_transpose(image).convert("RGB")
-    pixels = job.processor(image, return_tensors="pt")["pixel_values"][0]
-    return {"pixel_values": pixels, "labels": job.labels.index(get(row, task["label"]))}
+    return {
+        "pixel_values": job.processor(ImageOps.exif_transpose(image).convert("RGB"), return_tensors="pt").pixel_values[
+            0
+        ],
+        "labels": job.labels.index(get(row, task["label"])),
+    }
 
 
 def _tags(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
@@ -111,47 +113,50 @@ def _tags(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
 
 def _pair(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     """A source and its target."""
-    cut = {"truncation": True, "max_length": most}
-    ids = tokens(job.tokenizer, task["prefix"] + get(row, task["source"]), **cut)
-    target = {"text_target": get(row, task["target"]), **cut, "max_length": task["target_length"] or most}
-    target_ids = tokens(job.target_tokenizer, **target)
-    example = {"input_ids": ids or closed(job.tokenizer, []), "next": target_ids or closed(job.target_tokenizer, [])}
-    return example | {"reference": target["text_target"]}
+    source, target = task["prefix"] + get(row, task["source"]), get(row, task["target"])
+    return {
+        "input_ids": tokens(job.tokenizer, source, truncation=True, max_length=most),
+        "next": tokens(
+            job.target_tokenizer, text_target=target, truncation=True, max_length=task["target_length"] or most
+        ),
+        "reference": target,
+    }
 
 
 def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     """The windows of a question, as in transformers' own script: where the answer is not in one, its first token."""
-    window = {"truncation": "only_second", "max_length": most, "stride": task["stride"]}
     both = get(row, task["question"]).strip(), get(row, task["context"])
-    encodings = job.tokenizer(*both, **window, return_overflowing_tokens=True, return_offsets_mapping=True)
-    answers, windows = get(row, task["answers"]), list[dict[str, Any]]()
-    if isinstance(answers, dict):  # the first answer is learned
-        answers = [
-            {"text": text, "answer_start": at}
-            for text, at in zip(answers["text"], answers["answer_start"], strict=True)
-        ]
-    for part, ids in enumerate(encodings["input_ids"]):
+    encodings = job.tokenizer(
+        *both,
+        truncation="only_second",
+        max_length=most,
+        stride=task["stride"],
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+    )
+    answers, windows = get(row, task["answers"]) or [], list[dict[str, Any]]()
+    if isinstance(answers, list):
+        answers = {key: [answer[key] for answer in answers] for key in ("text", "answer_start")}
+    for part in range(len(encodings["input_ids"])):
         spans, sides, ends = encodings["offset_mapping"][part], encodings.sequence_ids(part), (0, 0)
         inside = [place for place, side in enumerate(sides) if side == 1]
-        if answers:
-            start, stop = answers[0]["answer_start"], answers[0]["answer_start"] + len(answers[0]["text"])
-            if spans[inside[0]][0] <= start and spans[inside[-1]][1] >= stop:
+        for text, start in zip(answers["text"][:1], answers["answer_start"][:1], strict=True):  # the first is learned
+            if spans[inside[0]][0] <= start and spans[inside[-1]][1] >= start + len(text):
                 ends = (
                     max(place for place in inside if spans[place][0] <= start),
-                    min(place for place in inside if spans[place][1] >= stop),
+                    min(place for place in inside if spans[place][1] >= start + len(text)),
                 )
-        types = {"token_type_ids": encodings["token_type_ids"][part]} if "token_type_ids" in encodings else {}
-        windows.append({"input_ids": ids, "ends": ends, "spans": {place: spans[place] for place in inside}, **types})
-    return {"windows": windows, "context": both[1], "right": [answer["text"] for answer in answers or ()]}
+        inputs = {name: encodings[name][part] for name in ("input_ids", "token_type_ids") if name in encodings}
+        windows.append(inputs | {"ends": ends, "spans": {place: spans[place] for place in inside}})
+    return {"windows": windows, "context": both[1], "right": answers["text"]}
 
 
 def _texts(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     """The texts of a row, and the score of the two."""
     texts = [get(row, column) for column in columns(task)[0]]
-    cut = {"truncation": True, "max_length": most}
     low, high = task["score_range"]
     return {
-        "texts": [tokens(job.tokenizer, text, **cut) or closed(job.tokenizer, []) for text in texts],
+        "texts": [tokens(job.tokenizer, text, truncation=True, max_length=most) for text in texts],
         "score": (get(row, task["score"]) - low) / (high - low) if task["score"] else None,
         "names": [same({"text": text}, ["text"]) for text in texts],  # equal for equal texts
     }
@@ -169,8 +174,8 @@ def _answers(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
             first = next((place for place, learned in enumerate(known) if learned), len(ids))
         else:
             prompt_ids = opened(job.tokenizer, tokens(job.tokenizer, prompt)) if prompt is not None else []
-            ids, first = prompt_ids + tokens(job.tokenizer, answer, add_special_tokens=prompt is None), len(prompt_ids)
-        ids, first = closed(job.tokenizer, ids), max(1, first)
+            answer_ids = closed(job.tokenizer, tokens(job.tokenizer, answer, add_special_tokens=prompt is None))
+            ids, first = prompt_ids + answer_ids, len(prompt_ids)
         spans.append({"input_ids": ids[:most], "next": [*([IGNORED] * first + ids[first:])[1:most], IGNORED]})
     return {"answers": spans}
 
@@ -240,8 +245,14 @@ def _turns(job: Any, row: list[dict], tools: Any, arguments: dict) -> list[tuple
     ]
 
     def text(count: int, opened: bool = False) -> str:
-        how = {"tools": tools, "chat_template": task["chat_template"], "tokenize": False, **arguments}
-        return tokenizer.apply_chat_template(messages[:count], add_generation_prompt=opened, **how)
+        return tokenizer.apply_chat_template(
+            messages[:count],
+            tools=tools,
+            chat_template=task["chat_template"],
+            add_generation_prompt=opened,
+            tokenize=False,
+            **arguments,
+        )
 
     at = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     at = at[-1:] if task["name"] != "language_modeling" else at
@@ -260,10 +271,11 @@ def _turns(job: Any, row: list[dict], tools: Any, arguments: dict) -> list[tuple
 def _hidden(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
     """Texts as a masked language model reads them, before tokens are masked."""
     task, size = job.run["task"], job.run["data"]["max_length"]
-    cut = {"truncation": True, "max_length": size, "return_overflowing_tokens": True}
     if not task["packing"]:
         return [
-            {"input_ids": ids} for row in rows for ids in job.tokenizer([get(row, task["text"])], **cut)["input_ids"]
+            {"input_ids": ids}
+            for text in ([get(row, task["text"])] for row in rows)
+            for ids in job.tokenizer(text, truncation=True, max_length=size, return_overflowing_tokens=True).input_ids
         ]
     ids = [token for row in rows for token in closed(job.tokenizer, tokens(job.tokenizer, get(row, task["text"])))]
     return _blocks(ids, [True] * len(ids), size)

@@ -23,7 +23,7 @@ class Plain:
     target_tokenizer: Any = None  # of a translation's targets: that of the texts, or their own
     processor: Any = None  # of a task of images
     reference: Any = None  # of preferences: the model before training
-    libraries = False  # whether losses are computed by the libraries that define them, whose imports take a second
+    libraries = False  # whether losses are computed by the libraries that define them, whose imports take seconds
 
     def __init__(
         self, run: dict, tokenizer: str, rows: dict[str, list[Row]] | None = None, labels: list[Any] | None = None

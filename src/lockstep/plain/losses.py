@@ -2,13 +2,18 @@
 
 In: a model, examples. Out: the sum of the losses over targets, and how many targets there are.
 
-Losses of embeddings are computed by sentence-transformers (6.0.0 to 6.2.0), from the vectors, where the job asks for
-libraries. Those of preferences and rewards are written out: TRL 1.16.0, the only release of the supported range, has
-them within methods of its trainers alone (`DPOTrainer._compute_loss`, `RewardTrainer.compute_loss`, and SimPO in
-`trl.experimental.cpo.CPOTrainer.cpo_loss`).
+Where the job asks for libraries, those that define a loss compute it: sentence-transformers (6.0.0 to 6.2.0) that of
+embeddings, from vectors; TRL (1.16.0) those of preferences, from log-probabilities of tokens, and of rewards. TRL has
+them as methods of trainers, which are made for this without a model: `DPOTrainer.compute_loss`,
+`RewardTrainer.compute_loss`, and `trl.experimental.cpo.CPOTrainer.cpo_loss` for SimPO. TRL has two of them in another
+form than the run file. Its `sigmoid`, which is `dpo` here, does not smooth labels; its `aot` does, which sorts pairs of
+a batch and is the same loss where the batch has one pair. So each pair is a batch by itself. Its `simpo` subtracts
+gamma / beta before it multiplies by beta, which is gamma, to rounding.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -171,12 +176,11 @@ def _embedding(job: Any, model: Any, examples: list[dict], device: Any) -> Loss:
     ]
     scale, never, right = task["similarity_scale"], torch.tensor(hidden, device=device), torch.arange(count).to(device)
     if job.libraries:
-        ranking = losses.MultipleNegativesRankingLoss(
+        return losses.MultipleNegativesRankingLoss(
             model, scale, lambda a, b: (a @ b.T).masked_fill(never, -torch.inf)
-        )
-        return ranking.compute_loss_from_embeddings([*vectors], right) * count, count
-    scores = scale * vectors[0] @ vectors[1:].flatten(0, 1).T
-    return cross_entropy(scores.masked_fill(never, -torch.inf), right, reduction="sum"), count
+        ).compute_loss_from_embeddings([*vectors], right) * count, count
+    scores = (scale * vectors[0] @ vectors[1:].flatten(0, 1).T).masked_fill(never, -torch.inf)
+    return cross_entropy(scores, right, reduction="sum"), count
 
 
 def _preference(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
@@ -185,17 +189,19 @@ def _preference(job: Any, model: nn.Module, examples: list[dict], device: Any) -
     inputs, targets = inputs_of(job, pairs, device), padded(pairs, "next", IGNORED, device)
 
     def log_probabilities(by: nn.Module) -> Tensor:
-        """Of the answers, their mean where the loss says so: [B, 2]."""
-        each = cross_entropy(by(**inputs).logits.float().transpose(1, 2), targets, reduction="none")  # [2B, T]
-        return -(each.sum(1) / ((targets != IGNORED).sum(1) if task["loss"] in ("ipo", "simpo") else 1)).view(-1, 2)
+        """Of each token of an answer, and 0 of the others: [2B, T]."""
+        return -cross_entropy(by(**inputs).logits.float().transpose(1, 2), targets, reduction="none")
 
-    answers = log_probabilities(model)
+    each, before, learned = log_probabilities(model), torch.zeros(targets.shape).to(device), targets != IGNORED
     if task["loss"] != "simpo":
         if job.reference is None:
             raise NotCovered("task.loss: a reference model is needed, and none was given")
         with torch.no_grad():
             before = log_probabilities(job.reference)
-        answers = answers - before
+    if job.libraries:
+        each_pair = zip(each.split(2), before.split(2), learned.split(2), strict=True)
+        return torch.stack([_pair_by_trl(task, *pair) for pair in each_pair]).sum(), len(examples)
+    answers = ((each - before).sum(1) / (learned.sum(1) if task["loss"] in ("ipo", "simpo") else 1)).view(-1, 2)
     margin, smooth = answers[:, 0] - answers[:, 1], task["label_smoothing"]
     scaled = task["beta"] * margin
     losses = {
@@ -207,11 +213,68 @@ def _preference(job: Any, model: nn.Module, examples: list[dict], device: Any) -
     return losses[task["loss"]].sum(), len(examples)
 
 
+def _pair_by_trl(task: dict, each: Tensor, before: Tensor, learned: Tensor) -> Tensor:
+    """The loss of a pair, a batch by itself, as `DPOTrainer` or `CPOTrainer` has it. In: log-probabilities of tokens by
+    the model and by its reference, 0 of those that are not `learned`: [2, T]."""
+    import trl.experimental.cpo
+
+    kind = {"dpo": "aot" if task["label_smoothing"] else "sigmoid"}.get(task["loss"], task["loss"])
+    trainer = _trainer(
+        trl.experimental.cpo.CPOTrainer if kind == "simpo" else trl.DPOTrainer,
+        each.device,
+        beta=task["beta"],
+        label_smoothing=task["label_smoothing"],
+        loss_type=kind,
+        loss_types=[kind],
+        loss_weights=[1.0],
+        simpo_gamma=task["gamma"],
+    )
+    if kind == "simpo":
+        return trainer.cpo_loss(*(each.sum(1) / learned.sum(1)))[0]
+    mask, reference = nn.functional.pad(learned.long(), (1, 0)), before.sum(1)
+    return trainer.compute_loss(
+        lambda **_: SimpleNamespace(log_probs=each, entropy=each, mean_logits=each, is_top1=learned),
+        {
+            "input_ids": mask,
+            "completion_mask": mask,
+            "ref_chosen_logps": reference[:1],
+            "ref_rejected_logps": reference[1:],
+        },
+    )
+
+
+def _trainer(kind: Any, device: Any, **options: Any) -> Any:
+    """A trainer of TRL's with nothing but what its loss reads: options, and that it evaluates in one process."""
+    trainer = kind.__new__(kind)
+    vars(trainer).update(
+        options,
+        model=SimpleNamespace(training=False),
+        accelerator=SimpleNamespace(device=device, gather=Tensor.detach, gather_for_metrics=Tensor.detach),
+        alpha=0.0,  # of CPO, as SimPO has it
+        aux_loss_enabled=False,
+        f_divergence_type="reverse_kl",
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        use_weighting=False,
+        _metrics={"eval": defaultdict(list)},
+        _total_train_tokens=0,
+    )
+    return trainer
+
+
 def _reward(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
     """The loss of Bradley and Terry's model of choices (arXiv:2203.02155)."""
-    answers = [answer for example in examples for answer in example["answers"]]
+    task, answers = job.run["task"], [answer for example in examples for answer in example["answers"]]
     rewards = model(**inputs_of(job, answers, device)).logits.float().view(-1, 2)
-    losses = -logsigmoid(rewards[:, 0] - rewards[:, 1]) + job.run["task"]["center"] * rewards.sum(1).square()
+    if job.libraries:
+        from trl import RewardTrainer
+
+        trainer = _trainer(RewardTrainer, device, args=SimpleNamespace(center_rewards_coefficient=task["center"]))
+        # all chosen answers stand before the rejected ones
+        return trainer.compute_loss(lambda **_: SimpleNamespace(logits=rewards.T.reshape(-1, 1)), {}) * len(
+            examples
+        ), len(examples)
+    losses = -logsigmoid(rewards[:, 0] - rewards[:, 1]) + task["center"] * rewards.sum(1).square()
     return losses.sum(), len(examples)
 
 

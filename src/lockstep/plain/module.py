@@ -54,8 +54,10 @@ def build(run: dict) -> nn.Module:
 def batch_of(run: dict, items: list[Any]) -> dict[str, Any]:
     """A batch, how many targets it holds, and one item of it alone and twice, which show what a loss is divided by."""
     collate, count = named(run["task"], "collate", default_collate), named(run["task"], "targets", lambda item: 1)
-    some = {"batch": items, "alone": items[:1], "twice": items[:1] * 2}
-    return {name: (collate(each), sum(map(count, each))) for name, each in some.items()}
+    return {
+        name: (collate(each), sum(map(count, each)))
+        for name, each in {"batch": items, "alone": items[:1], "twice": items[:1] * 2}.items()
+    }
 
 
 def batch_loss(job: Any, model: nn.Module, examples: list[dict], device: Any) -> tuple[Tensor, float]:
@@ -63,7 +65,7 @@ def batch_loss(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
     twice as much, and a mean where it has as much. Errors: `NotCovered` where it is neither."""
     (batch,) = examples
     value, count = _value(job, model, batch["batch"], device), batch["batch"][1]
-    if value.numel() > 1:  # one number a target
+    if value.numel() > 1 or count == 1:  # one number a target; or of one target a sum, a mean and its number are one
         return value.sum(), count if job.run["task"].get("targets") else value.numel()
     training = model.training
     try:

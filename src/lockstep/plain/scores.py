@@ -15,17 +15,19 @@ from torch import nn
 from lockstep.plain.examples import IGNORED, end_of
 from lockstep.plain.losses import batch_loss, inputs_of, padded, vectors_of
 
-TRAINING = {"label_smoothing": 0.0, "class_weights": None}  # options of the task that evaluations leave out
+TRAINING = {"label_smoothing": 0.0, "class_weights": None}  # options that evaluations leave out, but of preferences
 LONGEST = 16  # tokens that a model writes
 
 
 @torch.no_grad()
 def scores(job: Any, model: nn.Module, examples: list[dict], writes: bool = True) -> dict[str, float]:
-    """The mean loss, without weights of labels, smoothing or focus, and the scores of the task. `job`: a `Plain`;
-    `writes`: with those of what the model writes."""
+    """The mean loss, without weights of labels, smoothing or focus, and the scores of the task. That of preferences is
+    smoothed, as TRL's is. `job`: a `Plain`; `writes`: with those of what the model writes."""
     plain, task, outputs = copy.copy(job), job.run["task"], []
-    focal = {"loss": None} if task.get("loss") == "focal" else {}
-    plain.run = {**job.run, "task": task | {key: TRAINING[key] for key in TRAINING.keys() & task.keys()} | focal}
+    left_out = {"loss": None} if task.get("loss") == "focal" else {}
+    if task["name"] != "preference":
+        left_out |= {key: TRAINING[key] for key in TRAINING.keys() & task.keys()}
+    plain.run = {**job.run, "task": task | left_out}
     plain.class_weights = None
     hook = model.eval().register_forward_hook(lambda module, inputs, output: outputs.append(output))
     total, count = batch_loss(plain, model, examples)

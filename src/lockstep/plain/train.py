@@ -67,9 +67,9 @@ def _adapted(model: nn.Module, adapter: dict, kind: str | None) -> nn.Module:
     """With an adapter of peft's. `kind`: the task in its words; None: of none of them, whose head it would know."""
     import peft
 
-    of_type = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(adapter.pop("type", "lora").upper())]
-    keys = adapter if kind else {"modules_to_save": ["classifier"]} | adapter
-    return peft.get_peft_model(model, of_type(task_type=kind, **keys))
+    head = {"modules_to_save": ["classifier"]} if kind is None else {}
+    options = {"peft_type": adapter.pop("type", "lora").upper(), "task_type": kind, **head, **adapter}
+    return peft.get_peft_model(model, peft.get_peft_config(options))
 
 
 def _config(job: Plain, head: str) -> Any:
@@ -80,7 +80,11 @@ def _config(job: Plain, head: str) -> Any:
     if section["trust_remote_code"]:
         raise NotCovered("model.trust_remote_code: plain runs models of transformers alone")
     if section["type"]:
-        kind, entries = transformers.CONFIG_MAPPING[section["type"]], dict(section["config"])
+        # transformers walks through the architectures of a config
+        kind, entries = (
+            transformers.CONFIG_MAPPING[section["type"]],
+            dict[str, Any](architectures=[]) | section["config"],
+        )
         for name, within in kind.sub_configs_defaults.items():  # such as a decoder, which decodes
             if isinstance(entries.get(name), dict):
                 entries[name] = dict(within.init_kwargs or {}) | entries[name]
@@ -200,15 +204,22 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     for name, p in trained.items():
         own: dict = next((group for group in optim["groups"] if fnmatchcase(name, group["match"])), {})
-        scale = (own.get("learning_rate") or optim["learning_rate"]) / optim["learning_rate"]
-        decay = optim["weight_decay"] if own.get("weight_decay") is None else own["weight_decay"]
-        decay = 0.0 if id(p) in norms or name.endswith("bias") else decay
+        own = optim | {key: value for key, value in own.items() if value is not None}
+        decay = 0.0 if id(p) in norms or name.endswith("bias") else own["weight_decay"]
         matrix = re.search(r"(^|\.)\d+\.", name) is not None and id(p) not in tables
         if optim.get("muon_params") is not None:
             matrix = any(fnmatchcase(name, pattern) for pattern in optim["muon_params"])
-        groups.append({"params": [p], "scale": scale, "weight_decay": decay, "matrix": matrix and p.dim() == 2})
-    keys = [key for key in SHARED if key in optim]
-    options: dict[str, Any] = {key: tuple(optim[key]) if isinstance(optim[key], list) else optim[key] for key in keys}
+        groups.append(
+            {
+                "params": [p],
+                "scale": own["learning_rate"] / optim["learning_rate"],
+                "weight_decay": decay,
+                "matrix": matrix and p.dim() == 2,
+            }
+        )
+    options: dict[str, Any] = {
+        key: tuple(optim[key]) if isinstance(optim[key], list) else optim[key] for key in SHARED if key in optim
+    }
     if optim["name"] == "muon":
         of_the_rest: dict[str, Any] = {key: options.pop(key) for key in ("betas", "eps")}
         both: Any = (
@@ -234,21 +245,34 @@ def rates_of(optim: dict, total: int, count: int) -> list[float]:
         return [float(np.interp(step, [s for s, _ in kind], [rate for _, rate in kind])) for step in range(count)]
     dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=top)
     warmup = optim["warmup_steps"] or math.ceil(optim["warmup_fraction"] * total)
-    decay = min(optim["decay_steps"] or math.ceil(optim["decay_fraction"] * total), total - warmup)
-    shape = optim["decay_shape"].replace("sqrt", "1-sqrt")
     known = {
         "constant": ("constant_with_warmup", None, {}),
         "inverse_sqrt": ("inverse_sqrt", None, {}),
         "cosine": ("cosine_with_min_lr", total, {"min_lr_rate": least}),
-        "wsd": ("warmup_stable_decay", total, {"num_decay_steps": decay, "min_lr_ratio": least, "decay_type": shape}),
+        "wsd": (
+            "warmup_stable_decay",
+            total,
+            {
+                "num_decay_steps": min(
+                    optim["decay_steps"] or math.ceil(optim["decay_fraction"] * total), total - warmup
+                ),
+                "decay_type": optim["decay_shape"].replace("sqrt", "1-sqrt"),
+                "min_lr_ratio": least,
+            },
+        ),
     }
     if kind != "one_cycle":  # linear is a polynomial
         name, steps, own = known.get(kind, ("polynomial", total, {"lr_end": least * top, "power": optim["power"]}))
         schedule: Any = transformers.get_scheduler(name, dummy, warmup, steps, own)
     else:
-        ends = {"final_div_factor": 1 / (25 * least) if least else math.inf, "cycle_momentum": False}
-        rise = optim["warmup_steps"] / total or optim["warmup_fraction"] or 0.3
-        schedule = torch.optim.lr_scheduler.OneCycleLR(dummy, top, total, pct_start=rise, **ends)  # type: ignore[arg-type]
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            dummy,
+            top,
+            total,
+            pct_start=optim["warmup_steps"] / total or optim["warmup_fraction"] or 0.3,
+            final_div_factor=1 / (25 * least) if least else math.inf,
+            cycle_momentum=False,
+        )
     rates = []
     for _ in range(count):
         rates.append(float(schedule.get_last_lr()[0]))

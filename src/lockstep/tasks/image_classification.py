@@ -29,6 +29,7 @@ from lockstep.tasks.label_task import LabelTask
 from lockstep.tasks.models import heads
 from lockstep.tasks.objectives.objective import LabelOptions
 from lockstep.tasks.objectives.objectives import OneLabel
+from lockstep.tasks.task import refuse_lone_examples
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -129,6 +130,11 @@ class ImageClassification(LabelTask):
         facts |= labels.alike(dict(zip(codes.names, counts, strict=True))) | {"shape": list(shape)}
         return Prepared(digest(names_of(files), codes.names, folder.name), files, str(folder), facts)
 
+    @classmethod
+    def check_prepared(cls, run: Run, prepared: Prepared) -> None:
+        facts = prepared.facts
+        refuse_lone_examples(run, sum(facts["of_label"]), lambda: _trained_on_one(run, cls.head, facts["shape"]))
+
     # -- in every process --------------------------------------------------------------------------------------------
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
@@ -144,8 +150,8 @@ class ImageClassification(LabelTask):
         return models.build(self.run, self.head, None, empty, **entries)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
-        """`pixel_values` float32 [B, C, H, W], rescaled and normalised by the processor. Of no rows two images, which
-        batch normalisation needs."""
+        """`pixel_values` float32 [B, C, H, W], or bfloat16 where weights are, rescaled and normalised by the processor.
+        Of no rows two images, which batch normalisation needs."""
         import torch
 
         from lockstep.data.batch import IGNORED, MicroBatch
@@ -154,7 +160,8 @@ class ImageClassification(LabelTask):
         rows = np.zeros(2, dtype=np.int64) if blank else rows
         ragged, shape = columns.ragged("pixels"), tuple(self.prepared.facts["shape"])
         images = [np.array(ragged.row(int(row))).reshape(shape) for row in rows]
-        inputs = {"pixel_values": torch.from_numpy(normalized(self.processor, images))}
+        pixels = torch.from_numpy(normalized(self.processor, images))
+        inputs = {"pixel_values": pixels.bfloat16() if self.run.model.trained_in_bfloat16 else pixels}
         targets = torch.from_numpy(self.objective.targets(columns, rows))
         return MicroBatch(index, inputs, torch.full_like(targets, IGNORED) if blank else targets)
 
@@ -205,7 +212,8 @@ class ImageClassification(LabelTask):
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             images = [resized(processor, _opened(_read(row[0]), row[0])) for row in rows]
-            logits = model(pixel_values=torch.from_numpy(normalized(processor, images))).logits  # [B, C]
+            pixels = torch.from_numpy(normalized(processor, images)).to(model.dtype)
+            logits = model(pixel_values=pixels).logits.float()  # [B, C]
             return objective.answers(logits, threshold)
 
         return inference.answers(rows, answer)
@@ -346,6 +354,16 @@ def normalized(processor: Any, images: Sequence[np.ndarray]) -> np.ndarray:
     known = {name: value for name, value in _AS_IT_IS.items() if hasattr(processor, name)}
     pixels = processor(list(images), return_tensors="np", input_data_format="channels_first", **known)["pixel_values"]
     return np.ascontiguousarray(pixels, dtype=np.float32)
+
+
+def _trained_on_one(run: Run, head: str, shape: Sequence[int]) -> None:
+    """Forward of one image, in training mode, without numbers."""
+    import torch
+
+    from lockstep.tasks.models import models
+
+    model = models.build(run, head, None, empty=True)
+    model.train()(pixel_values=torch.empty(1, *shape, device="meta", dtype=next(model.parameters()).dtype))
 
 
 def _shape(run: Run, processor: Any) -> tuple[int, ...]:

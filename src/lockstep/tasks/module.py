@@ -19,7 +19,7 @@ from pydantic import Field
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.data.arrow_cache import Columns, Prepared, digest
-from lockstep.tasks.task import Forward, Generate, Task, spread_rows
+from lockstep.tasks.task import Forward, Generate, Task, refuse_lone_examples, spread_rows
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -110,8 +110,16 @@ class Module(Task):
             files[split] = dataset.measured(run, data, places, probed.each, of)
         if length_inputs:  # of all items, where the rest of the key looks at some
             key = digest(key, {split: dataset.content(file) for split, file in files.items()})
-        facts = {"source": run.task.options["data"], "cut": cut} | asdict(probed)
+        facts = {"source": run.task.options["data"], "cut": cut, "examples": len(sets["train"][1])} | asdict(probed)
         return Prepared(key, files, "", facts)
+
+    @classmethod
+    def check_prepared(cls, run: Run, prepared: Prepared) -> None:
+        """Where there are lengths, they decide which items stand alone."""
+        from lockstep.tasks.modules.loss_probe import trained_on_one
+
+        if run.task.options.get("length") is None and (examples := prepared.facts.get("examples")) is not None:
+            refuse_lone_examples(run, examples, lambda: trained_on_one(run))
 
     # -- in every process --------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import BaseModel
 
-from lockstep.config.run import Run
+from lockstep.config.run import Run, RunError
 from lockstep.data import order
 from lockstep.data.arrow_cache import Columns, Prepared
 
@@ -148,8 +148,14 @@ class Task(ABC):
     def prepare(cls, run: Run) -> Prepared:
         """Read, check and encode all splits. Called before any process group exists, by one process a machine.
 
-        Errors: `RunError` for bad data, columns, labels, tokenizers and models.
+        Errors: `RunError` for bad data, columns, labels, tokenizers and models. It is not called where the cache has
+        what it would make: by `seed` and the sections `task`, `data`, `model` and `tokenizer` alone.
         """
+
+    @classmethod  # noqa: B027 - some have nothing to refuse
+    def check_prepared(cls, run: Run, prepared: Prepared) -> None:
+        """Refuse what the data and keys of other sections decide together. Called where `prepare` is, also for data
+        from the cache. Errors: `RunError`."""
 
     @abstractmethod
     def model(self, empty: bool = False) -> nn.Module:
@@ -272,6 +278,32 @@ class Task(ABC):
     @abstractmethod
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write the export: what `from_pretrained` needs."""
+
+
+def refuse_lone_examples(run: Run, examples: int, forward: Callable[[], object]) -> None:
+    """Refuse a model that cannot be trained on one example, where a micro-batch of the run has only one: batch
+    normalisation of one number a channel. `examples`: of an epoch, all equally long. `forward`: of one example, in
+    training mode. Errors: `RunError`."""
+    whole, rest = divmod(examples, run.batch_size)
+    reached = order.total_steps(run.epochs, run.steps, whole + (rest > 0)) > whole
+    sizes = {"a step": run.batch_size} if whole else {}
+    sizes |= {"the last step of an epoch": rest} if rest and reached else {}
+    for step, size in sizes.items():
+        groups = order.cut(np.ones(size, dtype=np.int64), run.micro_batches)
+        if all(len(group) != 1 for group in groups):
+            continue
+        try:
+            forward()
+        except Exception as error:
+            if "more than 1 value per channel" not in str(error):
+                return  # what else fails is told where it is needed
+            raise RunError(
+                "LS3007",
+                f"micro_batches: one of the {run.micro_batches} micro-batches of {step} ({size} examples) has a single "
+                "example, and this model's batch normalisation needs more than one value of a channel; set fewer "
+                "micro_batches, or another batch_size",
+            ) from None
+        return
 
 
 def spread_rows(columns: Columns, count: int) -> np.ndarray:

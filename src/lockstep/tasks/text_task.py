@@ -126,6 +126,12 @@ class TextTask(Task):
         return tokenizer.prepare(data.run, texts(data.splits["train"]), hashed, cls.generative)
 
     @classmethod
+    def check_prepared(cls, run: Run, prepared: Prepared) -> None:
+        from lockstep.tasks.models import models
+
+        models.check_arithmetic(run, str(cls.head))
+
+    @classmethod
     def check(cls, data: TextData, folder: Path, tok: Any) -> None:
         """Refuse a model, or a tokenizer, that does not go with the task. Errors: `RunError`."""
         from lockstep.tasks.models import models

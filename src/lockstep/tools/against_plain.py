@@ -17,9 +17,11 @@ import itertools
 import json
 import math
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,11 @@ FACTOR, LOW = 10.0, 5.0  # allowed difference, as a multiple of the effect of a 
 LEAST = {"loss": 2e-6, "norm": 1e-5, "gradient": 2e-5, "change": 1e-3}  # relative differences that are always allowed
 LEAST_LOW = {"loss": 1e-3, "norm": 2**-8, "gradient": 2**-8, "change": 2**-6}  # under autocast, whose unit is 2^-8
 FLOOR = 1e-3  # of the whole: the norm that a parameter counts for at least, as gradients that cancel hold its rounding
+LOSS_LIBRARIES = {  # by task: a distribution, its releases whose losses plain calls, and the module that has them
+    "embedding": ("sentence-transformers", "6.", "sentence_transformers"),
+    **dict.fromkeys(("preference", "reward"), ("trl", "1.16.", "trl.experimental.cpo")),
+}
+LAST_BIT = 2.0**-23  # of the loss: rounding of a gradient whose terms cancel out, such as the bias of a reward model
 NOTHING = 1e-5  # of the whole: a gradient below it is zero but for rounding
 
 
@@ -163,7 +170,7 @@ def _compared(run: Run, folder: Path, draws: int) -> PlainComparison:
     try:
         seed_libraries(run.seed)  # data of the user's own may be drawn
         job = Plain(plain_run(run, folder), record.tokenizer)
-        job.libraries = run.task.name == "embedding" and _release("sentence-transformers") >= 6
+        job.libraries = _library_has_loss(run.task.name)
         _check_numbers(job, record)
         if record.evaluated:
             verdict.differences.extend(_evaluation(run, job, record, folder, verdict.scores))
@@ -185,12 +192,15 @@ def _compared(run: Run, folder: Path, draws: int) -> PlainComparison:
     return verdict
 
 
-def _release(distribution: str) -> int:
-    """The first number of a distribution's version; 0: it is not installed."""
+def _library_has_loss(task: str) -> bool:
+    """Whether the library that defines a task's loss can be imported, in a release whose own function plain calls."""
+    distribution, release, module = LOSS_LIBRARIES.get(task, ("", "", ""))
     try:
-        return int(version(distribution).partition(".")[0])
-    except PackageNotFoundError:
-        return 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that what is experimental may change; the release is known
+            return bool(module) and version(distribution).startswith(release) and bool(import_module(module))
+    except (PackageNotFoundError, ImportError):
+        return False
 
 
 def plain_run(run: Run, folder: Path) -> dict[str, Any]:
@@ -343,7 +353,8 @@ def _differences(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[s
     differences, where = {"loss": _relative(a.loss, b.loss), "norm": _relative(a.norm, b.norm)}, {}
     every = {}
     sizes, whole = _sizes(b.gradients)
-    kinds = [("gradient", a.gradients, b.gradients, [*sizes], FLOOR * whole)]
+    floor = max(FLOOR * whole, LAST_BIT * abs(b.loss) / LEAST["gradient"])
+    kinds = [("gradient", a.gradients, b.gradients, [*sizes], floor)]
     if b.changes:  # Adam makes whole steps of a gradient that is nothing but rounding
         updated_names = [name for name, size in sizes.items() if size > NOTHING * whole]
         kinds.append(("change", a.changes, b.changes, updated_names, _sizes(b.changes)[1]))

@@ -288,7 +288,7 @@ def with_tensors_of(plain: nn.Module, model: nn.Module) -> None:
         meta_tensors = {n: v for n, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta}
         for name in [*meta_tensors, *dict(module.named_buffers(recurse=False))]:
             if isinstance(other := others.get(name), Tensor):
-                setattr(module, name, other)
+                setattr(module, name, other.float() if other.dtype == torch.bfloat16 else other)
 
 
 FOLDER, FILE = "plain", "plain.json"

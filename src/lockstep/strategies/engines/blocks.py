@@ -34,6 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import StepBatch
 from lockstep.data.cache import cache_folder
@@ -44,6 +45,7 @@ from lockstep.strategies.engines.side_effects import Writes
 from lockstep.strategies.exact.rows import SMALL as FEW_ROWS
 from lockstep.strategies.exact.statistics import averaged
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
+from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import load_config
 from lockstep.tasks.task import Task
 
@@ -81,6 +83,8 @@ def check(run: Run, here: bool) -> None:
         check_compiler(on_gpu=gpu and torch.cuda.is_available())
     if "." not in run.task.name:
         _check_model(run, layer_options)
+        if run.model.compile and here:
+            _check_traced(run)
 
 
 def _check_model(run: Run, layer_options: list[str]) -> None:
@@ -95,6 +99,62 @@ def _check_model(run: Run, layer_options: list[str]) -> None:
     except Exception:  # code from the Hub, sizes that do not fit: each has a message of its own later
         return
     _layers_of(model, layer_options)
+
+
+def _check_traced(run: Run) -> None:
+    """Refuse layers that torch.compile cannot follow, seen from a small model. Errors: `RunError`."""
+    from lockstep.tasks.models import padding
+
+    task: Any = plugins.find("tasks", run.task.name)
+    if not heads.of(task.head).reads_texts:
+        return
+    reason = padding.kept_trial(run, task.head, load_config(run), traced, run.precision)
+    if reason is not None:
+        raise _not_compiled(reason)
+
+
+def traced(run: Run, head: str, config: Any) -> str | None:
+    """Why Dynamo cannot trace a layer of a model of this config, with and without padding; None: it can, or no small
+    model can be made. No code is made. Leaves torch's random state as it was."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    from lockstep.tasks.models import padding, small_models, unpadded  # with transformers' models
+
+    attention = unpadded.NAME if padding.unsupported_reason(run, head) is None else run.model.attention
+    batches = [small_models.examples(head, *batch) for batch in small_models.BATCHES[:3]]
+    reason = None
+    with torch.random.fork_rng([]), torch.autocast("cpu", torch.bfloat16, run.precision == "bf16"):
+        for variant in small_models.smaller(config, head):
+            torch.compiler.reset()  # of layers that are alike the code is one
+            try:
+                model = small_models.small(run, head, variant, attention).train()
+                if attention == unpadded.NAME:
+                    unpadded.install(model)
+                for inputs in batches:
+                    model(**inputs)
+            except Exception:  # entries that do not fit each other any more
+                continue
+            for block in layers.blocks(model):
+                if not _looks_up_tokens(block):
+                    block.forward = in_training(block, block.forward, "eager")
+            try:
+                with making():
+                    for inputs in batches:
+                        model(**inputs)
+                return None
+            except TorchDynamoException as error:
+                reason = _brief(error)
+    return reason
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).partition("\n\nSet TORCH")[0].split())[:300]
+
+
+def _not_compiled(reason: str) -> RunError:
+    return RunError(
+        "LS4048", f"model.compile: torch.compile fails on a layer of this model: {reason}; remove model.compile"
+    )
 
 
 def _layers_of(model: nn.Module, layer_options: list[str]) -> list[nn.Module]:
@@ -242,10 +302,10 @@ def check_compiler(on_gpu: bool) -> None:
         )
 
 
-def in_training(block: nn.Module, forward: Forward) -> Forward:
+def in_training(block: nn.Module, forward: Forward, backend: str | None = None) -> Forward:
     """A layer's `forward`, compiled where it trains."""
     # Symbolic sizes from the first call on, and no part that is left out in silence.
-    code = torch.compile(forward, dynamic=True, fullgraph=True, backend=BACKEND)
+    code = torch.compile(forward, dynamic=True, fullgraph=True, backend=backend or BACKEND)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()) or isinstance(_get_current_dispatch_mode(), Writes):
@@ -270,11 +330,7 @@ def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
             try:
                 strategy.dry_run(batch.to(strategy.world.device))
             except TorchDynamoException as error:
-                reason = " ".join(str(error).partition("\n\nSet TORCH")[0].split())[:300]
-                raise RunError(
-                    "LS4048",
-                    f"model.compile: torch.compile fails on a layer of this model: {reason}; remove model.compile",
-                ) from error
+                raise _not_compiled(_brief(error)) from error
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines.side_effects import preserved, watching
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import leaves_out_layers, load_config
+from lockstep.tasks.modules import dataset
 
 # Families that call their layers' `forward` directly (Reformer: once more in its own backward), past the hooks through
 # which FSDP gathers a layer's weights.
@@ -59,15 +60,27 @@ def own_model(run: Run) -> bool:
 
 
 def check_layers(run: Run, engine: str) -> None:
-    """Refuse a model that leaves out layers, for an engine whose ranks must all run the same ones. Errors:
-    `RunError`."""
-    if own_model(run):
-        return  # DeepSpeed finds out by itself what a micro-batch did not use
+    """Refuse a model that leaves out layers, for an engine whose ranks must all run the same ones, and one of one's own
+    with a weight that is a number by itself. Errors: `RunError`."""
+    if own_model(run):  # DeepSpeed finds out by itself what a micro-batch did not use
+        _check_scalars(run, "strategy.name", engine, "strategy.name=ddp")
+        return
     if (entry := leaves_out_layers(load_config(run))) is not None:
         raise RunError(
             "LS4100",
             f"model.config.{entry}: {engine} needs every rank to run the same layers, and this entry skips "
             "some at random; set it to 0, or use strategy.name=ddp or fsdp2",
+        )
+
+
+def _check_scalars(run: Run, key: str, engine: str, instead: str) -> None:
+    """Errors: `RunError` for a weight without a dimension."""
+    scalar = next((n for n, p in dataset.model(run, empty=True).named_parameters() if not p.dim()), None)
+    if scalar is not None:
+        raise RunError(
+            "LS4109",
+            f"{key}: {engine} does not support {scalar}, a weight without a dimension; give it the shape [1], or use "
+            f"{instead}",
         )
 
 
@@ -79,6 +92,8 @@ READS_WITHIN = (
 )
 # Heads and families of which the same holds whether or not activations are computed again.
 NEVER_IN_TIME = {("causal", "mamba2"), ("masked", "mobilebert"), ("masked", "neomme")}
+# A head of its backbone is called, and nothing is learned through it; `vision_use_head: false` leaves it out.
+CALLED_IN_VAIN = ("image_classification", "siglip")
 
 
 def not_in_time(recomputes: bool) -> RunError:
@@ -99,9 +114,16 @@ def check_gathered(run: Run) -> None:
     if own_model(run):
         return
     task: Any = plugins.find("tasks", run.task.name)
-    family = load_config(run).model_type
+    config = load_config(run)
+    family = config.model_type
     if (task.head, family) in NEVER_IN_TIME:
         raise not_in_time(recomputes=False)
+    if (task.head, family) == CALLED_IN_VAIN and config.vision_config.vision_use_head:
+        raise RunError(
+            "LS4108",
+            "model.config.vision_config.vision_use_head: DeepSpeed's ZeRO-3 fails where weights are used in forward "
+            "alone, as those of this head are; set it to false, or use strategy.name=fsdp2 or zero2",
+        )
     if run.model.checkpoint_activations and family in READS_WITHIN:
         raise RunError(
             "LS4105",
@@ -116,11 +138,15 @@ def check_gathered(run: Run) -> None:
 WRITES_WEIGHTS: dict[str, str | None] = {"gemma3n_text": None, "rwkv": "rescale_every"}
 
 
-def check_writes(run: Run, key: str, engine: str, instead: str) -> None:
-    """Refuse a family whose forward writes to its weights, for an engine that has shards in their place. What a model
-    of any other kind writes is seen in its first forward. Errors: `RunError`."""
-    config = None if own_model(run) else load_config(run)
-    if config is None or config.model_type not in WRITES_WEIGHTS:
+def check_shardable(run: Run, key: str, engine: str, instead: str) -> None:
+    """Refuse, for an engine that has shards in the place of weights, a family whose forward writes to them, and a model
+    of one's own with a weight that is a number by itself. What a model of any other kind writes is seen in its first
+    forward. Errors: `RunError`."""
+    if own_model(run):
+        _check_scalars(run, key, engine, instead)
+        return
+    config = load_config(run)
+    if config.model_type not in WRITES_WEIGHTS:
         return
     entry = WRITES_WEIGHTS[config.model_type]
     if entry is None or getattr(config, entry, None):

@@ -9,7 +9,8 @@ Terms that a model of transformers adds to the cross entropy of its logits when 
 routers of a mixture of experts, and others. Lockstep computes none of them, so configs that ask for one are refused.
 
 In: a run, and the head of its model. Out: nothing, or a `RunError` that names the entry of the config. A trial on a
-small model of the same config finds the term, as in `padding.py`; the answer is kept in the cache.
+small model of the same config finds the term, as in `padding.py`; the answer is kept in the cache. So are operations
+found that portable arithmetic has not.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig
 
 from lockstep.config.run import Run, RunError
+from lockstep.distributed import portable
 from lockstep.tasks.models import heads, model_configs, padding, small_models
 
 # Entries that lockstep sets itself, with what decides about them. `vocab_size` of a model from scratch adds room.
@@ -191,6 +193,31 @@ CLASSES = 3
 SHARPER = 20.0  # logits of fresh weights are nearly equal, and a term that is made of them nearly nothing
 NEAR = 1e-5  # how far two losses may be apart, relative to the cross entropy
 IGNORED = -100  # transformers' label for a token without a target
+
+
+def check_portable(run: Run, head: str) -> None:
+    """Refuse a model of texts that computes with operations that `strategy.exact: portable` has not. Errors:
+    `RunError`."""
+    name = padding.kept_trial(run, head, model_configs.load_config(run), unportable_operation, portable.REFUSED)
+    if name is not None:
+        raise portable.unportable(name)
+
+
+def unportable_operation(run: Run, head: str, config: Any) -> str | None:
+    """The name of one; None: there is none, or no small model of this config can be made."""
+    refused = {*portable.REFUSED} - {portable.FLASH}  # which portable arithmetic switches off
+    with torch.random.fork_rng([]):
+        for variant in small_models.smaller(config, head):
+            try:
+                model = small_models.small(run, head, variant, None)
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                    small_models.computed(model, head, small_models.examples(head, *small_models.BATCHES[0]))
+            except Exception:  # entries that do not fit each other any more
+                continue
+            operations = {entry.key.removeprefix("aten::") for entry in profile.key_averages()}
+            return min(operations & refused, default=None)
+    return None
+
 
 LossPair = tuple[float, tuple[float, ...]]  # the loss, and the cross entropies that it may be
 

@@ -77,7 +77,6 @@ def check(
                 f"lower it to {fits}",
             )
     check_block_sparse(config, tokens or run.data.max_length, key)
-    _check_half_precision(run, config)
     _check_loading(run, config, head)
     config_checks.check(run, head)
     padding_refused(run, head)  # tried here once, and known to all processes
@@ -108,15 +107,21 @@ _NO_AUTOCAST = {
 }
 
 
-def _check_half_precision(run: Run, config: Any) -> None:
-    """Errors: `RunError` for a family of `_NO_AUTOCAST`."""
-    why = _NO_AUTOCAST.get(config.model_type)
+def check_arithmetic(run: Run, head: str) -> None:
+    """Refuse a family of `_NO_AUTOCAST` under autocast, and one that portable arithmetic cannot compute. Errors:
+    `RunError`."""
+    from lockstep.tasks.models import config_checks
+
+    family = load_config(run).model_type
+    why = _NO_AUTOCAST.get(family)
     if why and run.precision != "fp32" and not run.model.trained_in_bfloat16:
         raise RunError(
             "LS3143",
-            f"precision: transformers cannot compute a {config.model_type} model in {run.precision} with float32 "
+            f"precision: transformers cannot compute a {family} model in {run.precision} with float32 "
             f"weights: {why}; set precision: fp32, or precision: bf16 and model.dtype: bfloat16",
         )
+    if run.strategy.exact == "portable":
+        config_checks.check_portable(run, head)
 
 
 def padding_refused(run: Run, head: str) -> str | None:
@@ -130,12 +135,13 @@ def _check_buildable(run: Run, config: Any, head: str) -> None:
     """Build the model without memory, so that sizes that do not fit each other are told now."""
     import transformers
 
+    config.architectures = config.architectures or []  # as in `build`
     try:
         with torch.device("meta"):
             model = getattr(transformers, heads.of(head).auto).from_config(config)
             if run.model.adapter:
                 adapters.wrap(run, model, head)
-    except (ValueError, RuntimeError, AssertionError, TypeError, KeyError, ZeroDivisionError) as error:
+    except (ValueError, RuntimeError, AssertionError, TypeError, LookupError, ZeroDivisionError) as error:
         reason = " ".join(str(error).split())
         if "meta" in reason:  # a model that cannot be built without memory says nothing of its sizes
             return
@@ -197,6 +203,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
         config.decoder_start_token_id = config.pad_token_id
     for name, value in entries.items():
         setattr(config, name, value)
+    config.architectures = config.architectures or []  # transformers walks through them where a family has several
     if run.model.type is not None or empty:
         with torch.device("meta" if empty else "cpu"):
             model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code, **options)

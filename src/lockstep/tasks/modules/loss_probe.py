@@ -200,6 +200,19 @@ def probe(run: Run, data: Any, places: np.ndarray) -> ProbeResult:
     return result
 
 
+def trained_on_one(run: Run) -> None:
+    """Forward of one item of the training split, in training mode. Errors: those of the model."""
+    sets, _ = dataset.data_sets(run)
+    data, places = sets["train"]
+    batches, _ = _batches(run, {"one": [dataset.item(run, data, int(places[0]), -1)]})
+    model = dataset.model(run).train()
+    calling = Calling(run, lambda *_: None, "", None, {}, None, wrapped_module.names_of(model))
+    try:
+        _Trial(run, model, calling, batches, {}, {}).forward("one")
+    except RunError as caught:
+        raise caught.__cause__ or caught from None
+
+
 # -- the loss --------------------------------------------------------------------------------------------------------
 
 
