@@ -114,7 +114,7 @@ def job_of(case: Case) -> Job:
         second=_way(case["second"]) | ({"launch.threads": case["threads"]} if case["threads"] > 1 else {}),
         stop=min(case["stop"], case["steps"] - 2),
         how=case["how"],
-        compared=not case["dropout"],
+        compared=not case["dropout"] and case["also"] != "sdc_check",  # which listens to steps in the recorder's place
         tokenizer=_tokenizer_recipe(case) if saved else {},
         model={"head": head, "family": case["family"], "entries": entries} | processor if pretrained else {},
     )
@@ -339,7 +339,7 @@ def _average(case: Case) -> dict[str, Any]:
 def _also(case: Case) -> dict[str, Any]:
     """Keys of `ALSO`, dotted."""
     return {
-        "epochs": {"epochs": 2, "steps": None},
+        "epochs": {"epochs": 4, "steps": None},
         "warmup_fraction": {"optim.warmup_fraction": 0.4},
         "betas": {"optim.betas": [0.8, 0.9]},
         "weight_decay": {"optim.weight_decay": 0.3},
