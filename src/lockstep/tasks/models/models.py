@@ -131,14 +131,19 @@ def padding_refused(run: Run, head: str) -> str | None:
     return padding.unsupported_reason(run, head)
 
 
+def _with_architectures(config: Any) -> Any:
+    """A config that may name none: transformers walks through them where a family has several classes."""
+    config.architectures = config.architectures or []
+    return config
+
+
 def _check_buildable(run: Run, config: Any, head: str) -> None:
     """Build the model without memory, so that sizes that do not fit each other are told now."""
     import transformers
 
-    config.architectures = config.architectures or []  # as in `build`
     try:
         with torch.device("meta"):
-            model = getattr(transformers, heads.of(head).auto).from_config(config)
+            model = getattr(transformers, heads.of(head).auto).from_config(_with_architectures(config))
             if run.model.adapter:
                 adapters.wrap(run, model, head)
     except (ValueError, RuntimeError, AssertionError, TypeError, LookupError, ZeroDivisionError) as error:
@@ -178,7 +183,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     auto = getattr(transformers, heads.of(head).auto)
-    config = load_config(run)
+    config = _with_architectures(load_config(run))
     if tokenizer is not None:
         _prepare(config, tokenizer, run.model.source is not None)
     laid = padding_refused(run, head) is None
@@ -203,7 +208,6 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
         config.decoder_start_token_id = config.pad_token_id
     for name, value in entries.items():
         setattr(config, name, value)
-    config.architectures = config.architectures or []  # transformers walks through them where a family has several
     if run.model.type is not None or empty:
         with torch.device("meta" if empty else "cpu"):
             model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code, **options)
