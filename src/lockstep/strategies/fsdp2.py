@@ -257,7 +257,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     def check(cls, run: Run, processes: int) -> None:
         fsdp.check_options(run, processes)
         if not cls.needs_memory_to_resolve(run):
-            layers.check_shardable(run, "strategy.options.gather", "FSDP", fsdp.INSTEAD)
+            layers.check_writes(run, "strategy.options.gather", "FSDP", fsdp.INSTEAD)
+            layers.check_scalars(run, "strategy.options.gather", "FSDP", fsdp.INSTEAD)
 
     @classmethod
     def resolve_class(cls, run: Run) -> type[Strategy]:

@@ -129,7 +129,8 @@ class TextTask(Task):
     def check_prepared(cls, run: Run, prepared: Prepared) -> None:
         from lockstep.tasks.models import models
 
-        models.check_arithmetic(run, str(cls.head))
+        if cls.head is not None:
+            models.check_arithmetic(run, cls.head)
 
     @classmethod
     def check(cls, data: TextData, folder: Path, tok: Any) -> None:

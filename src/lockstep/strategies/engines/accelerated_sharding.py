@@ -38,7 +38,7 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         require(cls.needs, key)
         fsdp.check_not_shared(run)
         layers.check_layers(run, "FSDP2 through Accelerate")
-        layers.check_shardable(run, key, "FSDP", "strategy.name=ddp")
+        layers.check_writes(run, key, "FSDP", "strategy.name=ddp")
         from accelerate import FullyShardedDataParallelPlugin
 
         known = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
@@ -120,7 +120,7 @@ class AcceleratedZero(Accelerated, Sharded):
             )
         if section["zero_stage"] == 3:
             layers.check_gathered(run)
-            layers.check_shardable(run, f"{key}.zero_stage", "ZeRO-3", "stage 2")
+            layers.check_writes(run, f"{key}.zero_stage", "ZeRO-3", "stage 2")
         options = {k: v for k, v in section.items() if k != "zero_stage"}
         zero_config.check(run, processes, section["zero_stage"], options, key)
 

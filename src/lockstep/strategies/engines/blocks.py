@@ -46,7 +46,7 @@ from lockstep.strategies.exact.rows import SMALL as FEW_ROWS
 from lockstep.strategies.exact.statistics import averaged
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.tasks.models import heads
-from lockstep.tasks.models.model_configs import load_config
+from lockstep.tasks.models.model_configs import load_config, with_architectures
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ def _check_model(run: Run, layer_options: list[str]) -> None:
     """Look at the family's layers, without memory. What cannot be built so is found out when it is built."""
     from transformers import AutoModel
 
-    config = load_config(run)
-    config.architectures = config.architectures or []  # which transformers walks through for a Funnel
+    config = with_architectures(load_config(run))
     try:
         with torch.device("meta"):
             model = AutoModel.from_config(config, trust_remote_code=run.model.trust_remote_code)

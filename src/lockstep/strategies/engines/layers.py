@@ -63,7 +63,7 @@ def check_layers(run: Run, engine: str) -> None:
     """Refuse a model that leaves out layers, for an engine whose ranks must all run the same ones, and one of one's own
     with a weight that is a number by itself. Errors: `RunError`."""
     if own_model(run):  # DeepSpeed finds out by itself what a micro-batch did not use
-        _check_scalars(run, "strategy.name", engine, "strategy.name=ddp")
+        check_scalars(run, "strategy.name", engine, "strategy.name=ddp")
         return
     if (entry := leaves_out_layers(load_config(run))) is not None:
         raise RunError(
@@ -73,8 +73,10 @@ def check_layers(run: Run, engine: str) -> None:
         )
 
 
-def _check_scalars(run: Run, key: str, engine: str, instead: str) -> None:
-    """Errors: `RunError` for a weight without a dimension."""
+def check_scalars(run: Run, key: str, engine: str, instead: str) -> None:
+    """Refuse a model of one's own with a weight without a dimension. Errors: `RunError`."""
+    if not own_model(run):
+        return
     scalar = next((n for n, p in dataset.model(run, empty=True).named_parameters() if not p.dim()), None)
     if scalar is not None:
         raise RunError(
@@ -138,15 +140,11 @@ def check_gathered(run: Run) -> None:
 WRITES_WEIGHTS: dict[str, str | None] = {"gemma3n_text": None, "rwkv": "rescale_every"}
 
 
-def check_shardable(run: Run, key: str, engine: str, instead: str) -> None:
-    """Refuse, for an engine that has shards in the place of weights, a family whose forward writes to them, and a model
-    of one's own with a weight that is a number by itself. What a model of any other kind writes is seen in its first
-    forward. Errors: `RunError`."""
-    if own_model(run):
-        _check_scalars(run, key, engine, instead)
-        return
-    config = load_config(run)
-    if config.model_type not in WRITES_WEIGHTS:
+def check_writes(run: Run, key: str, engine: str, instead: str) -> None:
+    """Refuse a family whose forward writes to its weights, for an engine that has shards in their place. What a model
+    of any other kind writes is seen in its first forward. Errors: `RunError`."""
+    config = None if own_model(run) else load_config(run)
+    if config is None or config.model_type not in WRITES_WEIGHTS:
         return
     entry = WRITES_WEIGHTS[config.model_type]
     if entry is None or getattr(config, entry, None):

@@ -626,7 +626,7 @@ class Zero(Sharded):
         layers.check_layers(run, "DeepSpeed")
         if cls.stage == 3:
             layers.check_gathered(run)
-            layers.check_shardable(run, "strategy.name", "ZeRO-3", "strategy.name=zero2 or ddp")
+            layers.check_writes(run, "strategy.name", "ZeRO-3", "strategy.name=zero2 or ddp")
         zero_config.check(run, processes, cls.stage, run.strategy.options)
 
     def options(self) -> Mapping[str, Any]:

@@ -227,6 +227,12 @@ def load_config(run: Run) -> Any:
     return config
 
 
+def with_architectures(config: Any) -> Any:
+    """A config that may name none: transformers walks through them where a family has several classes."""
+    config.architectures = config.architectures or []
+    return config
+
+
 def derives(run: Run) -> bool:
     """Whether entries of a model from scratch decide about others. Errors: `RunError`."""
     from transformers import CONFIG_MAPPING

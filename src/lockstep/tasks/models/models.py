@@ -24,7 +24,7 @@ from lockstep.data import tokenizer as tokenizers
 from lockstep.data.hub import downloading, reading_weights
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.tasks.models import adapters, heads, quantized, storage_dtype
-from lockstep.tasks.models.model_configs import entry, load_config, local_or_id, texts
+from lockstep.tasks.models.model_configs import entry, load_config, local_or_id, texts, with_architectures
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
 _OFFSET_POSITIONS = {
@@ -131,19 +131,13 @@ def padding_refused(run: Run, head: str) -> str | None:
     return padding.unsupported_reason(run, head)
 
 
-def _with_architectures(config: Any) -> Any:
-    """A config that may name none: transformers walks through them where a family has several classes."""
-    config.architectures = config.architectures or []
-    return config
-
-
 def _check_buildable(run: Run, config: Any, head: str) -> None:
     """Build the model without memory, so that sizes that do not fit each other are told now."""
     import transformers
 
     try:
         with torch.device("meta"):
-            model = getattr(transformers, heads.of(head).auto).from_config(_with_architectures(config))
+            model = getattr(transformers, heads.of(head).auto).from_config(with_architectures(config))
             if run.model.adapter:
                 adapters.wrap(run, model, head)
     except (ValueError, RuntimeError, AssertionError, TypeError, LookupError, ZeroDivisionError) as error:
@@ -183,7 +177,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     auto = getattr(transformers, heads.of(head).auto)
-    config = _with_architectures(load_config(run))
+    config = with_architectures(load_config(run))
     if tokenizer is not None:
         _prepare(config, tokenizer, run.model.source is not None)
     laid = padding_refused(run, head) is None
