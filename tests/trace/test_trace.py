@@ -19,6 +19,7 @@ from lockstep.trace.errors import TraceError
 from lockstep.trace.findings import findings
 from lockstep.trace.losses import Losses
 from lockstep.trace.read import Step, read
+from lockstep.trace.step_writer import RankStep, StepWriter, WholeStep
 from lockstep.trace.tracer import evaluators, inputs, late_imports
 from lockstep.trace.tracer.hooks import Hooks
 from lockstep.trace.tracer.placement import is_dtensor, plain_name
@@ -114,6 +115,47 @@ def test_a_block_of_a_notebook_is_traced_and_compared(tmp_path: Path) -> None:
     assert math.sqrt(sum(v.square for v in step.grads.values())) == pytest.approx(0.05, rel=1e-4)
     assert {n for n, _ in a.ranks[0].steps[0][0].moments} == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert findings(a) == []
+
+
+def written(folder: Path, gradients: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> Path:
+    """A trace of one step of weights of zeros."""
+    writer = StepWriter(folder, {name: torch.zeros_like(w) for name, w in after.items()}, "SGD", {"command": []})
+    writer.step(WholeStep(0, 1.0, gradients, after, {"lr": 0.1}, None, [RankStep({0: 1.0}, [1.0], [1], ["a"])], 1.0))
+    writer.close()
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["gradient", "update", "buffers"])
+@pytest.mark.parametrize("other", [math.inf, None])
+def test_one_last_bit_of_a_large_tensor_is_not_the_same_bits(tmp_path: Path, kind: str, other: float | None) -> None:
+    """Sums of sketches, which a trace holds in float32, do not show one: the fingerprint does. `other`: where the
+    last bit goes; None: a zero with another sign."""
+    draw = torch.Generator().manual_seed(3)
+    sides = []
+    for name in ("a", "b"):
+        draw.manual_seed(3)
+        tensors = {key: torch.randn(300, 300, generator=draw) for key in ("gradient", "update", "buffers")}
+        place = tensors[kind][7, 7:8]
+        if other is None:
+            place.fill_(0.0 if name == "a" else -0.0)
+        elif name == "b":
+            place.copy_(torch.nextafter(place, torch.tensor(other)))
+        after = {"w": tensors["update"], "table": tensors["buffers"]}
+        sides.append(read(written(tmp_path / name, {"w": tensors["gradient"]}, after)))
+    verdict = compare(*sides, exact=True)
+    assert verdict.first == kind
+    assert compare(*sides).first is None  # the control: it is nothing but rounding
+    assert compare(sides[0], sides[0], exact=True).exact
+
+
+def test_a_gradient_of_nan_on_one_side_alone_is_a_difference(tmp_path: Path) -> None:
+    weights = {"w": torch.ones(3), "v": torch.ones(3)}
+    gradients = {"w": torch.ones(3), "v": torch.full((3,), math.nan)}
+    a, b = (read(written(tmp_path / name, gradients, weights)) for name in ("a", "b"))
+    step = b.ranks[0].steps[0][0]
+    vars(step)["unclipped"] = {"w": step.grads["w"]}  # as of a rank on which v took no part
+    verdict = compare(a, b)
+    assert (verdict.first, verdict.lines) == ("gradient", ("v: a gradient on one side alone",))
 
 
 @pytest.mark.parametrize(

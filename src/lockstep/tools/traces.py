@@ -99,7 +99,9 @@ def _say(console: Console, verdict: Comparison, name: str) -> None:
     console.say(f"{name}tolerance: {verdict.tolerance}")
     if verdict.first is None:
         how = "the same bits" if verdict.exact else "the same training, to rounding"
-        console.say(f"{name}{how} in all {len(verdict.rows)} steps that both have")
+        measured = sum(row.gradient is not None for row in verdict.rows)
+        of = "" if measured == len(verdict.rows) else f"; gradients and changes were measured in {measured} of them"
+        console.say(f"{name}{how} in all {len(verdict.rows)} steps that both have{of}")
     for i, line in enumerate(lines_of(verdict)):
         console.say(line if i else f"{name}{line}")
 

@@ -347,7 +347,7 @@ def of_sums(
     if len(wrong) <= among / 2:
         also = "they may not be reduced over all ranks, or look" if sizes[0] > 1 else "look"
         return (
-            f"only a part of the parameters ({_few(wrong)}): {also} at what computes these gradients (checkpointing, a "
+            f"only a part of the parameters ({few(wrong)}): {also} at what computes these gradients (checkpointing, a "
             "layer, a hook)"
         )
     if unequal:
@@ -362,8 +362,9 @@ def of_sums(
     )
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def few(names: Sequence[str], most: int = 3) -> str:
+    """Some names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _not_reduced(split: set[str], among: int) -> str:
@@ -384,7 +385,7 @@ def _of_factor(f: float, wrong: Sequence[str], among: int, sizes: tuple[int, int
     world, micro, reference = sizes
     if len(wrong) <= 0.9 * among:
         return (
-            f"only a part of the parameters ({_few(wrong)}), by the factor {f:.4g}: look at what computes these "
+            f"only a part of the parameters ({few(wrong)}), by the factor {f:.4g}: look at what computes these "
             "gradients (a custom function, a hook, a layer that is used twice), and at how they are reduced"
         )
     which = "every gradient is"

@@ -14,6 +14,7 @@ import numpy as np
 from lockstep.trace.read import Parameter, Step, Trace, Value
 
 _MASK = (1 << 64) - 1
+UNSEEN = 1e-16  # relative: of bits that differ by less than a sketch shows, which is stored in float32
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,10 @@ def _sum(values: list[Value]) -> Value:
 
 
 def difference(a: Value, b: Value) -> float | None:
-    """2-norm of the difference, relative to the larger norm; None without sketches."""
+    """2-norm of the difference, relative to the larger norm: 0 for the same bits alone; None without sketches."""
     if a.print == b.print:
         return 0.0
     if a.sketch is None or b.sketch is None:
         return None
     scale = max(a.norm, b.norm)
-    return float(np.linalg.norm(a.sketch - b.sketch)) / scale if scale > 0 else 0.0
+    return max(float(np.linalg.norm(a.sketch - b.sketch)) / scale if scale > 0 else 0.0, UNSEEN)
