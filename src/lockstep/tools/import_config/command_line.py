@@ -20,7 +20,17 @@ from lockstep.config.run import RunError
 from lockstep.strategies.engines.zero_config import other_arithmetic
 from lockstep.tools.import_config import trainer
 from lockstep.tools.import_config.script import Script
-from lockstep.tools.import_config.table import NAMES, RunDraft, apply, batches, number, read_table, whole
+from lockstep.tools.import_config.table import (
+    NAMES,
+    RunDraft,
+    apply,
+    batches,
+    decays_all,
+    number,
+    read_keys,
+    read_table,
+    whole,
+)
 
 TASKS: Mapping[str, str] = NAMES["example_tasks"]  # an example's name, or what it begins with -> its task
 EXAMPLES = read_table("examples")  # options of those, beside the fields of `TrainingArguments`
@@ -40,7 +50,7 @@ class Command:
 
 
 def read(
-    path: Path, text: str, read_file: Callable[[Path], Any], read_script: Callable[[Script], Any]
+    path: Path, text: str, read_file: Callable[..., Any], read_script: Callable[[Script], Any]
 ) -> Callable[[RunDraft, int | None], None]:
     """Errors: `RunError` for a file with no such command, or with several."""
     commands = [each for each in _commands(text) if each.program]
@@ -171,7 +181,7 @@ def _move(
     command: Command,
     draft: RunDraft,
     processes: int | None,
-    read_file: Callable[[Path], Any],
+    read_file: Callable[..., Any],
     read_script: Callable[[Script], Any],
 ) -> None:
     draft.read.append(f"line {command.line}: {command.starter} ... {command.program}")
@@ -188,11 +198,17 @@ def _move(
     program = path.parent / command.program
     stem = Path(command.program).stem
     task = next((task for name, task in TASKS.items() if stem == name or stem.startswith(f"{name}_")), None)
-    if file is not None and (path.parent / file).is_file():
-        read_file(path.parent / file).move(draft, count)
+    settings = path.parent / file if file is not None and (path.parent / file).is_file() else None
+    given = {name: value for name, value in command.options.items() if value != file}
+    given |= {name: messages.read_yaml(text) for name, mark, text in (f.partition("=") for f in command.files) if mark}
+    if settings is not None:
         draft.read.append(f"line {command.line}: {file}")
-    elif command.starter == "trl" or task is not None:
+    if command.starter == "trl" or task is not None:
+        keys = {} if settings is None else read_keys(settings, settings.read_text(encoding="utf-8"))
+        command.options = keys | given
         _example(command, stem, task, draft, count)
+    elif settings is not None:
+        read_file(settings, given).move(draft, count)
     elif program.is_file():
         script = Script(program, program.read_text(encoding="utf-8"), command.options)
         read = read_script(script)
@@ -211,7 +227,7 @@ def _move(
         trainer.move(command.options, draft, count)
 
 
-def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable[[Path], Any]) -> int | None:
+def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable[..., Any]) -> int | None:
     """Processes, machines and precision, as the launcher is told. Returns the processes of all machines."""
     options = command.launcher
     file = options.get("config_file")
@@ -239,8 +255,13 @@ def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable
     if options.get("use_fsdp"):
         draft.set("strategy.name", "fsdp2", f"use_fsdp, line {command.line}")
     if options.get("use_deepspeed") or options.get("zero_stage"):
-        stage = int(number(options.get("zero_stage")) or 2)
+        stage = whole(options.get("zero_stage"), 2)
         draft.set("strategy.name", f"zero{stage}" if stage else "ddp", f"use_deepspeed, line {command.line}")
+    for name, key in (("gradient_accumulation_steps", "micro_batches"), ("gradient_clipping", "optim.max_grad_norm")):
+        if options.get(name) not in (None, 1):
+            draft.lacks(f"line {command.line}: --{name} {options[name]}", f"{key} says it", key)
+    if file := options.get("deepspeed_config_file"):
+        draft.drop(f"line {command.line}: --deepspeed_config_file", file, "`lockstep init --from` that file moves it")
     config = command.options.get("deepspeed")
     if isinstance(config, str) and (path.parent / config).is_file():
         values = messages.read_yaml((path.parent / config).read_text(encoding="utf-8"))
@@ -288,6 +309,8 @@ def _example(command: Command, stem: str, task: str | None, draft: RunDraft, pro
             draft.set("data.max_length", defaults[task], f"by default of {command.program}")
         else:
             draft.unclear("max_seq_length", "it is the tokenizer's own length", "data.max_length")
+    if task in ("translation", "summarization") and "task.target_length" not in draft.keys:
+        draft.set("task.target_length", 128, f"max_target_length, by default of {command.program}")
 
 
 def _glue(name: str, draft: RunDraft) -> None:
@@ -372,6 +395,9 @@ def _of_accelerate(config: Mapping[str, Any], draft: RunDraft, processes: int) -
 
 def move_deepspeed(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
     """What only the run file decides is taken out, and the rest goes into `strategy.options`."""
+    if left_open := [name for name in theirs if name in DEEPSPEED and _left_open(theirs[name])]:
+        why = "the Trainer's own arguments say it: move those in, by --from"
+        draft.unclear(f"auto: {', '.join(left_open)}", why, "batch_size")
     rest = {name: value for name, value in theirs.items() if name not in DEEPSPEED}
     zero = dict(theirs.get("zero_optimization") or {})
     stage = whole(zero.pop("stage", 0), 0)
@@ -416,15 +442,17 @@ def _optimizer(section: Any, draft: RunDraft) -> None:
     kind, values = str(section.get("type")), section.get("params") or {}
     adam = "AdamW" if kind.lower() == "adam" and values.get("adam_w_mode", True) else kind
     if adam not in NAMES["deepspeed_optimizers"]:
-        draft.drop("optimizer", kind, "with DeepSpeed optim.name is adamw, sgd or lion")
+        draft.drop("optimizer", kind, "with DeepSpeed optim.name is adamw, sgd or lion", True, ("optim.name",))
         return
     draft.set("optim.name", NAMES["deepspeed_optimizers"][adam], f"optimizer {kind}")
-    ours = NAMES["deepspeed_optimizer_options"]
-    for name, value in values.items():
+    ours, defaults = NAMES["deepspeed_optimizer_options"], {"lr": 1e-3, "weight_decay": 0.0}
+    defaults |= {"momentum": 0.0} if adam == "SGD" else {}
+    decays_all(draft, number(values.get("weight_decay")))
+    for name, value in (defaults | values).items():
         if name in ours and value != "auto":
             draft.set(f"optim.{ours[name]}", value if isinstance(value, list) else number(value), f"optimizer: {name}")
         elif name not in (*ours, "adam_w_mode", "torch_adam"):
-            draft.drop(f"optimizer: {name}", value, "optim has no such key")
+            draft.drop(f"optimizer: {name}", value, "optim has no such key", True, ("optim.name",))
 
 
 def _scheduler(section: Any, draft: RunDraft) -> None:
@@ -432,22 +460,20 @@ def _scheduler(section: Any, draft: RunDraft) -> None:
         return
     kind, values = str(section.get("type")), section.get("params") or {}
     if kind not in NAMES["deepspeed_schedules"]:
-        draft.drop("scheduler", kind, "WarmupLR, WarmupDecayLR and WarmupCosineLR have a counterpart")
+        why = "WarmupLR, WarmupDecayLR and WarmupCosineLR have a counterpart"
+        draft.drop("scheduler", kind, why, True, ("optim.schedule",))
         return
     draft.set("optim.schedule", NAMES["deepspeed_schedules"][kind], f"scheduler {kind}")
-    for name, value in values.items():
-        if value == "auto":
+    defaults = {"warmup_num_steps": 1000, "warmup_type": "log"} | NAMES["deepspeed_schedule_defaults"].get(kind, {})
+    keys = NAMES["deepspeed_schedule_options"]
+    for name, value in (defaults | values).items():
+        if value == "auto" or (name, value) == ("warmup_type", "linear"):
             continue
-        if name == "warmup_num_steps":
-            draft.set("optim.warmup_steps", whole(value), "scheduler: warmup_num_steps")
-        elif name == "warmup_max_lr":
-            draft.set("optim.learning_rate", number(value), "scheduler: warmup_max_lr")
-        elif name == "total_num_steps":
-            draft.set("steps", whole(value), "scheduler: total_num_steps")
-        elif not (name == "warmup_min_lr" and not number(value)) and not (name == "warmup_type" and value == "linear"):
-            draft.drop(f"scheduler: {name}", value, "a warm-up is linear, from 0")
-    if values.get("warmup_type", "log") != "linear" and kind != "WarmupCosineLR" and values.get("warmup_num_steps"):
-        draft.drop("scheduler: warmup_type", values.get("warmup_type", "log"), "a warm-up is linear, from 0")
+        if name in keys:
+            ours = whole(value) if name.endswith("_steps") else number(value)
+            draft.set(keys[name], ours, f"scheduler: {name}{'' if name in values else ', by default'}")
+        elif name not in ("warmup_min_lr", "warmup_min_ratio") or number(value):
+            draft.drop(f"scheduler: {name}", value, "a warm-up is linear, from 0", True, ("optim.schedule",))
 
 
 def _enabled(section: Any) -> bool:

@@ -14,10 +14,17 @@ from typing import Any
 from lockstep.tools.import_config import loading, trainer_script
 from lockstep.tools.import_config.loading import Reading
 from lockstep.tools.import_config.script import Arguments, Call, Script, code_of
-from lockstep.tools.import_config.table import FILL_IN, NAMES, RunDraft, batches, number, trackers
-
-_DECAY = {"AdamW": 0.01, "AdamW8bit": 0.01}  # torch's default, where it is not 0
-_RATE = 1e-3  # torch's default of all of these
+from lockstep.tools.import_config.table import (
+    ADAFACTOR,
+    FILL_IN,
+    NAMES,
+    RunDraft,
+    batches,
+    decays_all,
+    number,
+    schedule_ends,
+    trackers,
+)
 
 
 def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] | None:
@@ -80,6 +87,10 @@ class Loop:
             self._loader(call)
         elif name in ("clip_grad_norm_", "clip_grad_norm") and len(call.node.args) + len(call.node.keywords) > 1:
             self._known(call, "optim.max_grad_norm", ("parameters", "max_norm"), "max_norm")
+        elif name in ("clip_grad_value_", "clip_grads_with_norm_", "clip_gradients"):
+            self.draft.lacks(
+                str(call), "optim.max_grad_norm is the largest norm of all gradients", "optim.max_grad_norm"
+            )
         elif (call.origin == "torch.manual_seed" or name in ("set_seed", "seed_everything")) and call.node.args:
             self._known(call, "seed", ("seed",), "seed")
         elif name in ("autocast", "Accelerator", "GradScaler"):
@@ -129,24 +140,31 @@ class Loop:
             self.draft.unclear(
                 f"line {call.line}: {code_of(node)}", "weights with rates of their own: optim.groups", "optim.groups"
             )
-        decay = arguments.known.get("weight_decay", _DECAY.get(call.name, 0.0))
+        rate, decay = NAMES["optimizer_defaults"][call.name]
+        if call.origin.startswith("transformers."):  # of older releases
+            decay = 0.0
+            if call.name == "Adafactor":
+                self.draft.lacks(f"line {call.line}: the rate of adafactor", ADAFACTOR, "optim.learning_rate")
+        decay = arguments.known.get("weight_decay", decay)
         if call.name in ("Adam", "Adam8bit") and decay:
             why = "Adam adds the decay to the gradient; AdamW, which is here, does not"
             self.draft.lacks(str(call), why, "optim.name")
         self.draft.set("optim.name", NAMES["optimizers"][call.name], f"line {call.line}")
-        self.draft.set("optim.learning_rate", arguments.known.get("lr", _RATE), f"lr, line {call.line}")
+        self.draft.set("optim.learning_rate", arguments.known.get("lr", rate), f"lr, line {call.line}")
         self.draft.set("optim.weight_decay", decay, f"line {call.line}")
-        if decay:
-            self.draft.set(
-                "optim.groups", [{"match": "*", "weight_decay": decay}], "biases and norms decay, too, as torch's do"
-            )
-        for name in ("betas", "eps", "momentum"):
-            if name in arguments.known:
-                self.draft.set(f"optim.{name}", arguments.known[name], f"line {call.line}")
-        if call.name == "SGD":
-            self.draft.keys.setdefault("optim.momentum", 0.0)
-        keys = {"lr": "optim.learning_rate", "weight_decay": "optim.weight_decay", "betas": "optim.betas"}
-        self._unknown(call, arguments, keys | {"momentum": "optim.momentum", "eps": "optim.eps"})
+        decays_all(self.draft, number(decay))
+        keys = {name: f"optim.{name}" for name in ("betas", "eps", "momentum")}
+        defaults: dict[str, Any] = {"SGD": {"momentum": 0.0}, "Muon": {"adjust_lr_fn": "original"}}.get(call.name, {})
+        if call.name == "Muon":
+            keys = {name: f"optim.{name}" for name in ("momentum", "nesterov", "ns_steps")}
+            keys |= {"adjust_lr_fn": "optim.lr_adjust"}
+        for name, value in (defaults | arguments.known).items():
+            if name in keys and value is not None:
+                self.draft.set(keys[name], value, f"{name}, line {call.line}")
+            elif value and name not in (*keys, *NAMES["optimizer_quiet"]):
+                why = f"{NAMES['optimizers'][call.name]} has no such key"
+                self.draft.lacks(f"line {call.line}: {call.name}({name}={value})", why, "optim.name")
+        self._unknown(call, arguments, keys | {"lr": "optim.learning_rate", "weight_decay": "optim.weight_decay"})
         self.read(call, "optim")
 
     def _loader(self, call: Call) -> None:
@@ -180,6 +198,10 @@ class Loop:
     def _lightning(self, call: Call) -> None:
         arguments = self.script.arguments(call)
         keys: Mapping[str, str] = NAMES["lightning_trainer"]
+        for name, usual in NAMES["lightning_deciding"].items():
+            if (value := arguments.known.get(name)) is not None and str(value) not in usual:
+                why = "a step is trained on all examples, and gradients are clipped by their norm"
+                self.draft.lacks(f"line {call.line}: {name}={value}", why)
         for name, key in keys.items():
             if arguments.known.get(name) not in (None, -1) and (name != "num_nodes" or arguments.known[name] > 1):
                 self.draft.set(key, arguments.known[name], f"{name}, line {call.line}")
@@ -235,6 +257,12 @@ class Loop:
             self.draft.set("optim.warmup_steps", int(steps), f"num_warmup_steps, line {call.line}")
         if name != "constant":
             self._unknown(call, arguments, {"num_warmup_steps": "optim.warmup_steps"})
+        given = {k: v for k, v in arguments.known.items() if k not in ("name", *names, "last_epoch")}
+        given |= given.pop("scheduler_specific_kwargs", None) or {}
+        rate = number(self.draft.keys.get("optim.learning_rate")) or 5e-5
+        schedule_ends(self.draft, name, given, rate, f"{call.name}, line {call.line}")
+        others = dict.fromkeys(arguments.unknown.keys() - {"name", *names, "last_epoch"}, "optim.schedule")
+        self._unknown(call, arguments, others)
         self.read(call, "optim.schedule")
 
     # -- what no call says ---------------------------------------------------------------------------------------------

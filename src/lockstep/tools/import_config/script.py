@@ -217,13 +217,21 @@ class Script:
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             return self._compared(node)
         if isinstance(node, ast.JoinedStr):
-            return "".join(str(self.value(p.value if isinstance(p, ast.FormattedValue) else p)) for p in node.values)
+            return "".join(map(self._formatted, node.values))
         if isinstance(node, ast.Subscript):
             return self.value(node.value)[self.value(node.slice)]
         if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in FUNCTIONS:
             keywords = {word.arg: self.value(word.value) for word in node.keywords if word.arg}
             return FUNCTIONS[name](*(self.value(each) for each in node.args), **keywords)
         raise Unknown
+
+    def _formatted(self, part: ast.expr) -> str:
+        """A part of an f-string."""
+        if not isinstance(part, ast.FormattedValue):
+            return str(self.value(part))
+        if part.conversion != -1:  # !r and its kin
+            raise Unknown
+        return format(self.value(part.value), "" if part.format_spec is None else self.value(part.format_spec))
 
     def _of_several(self, node: ast.BoolOp) -> Any:
         """`a and b` and `a or b`; one that decides it is enough."""
