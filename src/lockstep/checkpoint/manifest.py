@@ -366,15 +366,13 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
     if run.checkpoint.changed_code == "refuse" and (files := changed_code(run, manifest)):
         return (
             f"{where} holds a checkpoint (step {manifest.step}) that was trained with other code of yours: "
-            f"{', '.join(files)} changed since. Restore it, or give {other}. "
-            "Where the changes decide no weight (how the model is scored, for example), checkpoint.changed_code=allow "
-            "goes on"
+            f"{', '.join(files)} changed since. Restore it, or give {other}. Where the changes decide no weight (how "
+            "the model is scored, for example), checkpoint.changed_code=allow goes on"
         )
     if manifest.data != prepared.key:
         return (
             f"{where} holds a checkpoint (step {manifest.step}) that was trained on other data or with another "
-            f"tokenizer: "
-            f"the contents have changed since. Restore them, or give {other}" + (f"\n{rows}" if rows else "")
+            f"tokenizer: the contents have changed since. Restore them, or give {other}" + (f"\n{rows}" if rows else "")
         )
     return None
 

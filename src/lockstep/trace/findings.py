@@ -247,9 +247,8 @@ def _stale(trace: Trace, optimizer: int) -> Finding | None:
             parameters = step.layout.parameters
             if parameters and not any(p.held for p in parameters):
                 cause = (
-                    "make the optimizer after the model is moved, wrapped or replaced, from the parameters "
-                    "of the model "
-                    "that is called"
+                    "make the optimizer after the model is moved, wrapped or replaced, from the parameters of the "
+                    "model that is called"
                 )
                 what = f"no model that was called holds the parameters of {step.layout.optimizer}"
                 return Finding("stale-optimizer", what, cause)

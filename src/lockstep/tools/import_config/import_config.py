@@ -105,9 +105,8 @@ def _written(path: Path, text: str, partial: bool, talk: Prompter) -> Run:
         if not partial:
             raise RunError(
                 error.code,
-                "--from: what would be written cannot be planned, so nothing is: "
-                f"{error.message}. Give another value, as "
-                "key=value, or write it all the same with --partial",
+                f"--from: what would be written cannot be planned, so nothing is: {error.message}. Give another value, "
+                "as key=value, or write it all the same with --partial",
             ) from None
         talk.console.note(f"lockstep plan refuses it: {error}")
     return init.checked(path, text, planned=False)
