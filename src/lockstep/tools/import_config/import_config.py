@@ -17,9 +17,9 @@ from typing import Any
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.tools.import_config import axolotl, command_line, loops, sagemaker, trainer, trainer_script
+from lockstep.tools.import_config import axolotl, command_line, loops, trainer, trainer_script
 from lockstep.tools.import_config.script import Script
-from lockstep.tools.import_config.table import FILL_IN, RunDraft, decides, only_its_own, read_keys
+from lockstep.tools.import_config.table import FILL_IN, NAMES, RunDraft, decides, only_its_own, read_keys
 from lockstep.tools.init import columns, detect_layout, init, questions
 from lockstep.tools.init.columns import Look
 from lockstep.tools.init.questions import Ask, Prompter
@@ -330,8 +330,21 @@ SOURCES = {
         trainer.move,
     ),
 }
+
+
+def _of_sagemaker(script: Script) -> tuple[str, Mover] | None:
+    """A script that makes an estimator, which the launcher reads. Errors: `RunError` where that is not installed."""
+    if not any(call.name in NAMES["estimators"] and call.origin.startswith("sagemaker.") for call in script.calls):
+        return None
+    try:
+        launcher: Any = plugins.find("launchers", "sagemaker")
+    except plugins.PluginError as error:
+        raise RunError(error.code, f"--from: {script.path}: launch.name: {error.message}") from None
+    return launcher.read_script(script)  # type: ignore[no-any-return]
+
+
 # Readers of Python files, in the order in which they are asked; None: it is no script of theirs.
-SCRIPTS: tuple[Callable[[Script], tuple[str, Mover] | None], ...] = (sagemaker.read, trainer_script.read, loops.read)
+SCRIPTS: tuple[Callable[[Script], tuple[str, Mover] | None], ...] = (_of_sagemaker, trainer_script.read, loops.read)
 
 
 @dataclass(frozen=True)
