@@ -336,8 +336,7 @@ def mismatch(path: Path, manifest: Manifest, names: Iterable[str]) -> str | None
     """The fault of the contents of these files, or None."""
     for name in names:
         try:
-            with open(path / name, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = exported.sha256_of(path / name)
         except OSError as error:
             return f"{name}: {error.strerror}"
         if digest != manifest.hashes[name]:

@@ -76,7 +76,7 @@ def described(output: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "format": FORMAT,
         "run": newest.arithmetic,
-        "run_file": _sha256(output / "run.yaml"),
+        "run_file": exported.sha256_of(output / "run.yaml"),
         "data": newest.data,
         "code": newest.code,
         "versions": newest.versions,
@@ -86,10 +86,10 @@ def described(output: Path) -> dict[str, Any]:
         "processes": begun.get("processes"),
         "steps": newest.step,
         "chain": chain(lines),
-        "checkpoints": [{"step": m.step, "manifest": _sha256(path / MANIFEST)} for path, m in checkpoints],
-        "export": {p.relative_to(output / "export").as_posix(): _sha256(p) for p in _files(output / "export")},
+        "checkpoints": [{"step": m.step, "manifest": exported.sha256_of(path / MANIFEST)} for path, m in checkpoints],
+        "export": _export(output),
         "exported_step": scores_of(output).get("step", newest.step),
-        "results": {name: _sha256(output / name) for name in RESULTS if (output / name).is_file()},
+        "results": {name: exported.sha256_of(output / name) for name in RESULTS if (output / name).is_file()},
     }
     return facts | {"sha256": _seal(facts)}
 
@@ -111,13 +111,11 @@ def _lines(output: Path) -> Iterator[dict[str, Any]]:
     return lines_of(output / fingerprints.FILE, ("step", "hash"))
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _export(output: Path) -> dict[str, str]:
+    """The hashes of all files of the export."""
+    folder = output / "export"
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): exported.sha256_of(path) for path in files}
 
 
 def _seal(values: Mapping[str, Any]) -> str:
@@ -209,7 +207,7 @@ def _of_files(output: Path, then: Mapping[str, Any]) -> str | None:
     """What is not as attested of what lies in OUTPUT."""
     if then.get("sha256") != _seal({k: v for k, v in then.items() if k != "sha256"}):
         return "the attestation does not match its own hash"
-    if _sha256(output / "run.yaml") != then["run_file"]:
+    if exported.sha256_of(output / "run.yaml") != then["run_file"]:
         return "run.yaml is another one"
     lines = list(_lines(output))
     if chain(lines) != then["chain"]:
@@ -220,15 +218,14 @@ def _of_files(output: Path, then: Mapping[str, Any]) -> str | None:
         if each["step"] not in there:
             return f"the checkpoint of step {each['step']} is gone, or its manifest is damaged"
         path, manifest = there[each["step"]]
-        if _sha256(path / MANIFEST) != each["manifest"]:
+        if exported.sha256_of(path / MANIFEST) != each["manifest"]:
             return f"the checkpoint of step {each['step']} is another one"
         if (fault := broken(path, manifest)) is not None:
             return f"the checkpoint of step {each['step']}: {fault}"
     for name in RESULTS if "results" in then else ():  # attestations of earlier versions hold none
-        if then["results"].get(name) != (_sha256(output / name) if (output / name).is_file() else None):
+        if then["results"].get(name) != (exported.sha256_of(output / name) if (output / name).is_file() else None):
             return f"{name} is another one: a score was changed, for example"
-    files = {p.relative_to(output / "export").as_posix(): _sha256(p) for p in _files(output / "export")}
-    if files != then["export"]:
+    if (files := _export(output)) != then["export"]:
         names = sorted(n for n in files.keys() | then["export"].keys() if files.get(n) != then["export"].get(n))
         return f"the export is another one: {', '.join(names[:4])}"
     return None

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 
 JOB = "lockstep.training.replaying.take_apart"
-_HASHES = ("hash", "loss", "grad_norm", "weights", "optimizer")
+# keys of a line of fingerprints.jsonl -> what differs where they do
+_HASHES = dict.fromkeys(("hash", "loss", "grad_norm"), "loss or gradient norm")
+_HASHES |= {"weights": "the weights", "optimizer": "the optimizer's state"}
 _MOST = 12
 
 
@@ -86,9 +88,7 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
         _tell(console, "what differs otherwise decides no weight so far:", other_differences)
         return 0
     one, other = parting.lines
-    names = dict.fromkeys(("hash", "loss", "grad_norm"), "loss or gradient norm")
-    names |= {"weights": "weights", "optimizer": "optimizer state"}
-    what = " and ".join(dict.fromkeys(names[each] for each in parting.what))
+    what = " and ".join(dict.fromkeys(_HASHES[each] for each in parting.what))
     console.say(
         f"they part in step {parting.step}, in {what}: loss {one.get('loss')!r} in {a}, {other.get('loss')!r} in {b}; "
         f"gradient norm {one.get('grad_norm')!r} and {other.get('grad_norm')!r}"
@@ -394,8 +394,6 @@ def tell_steps(console: Console, steps: Sequence[Mapping[str, Any]], skips: bool
 def first_wrong(steps: Sequence[Mapping[str, Any]], skips: bool = False) -> str | None:
     """The first of some steps that did not come to what was written down, or not to finite numbers, in words; None: all
     did. `skips`: whether the run leaves out steps that are not finite."""
-    what = dict.fromkeys(("hash", "loss", "grad_norm"), "loss or gradient norm")
-    what |= {"weights": "the weights", "optimizer": "the optimizer's state"}
     for each in steps:
         now, then = each["now"], each["then"]
         if not now.get("finite", True):
@@ -403,8 +401,8 @@ def first_wrong(steps: Sequence[Mapping[str, Any]], skips: bool = False) -> str 
         for which, line in (("computed now", now), ("written down", then)):
             if (fault := fingerprints.fault(line, skips)) is not None:
                 return f"step {now['step']}, as {which}: {fault}"
-        differing = [what[name] for name in what if name in then and name in now and then[name] != now[name]]
-        differing = list(dict.fromkeys(differing))
+        shared = {name: words for name, words in _HASHES.items() if name in then and name in now}
+        differing = list(dict.fromkeys(words for name, words in shared.items() if then[name] != now[name]))
         if differing and "hash" not in now:
             return f"{' and '.join(differing)} of the checkpoint of step {now['step']} are not those of that step"
         if differing:
