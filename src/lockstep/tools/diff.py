@@ -363,8 +363,6 @@ def replay(
             "LS8156", "lockstep replay starts its own processes; run it without torchrun or another launcher"
         )
     run, console = again(output, overrides, strategy, processes), Console(True)
-    if not (output / fingerprints.FILE).is_file():
-        console.note(f"{output} has no {fingerprints.FILE}: the step is shown, and compared with nothing")
     with replayed(run, output, step, begin) as (status, folder):
         if status:
             return status
@@ -388,6 +386,8 @@ def tell_steps(console: Console, steps: Sequence[Mapping[str, Any]], skips: bool
     elif compared:
         computed = sum("hash" in each["now"] for each in steps)
         console.say(f"{len(compared)} of {computed} steps are written down: all the same bits, weights of {hashed} too")
+    else:
+        console.note(f"{fingerprints.FILE} has none of these steps: they are shown, and compared with nothing")
     return wrong is None
 
 
@@ -468,7 +468,7 @@ class Replayed:
     batch: StepBatch  # all micro-batches of the step
     gradients: Mapping[str, Tensor]  # of the whole step, before clipping, by parameter name
     losses: Mapping[int, float]  # row of the training split -> its loss per target, alone and without dropout
-    same: bool  # whether every fingerprint on the way is the one that was written down
+    same: bool  # whether every fingerprint on the way is the one that was written down, as far as any was
 
 
 def opened(output: Path, step: int, overrides: Mapping[str, Any], processes: int, strategy: str | None) -> Replayed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.tools.import_config import loading, trainer_script
@@ -41,7 +42,7 @@ def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] |
 
 
 def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
-    at = Loop(script, draft, processes)
+    at = Loop(script, draft, processes=processes)
     for call in script.calls:
         at.call(call)
     at.constants()
@@ -52,19 +53,16 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
         name(script, draft, at.optimizers, at.loader)
 
 
-class Loop:
+@dataclass
+class Loop(Reading):
     """What a loop's calls say."""
 
-    def __init__(self, script: Script, draft: RunDraft, processes: int | None) -> None:
-        self.script, self.draft, self.processes = script, draft, processes
-        self.batch: int | None = None
-        self.accumulated = 1
-        self.optimizers: list[Call] = []
-        self.loader: Call | None = None
-        self.scheduled = False
-
-    def read(self, call: Call, what: str) -> None:
-        self.draft.read.append(f"{call} -> {what}")
+    processes: int | None = None
+    batch: int | None = None  # examples of a process and a forward pass
+    accumulated: int = 1
+    optimizers: list[Call] = field(default_factory=list)
+    loader: Call | None = None
+    scheduled: bool = False
 
     def call(self, call: Call) -> None:
         name = call.name
@@ -341,15 +339,14 @@ class Loop:
 
     def library_task(self) -> None:
         """The model, the tokenizer and the rows, as in a script with a Trainer."""
-        at = Reading(self.script, self.draft)
         loading.task_first(self.script, self.draft)
         for call in self.script.calls:
             # Optimizers, schedules and seeds are read before.
             if call.name not in (*NAMES["optimizers"], "set_seed") and "schedule" not in call.name:
-                trainer_script.read_call(call, at)
-        trainer_script.settings(at)
-        trainer_script.own_tokenizer(at)
-        if not at.mapped:
+                trainer_script.read_call(call, self)
+        trainer_script.settings(self)
+        trainer_script.own_tokenizer(self)
+        if not self.mapped:
             why = "no function was seen that makes tokens of them"
             self.draft.unclear(
                 "which texts are read, and where they are cut", why, "data.max_length", "task.block_size"
