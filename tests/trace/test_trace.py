@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import lockstep.trace
+from lockstep.tools import traces
 from lockstep.trace import causes, tracer
 from lockstep.trace.compare import compare
 from lockstep.trace.errors import TraceError
@@ -191,6 +192,26 @@ def test_the_first_difference_in_causal_order_is_named(tmp_path: Path) -> None:
     loss, rate = compare(a, read(tmp_path / "loss")), compare(a, read(tmp_path / "rate"))
     assert (loss.first, loss.step) == ("loss", 0)
     assert (rate.first, rate.step) == ("learning rate", 0)
+
+
+def test_an_optimizer_of_one_side_alone_is_said_to_be_compared_with_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("both", "one"):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 1)])
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+        tracer.begin(Settings(str(tmp_path / name)))
+        for x in torch.randn(3, 4, 3):
+            model.zero_grad()
+            model[1](model[0](x)).square().mean().backward()
+            for optimizer in optimizers if name == "both" else optimizers[:1]:
+                optimizer.step()
+        tracer.end()
+    assert traces.diff(tmp_path / "both", tmp_path / "both") == 0
+    assert "compared with nothing" not in capsys.readouterr().out
+    traces.diff(tmp_path / "both", tmp_path / "one")
+    assert f"SGD (optimizer 1) makes steps in {tmp_path / 'both'} alone" in capsys.readouterr().out.replace("\n", " ")
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,16 @@ def compared(a: Path, b: Path, exact: bool, perturbed: Path | None, align: bool 
     with refusing():
         one, other = read(a), read(b)
         third = read(perturbed) if perturbed is not None else None
-        verdicts = [compare(one, other, third, exact, o) for o in one.optimizers if o in other.optimizers]
+        shared = [o for o in one.optimizers if o in other.optimizers]
+        if not shared:
+            raise RunError(
+                "LS8440", f"{a} and {b} have no optimizer in common; check that both trace the same training"
+            )
+        verdicts = [compare(one, other, third, exact, o) for o in shared]
     console = Console(True)
+    for trace in (one, other):
+        for alone in (o for o in trace.optimizers if o not in shared):
+            console.note(f"{_optimizer(trace, alone)} makes steps in {trace.folder} alone: it is compared with nothing")
     for verdict in verdicts:
         _say(console, verdict, f"{_optimizer(one, verdict.optimizer)}: " if len(verdicts) > 1 else "")
         if align and verdict.first == "examples":
