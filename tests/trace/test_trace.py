@@ -194,6 +194,19 @@ def test_the_first_difference_in_causal_order_is_named(tmp_path: Path) -> None:
     assert (rate.first, rate.step) == ("learning rate", 0)
 
 
+def test_a_trace_that_lacks_the_shard_of_a_rank_is_said_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "a")
+    assert traces.diff(tmp_path / "a", tmp_path / "a") == 0
+    assert "is missing" not in capsys.readouterr().out
+    (file,) = (tmp_path / "a").glob("rank-*.jsonl")
+    whole, half = '"shape":[5,6],"offset":[0,0],"size":[5,6]', '"shape":[5,6],"offset":[0,0],"size":[2,6]'
+    text = file.read_text()
+    assert whole in text
+    file.write_text(text.replace(whole, half))
+    traces.diff(tmp_path / "a", tmp_path / "a")
+    assert "no rank has written all of 0.weight" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_an_optimizer_of_one_side_alone_is_said_to_be_compared_with_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,10 +15,12 @@ from typing import Any
 
 from lockstep.config.run import RunError
 from lockstep.trace.alignment import window
+from lockstep.trace.causes import few
 from lockstep.trace.compare import COLUMNS, Comparison, compare, row_cells
 from lockstep.trace.errors import TraceError
 from lockstep.trace.findings import Finding, findings
 from lockstep.trace.matching import match
+from lockstep.trace.merge import merged_start
 from lockstep.trace.page import values_of
 from lockstep.trace.read import Trace, read
 from lockstep.trace.run import run
@@ -78,6 +80,8 @@ def compared(a: Path, b: Path, exact: bool, perturbed: Path | None, align: bool 
         verdicts = [compare(one, other, third, exact, o) for o in shared]
     console = Console(True)
     for trace in (one, other):
+        if lacking := [n for o in shared for n, whole in merged_start(trace, o).items() if whole.missing]:
+            console.note(f"{trace.folder}: no rank has written all of {few(lacking)}: the file of a rank is missing")
         for alone in (o for o in trace.optimizers if o not in shared):
             console.note(f"{_optimizer(trace, alone)} makes steps in {trace.folder} alone: it is compared with nothing")
     for verdict in verdicts:
