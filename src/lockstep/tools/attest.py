@@ -165,7 +165,7 @@ def audit(
         or _of_files(output, then)
         or _of_numbers(output)
         or _of_data(output, then, overrides)
-        or _of_export(output, then)
+        or _of_export(output, then, console)
     )
     if wrong is None:
         results = ", ".join(then.get("results", {}))
@@ -264,18 +264,25 @@ def _of_data(output: Path, then: Mapping[str, Any], overrides: Sequence[str]) ->
     return None
 
 
-def _of_export(output: Path, then: Mapping[str, Any]) -> str | None:
-    """Whether the export is what the checkpoint that it was made of exports to."""
+def _of_export(output: Path, then: Mapping[str, Any], console: Console) -> str | None:
+    """Whether the export is what the checkpoint that it was made of exports to; where that cannot be asked, it is
+    said."""
     from lockstep.training.checkpoint_model import exported_checkpoint
     from lockstep.training.summary import digest_of
 
-    step = then["exported_step"]
-    path = next((p for p, m in candidates(run_at(load(output / "run.yaml", []), output))
-                 if isinstance(m, Manifest) and m.step == step), None)  # fmt: skip
+    step, run = then["exported_step"], run_at(load(output / "run.yaml", []), output)
+    if run.average.last is not None:
+        console.say(f"not looked at: whether the export is {run.average.summary}")
+        return None
+    path = next((p for p, m in candidates(run) if isinstance(m, Manifest) and m.step == step), None)
     if path is None:
         return f"the export is said to be of step {step}, of which there is no checkpoint"
     digest = digest_of(exported_checkpoint(output, path), None)
-    if digest is not None and digest != digest_of(output / "export", None):
+    if digest is None:
+        console.say(
+            f"not looked at: whether the export is of the checkpoint of step {step}: its format has no such hash"
+        )
+    elif digest != digest_of(output / "export", None):
         return f"the export's weights are not those of the checkpoint of step {step}"
     return None
 
