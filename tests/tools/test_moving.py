@@ -179,7 +179,16 @@ def test_what_trainers_optimizers_are_where_nothing_is_said(optim: str, here: Pa
         ("d.json", {"optimizer": {"type": "AdamW", "params": {"bias_correction": True}}}, "optimizer: bias_correction"),
         ("d.json", {"scheduler": {"type": "OneCycle", "params": {}}}, "scheduler: OneCycle"),
         ("d.json", {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "warmup_type: log"),
-        ("d.json", {"train_batch_size": "auto", "optimizer": {"type": "auto"}}, "auto: train_batch_size, optimizer"),
+        (
+            "d.json",
+            {"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": False}},
+            "auto: train_batch_size, bf16 (",
+        ),
+        (
+            "d.json",
+            {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "bf16": {"enabled": True}},
+            "auto: optimizer (",
+        ),
         ("x.yaml", {"datasets": [{"path": "c/d", "type": "completion", "shards": 10}]}, "datasets: shards: 10"),
         (
             "x.yaml",
@@ -375,7 +384,12 @@ def test_deepspeed_passes_through_untouched_but_for_what_the_run_file_says(here:
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.95], "weight_decay": "auto"}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 9, "warmup_type": "linear"}},
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": {
+            "stage": 2,
+            "overlap_comm": True,
+            "reduce_bucket_size": "auto",
+            "offload_optimizer": {"device": "cpu"},
+        },
         "wall_clock_breakdown": False,
     }
     (here / "ds.json").write_text(json.dumps(config))

@@ -248,6 +248,17 @@ def test_options_of_accelerate_launch_are_not_lost(here: Path, capsys: pytest.Ca
     assert run.strategy.name == "ddp"
 
 
+def test_what_a_file_of_deepspeed_says_beside_auto_is_read(here: Path) -> None:
+    (here / "ds.json").write_text(
+        '{"bf16": {"enabled": true}, "fp16": {"enabled": "auto"}, "train_batch_size": "auto", "gradient_clipping": 0.5,'
+        ' "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "zero_optimization": {"stage": 0}}'
+    )
+    usual = "deepspeed --num_gpus 2 run_glue.py --do_train --model_name_or_path a/b --task_name sst2 --output_dir o "
+    run = moved("run.sh", usual + "--deepspeed ds.json --per_device_train_batch_size 4 --learning_rate 3e-5\n")
+    assert (run.precision, run.batch_size, run.optim.max_grad_norm) == ("bf16", 8, 0.5)
+    assert run.optim.learning_rate == 3e-5
+
+
 def test_options_of_other_examples(here: Path) -> None:
     usual = "python run_{}.py --do_train --model_name_or_path a/b --dataset_name c/d --output_dir o "
     run = moved(

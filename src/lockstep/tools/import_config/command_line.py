@@ -273,8 +273,9 @@ def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable
 def _left_open(value: Any) -> bool:
     """Whether a value is `auto`, or a mapping of such: what the Trainer's own settings say."""
     if isinstance(value, Mapping):
-        return bool(value) and all(_left_open(each) for name, each in value.items() if name not in ("type", "enabled"))
-    return value == "auto"
+        settings = [each for name, each in value.items() if name != "type"]
+        return value.get("enabled") == "auto" or (bool(settings) and all(map(_left_open, settings)))
+    return bool(value == "auto")
 
 
 def _example(command: Command, stem: str, task: str | None, draft: RunDraft, processes: int | None) -> None:
@@ -398,8 +399,8 @@ def move_deepspeed(theirs: Mapping[str, Any], draft: RunDraft, processes: int | 
     if left_open := [name for name in theirs if name in DEEPSPEED and _left_open(theirs[name])]:
         why = "the Trainer's own arguments say it: move those in, by --from"
         draft.unclear(f"auto: {', '.join(left_open)}", why, "batch_size")
-    rest = {name: value for name, value in theirs.items() if name not in DEEPSPEED}
-    zero = dict(theirs.get("zero_optimization") or {})
+    rest = {name: value for name, value in theirs.items() if name not in DEEPSPEED and value != "auto"}
+    zero = {name: value for name, value in (theirs.get("zero_optimization") or {}).items() if value != "auto"}
     stage = whole(zero.pop("stage", 0), 0)
     draft.set("strategy.name", f"zero{stage}" if stage else "ddp", f"zero_optimization: stage {stage}")
     if stage and zero:
