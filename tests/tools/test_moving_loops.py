@@ -259,6 +259,18 @@ def test_what_a_file_of_deepspeed_says_beside_auto_is_read(here: Path) -> None:
     assert run.optim.learning_rate == 3e-5
 
 
+def test_a_schedule_of_deepspeed_is_not_that_of_the_trainer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed's is used, whatever the Trainer's arguments say of one."""
+    (here / "ds.json").write_text(
+        '{"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_type": "KIND"}}}'
+    )
+    usual = "deepspeed --num_gpus 2 run_glue.py --do_train --model_name_or_path a/b --task_name sst2 --output_dir o "
+    assert "scheduler: warmup_type: KIND" in refused("run.sh", usual + "--deepspeed ds.json\n", capsys)
+    (here / "ds.json").write_text((here / "ds.json").read_text().replace("KIND", "linear"))
+    run = moved("run.sh", usual + "--deepspeed ds.json --warmup_steps 7\n")
+    assert (run.optim.schedule, run.optim.warmup_steps) == ("constant", 7)
+
+
 def test_options_of_other_examples(here: Path) -> None:
     usual = "python run_{}.py --do_train --model_name_or_path a/b --dataset_name c/d --output_dir o "
     run = moved(

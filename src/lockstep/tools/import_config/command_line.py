@@ -264,8 +264,8 @@ def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable
         draft.drop(f"line {command.line}: --deepspeed_config_file", file, "`lockstep init --from` that file moves it")
     config = command.options.get("deepspeed")
     if isinstance(config, str) and (path.parent / config).is_file():
-        values = messages.read_yaml((path.parent / config).read_text(encoding="utf-8"))
-        move_deepspeed({k: v for k, v in values.items() if not _left_open(v)}, draft, None)
+        values = read_keys(path.parent / config, (path.parent / config).read_text(encoding="utf-8"))
+        move_deepspeed(values, draft, None, completed=True)
         command.options.pop("deepspeed")
     return None if each is None else int(each) * machines
 
@@ -394,9 +394,11 @@ def _of_accelerate(config: Mapping[str, Any], draft: RunDraft, processes: int) -
         draft.drop("zero3_save_16bit_model", True, "the export is whole, and in fp32")
 
 
-def move_deepspeed(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
-    """What only the run file decides is taken out, and the rest goes into `strategy.options`."""
-    if left_open := [name for name in theirs if name in DEEPSPEED and _left_open(theirs[name])]:
+def move_deepspeed(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, completed: bool = False) -> None:
+    """What only the run file decides is taken out, and the rest goes into `strategy.options`. `completed`: what is auto
+    stands in the Trainer's own arguments, which are read, too."""
+    left_open = [name for name in theirs if name in DEEPSPEED and _left_open(theirs[name])]
+    if left_open and not completed:
         why = "the Trainer's own arguments say it: move those in, by --from"
         draft.unclear(f"auto: {', '.join(left_open)}", why, "batch_size")
     rest = {name: value for name, value in theirs.items() if name not in DEEPSPEED and value != "auto"}
