@@ -21,7 +21,7 @@ from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load, require_output
 from lockstep.launchers import start
-from lockstep.tools.diff import again, first_wrong, replayed, start_of
+from lockstep.tools.diff import first_mismatch, replayed, run_to_recompute, start_of
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of, scores_of
 from lockstep.training import fingerprints
@@ -34,7 +34,7 @@ EXTRA = "pip install 'lockstep-train[signing]'"
 
 def attest(output: Path, key: Path | None) -> int:
     """Write the attestation. Returns 0. Errors: `RunError` for a run that is not finished, or is damaged."""
-    console, report = Console(True), described(output)
+    console, report = Console(True), describe(output)
     folder = output / FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     (output / SIGNATURE).unlink(missing_ok=True)
@@ -50,7 +50,7 @@ def attest(output: Path, key: Path | None) -> int:
     return 0
 
 
-def described(output: Path) -> dict[str, Any]:
+def describe(output: Path) -> dict[str, Any]:
     """The chain of hashes of a run that is finished. Errors: `RunError`."""
     require_output(output)
     run = load(output / "run.yaml", [])
@@ -252,7 +252,7 @@ def _of_data(output: Path, then: Mapping[str, Any], overrides: Sequence[str]) ->
     """Whether what would be trained on now, and by what, is what was attested."""
     from lockstep.data.prepare import prepare
 
-    run = again(output, overrides, None, 1)
+    run = run_to_recompute(output, overrides, None, 1)
     prepared = prepare(run, plugins.find("tasks", run.task.name), fresh=True)
     if prepared.key != then["data"]:
         return (
@@ -308,7 +308,7 @@ def _of_steps(
     last = {reach[step]: step for step in chosen}  # of each beginning the farthest
     if processes is None:
         processes = 1 if (then["processes"] or 1) > 1 else 2
-    run = again(output, overrides, None, processes)
+    run = run_to_recompute(output, overrides, None, processes)
     total = sum(step - begin for begin, step in last.items())
     console.say(
         f"{len(chosen)} of {steps} steps were drawn ({len(near)} are within {within} of a checkpoint or the start); "
@@ -321,7 +321,7 @@ def _of_steps(
             replay = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
         if replay["from"] != begin:
             return f"the checkpoint of step {begin} cannot be used: {'; '.join(replay['notes'])}"
-        if (wrong := first_wrong(replay["steps"], fingerprints.skips(run))) is not None:
+        if (wrong := first_mismatch(replay["steps"], fingerprints.skips(run))) is not None:
             return wrong
         console.say(f"steps {begin + 1} to {step}: the same bits")
     return None

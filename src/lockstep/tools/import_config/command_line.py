@@ -199,16 +199,18 @@ def _move(
     stem = Path(command.program).stem
     task = next((task for name, task in TASKS.items() if stem == name or stem.startswith(f"{name}_")), None)
     settings = path.parent / file if file is not None and (path.parent / file).is_file() else None
-    given = {name: value for name, value in command.options.items() if value != file}
-    given |= {name: messages.read_yaml(text) for name, mark, text in (f.partition("=") for f in command.files) if mark}
+    options = {name: value for name, value in command.options.items() if value != file}
+    options |= {
+        name: messages.read_yaml(text) for name, mark, text in (f.partition("=") for f in command.files) if mark
+    }
     if settings is not None:
         draft.read.append(f"line {command.line}: {file}")
     if command.starter == "trl" or task is not None:
         keys = {} if settings is None else read_keys(settings, settings.read_text(encoding="utf-8"))
-        command.options = keys | given
+        command.options = keys | options
         _example(command, stem, task, draft, count)
     elif settings is not None:
-        read_file(settings, given).move(draft, count)
+        read_file(settings, options).move(draft, count)
     elif program.is_file():
         script = Script(program, program.read_text(encoding="utf-8"), command.options)
         read = read_script(script)

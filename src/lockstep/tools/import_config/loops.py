@@ -255,10 +255,10 @@ class Loop(Reading):
             self.draft.set("optim.warmup_steps", int(steps), f"num_warmup_steps, line {call.line}")
         if name != "constant":
             self._unknown(call, arguments, {"num_warmup_steps": "optim.warmup_steps"})
-        given = {k: v for k, v in arguments.known.items() if k not in ("name", *names, "last_epoch")}
-        given |= given.pop("scheduler_specific_kwargs", None) or {}
+        ends = {k: v for k, v in arguments.known.items() if k not in ("name", *names, "last_epoch")}
+        ends |= ends.pop("scheduler_specific_kwargs", None) or {}
         rate = number(self.draft.keys.get("optim.learning_rate")) or 5e-5
-        schedule_ends(self.draft, name, given, rate, f"{call.name}, line {call.line}")
+        schedule_ends(self.draft, name, ends, rate, f"{call.name}, line {call.line}")
         others = dict.fromkeys(arguments.unknown.keys() - {"name", *names, "last_epoch"}, "optim.schedule")
         self._unknown(call, arguments, others)
         self.read(call, "optim.schedule")
