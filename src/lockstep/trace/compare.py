@@ -451,7 +451,7 @@ def _differences(
     total = math.sqrt(sum(v.square for _, v, _ in pairs if math.isfinite(v.square)))
     differences = {}
     for name, x, y in pairs:
-        same = x.print == y.print
+        same = x.fingerprint == y.fingerprint
         if not (math.isfinite(x.square) and math.isfinite(y.square)):
             differences[name] = 0.0 if same and infinite and math.isinf(x.square) else math.nan
             continue

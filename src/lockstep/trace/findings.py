@@ -269,7 +269,7 @@ def _still(trace: Trace, optimizer: int) -> Iterator[Finding]:
         names = {p.name for _, s in records for p in s.layout.parameters if p.trained and p.held}
         none = {n for n in names if n not in grads or grads[n].value.square == 0}
         rates = {p.name: s.groups[p.group].get("lr") for _, s in records for p in s.layout.parameters}
-        changed = {n for _, s in records for n, w in s.weights.items() if w.print != s.before[n].print}
+        changed = {n for _, s in records for n, w in s.weights.items() if w.fingerprint != s.before[n].fingerprint}
         same = {n for n in names - none if n not in changed and (rates.get(n) or 0) > 0}
         never = none if never is None else never & none
         still = same if still is None else still & same
