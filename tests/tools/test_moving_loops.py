@@ -103,6 +103,12 @@ def test_what_a_loop_does_to_its_model_and_batches_is_not_lost(
     [
         ("num_warmup_steps=100,", "num_warmup_steps=100, num_cycles=2,", "num_cycles: 2 (optim has no such key)"),
         ("max_length=64)", "max_length=64, add_special_tokens=False)", "add_special_tokens (texts get the special"),
+        ("mixed_precision", "split_batches=True, mixed_precision", "split_batches=True (batch_size is all of a step"),
+        (
+            "gradient_accumulation_steps=4",
+            "gradient_accumulation_plugin=Plugin(4)",
+            "gradient_accumulation_plugin=Plugin",
+        ),
     ],
 )
 def test_what_a_loop_of_accelerate_decides_is_not_lost(

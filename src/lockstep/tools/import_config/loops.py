@@ -190,6 +190,11 @@ class Loop(Reading):
         if call.name == "Accelerator":
             self.accumulated = int(arguments.known.get("gradient_accumulation_steps", 1))
             self._unknown(call, arguments, {"gradient_accumulation_steps": "micro_batches"})
+            for name in ("split_batches", "gradient_accumulation_plugin", "dataloader_config"):
+                if name in arguments.nodes and arguments.known.get(name, True):
+                    where = f"line {call.line}: {name}={code_of(arguments.nodes[name])}"
+                    why = "batch_size is all of a step, and micro_batches what it is cut into"
+                    self.draft.lacks(where, why, "batch_size", "micro_batches")
             if arguments.known.get("log_with"):
                 trackers(self.draft, "log_with", arguments.known["log_with"])
 
