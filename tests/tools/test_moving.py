@@ -175,6 +175,7 @@ def test_what_trainers_optimizers_are_where_nothing_is_said(optim: str, here: Pa
     ("file", "values", "wanted"),
     [
         ("a.json", {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 3}}, "num_cycles: 3"),
+        ("a.json", {"accelerator_config": {"split_batches": True}}, "accelerator_config: split_batches: True"),
         ("d.json", {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4}}}, "optimizer: OneBitAdam"),
         ("d.json", {"optimizer": {"type": "AdamW", "params": {"bias_correction": True}}}, "optimizer: bias_correction"),
         ("d.json", {"scheduler": {"type": "OneCycle", "params": {}}}, "scheduler: OneCycle"),

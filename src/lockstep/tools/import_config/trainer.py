@@ -111,6 +111,9 @@ def _engine(full: Mapping[str, Any], draft: RunDraft) -> None:
         draft.set("strategy.name", "fsdp2", f"fsdp {fsdp}")
     if full.get("deepspeed"):
         draft.drop("deepspeed", full["deepspeed"], "`lockstep init --from` that file moves it, too")
+    if isinstance(accelerator := full.get("accelerator_config"), Mapping) and accelerator.get("split_batches"):
+        why = "batch_size is all of a step, which processes share"
+        draft.drop("accelerator_config: split_batches", True, why, True, ("batch_size",))
     if (size := full.get("ddp_bucket_cap_mb")) is not None:
         draft.set("strategy.options", {"bucket_cap_mb": size}, "ddp_bucket_cap_mb")
     if smoothing := table.number(full.get("label_smoothing_factor")):
