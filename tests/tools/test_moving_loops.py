@@ -196,6 +196,14 @@ def test_a_script_with_the_options_of_its_command(here: Path) -> None:
     assert (run.optim.learning_rate, run.epochs, run.batch_size, run.launch.processes) == (0.5, 4, 40, 2)
 
 
+@pytest.mark.parametrize("words", ["--batch_size=32", "config/small.py", "lr=0.5"])
+def test_words_that_no_parser_of_a_script_reads(words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As nanoGPT takes them: they are set in place of the constants of the file."""
+    (here / "nano.py").write_text(NANO)
+    said = refused("run.sh", f"python nano.py {words}\n", capsys)
+    assert f"line 1: {words.replace('=', ' ') if words[0] == '-' else words} (what the script makes of it" in said
+
+
 def test_a_script_of_dataclasses_needs_its_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = TRAINER.replace(
         'NAME = "acme/encoder"', "parser = HfArgumentParser(TrainingArguments)\nNAME = 'acme/encoder'"

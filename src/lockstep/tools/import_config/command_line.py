@@ -213,6 +213,11 @@ def _move(
         read_file(settings, options).move(draft, count)
     elif program.is_file():
         script = Script(program, program.read_text(encoding="utf-8"), command.options)
+        for name in script.unread_options():
+            where = f"line {command.line}: --{name} {command.options[name]}"
+            draft.unclear(where, "what the script makes of it is not known")
+        for word in command.files:
+            draft.unclear(f"line {command.line}: {word}", "what the script makes of it is not known")
         read = read_script(script)
         draft.read.append(f"{command.program}: {read.called}")
         read.move(draft, count)

@@ -81,6 +81,7 @@ class Script:
         self._set_later: set[str] = set()  # attributes that the script sets itself: args.lr
         self.started: Scope | None = None  # the function that fire makes a command of
         self._parsed: dict[str, Any] = {}  # argparse's options and their defaults
+        self._declared: set[str] = set()  # argparse's options as a command line has them
         self._namespaces: set[str] = set()  # names that parse_known_args gives them to
         self._dataclasses: set[str] = set()  # names that hold options that a parser of dataclasses has read
         self._evaluating: set[int] = set()
@@ -343,6 +344,7 @@ class Script:
                 continue
             keywords = {word.arg: word.value for word in node.keywords}
             longest = max(flags, key=len).lstrip("-").replace("-", "_")
+            self._declared.add(longest)
             name = self.known(keywords.get("dest"), longest)
             if longest in self.options:
                 self._parsed[name] = self.options[longest]
@@ -355,6 +357,12 @@ class Script:
                     self._parsed[name] = self.value(keywords["default"]) if "default" in keywords else None
                 except Unknown:
                     continue
+
+    def unread_options(self) -> list[str]:
+        """Options of the command line that no parser of the script's declares, where all of them are seen."""
+        if self.started is not None or self._dataclasses or self._namespaces:
+            return []
+        return [name for name in self.options if name not in self._declared]
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
