@@ -192,7 +192,7 @@ def test_an_example_of_transformers_by_its_command(here: Path) -> None:
 
 def test_a_script_with_the_options_of_its_command(here: Path) -> None:
     (here / "points.py").write_text(DDP)
-    run = moved("run.sh", "torchrun --nproc-per-node 2 points.py --lr 0.5\n")
+    run = moved("run.sh", "torchrun --nproc-per-node 2 points.py --lr 0.5 >log.txt 2>err.txt &\n")
     assert (run.optim.learning_rate, run.epochs, run.batch_size, run.launch.processes) == (0.5, 4, 40, 2)
 
 

@@ -34,6 +34,7 @@ from lockstep.tools.import_config.table import (
 
 TASKS: Mapping[str, str] = NAMES["example_tasks"]  # an example's name, or what it begins with -> its task
 EXAMPLES = read_table("examples")  # options of those, beside the fields of `TrainingArguments`
+_ENDS = re.compile(r"\d?[&|<>;]")  # words of a shell behind a command: 2>&1, >log, &&
 _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
 
 
@@ -130,7 +131,7 @@ def _command(words: list[str], line: int) -> Command:
             rest = _option(rest, command.launcher, NAMES["switches"])
         command.program, rest = (rest[0], rest[1:]) if rest else ("", [])
     while rest:
-        if rest[0] in ("|", "2>&1", "&", ">", ">>", "&&", ";", "||"):
+        if _ENDS.match(rest[0]):
             break
         if rest[0].startswith("--"):
             rest = _option(rest, command.options, set())
@@ -163,7 +164,7 @@ def _option(rest: list[str], into: dict[str, Any], switches: Collection[str]) ->
         return rest
     values = []
     while rest and name not in switches and not rest[0].startswith("--") and not rest[0].endswith(".py"):
-        if rest[0] in ("|", "2>&1", "&", ">", ">>", "&&", ";", "||"):
+        if _ENDS.match(rest[0]):
             break
         values.append(messages.read_yaml(rest[0]) if rest[0] else "")
         rest = rest[1:]
