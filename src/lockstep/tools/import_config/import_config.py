@@ -340,7 +340,8 @@ def _of_sagemaker(script: Script) -> tuple[str, Mover] | None:
         launcher: Any = plugins.find("launchers", "sagemaker")
     except plugins.PluginError as error:
         raise RunError(error.code, f"--from: {script.path}: launch.name: {error.message}") from None
-    return launcher.read_script(script)  # type: ignore[no-any-return]
+    result: tuple[str, Mover] | None = launcher.read_script(script)
+    return result
 
 
 # Readers of Python files, in the order in which they are asked; None: it is no script of theirs.

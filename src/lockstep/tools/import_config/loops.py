@@ -152,8 +152,9 @@ class Loop(Reading):
         self.draft.set("optim.weight_decay", decay, f"line {call.line}")
         decays_all(self.draft, number(decay))
         keys = {name: f"optim.{name}" for name in ("betas", "eps", "momentum")}
-        defaults: dict[str, Any] = {"SGD": {"momentum": 0.0}, "Muon": {"adjust_lr_fn": "original"}}.get(call.name, {})
+        defaults: dict[str, Any] = {"momentum": 0.0} if call.name == "SGD" else {}
         if call.name == "Muon":
+            defaults = {"adjust_lr_fn": "original"}
             keys = {name: f"optim.{name}" for name in ("momentum", "nesterov", "ns_steps")}
             keys |= {"adjust_lr_fn": "optim.lr_adjust"}
         for name, value in (defaults | arguments.known).items():
