@@ -109,8 +109,11 @@ def _sentences(text: str) -> Iterator[list[tuple[int, list[str]]]]:
             if sentence:
                 yield sentence
             sentence = []
-        elif not line.startswith("-DOCSTART-") and not _is_comment(line):
-            sentence.append((number, line.rstrip().split("\t") if "\t" in line.strip() else line.split()))
+        elif not line.startswith("-DOCSTART-"):
+            cells = line.rstrip().split("\t") if "\t" in line.strip() else line.split()
+            within = bool(sentence) and len(cells) == len(sentence[-1][1])  # comments stand before sentences
+            if within or not _is_comment(line):
+                sentence.append((number, cells))
     if sentence:
         yield sentence
 

@@ -31,8 +31,8 @@ def hidden(dataset: Dataset, column: str) -> bool:
 
 
 def readable(dataset: Dataset, column: str) -> Dataset:
-    """Drop rows without a label and make labels readable: true and false are texts, and whole numbers with a point
-    (1.0, as tables have them where some are missing) are integers."""
+    """The same rows, their labels as texts or integers: true and false become texts, and whole numbers with a point
+    (1.0, as tables have them where some are missing) become integers."""
     import datasets
 
     kind = str(getattr(dataset.features[column], "dtype", None))
@@ -74,12 +74,15 @@ def called(values: list, label_names: list[str] | None, name: str) -> tuple[list
         return values, [str(value) for value in values]
     if isinstance(values[0], str):
         raise RunError("LS2100", f"task.label_names: the labels of {name} are strings already; remove task.label_names")
-    if len(label_names) < len(values):
+    if values[0] >= 0 and values[-1] < len(label_names):  # they are places in the list, also where train lacks some
+        return list(range(len(label_names))), label_names
+    if len(label_names) != len(values):
         raise RunError(
             "LS2101",
-            f"task.label_names: {len(label_names)} names given for {len(values)} labels; give one name for each label",
+            f"task.label_names: {len(label_names)} names given for {len(values)} labels ({values[0]} to {values[-1]}); "
+            "give one name for each label, in the order of the labels",
         )
-    return (list(range(len(label_names))) if values[0] >= 0 and values[-1] < len(label_names) else values), label_names
+    return values, label_names
 
 
 def codes_of(splits: dict[str, Dataset], column: str, label_names: list[str] | None, name: str) -> Codes:
@@ -243,7 +246,8 @@ def number_codes_of(
             column = columns[spread.index(False)]
             raise RunError(
                 "LS2108",
-                f"task.label: column {column!r} of {name} has the same value in every row ({str(first)[:40]}), "
+                f"task.label: column {column!r} of {name} has the same value in every row "
+                f"({str(dataset[0][column])[:40]}), "
                 "so nothing can be learned; name another column",
             )
     return LabelNumbers(columns, list(label_names or names), lists)

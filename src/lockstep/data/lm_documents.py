@@ -530,9 +530,15 @@ def cut(train: Dataset, share: float, seed: Any, key: str, column: str | None = 
     """Cut a share off the training split: rows drawn with the seed; of a single text, in this column, its end. The rest
     and what was cut off. `key`: what of `data` asks for it. Errors: `RunError`."""
     if len(train) == 1 and column is not None:
+        import datasets
+
+        features = datasets.Features({**train.features, column: datasets.Value("string")})
         text = train[0][column]
         at = int(len(text) * (1 - share))
-        return train.from_dict({column: [text[:at]]}), train.from_dict({column: [text[at:]]})
+        beginning, end = (
+            datasets.Dataset.from_dict({**train[:], column: [part]}, features) for part in (text[:at], text[at:])
+        )
+        return beginning, end
     order = np.random.default_rng(seed).permutation(len(train))
     held_out = round(len(train) * share)
     if held_out in (0, len(train)):

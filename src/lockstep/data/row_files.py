@@ -176,10 +176,10 @@ def _count(rows: row_reader.Rows) -> int:
 
 
 def _without_times(rows: Dataset, files: list[Path], key: str) -> Dataset:
-    """Replace times by the texts of the file: JSON has no type for times, and `datasets` reads a column as times if all
-    its texts look like them."""
+    """Replace times by the texts of the file: JSON has no type for times, and `datasets` reads texts as times if all of
+    a column look like them, or all at one place within its lists and mappings."""
     for name, feature in list(rows.features.items()):
-        if str(getattr(feature, "dtype", "")).startswith("timestamp"):
+        if "Value('timestamp" in str(feature):
             names = rows.column_names
             chunks = [chunk for file in files for chunk in row_reader.whole(file, key)]
             texts = [text for chunk in chunks for text in chunk.get(name, [None] * _count(chunk))]

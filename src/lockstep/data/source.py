@@ -294,15 +294,11 @@ def load(
         with remote.here(data, local_splits) as downloaded:
             return replace(load(downloaded, seed, plain, columns, tokens), name=remote.called(data))
     _quiet()
-    keys = [key for key in ("columns", "separator", "quote") if getattr(data, key) is not None]
-    keys += ["layout"] if data.layout != "rows" else []
-    if keys and (data.source == BUILTIN or local_splits(data) is None):
-        raise RunError(
-            "LS2243", f"data.{keys[0]}: applies to local files only, and {data.source} is not one; remove it"
-        )
+    files = local_splits(data)
+    _check_kind(data, files is not None)
     if data.source == BUILTIN and not data.stream:
-        source = _builtin(seed)
-    elif (files := local_splits(data)) is not None:
+        source = Source(BUILTIN, dict(_emotion(seed)))
+    elif files is not None:
         _check_keys(files, data)
         source = Source(
             data.source or "local files",
@@ -332,6 +328,22 @@ def load(
         if len(split) == 0:
             raise RunError("LS2246", f"data.{name}: the {name} split of {source.name} is empty")
     return Source(source.name, splits, left_out, columns=tuple((columns or {}).values()))
+
+
+def _check_kind(data: DataSection, is_local: bool) -> None:
+    """Errors: `RunError` for keys that have no effect on data of this kind: files, a data set of the Hub, built in."""
+    set_here = {key for key in OWN if getattr(data, key) != DataSection.model_fields[key].default}
+    of_files = [key for key in ("columns", "separator", "quote", "layout", "encoding") if key in set_here]
+    of_hub = [key for key in ("config", "revision") if key in set_here]
+    if of_files and not is_local:
+        raise RunError(
+            "LS2243", f"data.{of_files[0]}: applies to local files only, and {data.source} is not one; remove it"
+        )
+    if of_hub and (is_local or data.source == BUILTIN):
+        name = data.source or "data.train"
+        raise RunError(
+            "LS2255", f"data.{of_hub[0]}: applies to data sets of the Hub only, and {name} is not one; remove it"
+        )
 
 
 # -- local files -----------------------------------------------------------------------------------------------------
@@ -452,10 +464,6 @@ def _read(files: list[Path], key: str, plain: str | None, data: DataSection) -> 
 
 
 # -- elsewhere -------------------------------------------------------------------------------------------------------
-
-
-def _builtin(seed: int) -> Source:
-    return Source(BUILTIN, dict(_emotion(seed)))
 
 
 @lru_cache(maxsize=1)

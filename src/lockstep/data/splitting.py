@@ -229,9 +229,9 @@ def left_out(facts: Mapping[str, Any]) -> str:
 
 
 def warnings(facts: Mapping[str, Any]) -> list[str]:
-    """Warnings about the data: texts that were cut, labels that may be the same, and examples that are both trained and
-    scored on."""
-    messages = [
+    """Warnings about the data: `notes` of the task, texts that were cut, labels that may be the same, and examples that
+    are both trained and scored on."""
+    messages = facts.get("notes", []) + [
         f"{counts['texts']:,} of {counts['of']:,} {split} texts are longer than {counts['most']:,} tokens, and their "
         f"ends ({counts['tokens']:,} tokens) are cut off"
         + f"; {counts['nothing']:,} more, in which nothing to learn would be left, are not used"

@@ -455,6 +455,8 @@ def _holds(column: pa.Array, condition: FilterValue) -> pa.Array:
             masks.append(pc.invert(_among(column, value)))
         else:
             measured = _measured(column, key.partition("_")[2])
+            if pa.types.is_float32(measured.type):  # in which 0.7 is another number
+                value = pa.scalar(value, pa.float32())
             masks.append((pc.greater_equal if key.startswith("min") else pc.less_equal)(measured, value))
     return reduce(pc.and_, masks)
 
@@ -468,7 +470,7 @@ def _among(column: pa.Array, values: list[Scalar]) -> pa.Array:
         if value_kind != _kind(kind):
             quoted = ": put it between quotes" if _kind(kind) == "a text" else ""
             raise _Unlike(f"{_several(kind)} there, and {value!r} is {value_kind}{quoted}")
-    if any(isinstance(value, float) for value in values):
+    if any(isinstance(value, float) for value in values) and not pa.types.is_float32(kind):
         column = column.cast(pa.float64())
     try:
         is_member = pc.is_in(column, value_set=pa.array(values).cast(column.type))

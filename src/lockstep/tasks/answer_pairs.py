@@ -128,7 +128,11 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
         options = data.options
         shared = {key: getattr(options, key) for key in AnswerPairOptions.model_fields}
-        written = tokenizer.template_of(tok, options.chat_template) if options.conversations else []
+        written: list[Any] = tokenizer.template_of(tok, options.chat_template) if options.conversations else []
+        if options.conversations and rows is not None:  # templates may read these, too
+            columns = [c for c in options.columns.values() if getattr(rows.features[c], "feature", None) is not None]
+            further = {column: keys for column in columns if (keys := conversations.further_keys(rows, column))}
+            written += [further] if further else []
         return [data.run.data.max_length, shared, *written]
 
     @classmethod
@@ -176,20 +180,15 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
         columns = {split: Columns(file).flat("cut") for split, file in files.items()}
         counts = {split: sum(int(part.sum()) for _, part in column.parts()) for split, column in columns.items()}
-        cut = {split: count for split, count in counts.items() if count}
-        return {"cut_answers": cut, "cut_at": data.run.data.max_length} if cut else {}
+        notes = [
+            f"{count:,} of {len(columns[split]):,} {split} pairs have an answer that is cut at "
+            f"{data.run.data.max_length} tokens (data.max_length)"
+            for split, count in counts.items()
+            if count
+        ]
+        return {"notes": notes} if notes else {}
 
     # -- in every process --------------------------------------------------------------------------------------------
-
-    @property
-    def warnings(self) -> list[str]:
-        cut = self.prepared.facts.get("cut_answers", {})
-        most = self.prepared.facts.get("cut_at")
-        return super().warnings + [
-            f"{count:,} of {len(self.splits[split]):,} {split} pairs have an answer that is cut at {most} tokens "
-            "(data.max_length)"
-            for split, count in cut.items()
-        ]
 
     def answers(self, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, mask and targets of pairs, padded: int64 [2B, T] each, a chosen and a rejected answer by turns; a
@@ -284,7 +283,7 @@ def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row:
         [{"role": role, "content": content}] if isinstance(content, str) else list(content or ())
         for role, content in (("user", prompt), ("assistant", answer))
     )
-    messages = [{"role": m["role"], "content": m["content"]} for m in [*before, *after]]
+    messages = [conversations.without_nulls(message) for message in (*before, *after)]
 
     def text(some: Sequence[dict], opened: bool) -> str:
         return tok.apply_chat_template(

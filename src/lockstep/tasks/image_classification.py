@@ -279,10 +279,16 @@ def _opened(file: bytes, where: str) -> Any:
 
     try:
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
-        return image.convert("RGB")
+        if image.mode[0] not in "IF":
+            return image.convert("RGB")
     except Exception as error:  # Pillow's readers raise errors of many kinds for files that are none
         reason = " ".join(str(error).split()).partition(" <")[0]
         raise RunError("LS3034", f"task.image: {where} is not an image that Pillow can read ({reason})") from error
+    raise RunError(
+        "LS3044",
+        f"task.image: {where} has more than 8 bits a channel (mode {image.mode}), and Pillow would clip what is above "
+        "255; scale the image to 8 bits",
+    )
 
 
 # -- the image processor ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from lockstep.config import key_aliases
 from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import Section
+from lockstep.config.sections import DataSection, Section
 from lockstep.data import arrow_cache, conversations, lm_documents, source, splitting, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Make, digest, examples_in
 from lockstep.data.cache import discard
@@ -226,7 +226,13 @@ class LanguageModeling(PerToken, Generates):
         ends = {split: _cut(rows, files[split], data.options) for split, rows in data.splits.items()}
         ends = {split: left for split, left in ends.items() if left}
         texts = {split: len(rows) for split, rows in data.splits.items()}
-        return {"texts": texts} | ({"cut_texts": ends} if ends else {})
+        facts = {"texts": texts} | ({"cut_texts": ends} if ends else {})
+        length, size = data.run.data.max_length, data.options.block_size
+        if length in (size, DataSection.model_fields["max_length"].default):
+            return facts
+        return facts | {
+            "notes": [f"data.max_length: {length} has no effect; task.block_size ({size}) is what cuts texts"]
+        }
 
     @classmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
