@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from lockstep.config.run import RunError
 from lockstep.data import arrow_cache
+from lockstep.data.batch import IGNORED
 from lockstep.data.cache import damage, discard, folder_of, locked
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 _WINDOW = 2**20  # characters that are measured at once
 _TOKENS = 2**21  # that are cut at once, and written at once
 _SHARD = 2**22  # tokens of a shard of blocks that are all full, about
-IGNORED = -100  # as in batch.py, which imports torch
 _NUMBERS = pa.list_(pa.int32())
 SCHEMA = pa.schema(
     [("input_ids", _NUMBERS), ("targets", _NUMBERS), *((name, pa.int64()) for name in ("count", "bytes", "words"))]

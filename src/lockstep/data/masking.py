@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.data.batch import IGNORED
 from lockstep.distributed.splitmix import mixed
 
-_IGNORED = -100  # as in batch.py, which imports torch
 _ORDER, _KIND, _TOKEN = range(3)  # what a token's numbers are for
 AS_MASK, AS_ANY = 0.8, 0.1  # of the tokens that are chosen
 WITHOUT_STEP = -1  # the step of evaluations, which mask the same tokens every time
@@ -124,4 +124,4 @@ def masked(
     kind = mixed(*place, _KIND, rows[:, None], at) / 2.0**64  # [B, T], from 0 to 1
     drawn = (mixed(*place, _TOKEN, rows[:, None], at) % np.uint64(vocabulary.size)).astype(np.int64)
     instead = np.where(kind < AS_MASK, vocabulary.mask, np.where(kind < AS_MASK + AS_ANY, drawn, ids))
-    return np.where(picked, instead, ids), np.where(picked, ids, _IGNORED)
+    return np.where(picked, instead, ids), np.where(picked, ids, IGNORED)

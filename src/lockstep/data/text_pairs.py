@@ -16,12 +16,12 @@ import numpy as np
 from lockstep.config.run import RunError
 from lockstep.data import lm_documents, usable_rows
 from lockstep.data.arrow_cache import Columns, encode
+from lockstep.data.batch import IGNORED
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 ONE = 2**30  # what a score of 1 is kept as: targets are whole numbers
-_IGNORED = -100  # as in batch.py, which imports torch
 _NUMBERS = "numbers of the texts"  # a column of ours
 
 
@@ -36,7 +36,7 @@ class Laid:
 
 def number(targets: Any) -> Any:
     """The numbers of texts that are no anchors, from their targets."""
-    return _IGNORED - 1 - targets
+    return IGNORED - 1 - targets
 
 
 def whole(
@@ -154,7 +154,7 @@ def laid(columns: Columns, rows: np.ndarray, pad: int) -> Laid:
             ids[side * count + place, : len(part)] = part
             mask[side * count + place, : len(part)] = 1
     if "score" in columns.names:
-        targets = np.concatenate([columns.flat("score")[rows], np.full((sides - 1) * count, _IGNORED)])
+        targets = np.concatenate([columns.flat("score")[rows], np.full((sides - 1) * count, IGNORED)])
     else:
         targets = np.concatenate([numbers[:, 0], number(numbers[:, 1:].T.ravel())])
     return Laid(ids, mask, targets.astype(np.int64))

@@ -19,6 +19,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import conversations, lm_documents, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns
+from lockstep.data.batch import IGNORED, Sums
 from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.text_task import Encoder, TextData, TextTask, check_template
@@ -26,9 +27,6 @@ from lockstep.tasks.text_task import Encoder, TextData, TextTask, check_template
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
-    from lockstep.data.batch import Sums
-
-_IGNORED = -100  # as in batch.py, which imports torch
 _ROW = "lockstep row"  # a column that says which row of its split is encoded
 
 
@@ -199,7 +197,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
         longest = max(len(i) for i, _ in parts)
         shape = (len(parts), longest)
         tokens, mask = np.full(shape, int(self.tokenizer.pad_token_id)), np.zeros(shape, dtype=np.int64)
-        targets_padded = np.full(shape, _IGNORED)
+        targets_padded = np.full(shape, IGNORED)
         for place, (i, t) in enumerate(parts):
             tokens[place, : len(i)], mask[place, : len(i)], targets_padded[place, : len(i)] = i, 1, t
         return tokens, mask, targets_padded
@@ -256,7 +254,7 @@ def _cut(ids: list[int], first: int, most: int, split: str, row: int) -> tuple[l
             f"data.max_length: the prompt of row {row} of {split} fills all {most} tokens and leaves none for "
             f"an answer; raise data.max_length to {first + 2} or more, or set data.filter",
         )
-    return ids[:most], ([_IGNORED] * first + ids[first:])[:most], len(ids) > most
+    return ids[:most], ([IGNORED] * first + ids[first:])[:most], len(ids) > most
 
 
 def tokens_of(

@@ -18,6 +18,7 @@ import pyarrow as pa
 from lockstep.config.run import Run, RunError
 from lockstep.data import labels, source, splitting, stream, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Make, Prepared
+from lockstep.data.batch import MicroBatch
 from lockstep.data.stream import Stream
 from lockstep.tasks.abilities import Streams
 from lockstep.tasks.label_task import LabelTask
@@ -28,8 +29,6 @@ from lockstep.tasks.text_task import Arrays, Encoder, TextData, TextTask
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
-
-    from lockstep.data.batch import MicroBatch
 
 
 def objective_of(options: ClassificationOptions) -> type[Objective]:

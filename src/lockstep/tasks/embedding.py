@@ -19,6 +19,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import splitting, text_pairs
 from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.order import by_chance
 from lockstep.tasks.abilities import GivesPredictions, Predicts
 from lockstep.tasks.models import heads, pooling, retrieval
@@ -28,8 +29,6 @@ from lockstep.tasks.text_task import Arrays, TextData, TextTask
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
-
-    from lockstep.data.batch import MicroBatch, Sums
 
 _AMONG = 64  # texts that the nearest of a sample is looked for in
 _SCORED = 100_000  # scored pairs of a split that correlations are of, at most

@@ -22,6 +22,7 @@ from pydantic import Field
 from lockstep.config.run import Run, RunError
 from lockstep.data import arrow_cache, labels, row_files, source, splitting, usable_rows
 from lockstep.data.arrow_cache import VERSION, Columns, Prepared, content, digest
+from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.cache import cached, folder_of
 from lockstep.data.hub import explained, model_folder
 from lockstep.data.stream import names_of
@@ -34,8 +35,6 @@ from lockstep.tasks.task import refuse_lone_examples
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
-
-    from lockstep.data.batch import MicroBatch
 
 _AS_IT_IS = {"do_resize": False, "do_center_crop": False}  # for images that have their size already
 _UNUSED = ("max_length", "group_by_length", "stream_window")  # keys of `data`
@@ -153,8 +152,6 @@ class ImageClassification(LabelTask):
         """`pixel_values` float32 [B, C, H, W], or bfloat16 where weights are, rescaled and normalised by the processor.
         Of no rows two images, which batch normalisation needs."""
         import torch
-
-        from lockstep.data.batch import IGNORED, MicroBatch
 
         blank = len(rows) == 0
         rows = np.zeros(2, dtype=np.int64) if blank else rows

@@ -22,6 +22,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection, Section
 from lockstep.data import arrow_cache, conversations, lm_documents, source, splitting, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Make, digest, examples_in
+from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.cache import discard
 from lockstep.tasks.abilities import Generates
 from lockstep.tasks.models import heads
@@ -32,7 +33,6 @@ from lockstep.tasks.text_task import Arrays, TextData, check_template, in_batche
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.inference import Decoding
 
 
@@ -226,13 +226,12 @@ class LanguageModeling(PerToken, Generates):
         ends = {split: _cut(rows, files[split], data.options) for split, rows in data.splits.items()}
         ends = {split: left for split, left in ends.items() if left}
         texts = {split: len(rows) for split, rows in data.splits.items()}
-        facts = {"texts": texts} | ({"cut_texts": ends} if ends else {})
+        facts: dict[str, Any] = {"texts": texts} | ({"cut_texts": ends} if ends else {})
         length, size = data.run.data.max_length, data.options.block_size
-        if length in (size, DataSection.model_fields["max_length"].default):
-            return facts
-        return facts | {
-            "notes": [f"data.max_length: {length} has no effect; task.block_size ({size}) is what cuts texts"]
-        }
+        if length not in (size, DataSection.model_fields["max_length"].default):
+            note = f"data.max_length: {length} has no effect; task.block_size ({size}) says where texts are cut"
+            facts["notes"] = [note]
+        return facts
 
     @classmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:

@@ -19,6 +19,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import arrow_cache, lm_documents, masking, source, splitting, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Make, Prepared, examples_in
+from lockstep.data.batch import TARGETS, MicroBatch, Sums
 from lockstep.data.cache import discard
 from lockstep.tasks.models import heads
 from lockstep.tasks.per_token import LossChunk, PerToken
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
     from torch import Tensor
-
-    from lockstep.data.batch import MicroBatch, Sums
 
 _BEST = 5  # tokens that `predict` gives for a mask
 
@@ -173,8 +172,6 @@ class MaskedLanguageModeling(PerToken):
         self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
     ) -> list[dict[str, str]]:
         import torch
-
-        from lockstep.data.batch import TARGETS
 
         logits = forward({name: values for name, values in batch.inputs.items() if name != TARGETS}).cpu()
         hidden, ids = batch.targets >= 0, batch.inputs["input_ids"]

@@ -19,12 +19,12 @@ from pydantic import Field
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.data.arrow_cache import Columns, Prepared, digest
+from lockstep.data.batch import MicroBatch, Sums
 from lockstep.tasks.task import Forward, Generate, Task, refuse_lone_examples, spread_rows
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.modules.dataset import Bundle
 
 SEALED = 64  # items of each split that its hash looks at

@@ -19,6 +19,7 @@ from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run
 from lockstep.data import tokenizer
 from lockstep.data.arrow_cache import Columns
+from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.tasks.abilities import UsesReference
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs
 from lockstep.tasks.models import heads
@@ -27,8 +28,6 @@ from lockstep.tasks.text_task import Arrays, TextData
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from lockstep.data.batch import MicroBatch, Sums
 
 
 class PreferenceOptions(AnswerPairOptions):
@@ -127,8 +126,6 @@ class Preference(AnswerPairs, UsesReference):
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """Inputs [2B, T]. Targets [2B, T + 1]: at each place the token that follows, if it is of an answer; in the last
         column what the model said before training, the bits of a float64."""
-        from lockstep.data.batch import IGNORED
-
         ids, mask, answer_targets = self.answers(columns, rows)
         before = self.reference_for(columns, rows)  # [B, 2], or nothing
         last = np.zeros(len(ids)) if before is None else before.reshape(-1)

@@ -18,6 +18,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import qa_features, tokenizer
 from lockstep.data.arrow_cache import Columns
+from lockstep.data.batch import MicroBatch, Sums
 from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.models import heads
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
     from torch import Tensor, nn
 
-    from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.qa_spans import Span
 
 _SHARP = 2.0**20  # sums are rounded to its inverse: scores are kept to 2^-40

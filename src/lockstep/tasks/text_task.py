@@ -16,6 +16,7 @@ import numpy as np
 from lockstep.config.run import Run, RunError
 from lockstep.data import lm_documents, source, splitting, stream, tokenizer
 from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode
+from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.stream import Stream
 from lockstep.data.usable_rows import TokenCounts
 from lockstep.tasks.task import Task
@@ -23,8 +24,6 @@ from lockstep.tasks.task import Task
 if TYPE_CHECKING:
     from datasets import Dataset, Features
     from torch import Tensor, nn
-
-    from lockstep.data.batch import MicroBatch
 
 _UNIGRAM = (
     "tokenizer.train: unigram is not trained alike twice (ties are broken at random): with another cache, or on "
@@ -311,7 +310,6 @@ class TextTask(Task):
         """The micro-batch that `tensors` makes of rows; of none that of the first row, whose targets are ignored."""
         import torch
 
-        from lockstep.data.batch import IGNORED, MicroBatch
         from lockstep.tasks.models.chunked_loss import with_targets
 
         inputs, labels = tensors(columns, rows if len(rows) else np.zeros(1, dtype=np.int64))

@@ -23,6 +23,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import labels, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.tasks.models import heads
 from lockstep.tasks.own_metrics import listed
 from lockstep.tasks.per_token import PerToken
@@ -32,8 +33,6 @@ from lockstep.tasks.text_task import Encoder, TextData, in_batches
 if TYPE_CHECKING:
     from datasets import Dataset, Features
     from torch import Tensor
-
-    from lockstep.data.batch import MicroBatch, Sums
 
 
 _READ = {"B": "B", "I": "I", "M": "I", "E": "E", "L": "E", "S": "S", "U": "S", "W": "S"}  # in words of IOBES
@@ -94,9 +93,6 @@ def entities(row: Sequence[tuple[str, str]]) -> set[tuple[int, int, str]]:
             spans.add((start, place + 1, kind))
             kind = ""
     return spans
-
-
-_SKIPPED = -100  # the tag of a word's further tokens; IGNORED in batch.py, which imports torch
 
 
 class TokenClassificationOptions(Section):
@@ -251,11 +247,11 @@ class TokenClassification(PerToken):
             tokens = tok(rows["words"], is_split_into_words=True, truncation=True, max_length=run.data.max_length)
             targets = []
             for row, tags in enumerate(rows["tags"]):
-                line = [_SKIPPED] * len(tokens["input_ids"][row])
+                line = [IGNORED] * len(tokens["input_ids"][row])
                 for word, place in first_tokens(tokens.word_ids(row)).items():
                     line[place] = place_of[tags[word]]
                 targets.append(line)
-            counts = [sum(tag != _SKIPPED for tag in line) for line in targets]
+            counts = [sum(tag != IGNORED for tag in line) for line in targets]
             return {"input_ids": tokens["input_ids"], "targets": targets, "count": counts}
 
         return encoder, features

@@ -22,6 +22,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import lm_documents, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.data.stream import Stream
 from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import Generates, GivesPredictions, Predicts, Streams
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
     from torch import Tensor
 
-    from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.inference import Decoding
 
 
@@ -289,8 +289,6 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """Teacher forcing: the decoder reads its start token and then the targets, one behind."""
-        from lockstep.data.batch import IGNORED
-
         target_ids, real = columns.ragged("target_ids").padded(rows, int(self.target_tokenizer.pad_token_id))  # [B, T]
         read = np.roll(target_ids, 1, axis=1)
         read[:, 0] = self.entries["decoder_start_token_id"]

@@ -29,6 +29,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig
 
 from lockstep.config.run import Run, RunError
+from lockstep.data.batch import IGNORED
 from lockstep.distributed import portable
 from lockstep.tasks.models import heads, model_configs, padding, small_models
 
@@ -192,7 +193,6 @@ ROUTER_LOGITS = "output_router_logits"  # the entry that asks for the loss of th
 CLASSES = 3
 SHARPER = 20.0  # logits of fresh weights are nearly equal, and a term that is made of them nearly nothing
 NEAR = 1e-5  # how far two losses may be apart, relative to the cross entropy
-IGNORED = -100  # transformers' label for a token without a target
 
 
 def check_portable(run: Run, head: str) -> None:

@@ -33,12 +33,11 @@ from lockstep.config.run import RunError
 from lockstep.config.sections import Section
 from lockstep.data import lm_documents
 from lockstep.data.arrow_cache import Columns
+from lockstep.data.batch import Sums
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
-
-    from lockstep.data.batch import Sums
 
 
 _FINEST = 2.0**-20  # weights are multiples of it, so that sums of them are exact, whatever is added up first

@@ -24,14 +24,13 @@ import numpy as np
 from lockstep.config.run import RunError
 from lockstep.data import labels, usable_rows
 from lockstep.data.arrow_cache import Columns
+from lockstep.data.batch import Sums
 from lockstep.tasks.objectives import objective
 from lockstep.tasks.objectives.objective import ClassificationOptions, LabelCodes, Objective
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
-
-    from lockstep.data.batch import Sums
 
 
 MOST_CLASSES = 100  # up to which a confusion matrix is counted
