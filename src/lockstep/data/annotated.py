@@ -284,7 +284,7 @@ def read_columns(files: list[Path], key: str, data: DataSection) -> Dataset:
             parts.append(datasets.Dataset.from_dict(lists))
         except (ValueError, TypeError) as error:
             raise RunError("LS2006", f"{key}: {file}: a column mixes values of different types: {error}") from None
-    return _together(files, parts, key)
+    return row_files.together(list(zip(files, parts, strict=True)), key)
 
 
 def read_records(files: list[Path], key: str, data: DataSection) -> Dataset:
@@ -297,7 +297,7 @@ def read_records(files: list[Path], key: str, data: DataSection) -> Dataset:
             parts.append(row_files.of_rows(rows))
         except (ValueError, TypeError) as error:
             raise RunError("LS2007", f"{key}: {file}: a column mixes values of different types: {error}") from None
-    return _together(files, parts, key)
+    return row_files.together(list(zip(files, parts, strict=True)), key)
 
 
 def read_squad(files: list[Path], key: str, data: DataSection) -> Dataset:
@@ -319,7 +319,7 @@ def read_squad(files: list[Path], key: str, data: DataSection) -> Dataset:
                     "LS2008", f"{key}: {file}: a question of the article {title!r} is not in SQuAD's format: {error}"
                 ) from None
         parts.append(datasets.Dataset.from_list(rows, features=features))
-    return _together(files, parts, key)
+    return row_files.together(list(zip(files, parts, strict=True)), key)
 
 
 def _questions(article: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -339,12 +339,3 @@ def _questions(article: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                     "answer_start": [int(each["answer_start"]) for each in answers],
                 },
             }
-
-
-def _together(files: list[Path], parts: list[Dataset], key: str) -> Dataset:
-    """Errors: `RunError` for files whose columns differ."""
-    import datasets
-
-    if len(parts) == 1:
-        return parts[0]
-    return datasets.concatenate_datasets(row_files.agreeing(list(zip(files, parts, strict=True)), key))

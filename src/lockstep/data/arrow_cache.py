@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 INDEX = "index.json"  # of a folder of shards: examples of each, tokens of all, and the longest of all
 LONGEST = 16_384  # examples whose rows it has
-_SIDES = ("input_ids", "target_ids")  # columns of tokens that go through the model
+SIDES = ("input_ids", "target_ids")  # columns of tokens that go through the model
 
 
 class Shards:
@@ -88,6 +88,12 @@ class Shards:
         if shard not in self._opened:
             (self._opened[shard],) = table_of(self._files[shard]).combine_chunks().to_batches()  # it is one already
         return self._opened[shard].column(name)
+
+
+def write_table(table: pa.Table, path: Path) -> None:
+    """Write an Arrow file for `table_of`."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
 
 
 def table_of(path: Path) -> pa.Table:
@@ -159,12 +165,12 @@ class Columns:
     @property
     def sides(self) -> list[Any]:
         """Tokens of each example that go through the model, and are padded, on their own: source, then target."""
-        return [self.ragged(name).lengths for name in _SIDES if name in self.names] or [self.lengths]
+        return [self.ragged(name).lengths for name in SIDES if name in self.names] or [self.lengths]
 
     @cached_property
     def lengths(self) -> Any:
         """Tokens of each example, both sides: int32 [examples]; 1 of examples without tokens. What a step is cut by."""
-        sides = [self.ragged(name) for name in _SIDES if name in self.names]
+        sides = [self.ragged(name) for name in SIDES if name in self.names]
         if len(sides) == 1:
             return sides[0].lengths
         if not sides:  # no tokens: every example counts the same
@@ -232,10 +238,7 @@ def longest_of(lengths: Any, count: int) -> np.ndarray:
 
 def index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
     """What is kept of a folder of shards, so that no start has to look at all of them."""
-    rows = {}
-    for file in files:
-        with pa.memory_map(str(file)) as mapped:
-            rows[file.name] = int(pa.ipc.open_stream(mapped).read_all().num_rows)
+    rows = {file.name: table_of(file).num_rows for file in files}
     (folder / INDEX).write_text(json.dumps({"rows": rows}), encoding="utf-8")
     columns = Columns(folder)
     tokens = sum(int(part.sum(dtype=np.int64)) for _, part in columns.lengths.parts())
@@ -273,14 +276,16 @@ class Ragged:
 
     def padded(self, rows: np.ndarray, fill: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows padded with `fill` to the longest: int64 [B, T], and the mask of real ones."""
-        lengths = self.lengths[rows]
-        width = int(lengths.max(initial=1))
-        out = np.full((len(rows), width), fill, dtype=np.int64)  # [B, T]
-        mask = np.zeros((len(rows), width), dtype=np.int64)  # [B, T]
-        for i, row in enumerate(rows):
-            out[i, : lengths[i]] = self.row(int(row))
-            mask[i, : lengths[i]] = 1
-        return out, mask
+        return padded([self.row(int(row)) for row in rows], fill)
+
+
+def padded(rows: Sequence[np.ndarray], fill: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of numbers padded on the right to the longest: int64 [B, T], and the mask of real ones."""
+    shape = len(rows), max(1, *map(len, rows)) if rows else 1
+    out, mask = np.full(shape, fill, dtype=np.int64), np.zeros(shape, dtype=np.int64)  # [B, T]
+    for place, row in enumerate(rows):
+        out[place, : len(row)], mask[place, : len(row)] = row, 1
+    return out, mask
 
 
 ROWS = 65_536  # of a data set that make one shard, at most
@@ -330,8 +335,7 @@ def write_split(
         for batch, count in make(rows):
             batches.append(batch)
             done(count)
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
-            stream.write_table(pa.Table.from_batches(batches, schema).combine_chunks())
+        write_table(pa.Table.from_batches(batches, schema).combine_chunks(), path)
 
     def all_of_them(folder: Path) -> None:
         files = fill(folder, parts, ".arrow", one, doing, of, processes)

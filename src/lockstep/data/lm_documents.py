@@ -500,6 +500,12 @@ def end_of(tokenizer: Any) -> int | None:
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
 
 
+def end_or_padding(tokenizer: Any) -> int:
+    """The token that is read where a text has none."""
+    end = end_of(tokenizer)
+    return int(tokenizer.pad_token_id if end is None else end)
+
+
 def before(tokenizer: Any) -> int | None:
     """The token after which a text begins, where nothing else is before it (as in lm-evaluation-harness), if there is
     one."""

@@ -133,12 +133,8 @@ def whole(
         }
 
     text = datasets.Value("string")
-    source_feature = {c: complete_rows.features[c] for c in complete_rows.column_names if c == source.SOURCE}
     features = {QUESTION: text, CONTEXT: text, TEXTS: datasets.List(text), START: datasets.Value("int64")}
-    others = [c for c in complete_rows.column_names if c not in source_feature]
-    return complete_rows.map(
-        converted, batched=True, remove_columns=others, features=datasets.Features(features | source_feature)
-    )
+    return source.map_rows(complete_rows, converted, features)
 
 
 def _checked(value: Any, context: str, where: str, column: str) -> None:

@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from lockstep.config.data_sources import STORES, Address, address_of, is_address
 from lockstep.config.errors import InvalidValue
@@ -27,6 +27,7 @@ from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.arrow_cache import digest
 from lockstep.data.cache import cache_folder, cached, damage, discard, locked, placed
+from lockstep.data.hub import KEYS, with_paths
 from lockstep.data.object_store import Bucket, HubFiles, Object, Patience, Readable, StoreError, Web, download, require
 from lockstep.distributed.activity import ACTIVITY
 
@@ -244,7 +245,6 @@ def _git(file: Path, size: int) -> str:
     return digest.hexdigest()
 
 
-KEYS = ("source", "train", "validation", "test")
 MOST = 200_000  # names of a folder that are looked at
 AT_ONCE = 8  # files that are downloaded at a time
 Splits = Callable[[DataSection], dict[str, list[Path]] | None]
@@ -439,13 +439,7 @@ def _below(file: Path, root: Path) -> str | None:
 
 def _local(data: DataSection, paths: Mapping[str, str], root: Path) -> DataSection:
     """The section with paths instead of addresses."""
-
-    def at(value: Any) -> Any:
-        if isinstance(value, list):
-            return [at(each) for each in value]
-        return str(root / paths[value]) if value in paths else value
-
-    return data.model_copy(update={key: at(getattr(data, key)) for key in KEYS})
+    return with_paths(data, lambda text: str(root / paths[text]) if text in paths else text)
 
 
 # -- a copy ----------------------------------------------------------------------------------------------------------

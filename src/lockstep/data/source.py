@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.config.data_sources import OWN, OneSource, is_address
+from lockstep.config.data_sources import OWN, USUAL, OneSource, is_address
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, arrow_cache, file_formats, remote, row_files, usable_rows
@@ -66,8 +67,8 @@ def _within(path: Path, named: set[Path]) -> bool:
 def _named(data: DataSection) -> Iterator[Path]:
     """Where the files and folders really are that the section names, and those that its globs begin in."""
     root = Path(data.source).expanduser() if data.source is not None else None
-    texts = [data.source, data.train, data.validation, data.test]
-    for text in (text for each in texts if each for text in ([each] if isinstance(each, str) else each)):
+    texts = itertools.chain(*row_files.splits_named(data).values())
+    for text in (*texts, *([data.source] if data.source is not None else [])):
         path = Path(text).expanduser()
         for place in (path, root / path if root is not None else path):
             if not place.exists():
@@ -114,18 +115,15 @@ def load_mixture(
     plain: str | None,
     columns: Mapping[str, str],
     tokens: TokenCounts | None,
-    read: Callable[..., Source],
 ) -> Source:
-    """Read every source by `read`, which reads one. `columns`: those that are read, by their keys in the run file;
-    none: all. Errors: `RunError`."""
-    import datasets
-
+    """Read every source. `columns`: those that are read, by their keys in the run file; none: all. Errors:
+    `RunError`."""
     assert data.sources is not None
     parts: dict[str, list[tuple[str, Dataset]]] = {}
     fewer: Counter[str] = Counter()
     for number, (entry, section) in enumerate(zip(data.sources, sections(data), strict=True)):
         try:
-            source = read(section, seed, plain, tokens=tokens and tokens.renamed(entry.rename))
+            source = load(section, seed, plain, tokens=tokens and tokens.renamed(entry.rename))
         except RunError as error:
             raise RunError(error.code, f"data.sources: {entry.name}: {error.message}") from error
         fewer.update(source.left_out)
@@ -136,8 +134,7 @@ def load_mixture(
             parts.setdefault(split, []).append((entry.name, rows))
     splits = {}
     for split, some in parts.items():
-        together = row_files.agreeing(_named_mixed(some), f"data.sources: {split}", "sources of one mixture")
-        splits[split] = datasets.concatenate_datasets(together)
+        splits[split] = row_files.together(_named_mixed(some), f"data.sources: {split}", "sources of one mixture")
     names = [entry.name for entry in data.sources]
     return Source(f"{len(names)} sources ({', '.join(names)})", splits, dict(fewer), names, tuple(columns.values()))
 
@@ -154,6 +151,17 @@ def each_alone(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]
         files.append(encode(dataset.select(rows), digest(key, number)) if len(rows) else None)
     counts = [examples_in(file) if file else 0 for file in files]
     return arrow_cache.concat([file for file in files if file], digest(key, counts)), counts
+
+
+def map_rows(
+    rows: Dataset, convert: Callable[[dict[str, list]], dict[str, list]], features: Mapping[str, Any]
+) -> Dataset:
+    """Rows with the columns that `convert` makes of some of them at a time; of a mixture with their source, too."""
+    import datasets
+
+    others = [column for column in rows.column_names if column != SOURCE]
+    kept = {column: rows.features[column] for column in rows.column_names if column == SOURCE}
+    return rows.map(convert, batched=True, remove_columns=others, features=datasets.Features({**features, **kept}))
 
 
 def theirs(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str]:
@@ -217,11 +225,6 @@ def _as_texts(rows: Dataset, column: str) -> Dataset:
 
 
 BUILTIN = "builtin/emotion"
-USUAL = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test",),
-}
 # layout -> which files a split has, where names of files say that otherwise than of rows
 _FILES = {"class_folders": row_files.class_files, "parallel": row_files.parallel_files}
 # layout -> how they are read
@@ -272,7 +275,7 @@ def pinned(data: DataSection) -> DataSection:
         entries = [entry.model_copy(update={key: getattr(section, key) for key in OWN}) for entry, section in each]
         return data.model_copy(update={"sources": entries})
     if data.source not in (None, BUILTIN) and not is_address(data.source) and local_splits(data) is None:
-        data = pinning.repository(data, USUAL)
+        data = pinning.repository(data)
     return pinning.addresses(data)
 
 
@@ -289,7 +292,7 @@ def load(
 
     Errors: `RunError`."""
     if data.sources is not None:
-        return load_mixture(data, seed, plain, columns or {}, tokens, load)
+        return load_mixture(data, seed, plain, columns or {}, tokens)
     if remote.has_address(data):
         with remote.here(data, local_splits) as downloaded:
             return replace(load(downloaded, seed, plain, columns, tokens), name=remote.called(data))
@@ -320,7 +323,7 @@ def load(
         )
     splits, left_out = usable_rows.filtered(source.splits, data, source.name, tokens)
     if data.split_column is not None:
-        splits = usable_rows.told_apart(splits, data, source.name, USUAL)
+        splits = usable_rows.by_split_column(splits, data, source.name)
     splits = {split: usable_rows.added(rows, columns or {}, split, source.name) for split, rows in splits.items()}
     if data.limit is not None:
         splits = {name: split.select(range(min(data.limit, len(split)))) for name, split in splits.items()}
@@ -366,19 +369,19 @@ def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
 
 
 def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
-    named_splits = {split: getattr(data, split) for split in USUAL if getattr(data, split) is not None}
+    named_splits = row_files.splits_named(data)
     if data.source is None:
         if not named_splits:
             raise RunError(
                 "LS2247", "data: no data given; set data.source (a Hub id, a folder or a file) or data.train (files)"
             )
         if data.layout in _FILES:
-            return _FILES[data.layout](data, USUAL)
+            return _FILES[data.layout](data)
         return {split: _expand(value, f"data.{split}", data.layout) for split, value in named_splits.items()}
     if data.source == BUILTIN:
         return None
     if data.layout in _FILES:
-        return _FILES[data.layout](data, USUAL)
+        return _FILES[data.layout](data)
     root = Path(data.source).expanduser()
     if root.is_dir():
         splits = {split: in_folder(root, split, data.layout) for split in USUAL}
@@ -396,7 +399,7 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
             splits[split] = _expand(value, f"data.{split}", data.layout, root)
         return splits
     if root.is_file() or _looks_local(data.source):
-        splits = {"train": _expand(data.source, "data.source", data.layout)}
+        splits = {"train": _expand([data.source], "data.source", data.layout)}
         return splits | {split: _expand(value, f"data.{split}", data.layout) for split, value in named_splits.items()}
     return None
 
@@ -439,9 +442,9 @@ def _near(path: Path) -> str:
     return ""
 
 
-def _expand(value: str | list[str], key: str, layout: str, root: Path | None = None) -> list[Path]:
+def _expand(texts: list[str], key: str, layout: str, root: Path | None = None) -> list[Path]:
     files: list[Path] = []
-    for text in [value] if isinstance(value, str) else value:
+    for text in texts:
         path = Path(text).expanduser()
         if root is not None and not path.is_absolute() and not path.exists():
             path = root / path

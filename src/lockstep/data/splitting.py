@@ -249,14 +249,10 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
         return messages
     return messages + [
         f"{counts['examples']:,} of {counts['of']:,} {split} examples stand in train, too; the first is row "
-        f"{counts['row']:,} of {split}, {_in_train(counts)}: {counts['text']!r}. Scores on them flatter; "
-        "data.decontaminate=true leaves them out of train"
+        f"{counts['row']:,} of {split}, {counts.get('train_place') or 'row {train_row:,} of train'.format(**counts)}: "
+        f"{counts['text']!r}. Scores on them flatter; data.decontaminate=true leaves them out of train"
         for split, counts in facts.get("overlap", {}).items()
     ]
-
-
-def _in_train(counts: Mapping[str, Any]) -> str:
-    return str(counts["train_place"]) if "train_place" in counts else f"row {counts['train_row']:,} of train"
 
 
 FILE = "held-out.npy"  # in the folder of an index

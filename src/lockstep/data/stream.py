@@ -28,7 +28,7 @@ from lockstep.config.data_sources import OneSource, is_address
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import arrow_cache, file_formats, remote, row_reader, source, tokenizer, usable_rows
-from lockstep.data.arrow_cache import Make, digest, encoded, table_of
+from lockstep.data.arrow_cache import SIDES, Make, digest, encoded, table_of, write_table
 from lockstep.data.cache import cached, discard, folder_of
 from lockstep.data.remote import ShardCache, Unfetched, unpinned, with_addresses
 from lockstep.data.row_reader import Chunk, RowReader, Rows
@@ -241,7 +241,6 @@ ENDING = ".stream"  # of an index in the cache
 CHUNKS, ABOUT = "chunks.arrow", "about.json"
 _KINDS = {"row": "int64", "rows": "int32", "at": "int64", "size": "int64", "examples": "int32", "tokens": "int64"}
 _SCHEMA = pa.schema(_KINDS | {"longest": "int32", "hash": "uint64"})
-_SIDES = ("input_ids", "target_ids")
 
 
 @dataclass(frozen=True)
@@ -390,7 +389,7 @@ class Stream:
                     entries.append(vars(chunk) | counted(batch))
             summary = {**fewer, "names": names, "standing": list(first_places.items())}
             table = pa.Table.from_pylist(entries, _SCHEMA.with_metadata({"told": json.dumps(summary)}))
-            _write(table, path)
+            write_table(table, path)
             done(1)
 
         key = self._key("index", key, held_out.content)
@@ -467,7 +466,7 @@ class Stream:
             "names": names,
             "content": hashlib.sha256(numbers_of(whole, "hash").tobytes() + examples.tobytes()).hexdigest()[:24],
         }
-        _write(whole, folder / CHUNKS)
+        write_table(whole, folder / CHUNKS)
         self.held_out.write(folder)
         (folder / ABOUT).write_text(json.dumps(about), encoding="utf-8")
         for file in files:
@@ -516,7 +515,7 @@ def counted(batch: pa.RecordBatch | None) -> dict[str, int]:
     """What the index says of the examples of a chunk."""
     if batch is None:
         return {"examples": 0, "tokens": 0, "longest": 0, "hash": 0}
-    sides = [np.diff(np.from_dlpack(batch.column(name).offsets)) for name in _SIDES if name in batch.schema.names]
+    sides = [np.diff(np.from_dlpack(batch.column(name).offsets)) for name in SIDES if name in batch.schema.names]
     lengths = np.sum(sides, axis=0, dtype=np.int64)
     hashed = hashlib.blake2b(digest_size=8)
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -537,8 +536,3 @@ def numbers_of(table: pa.Table, name: str) -> np.ndarray:
     """A column of numbers of an index."""
     parts = [np.from_dlpack(chunk) for chunk in table.column(name).chunks]
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
-
-
-def _write(table: pa.Table, path: Path) -> None:
-    with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, table.schema) as stream:
-        stream.write_table(table)

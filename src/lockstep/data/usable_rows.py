@@ -8,7 +8,7 @@ Columns are scanned in parts: no column is ever a list.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lockstep.config.data_sources import Condition, Scalar
+from lockstep.config.data_sources import USUAL, Condition, Scalar
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import tokenizer
@@ -74,12 +74,6 @@ def distinct(dataset: Dataset, column: str) -> set[Any]:
         for _, values in lists(dataset, column):
             values_seen.update(values)
     return values_seen
-
-
-def rows_where(dataset: Dataset, column: str, predicate: Callable[[pa.ChunkedArray], Any]) -> np.ndarray:
-    """What `predicate` says of each row by parts: bool [rows]."""
-    masks = [np.asarray(predicate(part)) for part in arrays(dataset, column)]
-    return np.concatenate([np.empty(0, bool), *masks])
 
 
 def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -> Dataset:
@@ -151,11 +145,14 @@ def within(path: str, value: Any) -> str:
     return f"; what is in it is named like {'.'.join(steps)}" if len(steps) > 1 and isinstance(value, str) else ""
 
 
+@dataclass(frozen=True)
 class _PathOrigin:
     """Where a path was given, for messages."""
 
-    def __init__(self, key: str, path: str, split: str, name: str) -> None:
-        self.key, self.path, self.split, self.name = key, path, split, name
+    key: str
+    path: str
+    split: str
+    name: str
 
     def wrong(self, parts: tuple[str, ...], why: str) -> RunError:
         """`parts`: what of the path is left to go."""
@@ -302,7 +299,7 @@ def lacking(dataset: Dataset, column: str) -> np.ndarray:
             mask = pc.or_(mask, pc.fill_null(pc.equal(values, -1), True))
         return np.from_dlpack(mask.combine_chunks().cast(pa.uint8())).astype(bool)
 
-    return rows_where(dataset, column, has_nothing)
+    return np.concatenate([np.empty(0, bool), *map(has_nothing, arrays(dataset, column))])
 
 
 def _describe(dataset: Dataset, key: str, column: str, lacks: np.ndarray, split: str, name: str) -> str:
@@ -512,10 +509,8 @@ def _several(kind: pa.DataType) -> str:
 # -- by a column -----------------------------------------------------------------------------------------------------
 
 
-def told_apart(
-    splits: dict[str, Dataset], data: DataSection, name: str, usual: dict[str, tuple[str, ...]]
-) -> dict[str, Dataset]:
-    """The splits that `data.split_column` tells apart. `usual`: what splits are called. Errors: `RunError`."""
+def by_split_column(splits: dict[str, Dataset], data: DataSection, name: str) -> dict[str, Dataset]:
+    """The splits that `data.split_column` tells apart. Errors: `RunError`."""
     assert data.split_column is not None
     if list(splits) != ["train"]:
         raise RunError(
@@ -525,8 +520,8 @@ def told_apart(
         )
     train, column = splits["train"], data.split_column
     names = getattr(train.features.get(column), "names", None)
-    split_names = {word: split for split, words in usual.items() for word in words}
-    order, others, first = list(usual), Counter[Any](), None
+    split_names = {word: split for split, words in USUAL.items() for word in words}
+    order, others, first = list(USUAL), Counter[Any](), None
     places = [np.empty(0, dtype=np.int8)]  # of each row's split in `order`
     there: list[Any] = []  # values that are known
     for part in values(train, "data.split_column", column, "train", name):

@@ -18,7 +18,7 @@ from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import conversations, lm_documents, tokenizer, usable_rows
-from lockstep.data.arrow_cache import Columns
+from lockstep.data.arrow_cache import Columns, padded
 from lockstep.data.batch import IGNORED, Sums
 from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
@@ -194,13 +194,8 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
         ids, targets, chosen = columns.ragged("input_ids"), columns.ragged("targets"), columns.flat("chosen")[rows]
         both = [(ids.row(int(r)), targets.row(int(r)), int(c)) for r, c in zip(rows, chosen, strict=True)]
         parts = [(i[of], t[of]) for i, t, c in both for of in (slice(None, c), slice(c, None))]
-        longest = max(len(i) for i, _ in parts)
-        shape = (len(parts), longest)
-        tokens, mask = np.full(shape, int(self.tokenizer.pad_token_id)), np.zeros(shape, dtype=np.int64)
-        targets_padded = np.full(shape, IGNORED)
-        for place, (i, t) in enumerate(parts):
-            tokens[place, : len(i)], mask[place, : len(i)], targets_padded[place, : len(i)] = i, 1, t
-        return tokens, mask, targets_padded
+        tokens, mask = padded([i for i, _ in parts], int(self.tokenizer.pad_token_id))
+        return tokens, mask, padded([t for _, t in parts], IGNORED)[0]
 
     def sides(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
         """Both answers of a pair are padded to the longest of all."""

@@ -23,6 +23,7 @@ from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.order import by_chance
 from lockstep.tasks.abilities import GivesPredictions, Predicts
 from lockstep.tasks.models import heads, pooling, retrieval
+from lockstep.tasks.objectives import objective
 from lockstep.tasks.task import Forward, Generate, spread_rows
 from lockstep.tasks.text_task import Arrays, TextData, TextTask
 
@@ -162,7 +163,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
         rows, options, texts = data.splits[split], data.options, list(data.options.columns.values())
         numbers = retrieval.numbered([splitting.hashes(rows, [column]) for column in texts])
-        text_pairs.told_apart(rows, options.columns, numbers, split, data.name)
+        text_pairs.refuse_own_negatives(rows, options.columns, numbers, split, data.name)
         score, most = (options.score, options.score_range), data.run.data.max_length
         return text_pairs.encoded(rows, texts, np.stack(numbers, 1), *score, tok, most, key), []
 
@@ -207,8 +208,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """All texts of the rows: first the anchors [B], then the positives, then the negatives. The target of an anchor
         is its score, or the number of its text; other texts have numbers below `IGNORED`, which are no targets."""
-        texts = text_pairs.laid(columns, rows, int(self.tokenizer.pad_token_id))
-        return {"input_ids": texts.ids, "attention_mask": texts.mask}, texts.targets
+        return text_pairs.inputs_of(columns, rows, int(self.tokenizer.pad_token_id))
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return len(rows)
@@ -312,9 +312,8 @@ class Embedding(TextTask, Predicts, GivesPredictions):
             scores["triplet_accuracy"] = float(sums["nearer"]) / count / (self.texts - 2)
         gathered = _gathered(sums)
         if "cosines" in gathered:
-            one, other = gathered["cosines"], gathered["scores"]
-            scores["spearman"] = retrieval.correlation(retrieval.placed(one), retrieval.placed(other))
-            scores["pearson"] = retrieval.correlation(one, other)
+            both = gathered["cosines"], gathered["scores"]
+            scores |= {"spearman": objective.spearman(*both), "pearson": objective.pearson(*both)}
         elif "anchors" in gathered:
             scores |= retrieval.scores_of(gathered)
         return scores

@@ -204,7 +204,7 @@ class ImageClassification(LabelTask):
         model, processor = models.exported_model(cls.head, folder, run), load_processor(str(folder))
         names = [model.config.id2label[code] for code in range(model.config.num_labels)]
         options = cls.options_of(run)
-        objective = OneLabel(options.model_copy(update={"class_weights": None}), names, [], 0)
+        objective = OneLabel(options, names, [], 0)
         threshold = cls.threshold_of(objective, folder)
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
@@ -237,7 +237,8 @@ def _whole(rows: Dataset, options: ImageClassificationOptions, split: str, name:
     feature: Any = rows.features[options.image]
     fields = feature.keys() if isinstance(feature, dict) else ()
     if isinstance(feature, datasets.Image) or {*fields} == {"bytes", "path"}:
-        rows = rows.select_columns([*dict.fromkeys([options.image, options.label, *_source_of(rows)])])
+        read = {options.image, options.label, source.SOURCE}
+        rows = rows.select_columns([column for column in rows.column_names if column in read])
         rows = rows.cast_column(options.image, datasets.Image(decode=False))
         pairs = rows.with_format("arrow").map(embed_table_storage, batched=True, batch_size=100, keep_in_memory=True)
         files = pa.chunked_array(
@@ -258,10 +259,6 @@ def _whole(rows: Dataset, options: ImageClassificationOptions, split: str, name:
     return labels.readable(rows, options.label)
 
 
-def _source_of(rows: Dataset) -> list[str]:
-    return [source.SOURCE] if source.SOURCE in rows.column_names else []
-
-
 def _read(path: str) -> bytes:
     """Errors: `RunError`."""
     try:
@@ -276,16 +273,17 @@ def _opened(file: bytes, where: str) -> Any:
 
     try:
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
-        if image.mode[0] not in "IF":
-            return image.convert("RGB")
+        converted = image.convert("RGB")
     except Exception as error:  # Pillow's readers raise errors of many kinds for files that are none
         reason = " ".join(str(error).split()).partition(" <")[0]
         raise RunError("LS3034", f"task.image: {where} is not an image that Pillow can read ({reason})") from error
-    raise RunError(
-        "LS3044",
-        f"task.image: {where} has more than 8 bits a channel (mode {image.mode}), and Pillow would clip what is above "
-        "255; scale the image to 8 bits",
-    )
+    if image.mode[0] in "IF" and not np.array_equal(np.asarray(image), np.asarray(converted)[..., 0]):
+        raise RunError(
+            "LS3044",
+            f"task.image: {where} has numbers that do not fit into 8 bits (mode {image.mode} of Pillow, which would "
+            "clip them); scale its numbers to 0..255",
+        )
+    return converted
 
 
 # -- the image processor ---------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ class LanguageModeling(PerToken, Generates):
     @classmethod
     def usable(cls, rows: Dataset, options: LanguageModelingOptions, split: str, name: str, drop: bool) -> Dataset:
         if options.messages is None:
-            return usable_rows.texts(rows, options.columns, split, name, drop)
+            return super().usable(rows, options, split, name, drop)
         usable_rows.present(rows, options.writing.columns, split, name)
         return conversations.whole(rows, options.messages, split, name, drop)
 
@@ -314,7 +314,7 @@ class LanguageModeling(PerToken, Generates):
         return metrics
 
     def samples(self, generate: Generate, forward: Forward) -> list[dict[str, str]]:
-        import torch
+        from lockstep.tasks.models import inference
 
         columns = self.splits["validation"]
         options = self.options
@@ -328,13 +328,9 @@ class LanguageModeling(PerToken, Generates):
         else:
             rows = np.linspace(0, len(columns) - 1, options.samples).astype(int)
             starts = [self._beginning(columns, int(row)) for row in rows]
-        width = max(len(start) for start in starts)
-        pad = int(self.tokenizer.pad_token_id)
-        ids = torch.tensor([[*start, *[pad] * (width - len(start))] for start in starts])
-        mask = torch.tensor([[1] * len(start) + [0] * (width - len(start)) for start in starts])
-        room = max(1, options.block_size - width)  # a model may have no positions for more
-        how = self._decoding(min(options.sample_tokens, room))
-        tokens = generate({"input_ids": ids, "attention_mask": mask}, how).tolist()
+        inputs = inference.padded([{"input_ids": s} for s in starts], {"input_ids": int(self.tokenizer.pad_token_id)})
+        room = max(1, options.block_size - inputs["input_ids"].shape[1])  # a model may have no positions for more
+        tokens = generate(inputs, self._decoding(min(options.sample_tokens, room))).tolist()
         texts = [
             [self.tokenizer.decode(part, skip_special_tokens=True) for part in both]
             for both in zip(starts, tokens, strict=True)

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
-from lockstep.data import arrow_cache, lm_documents, masking, source, splitting, tokenizer, usable_rows
+from lockstep.data import arrow_cache, lm_documents, masking, source, splitting, tokenizer
 from lockstep.data.arrow_cache import Columns, Make, Prepared, examples_in
 from lockstep.data.batch import TARGETS, MicroBatch, Sums
 from lockstep.data.cache import discard
@@ -75,12 +75,6 @@ class MaskedLanguageModeling(PerToken):
     @classmethod
     def document(cls, options: MaskedLanguageModelingOptions) -> str:
         return options.document
-
-    @classmethod
-    def usable(
-        cls, rows: Dataset, options: MaskedLanguageModelingOptions, split: str, name: str, drop: bool
-    ) -> Dataset:
-        return usable_rows.texts(rows, options.columns, split, name, drop)
 
     @classmethod
     def cut_of(cls, data: TextData) -> splitting.Cut:

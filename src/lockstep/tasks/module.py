@@ -1,8 +1,8 @@
 """A model, data and a loss of the user's own: three names of functions, and no class to write.
 
 In: `task: {name: module, model: my_file.build, data: my_file.data, loss: my_file.loss}`. Out: losses and metrics as
-sums over examples, and an export that `lockstep.load` reads. What the functions give is found out in
-`modules/probe.py`.
+sums over examples, and an export that `lockstep.load` reads. `modules/loss_probe.py` finds out whether losses and
+metrics are sums or means.
 """
 
 from __future__ import annotations

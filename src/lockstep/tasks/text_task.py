@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import lm_documents, source, splitting, stream, tokenizer
+from lockstep.data import lm_documents, source, splitting, stream, tokenizer, usable_rows
 from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode
-from lockstep.data.batch import IGNORED, MicroBatch
+from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
 from lockstep.data.stream import Stream
 from lockstep.data.usable_rows import TokenCounts
 from lockstep.tasks.task import Task
@@ -78,8 +78,9 @@ class TextTask(Task):
 
     @classmethod
     def usable(cls, rows: Dataset, options: Any, split: str, name: str, drop: bool) -> Dataset:
-        """The rows that examples can be made of; with `drop` others are left out, else refused. Errors: `RunError`."""
-        raise NotImplementedError
+        """The rows that examples can be made of, by default those with a text in each column; with `drop` others are
+        left out, else refused. Errors: `RunError`."""
+        return usable_rows.texts(rows, options.columns, split, name, drop)
 
     @classmethod
     def usable_splits(cls, read: source.Source, run: Run, options: Any) -> dict[str, Dataset]:
@@ -310,13 +311,12 @@ class TextTask(Task):
         """The micro-batch that `tensors` makes of rows; of none that of the first row, whose targets are ignored."""
         import torch
 
-        from lockstep.tasks.models.chunked_loss import with_targets
-
         inputs, labels = tensors(columns, rows if len(rows) else np.zeros(1, dtype=np.int64))
         targets = torch.as_tensor(labels)
         targets = targets if len(rows) else torch.full_like(targets, IGNORED)
         inputs = {name: torch.as_tensor(values) for name, values in inputs.items()}
-        return MicroBatch(index, with_targets(inputs, targets, self.loss_chunk), targets)
+        own_loss = {} if self.loss_chunk is None else {TARGETS: targets}
+        return MicroBatch(index, inputs | own_loss, targets)
 
     def decoded(self, ids: Tensor) -> list[str]:
         """Texts of tokens [B, T], without special ones."""

@@ -165,10 +165,7 @@ class TokenClassification(PerToken):
             return {"words": words, "tags": tags}
 
         texts = datasets.List(datasets.Value("string"))
-        source_feature = {c: whole.features[c] for c in whole.column_names if c == source.SOURCE}
-        features = datasets.Features({"words": texts, "tags": texts} | source_feature)
-        others = [c for c in whole.column_names if c not in source_feature]
-        return whole.map(converted, batched=True, remove_columns=others, features=features)
+        return source.map_rows(whole, converted, {"words": texts, "tags": texts})
 
     @classmethod
     def compared(cls, options: TokenClassificationOptions) -> tuple[list[str], list[str]]:

@@ -259,8 +259,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
         def closed(rows: list[list[int]], known: Any) -> list[list[int]]:
             """A target without any token could not be learned: it has its end token at least."""
-            end = lm_documents.end_of(known)
-            return [row or [end if end is not None else known.pad_token_id] for row in rows]
+            return [row or [lm_documents.end_or_padding(known)] for row in rows]
 
         def encoder(rows: dict[str, list]) -> dict[str, list]:
             source_ids = sources([options.prefix + text for text in rows["source"]], **limit)["input_ids"]

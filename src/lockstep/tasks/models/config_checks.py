@@ -1,16 +1,10 @@
-"""Entries of `model.config` that change nothing: dropout of a family that has none, a classifier's in a language model.
+"""Checks of `model.config` by trials on small models of the same config, as in `padding.py`; answers are cached.
 
-In: a run, and the head of its model. Out: a note for each such entry. Small models tell: one of the run's config, and
-others that differ in the entry alone, are drawn from one seed and run on the same examples, in evaluation and in
-training. The answer is kept in the cache. Switches, rates and texts are tried; sizes are not, as some count for long
-texts only.
-
-Terms that a model of transformers adds to the cross entropy of its logits when it is given labels: the loss of the
-routers of a mixture of experts, and others. Lockstep computes none of them, so configs that ask for one are refused.
-
-In: a run, and the head of its model. Out: nothing, or a `RunError` that names the entry of the config. A trial on a
-small model of the same config finds the term, as in `padding.py`; the answer is kept in the cache. So are operations
-found that portable arithmetic has not.
+In: a run, and the head of its model. Out: notes, or a `RunError` that names the entry of the config:
+- Entries that change nothing (dropout of a family that has none) get a note. Models that differ in the entry alone are
+  drawn from one seed and run on the same examples. Sizes are not tried, as some count for long texts only.
+- Terms that a model adds to the cross entropy of its logits when it is given labels (the loss of the routers of a
+  mixture of experts) are refused, as lockstep computes none; so are operations that portable arithmetic has not.
 """
 
 from __future__ import annotations
@@ -174,6 +168,7 @@ def _flat(entries: Mapping[str, Any], config: Any, at: str = "") -> Iterator[tup
 
 
 def _at(config: Any, path: str) -> Any:
+    """The entry at a path."""
     for name in path.split("."):
         config = model_configs.entry(config, name)
     return config
@@ -338,7 +333,7 @@ def _advice(run: Run, head: str, config: Any, pairs: list[LossPair]) -> str:
 def _refusal(config: Any, entries: Mapping[str, Any], measured: str) -> str:
     """The text behind `model.config.`, of the entries that would do."""
     (path, value), *others = entries.items()
-    current = json.dumps(_read(config, path))
+    current = json.dumps(_at(config, path))
     more = "".join(f", model.config.{name}: {json.dumps(each)}" for name, each in others)
     return (
         f"{path}: {current} adds a term to the loss of {config.model_type} that lockstep does not compute{measured}; "
@@ -366,18 +361,12 @@ def _parts(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _parts(value, f"{path}{name}.")
 
 
-def _read(config: Any, path: str) -> Any:
-    for name in path.split("."):
-        config = model_configs.entry(config, name)
-    return config
-
-
 def _silent(run: Run, head: str, config: Any, entries: Mapping[str, Any]) -> bool:
     """Whether a config with these entries adds no term."""
     other = copy.deepcopy(config)
     for path, value in entries.items():
         *outer, name = path.split(".")
-        setattr(_read(other, ".".join(outer)) if outer else other, name, value)
+        setattr(_at(other, ".".join(outer)) if outer else other, name, value)
     try:
         return agree(loss_pairs(run, head, other))
     except Exception:

@@ -1,11 +1,8 @@
 """A module of the user's as lockstep runs it: a batch goes in, the sum of its losses comes out.
 
 In: a `torch.nn.Module` and the functions beside it. Out: the same module, with the same names of weights, which also
-takes a `Bundle`. The loss is computed inside of `forward`: what the user's loss wants to see never leaves it.
-
-The export of a module of the user's: its weights, and the name of the code that makes it. Nothing is pickled.
-
-In: weights by name. Out: `model.safetensors` and `config.json`; later the model again.
+takes a `Bundle`. The loss is computed inside of `forward`: what the user's loss wants to see never leaves it. Its
+export is `model.safetensors` and, in `config.json`, the name of the code that makes it: nothing is pickled.
 """
 
 from __future__ import annotations

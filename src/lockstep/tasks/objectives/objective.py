@@ -1,21 +1,7 @@
-"""Weights of labels in the training loss.
+"""The interface of what is learned of an example: its labels or numbers, their loss, their scores, and answers.
 
-In: `task.class_weights`, the names of labels, and how often each is in train. Out: a weight for each label.
-
-The keys of `classification` in the run file, and what of them does not go together.
-
-In: the task section. Out: frozen options. Imports no torch.
-
-Scores of predictions that are all there: areas, F1, calibration, correlations. Plain formulas of numpy.
-
-In: what is true and what was predicted, in any order. Out: numbers, equal to those of scikit-learn and scipy to
-rounding (tests/tasks/test_scores.py compares them). What is not defined (an area where every example is of one kind, a
-correlation with a constant) is nan; scikit-learn warns of it or refuses.
-
-The interface of what is learned of a text: its labels or numbers, their loss, their scores, and answers.
-
-In: the options of `classification`, what its labels are called and how often each is there. Out: targets, loss sums,
-metrics and answers. Nothing here imports torch at the top.
+In: the keys of `classification` in the run file, what its labels are called and how often each is in train. Out:
+targets, loss sums, metrics and answers. Nothing here imports torch at the top.
 """
 
 from __future__ import annotations
@@ -39,6 +25,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
 
+
+# -- weights of labels in the training loss --------------------------------------------------------------------------
 
 _FINEST = 2.0**-20  # weights are multiples of it, so that sums of them are exact, whatever is added up first
 
@@ -76,6 +64,9 @@ def of_labels(options: ClassificationOptions, names: list[str], counts: list[int
             )
         weights = np.array([class_weights.get(name, 1.0) for name in names])
     return np.maximum(np.round(weights / _FINEST), 1) * _FINEST
+
+
+# -- keys of the run file --------------------------------------------------------------------------------------------
 
 
 def _named(value: Any) -> Any:
@@ -168,6 +159,10 @@ class ClassificationOptions(LabelOptions):
         return self
 
 
+# -- scores ----------------------------------------------------------------------------------------------------------
+
+# Of predictions that are all there, in any order: equal to those of scikit-learn and scipy to rounding. What is not
+# defined (an area where every example is of one kind, a correlation with a constant) is nan.
 NAN = float("nan")
 BINS = 15  # of calibration, of equal width: Guo et al. 2017, https://arxiv.org/abs/1706.04599
 
@@ -283,7 +278,9 @@ def pearson(true: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def spearman(true: np.ndarray, predicted: np.ndarray) -> float:
-    """The correlation of their ranks."""
+    """The correlation of their ranks; nan where one of them is no number, as nothing is before or behind it."""
+    if np.isnan(true).any() or np.isnan(predicted).any():
+        return NAN
     return pearson(average_ranks(true), average_ranks(predicted))
 
 
@@ -294,6 +291,9 @@ def r2(true: np.ndarray, predicted: np.ndarray) -> float:
         return NAN
     total = float(((true - true.mean()) ** 2).sum())
     return 1 - float(((true - predicted) ** 2).sum()) / total if total else NAN
+
+
+# -- the interface ---------------------------------------------------------------------------------------------------
 
 
 class LabelCodes(Protocol):
