@@ -229,9 +229,9 @@ def left_out(facts: Mapping[str, Any]) -> str:
 
 
 def warnings(facts: Mapping[str, Any]) -> list[str]:
-    """Warnings about the data: `notes` of the task, texts that were cut, labels that may be the same, and examples that
+    """Warnings about the data: texts that were cut, labels that may be the same, `notes` of the task, and examples that
     are both trained and scored on."""
-    messages = facts.get("notes", []) + [
+    messages = [
         f"{counts['texts']:,} of {counts['of']:,} {split} texts are longer than {counts['most']:,} tokens, and their "
         f"ends ({counts['tokens']:,} tokens) are cut off"
         + f"; {counts['nothing']:,} more, in which nothing to learn would be left, are not used"
@@ -245,6 +245,7 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
         + ". If they mean the same, write them alike"
         for group in facts.get("alike_labels", [])
     ]
+    messages += facts.get("notes", [])
     if facts.get("dropped"):
         return messages
     return messages + [
