@@ -405,7 +405,7 @@ def fill(
     return files
 
 
-def together_over(parts: list[range], work: Callable[[range], None], doing: str) -> None:
+def map_parts(parts: list[range], work: Callable[[range], None], doing: str) -> None:
     """`work` on each part, by as many processes as there are cores. What it leaves behind must be in memory that forked
     processes share. Errors: what `work` raises."""
     done = _counts(0 for _ in parts)

@@ -100,10 +100,9 @@ def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
     return dataset.map(batch, with_indices=True, batched=True)
 
 
-def whole(dataset: Dataset, column: str, split: str, name: str, drop: bool) -> Dataset:
+def usable(dataset: Dataset, column: str, split: str, name: str, drop: bool) -> Dataset:
     """The rows in which the assistant says something, and every message has a content, or calls. Errors:
     `RunError`."""
-    usable_rows.present(dataset, {"task.messages": column}, split, name)
     dataset = with_roles(dataset, column, "task.messages", split)
     lacks = []
     for first, part in usable_rows.lists(dataset, column):

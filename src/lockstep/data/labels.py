@@ -67,7 +67,7 @@ class Codes:
         return np.bincount(self.of_all(dataset), minlength=len(self.names)).tolist()
 
 
-def called(values: list, label_names: list[str] | None, name: str) -> tuple[list, list[str]]:
+def values_and_names(values: list, label_names: list[str] | None, name: str) -> tuple[list, list[str]]:
     """The values of labels in order, and the names that the run file gives them, if any; else what they are. Errors:
     `RunError`."""
     if label_names is None:
@@ -94,7 +94,7 @@ def codes_of(splits: dict[str, Dataset], column: str, label_names: list[str] | N
     if label_names is None:
         names = feature_names or _named_by_column(splits["train"], column, values) or [str(v) for v in values]
     else:
-        values, names = called(values, label_names, name)
+        values, names = values_and_names(values, label_names, name)
     if len(values) < 2:
         raise RunError(
             "LS2102",
@@ -327,7 +327,8 @@ def list_codes_of(
             "name another column",
         )
     feature_names = getattr(getattr(splits["train"].features[columns[0]], "feature", None), "names", None)
-    values, names = called(list(range(len(feature_names))) if feature_names else sorted(first_rows), label_names, name)
+    values = list(range(len(feature_names))) if feature_names else sorted(first_rows)
+    values, names = values_and_names(values, label_names, name)
     names = list(feature_names) if feature_names and label_names is None else names
     train_labels = set(values)
     for split, dataset in splits.items():

@@ -506,7 +506,7 @@ def end_or_padding(tokenizer: Any) -> int:
     return int(tokenizer.pad_token_id if end is None else end)
 
 
-def before(tokenizer: Any) -> int | None:
+def start_of(tokenizer: Any) -> int | None:
     """The token after which a text begins, where nothing else is before it (as in lm-evaluation-harness), if there is
     one."""
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else end_of(tokenizer)

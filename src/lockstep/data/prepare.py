@@ -48,7 +48,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
     one works, the others wait.
     """
     run = run.model_copy(update={"data": source.pinned(run.data)})
-    code, elsewhere = _code_of(run, task), source.elsewhere(run.data)
+    code, elsewhere = _code_of(run, task), source.remote_facts(run.data)
     key = digest(
         VERSION,
         __version__,

@@ -111,7 +111,7 @@ def whole(
     that have them. Errors: `RunError`."""
     import datasets
 
-    usable_rows.present(dataset, {**columns, "task.answers": answers}, split, name)
+    usable_rows.check_columns(dataset, {**columns, "task.answers": answers}, split, name)
     complete_rows = usable_rows.texts(dataset, columns, split, name, drop)
     lacks = []
     for first, part in usable_rows.lists(complete_rows, answers, columns["task.context"]):

@@ -288,7 +288,7 @@ def has_address(data: DataSection) -> bool:
     return bool(_addresses(data))
 
 
-def called(data: DataSection) -> str:
+def display_name(data: DataSection) -> str:
     """What its files are called together."""
     if data.source is not None:
         return data.source
@@ -309,7 +309,7 @@ def shards(data: DataSection, splits: Splits, among: int = 1) -> ShardCache | li
 
 
 @contextmanager
-def here(data: DataSection, splits: Splits) -> Iterator[DataSection]:
+def downloaded(data: DataSection, splits: Splits) -> Iterator[DataSection]:
     """The section as one of local files, which are downloaded where the cache does not hold them; of a stream those of
     train are there by their names alone. Errors: `RunError`; in one that is raised meanwhile files have the names that
     they have in the run file."""

@@ -35,20 +35,20 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def check(data: DataSection, files: Mapping[str, list[Path]]) -> None:
+def check_links(data: DataSection, files: Mapping[str, list[Path]]) -> None:
     """`files`: split -> those that were looked for in folders, or named. Errors: `RunError`, where one lies outside of
     all that the section names, and `data.follow_links` is not set."""
     if data.follow_links:
         return
-    named = set(_named(data))
+    named = set(_named_places(data))
     inside: dict[Path, Path | None] = {}  # folder -> where it really is; None: outside
     for split, some in files.items():
         out = []
         for file in some:
             if file.parent not in inside:
                 real = file.parent.resolve()
-                inside[file.parent] = real if _within(real, named) else None
-            if (inside[file.parent] is None or file.is_symlink()) and not _within(file.resolve(), named):
+                inside[file.parent] = real if _is_below(real, named) else None
+            if (inside[file.parent] is None or file.is_symlink()) and not _is_below(file.resolve(), named):
                 out.append(file)
         if out:
             more = f" (and {len(out) - 1:,} more like it)" if len(out) > 1 else ""
@@ -60,11 +60,11 @@ def check(data: DataSection, files: Mapping[str, list[Path]]) -> None:
             )
 
 
-def _within(path: Path, named: set[Path]) -> bool:
+def _is_below(path: Path, named: set[Path]) -> bool:
     return path in named or any(parent in named for parent in path.parents)
 
 
-def _named(data: DataSection) -> Iterator[Path]:
+def _named_places(data: DataSection) -> Iterator[Path]:
     """Where the files and folders really are that the section names, and those that its globs begin in."""
     root = Path(data.source).expanduser() if data.source is not None else None
     texts = itertools.chain(*row_files.splits_named(data).values())
@@ -128,7 +128,7 @@ def load_mixture(
             raise RunError(error.code, f"data.sources: {entry.name}: {error.message}") from error
         fewer.update(source.left_out)
         for split, rows in source.splits.items():
-            rows = called(rows, entry, columns, split, source.name)
+            rows = with_task_columns(rows, entry, columns, split, source.name)
             rows = with_names(rows) if data.stream else rows  # of train no label is known yet
             rows = rows.add_column(SOURCE, np.full(len(rows), number, dtype=np.int8))
             parts.setdefault(split, []).append((entry.name, rows))
@@ -139,7 +139,7 @@ def load_mixture(
     return Source(f"{len(names)} sources ({', '.join(names)})", splits, dict(fewer), names, tuple(columns.values()))
 
 
-def each_alone(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]) -> tuple[str, list[int]]:
+def encode_by_source(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]) -> tuple[str, list[int]]:
     """The file that `encode` makes of a split, with this key, and nothing; of a mixture each source on its own, so that
     no block of tokens holds texts of two, in one file, and how many examples each has. Errors: `RunError`."""
     if SOURCE not in dataset.column_names:
@@ -164,7 +164,7 @@ def map_rows(
     return rows.map(convert, batched=True, remove_columns=others, features=datasets.Features({**features, **kept}))
 
 
-def theirs(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str]:
+def source_columns(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str]:
     """The columns that the task reads, by their keys in the run file, as a source calls them. Errors: `RunError`."""
     if entry is None:
         return dict(columns)
@@ -177,9 +177,9 @@ def theirs(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str
     return {key: entry.rename.get(column, column) for key, column in columns.items()}
 
 
-def called(rows: Dataset, entry: OneSource, columns: Mapping[str, str], split: str, name: str) -> Dataset:
+def with_task_columns(rows: Dataset, entry: OneSource, columns: Mapping[str, str], split: str, name: str) -> Dataset:
     """The columns that the task reads, under the names that it has for them. Errors: `RunError`."""
-    names = theirs(entry, columns)
+    names = source_columns(entry, columns)
     for key, column in names.items():  # languages of a column of translations
         if column not in rows.column_names and isinstance(inner := rows.features.get(_PAIR), Mapping):
             names[key] = f"{_PAIR}.{column}" if column in inner else column
@@ -260,7 +260,7 @@ def is_local(data: DataSection) -> bool:
     )
 
 
-def elsewhere(data: DataSection) -> list[list[remote.Fact]]:
+def remote_facts(data: DataSection) -> list[list[remote.Fact]]:
     """Address, size and tag of every file that each source reads from an object store or another server. Asks them.
     Errors: `RunError`."""
     return [remote.facts(section, local_splits) for section in sections(data) if remote.has_address(section)]
@@ -294,8 +294,8 @@ def load(
     if data.sources is not None:
         return load_mixture(data, seed, plain, columns or {}, tokens)
     if remote.has_address(data):
-        with remote.here(data, local_splits) as downloaded:
-            return replace(load(downloaded, seed, plain, columns, tokens), name=remote.called(data))
+        with remote.downloaded(data, local_splits) as local:
+            return replace(load(local, seed, plain, columns, tokens), name=remote.display_name(data))
     _quiet()
     files = local_splits(data)
     _check_kind(data, files is not None)
@@ -364,7 +364,7 @@ def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
     if remote.has_address(data):
         return None
     if (splits := _local_splits(data)) is not None:
-        check(data, splits)
+        check_links(data, splits)
     return splits
 
 

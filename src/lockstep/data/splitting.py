@@ -137,7 +137,7 @@ def hashes(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
             stop = min(start + _ROWS, part.stop)
             pairs[start:stop] = hashed(some[start:stop], columns)
 
-    arrow_cache.together_over(arrow_cache.spans(len(dataset), arrow_cache.ROWS), work, "looking for equal examples")
+    arrow_cache.map_parts(arrow_cache.spans(len(dataset), arrow_cache.ROWS), work, "looking for equal examples")
     return pairs
 
 

@@ -71,7 +71,7 @@ class StreamingSource:
         """A copy that lists the source's files. Errors: `RunError` where there are none, or one that cannot be
         streamed."""
         with self.named():
-            source.theirs(self.entry, self.columns)
+            source.source_columns(self.entry, self.columns)
             shards = (
                 remote.shards(self.data, source.local_splits, self.among) if remote.has_address(self.data) else None
             )
@@ -111,7 +111,7 @@ class StreamingSource:
         begins = "data.sources: "
         return text if self.entry is None or text.startswith(begins) else f"{begins}{self.entry.name}: {text}"
 
-    def called(self, file: Path) -> str:
+    def display_name(self, file: Path) -> str:
         """A shard, for a person."""
         return with_addresses(str(file)) if self.copies else str(file)
 
@@ -123,7 +123,7 @@ class StreamingSource:
     @property
     def column_paths(self) -> list[str]:
         """All columns, or paths, that are looked at, as they are called in the files."""
-        return list(dict.fromkeys([*source.theirs(self.entry, self.columns).values(), *self.data.filter]))
+        return list(dict.fromkeys([*source.source_columns(self.entry, self.columns).values(), *self.data.filter]))
 
     def usable(self, chunk_rows: Rows, file: Path) -> Used:
         """Errors: `RunError`."""
@@ -134,7 +134,7 @@ class StreamingSource:
             if self.entry is None:
                 some = usable_rows.added(some, self.columns, "train", file.name)
             else:
-                some = source.with_names(source.called(some, self.entry, self.columns, "train", file.name))
+                some = source.with_names(source.with_task_columns(some, self.entry, self.columns, "train", file.name))
             try:
                 some = self.whole(some, file.name)
             except usable_rows.NothingLeft:
@@ -276,7 +276,7 @@ class Stream:
 
     def of_index(self, folder: Path) -> Stream:
         """A copy whose files are those of an index."""
-        index = about(folder)
+        index = read_index(folder)
         held_out = EvalHashes.read(folder, index["texts"])
         ends = np.cumsum(index["sources"]).tolist()
         files = [index["files"][start:stop] for start, stop in itertools.pairwise([0, *ends])]
@@ -383,7 +383,7 @@ class Stream:
                 for chunk, rows in part.opened(file).walk():
                     batch, used = part.examples(rows, file, chunk, make)
                     fewer.update(used=len(used.rows), filtered=used.filtered, dropped=used.dropped)
-                    place = f"rows {chunk.row:,} to {chunk.row + chunk.rows - 1:,} of {part.called(file)}"
+                    place = f"rows {chunk.row:,} to {chunk.row + chunk.rows - 1:,} of {part.display_name(file)}"
                     first_places |= {n: place for n in used.held_out_numbers.tolist() if n not in first_places}
                     names = names if batch is None else batch.schema.names
                     entries.append(vars(chunk) | counted(batch))
@@ -483,7 +483,7 @@ def maker(encoder: Callable[[dict[str, list]], dict[str, Any]], features: Featur
     return lambda rows: encoded(rows[:], encoder, schema)
 
 
-def about(folder: Path) -> dict[str, Any]:
+def read_index(folder: Path) -> dict[str, Any]:
     """What is kept of a stream beside its chunks."""
     return dict(json.loads((folder / ABOUT).read_text(encoding="utf-8")))
 
@@ -491,7 +491,7 @@ def about(folder: Path) -> dict[str, Any]:
 def facts(folder: Path, others: Mapping[str, Any]) -> dict[str, Any]:
     """The facts about a streamed train split, together with those of the other splits: rows that are left out, examples
     of other splits that occur in train, and examples of each source."""
-    index = about(folder)
+    index = read_index(folder)
     result = dict(others)
     for key in ("left_out", "filtered", "dropped"):
         if index[key]:
@@ -506,7 +506,7 @@ def facts(folder: Path, others: Mapping[str, Any]) -> dict[str, Any]:
 def names_of(files: Mapping[str, str]) -> list[tuple[str, str]]:
     """What stands for the content of each split, by the folder that `encode` or `Stream.index` made."""
     return sorted(
-        (split, about(Path(file))["content"] if file.endswith(ENDING) else Path(file).name)
+        (split, read_index(Path(file))["content"] if file.endswith(ENDING) else Path(file).name)
         for split, file in files.items()
     )
 

@@ -43,7 +43,7 @@ def whole(
     rows = usable_rows.texts(dataset, columns, split, name, drop)
     if score is None:
         return rows
-    usable_rows.present(rows, {"task.score": score}, split, name)
+    usable_rows.check_columns(rows, {"task.score": score}, split, name)
     rows = usable_rows.complete(rows, {"task.score": score}, split, name, drop)
     for first, part in usable_rows.lists(rows, score):
         for row, value in enumerate(part, first):

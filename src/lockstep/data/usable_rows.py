@@ -213,7 +213,7 @@ class NothingLeft(RunError):
     """Every row lacks something, and such rows are left out."""
 
 
-def present(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -> None:
+def check_columns(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -> None:
     """Every column is there. Errors: `RunError`."""
     for key, column in columns.items():
         if column not in dataset.column_names:
@@ -264,7 +264,7 @@ def without(
 def texts(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, drop: bool) -> Dataset:
     """The rows whose columns all hold a text. Errors: `RunError` when a column is not there or holds something else,
     and as those of `complete`."""
-    present(dataset, columns, split, name)
+    check_columns(dataset, columns, split, name)
     dataset = complete(dataset, columns, split, name, drop)
     for key, column in columns.items():
         if getattr(dataset.features[column], "dtype", None) not in ("string", "large_string"):

@@ -79,7 +79,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     @classmethod
     def usable(cls, rows: Dataset, options: AnswerPairOptions, split: str, name: str, drop: bool) -> Dataset:
         """The rows with something in every column, and two answers that differ. Errors: `RunError`."""
-        usable_rows.present(rows, options.columns, split, name)
+        usable_rows.check_columns(rows, options.columns, split, name)
         if options.conversations:
             for key, column in options.columns.items():
                 rows = conversations.with_roles(rows, column, key, split)

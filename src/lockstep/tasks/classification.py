@@ -92,7 +92,7 @@ class Classification(TextTask, Streams, LabelTask):
 
     @classmethod
     def usable(cls, rows: Dataset, options: ClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
-        usable_rows.present(rows, cls.columns(options), split, name)
+        usable_rows.check_columns(rows, cls.columns(options), split, name)
         rows = usable_rows.complete(rows, cls.columns(options), split, name, drop)
         return objective_of(options).readable(usable_rows.texts(rows, options.columns, split, name, drop), options)
 

@@ -233,7 +233,7 @@ def _whole(rows: Dataset, options: ImageClassificationOptions, split: str, name:
     from datasets.table import embed_table_storage
 
     columns = {"task.image": options.image} | options.labels
-    usable_rows.present(rows, columns, split, name)
+    usable_rows.check_columns(rows, columns, split, name)
     feature: Any = rows.features[options.image]
     fields = feature.keys() if isinstance(feature, dict) else ()
     if isinstance(feature, datasets.Image) or {*fields} == {"bytes", "path"}:

@@ -169,8 +169,8 @@ class LanguageModeling(PerToken, Generates):
     def usable(cls, rows: Dataset, options: LanguageModelingOptions, split: str, name: str, drop: bool) -> Dataset:
         if options.messages is None:
             return super().usable(rows, options, split, name, drop)
-        usable_rows.present(rows, options.writing.columns, split, name)
-        return conversations.whole(rows, options.messages, split, name, drop)
+        usable_rows.check_columns(rows, options.writing.columns, split, name)
+        return conversations.usable(rows, options.messages, split, name, drop)
 
     @classmethod
     def compared(cls, options: LanguageModelingOptions) -> tuple[list[str], list[str]]:
@@ -207,7 +207,8 @@ class LanguageModeling(PerToken, Generates):
     @classmethod
     def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
         full_key = digest(f"with openings{' and what was cut' * data.options.cut}", key)
-        file, counts = source.each_alone(data.splits[split], full_key, partial(_encode, tok=tok, options=data.options))
+        encode = partial(_encode, tok=tok, options=data.options)
+        file, counts = source.encode_by_source(data.splits[split], full_key, encode)
         if examples_in(file) == 0:
             discard(Path(file))
             raise RunError(
@@ -281,7 +282,7 @@ class LanguageModeling(PerToken, Generates):
         text, with their bytes and words. Missing where the tokenizer has neither token, and for a stream."""
         import torch
 
-        begin = lm_documents.before(self.tokenizer)
+        begin = lm_documents.start_of(self.tokenizer)
         if begin is None or not isinstance(columns, Columns) or "openings" not in columns.names:
             return {}
         openings = columns.ragged("openings")

@@ -98,7 +98,7 @@ class MaskedLanguageModeling(PerToken):
     def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
         column, packed = data.options.text, data.options.packing
         encode = partial(_encode, tok=tok, column=column, size=data.run.data.max_length, packed=packed)
-        file, counts = source.each_alone(data.splits[split], key, encode)
+        file, counts = source.encode_by_source(data.splits[split], key, encode)
         if examples_in(file) == 0:
             discard(Path(file))
             raise RunError(

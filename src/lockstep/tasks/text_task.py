@@ -236,9 +236,9 @@ class TextTask(Task):
             key = digest(*cls.cache_name, VERSION, folder.name, *cls.key_parts(data, tok, None))
             index = rows.index(cls.example_maker(run, str(folder), facts), key)
             files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
-            names.append(("train", stream.about(index)["content"]))
+            names.append(("train", stream.read_index(index)["content"]))
             if "texts" in facts:  # rows of each split, where they are no examples
-                facts["texts"]["train"] = stream.about(index)["rows"]
+                facts["texts"]["train"] = stream.read_index(index)["rows"]
         called = cls.label_names(data)
         return Prepared(digest(sorted(names), *[called] * (called is not None)), files, str(folder), facts | left_out)
 

@@ -137,7 +137,7 @@ class TokenClassification(PerToken):
         import datasets
 
         columns = options.columns
-        usable_rows.present(rows, columns, split, name)
+        usable_rows.check_columns(rows, columns, split, name)
         names = getattr(getattr(rows.features[options.tags], "feature", None), "names", None)
         faults = []  # whether there is a word at all; which rows lack words, and which tags
         for first, part in usable_rows.lists(rows, options.words, options.tags):
