@@ -335,9 +335,8 @@ def load(
 
 def _check_kind(data: DataSection, is_local: bool) -> None:
     """Errors: `RunError` for keys that have no effect on data of this kind: files, a data set of the Hub, built in."""
-    set_here = {key for key in OWN if getattr(data, key) != DataSection.model_fields[key].default}
-    of_files = [key for key in ("columns", "separator", "quote", "layout", "encoding") if key in set_here]
-    of_hub = [key for key in ("config", "revision") if key in set_here]
+    of_files = [key for key in ("columns", "separator", "quote", "layout", "encoding") if key in data.changed_keys]
+    of_hub = [key for key in ("config", "revision") if key in data.changed_keys]
     if of_files and not is_local:
         raise RunError(
             "LS2243", f"data.{of_files[0]}: applies to local files only, and {data.source} is not one; remove it"

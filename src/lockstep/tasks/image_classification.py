@@ -85,8 +85,7 @@ class ImageClassification(LabelTask):
     @classmethod
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
         why = "it is about texts, and the task image_classification reads images; leave it out"
-        keys_set = run.data.model_fields_set
-        keys = {f"data.{key}" for key in _UNUSED if key in keys_set and getattr(run.data, key) != _default(run, key)}
+        keys = {f"data.{key}" for key in _UNUSED if key in run.data.changed_keys}
         if run.tokenizer.source is not None or run.tokenizer.train is not None:
             keys.add("tokenizer")
         return dict.fromkeys(sorted(keys), why)
@@ -218,10 +217,6 @@ class ImageClassification(LabelTask):
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return f"{OneLabel.format_answer(answer)}  {row[0]}"
-
-
-def _default(run: Run, key: str) -> Any:
-    return type(run.data).model_fields[key].get_default(call_default_factory=True)
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------

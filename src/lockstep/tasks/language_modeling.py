@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from lockstep.config import key_aliases
 from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import DataSection, Section
+from lockstep.config.sections import Section
 from lockstep.data import arrow_cache, conversations, lm_documents, source, splitting, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Make, digest, examples_in
 from lockstep.data.batch import MicroBatch, Sums
@@ -229,7 +229,7 @@ class LanguageModeling(PerToken, Generates):
         texts = {split: len(rows) for split, rows in data.splits.items()}
         facts: dict[str, Any] = {"texts": texts} | ({"cut_texts": ends} if ends else {})
         length, size = data.run.data.max_length, data.options.block_size
-        if length not in (size, DataSection.model_fields["max_length"].default):
+        if "max_length" in data.run.data.changed_keys and length != size:
             note = f"data.max_length: {length} has no effect; task.block_size ({size}) says where texts are cut"
             facts["notes"] = [note]
         return facts
@@ -249,11 +249,11 @@ class LanguageModeling(PerToken, Generates):
 
     metric_names = ("accuracy", "perplexity", "bits_per_byte", "byte_perplexity", "word_perplexity")
 
-    @property
-    def config_entries(self) -> dict[str, Any]:
+    @classmethod
+    def checked_entries(cls, run: Run) -> dict[str, Any]:
         from lockstep.tasks.models import model_configs
 
-        return model_configs.causal_entries(self.run)
+        return model_configs.causal_entries(run)
 
     @property
     def chat_template(self) -> str | None:

@@ -73,15 +73,10 @@ class Module(Task):
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
         """Keys that describe models of transformers and tables of texts."""
         reasons = {"model": "task.model makes the model", "tokenizer": "task.data makes the items"}
-        unsupported = {
-            key: f"of no use with task module, where {why}" for key, why in reasons.items() if key in _set(run)
-        }
-        return unsupported | {
+        of_use = {"workers", "limit", "validation_fraction", "group_by_length"}
+        return {key: f"of no use with task module, where {why}" for key, why in reasons.items() if key in _set(run)} | {
             f"data.{key}": "of no use with task module, where task.data makes the data sets"
-            for key in sorted(
-                run.data.model_fields_set - {"workers", "limit", "validation_fraction", "group_by_length"}
-            )
-            if getattr(run.data, key) != type(run.data).model_fields[key].get_default(call_default_factory=True)
+            for key in sorted({*run.data.changed_keys} - of_use)
         }
 
     @classmethod

@@ -103,10 +103,6 @@ class Preference(AnswerPairs, UsesReference):
         return model_configs.causal_entries(run)
 
     @property
-    def config_entries(self) -> dict[str, Any]:
-        return self.checked_entries(self.run)
-
-    @property
     def usage(self) -> str:
         most = max(1, min(self.options.sample_tokens, self.run.data.max_length // 2))
         return tokenizer.written_by(super().usage, self.options.conversations, most)

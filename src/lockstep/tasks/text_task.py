@@ -162,7 +162,7 @@ class TextTask(Task):
 
     @classmethod
     def checked_entries(cls, run: Run) -> dict[str, Any]:
-        """Entries of the model's config that decide whether it can be built."""
+        """Entries of the model's config that the task sets whatever its data are."""
         return {}
 
     @classmethod
@@ -285,7 +285,7 @@ class TextTask(Task):
     @property
     def config_entries(self) -> dict[str, Any]:
         """Entries of the model's config that the task sets."""
-        return {}
+        return self.checked_entries(self.run)
 
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models
