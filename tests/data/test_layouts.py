@@ -71,6 +71,8 @@ def test_the_word_number_sign_is_no_comment_within_a_sentence(tmp_path: Path) ->
     rows = read(train=str(write(tmp_path / "a.conll", text)), layout="conll")["train"]
     assert [row["tokens"] for row in rows] == [["it", "costs", "#", "5"], ["the", "end"]]
     assert rows[0]["tags"] == ["PRP", "VBZ", "SYM", "CD"]
+    tabs = "it\tPRP\n# misplaced\ncosts\tVBZ\n"
+    assert read(train=str(write(tmp_path / "b.conll", tabs)), layout="conll")["train"][0]["tokens"] == ["it", "costs"]
 
 
 # -- a folder for each label -----------------------------------------------------------------------------------------

@@ -104,16 +104,19 @@ def read_conll(files: list[Path], key: str, data: DataSection) -> Dataset:
 def _sentences(text: str) -> Iterator[list[tuple[int, list[str]]]]:
     """Line number and cells of each word, a list for each sentence. Comments and marks of documents are left out."""
     sentence: list[tuple[int, list[str]]] = []
+    by_spaces = False  # whether these part the cells of the word before
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             if sentence:
                 yield sentence
             sentence = []
         elif not line.startswith("-DOCSTART-"):
-            cells = line.rstrip().split("\t") if "\t" in line.strip() else line.split()
-            within = bool(sentence) and len(cells) == len(sentence[-1][1])  # comments stand before sentences
-            if within or not _is_comment(line):
+            spaces = "\t" not in line.strip()
+            cells = line.split() if spaces else line.rstrip().split("\t")
+            alike = bool(sentence) and spaces and by_spaces and len(cells) == len(sentence[-1][1])
+            if alike or not _is_comment(line):  # comments stand before sentences
                 sentence.append((number, cells))
+                by_spaces = spaces
     if sentence:
         yield sentence
 

@@ -103,7 +103,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     library, loader = "sentence-transformers", "SentenceTransformer"
     pipeline = "sentence-similarity"
     display_keys = ("corpus", "samples")
-    metric_inputs = ("told",)
+    metric_inputs = ("outputs",)
     metric_names = ("triplet_accuracy", "spearman", "pearson", *retrieval.NAMES)
 
     @property
@@ -284,7 +284,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         results = {"there": spread(torch.ones_like(ours))}
         parts = vectors[: count * self.texts].view(self.texts, count, -1)
         gathered = (anchors * others).sum(1) if self.options.score is not None else parts.transpose(0, 1)
-        results |= {"told": gathered} if self.per_example_outputs else {}  # float32 [B], or [B, texts, H]
+        results |= {"outputs": gathered} if self.per_example_outputs else {}  # float32 [B], or [B, texts, H]
         if self.options.score is not None:
             results |= {"cosines": spread((anchors * others).sum(1)), "scores": spread(ours.double() / text_pairs.ONE)}
         else:
@@ -295,7 +295,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The cosine of each pair and its score, float64 [N], from 0 to 1; or all vectors, float64 [N, texts, H], with
         a number for each text, int64 [N, texts], the same for the same text."""
-        answers = sums["told"].double().numpy()
+        answers = sums["outputs"].double().numpy()
         return answers, text_pairs.true_of(columns, rows)
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
