@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -118,15 +119,14 @@ def others(run: Run, path: str, value: Any) -> Iterator[Any]:
 def _print(run: Run, head: str, path: str, value: Any) -> bytes:
     """A hash of the weights of a small model with this value of an entry, and of what it computes. Errors: whatever a
     model raises that cannot be tried."""
-    config = model_configs.load_config(_with(run, path, {"value": value}))
-    for variant in small_models.smaller(config, head):
+
+    def attempt(variant: Any) -> bytes:
         if head.endswith("classification"):
-            variant.num_labels = 3
-        try:
-            return _computed(small_models.small(run, head, variant, run.model.attention), head)
-        except Exception as error:
-            failure = error
-    raise failure
+            variant.num_labels = CLASSES
+        return _computed(small_models.small(run, head, variant, run.model.attention), head)
+
+    config = model_configs.load_config(_with(run, path, {"value": value}))
+    return small_models.tried(config, head, attempt)
 
 
 def _computed(model: nn.Module, head: str) -> bytes:
@@ -201,16 +201,16 @@ def check_portable(run: Run, head: str) -> None:
 def unportable_operation(run: Run, head: str, config: Any) -> str | None:
     """The name of one; None: there is none, or no small model of this config can be made."""
     refused = {*portable.REFUSED} - {portable.FLASH}  # which portable arithmetic switches off
-    with torch.random.fork_rng([]):
-        for variant in small_models.smaller(config, head):
-            try:
-                model = small_models.small(run, head, variant, None)
-                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-                    small_models.computed(model, head, small_models.examples(head, *small_models.BATCHES[0]))
-            except Exception:  # entries that do not fit each other any more
-                continue
-            operations = {entry.key.removeprefix("aten::") for entry in profile.key_averages()}
-            return min(operations & refused, default=None)
+
+    def attempt(variant: Any) -> str | None:
+        model = small_models.small(run, head, variant, None)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            small_models.computed(model, head, small_models.examples(head, *small_models.BATCHES[0]))
+        operations = {entry.key.removeprefix("aten::") for entry in profile.key_averages()}
+        return min(operations & refused, default=None)
+
+    with suppress(Exception):
+        return small_models.tried(config, head, attempt)
     return None
 
 
@@ -236,17 +236,15 @@ def check(run: Run, head: str) -> None:
 def auxiliary_term(run: Run, head: str, config: Any) -> str | None:
     """What to do about a term that models of this config add; None: they add none. The text follows `model.config.`. A
     config of which no small model can be made is judged by `ROUTER_LOGITS` alone."""
+    try:
+        variant, losses = small_models.tried(config, head, lambda variant: (variant, loss_pairs(run, head, variant)))
+    except Exception:  # or inputs that the model does not take
+        for path, part in _parts(config):
+            if model_configs.entry(part, ROUTER_LOGITS) is True:
+                return _refusal(config, {f"{path}{ROUTER_LOGITS}": False}, "")
+        return None
     with torch.random.fork_rng([]):
-        for variant in small_models.smaller(config, head):
-            try:
-                losses = loss_pairs(run, head, variant)
-            except Exception:  # entries that do not fit each other any more, or inputs that the model does not take
-                continue
-            return None if agree(losses) else _advice(run, head, variant, losses)
-    for path, part in _parts(config):
-        if model_configs.entry(part, ROUTER_LOGITS) is True:
-            return _refusal(config, {f"{path}{ROUTER_LOGITS}": False}, "")
-    return None
+        return None if agree(losses) else _advice(run, head, variant, losses)
 
 
 def loss_pairs(run: Run, head: str, config: Any) -> list[LossPair]:
