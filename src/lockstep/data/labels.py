@@ -244,10 +244,10 @@ def number_codes_of(
             spread[place] = _checked(dataset, column, len(names) if lists else None, split, name)
         if split == "train" and not all(spread):
             column = columns[spread.index(False)]
+            value = str(dataset[0][column])[:40]
             raise RunError(
                 "LS2108",
-                f"task.label: column {column!r} of {name} has the same value in every row "
-                f"({str(dataset[0][column])[:40]}), "
+                f"task.label: column {column!r} of {name} has the same value in every row ({value}), "
                 "so nothing can be learned; name another column",
             )
     return LabelNumbers(columns, list(label_names or names), lists)

@@ -335,17 +335,14 @@ def load(
 
 def _check_kind(data: DataSection, is_local: bool) -> None:
     """Errors: `RunError` for keys that have no effect on data of this kind: files, a data set of the Hub, built in."""
-    of_files = [key for key in ("columns", "separator", "quote", "layout", "encoding") if key in data.changed_keys]
-    of_hub = [key for key in ("config", "revision") if key in data.changed_keys]
-    if of_files and not is_local:
-        raise RunError(
-            "LS2243", f"data.{of_files[0]}: applies to local files only, and {data.source} is not one; remove it"
-        )
-    if of_hub and (is_local or data.source == BUILTIN):
-        name = data.source or "data.train"
-        raise RunError(
-            "LS2255", f"data.{of_hub[0]}: applies to data sets of the Hub only, and {name} is not one; remove it"
-        )
+    for key in ("columns", "separator", "quote", "layout", "encoding"):
+        if not is_local and key in data.changed_keys:
+            name = data.source
+            raise RunError("LS2243", f"data.{key}: applies to local files only, and {name} is not one; remove it")
+    for key in ("config", "revision"):
+        if (is_local or data.source == BUILTIN) and key in data.changed_keys:
+            name = data.source or "data.train"
+            raise RunError("LS2255", f"data.{key}: applies to data sets of the Hub only, {name} is none; remove it")
 
 
 # -- local files -----------------------------------------------------------------------------------------------------
