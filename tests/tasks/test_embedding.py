@@ -328,6 +328,11 @@ def test_a_row_s_texts_are_laid_side_by_side(tmp_path: Path) -> None:
 BAD = {
     "no such column": (["task={name: embedding, anchor: question}"], ["task.anchor", "'question'", "it has anchor"]),
     "twice the same column": (["task={name: embedding, positive: anchor}"], ["must be different columns"]),
+    "a scale and a score": (
+        ["task={name: embedding, score: score, similarity_scale: 5}"],
+        ["similarity_scale", "LS3024"],
+    ),
+    "a range without a score": (["task={name: embedding, score_range: [0, 5]}"], ["score_range", "LS3024"]),
     "a score and negatives": (["task={name: embedding, score: score, negatives: 3}"], ["remove task.negative"]),
     "scores beyond": (["task={name: embedding, score: score}"], ["task.score: row", "task.score_range=[0,5]"]),
     "words for scores": (

@@ -162,6 +162,8 @@ def test_parquet_holds_the_same_images(kind: str, folders: Path, tmp_path: Path)
         (["task.processor={size: {height: 64, width: 64}}"], "64 x 64, but the model expects 32 x 32"),
         (["model.type=gpt2", "model.config={}"], "gpt2"),
         (["task.class_weights={dog: 2.0}"], "dog"),
+        (["task.loss=focal", "task.label_smoothing=0.1"], "LS3278"),
+        (["task.focal_gamma=1"], "LS3279"),
     ],
 )
 def test_what_does_not_go_with_images_is_refused(

@@ -273,6 +273,7 @@ def test_further_keys_of_messages_reach_the_template(tmp_path: Path) -> None:
         (PAIR, ["task.conversations=true"], ("LS3351", "task.conversations")),
         (PAIR, ["task.chat_template=x"], ("LS3000",)),
         (PAIR, ["task.loss=ipo", "task.label_smoothing=0.1"], ("LS3330",)),
+        (PAIR, ["task.gamma=1"], ("LS3332",)),
     ],
 )
 def test_rows_that_cannot_be_learned_from(row: dict, keys: list[str], said: tuple[str, ...], tmp_path: Path) -> None:

@@ -65,6 +65,9 @@ class EmbeddingOptions(Section):
             raise InvalidValue(
                 "LS3020", "score rates pairs of texts, so negative cannot be used with it; remove task.negative"
             )
+        for key, scored in (("similarity_scale", False), ("score_range", True)):
+            if key in self.changed_keys and scored != (self.score is not None):
+                raise InvalidValue("LS3024", f"{key} has no effect with{'out' * scored} score; remove task.{key}")
         if not self.score_range[0] < self.score_range[1]:
             raise InvalidValue("LS3021", "score_range: expected the lowest and the highest score, in this order")
         columns = list(self.columns.values())

@@ -53,6 +53,8 @@ class PreferenceOptions(AnswerPairOptions):
     def _fit(self) -> PreferenceOptions:
         if self.label_smoothing and self.loss != "dpo":
             raise InvalidValue("LS3330", f"label_smoothing applies to the loss dpo, not to {self.loss}; remove it")
+        if "gamma" in self.changed_keys and self.loss != "simpo":
+            raise InvalidValue("LS3332", f"gamma applies to the loss simpo, not to {self.loss}; remove it")
         if self.reference_batch_size and self.loss == "simpo":
             raise InvalidValue(
                 "LS3331", "reference_batch_size applies to a reference model, and simpo uses none; remove it"

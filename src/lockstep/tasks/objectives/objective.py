@@ -99,6 +99,17 @@ class LabelOptions(Section):
     )
     samples: int = Field(3, ge=0, description="predictions to show after each evaluation")
 
+    @model_validator(mode="after")
+    def _of_the_loss(self) -> LabelOptions:
+        focal = vars(self)["loss"] == "focal"
+        if focal and self.label_smoothing:
+            raise InvalidValue("LS3278", "label_smoothing cannot be combined with the focal loss; remove one of them")
+        if not focal and "focal_gamma" in self.changed_keys:
+            raise InvalidValue(
+                "LS3279", "focal_gamma has an effect only with loss: focal; set it, or remove focal_gamma"
+            )
+        return self
+
 
 class ClassificationOptions(LabelOptions):
     """The task's own keys in the run file."""
@@ -154,8 +165,6 @@ class ClassificationOptions(LabelOptions):
             for key in ("class_weights", "label_smoothing", "threshold"):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise InvalidValue("LS3277", f"{key} applies to labels, and regression has none; remove it")
-        if self.loss == "focal" and self.label_smoothing:
-            raise InvalidValue("LS3278", "label_smoothing cannot be combined with the focal loss; remove one of them")
         return self
 
 
