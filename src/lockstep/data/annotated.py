@@ -255,7 +255,7 @@ def _is_row_list(value: Any) -> bool:
 
 
 def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
-    """What a .json file of this layout holds. Errors: `RunError`."""
+    """The content of a .json file of this layout. Errors: `RunError`."""
     file_formats.check(file, key, data.encoding)
     try:
         document = _document(file, data.encoding)

@@ -97,7 +97,7 @@ def write_table(table: pa.Table, path: Path) -> None:
 
 
 def table_of(path: Path) -> pa.Table:
-    """What an Arrow file holds, memory-mapped."""
+    """Map an Arrow file into memory."""
     with pa.memory_map(str(path)) as mapped:
         return pa.ipc.open_stream(mapped).read_all()
 
@@ -237,7 +237,7 @@ def longest_of(lengths: Any, count: int) -> np.ndarray:
 
 
 def index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
-    """What is kept of a folder of shards, so that no start has to look at all of them."""
+    """The index of a folder of shards, so that no start has to look at all of them."""
     rows = {file.name: table_of(file).num_rows for file in files}
     (folder / INDEX).write_text(json.dumps({"rows": rows}), encoding="utf-8")
     columns = Columns(folder)
@@ -246,7 +246,7 @@ def index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
 
 
 def examples_in(path: str | Path) -> int:
-    """How many examples a split holds."""
+    """The number of examples of a split."""
     return len(Shards(path))
 
 
@@ -528,7 +528,7 @@ VERSION = 1  # of what the cache holds; a new number makes old entries unused
 
 @dataclass(frozen=True)
 class Prepared:
-    """What preparation leaves for the workers: files and facts, no live objects."""
+    """The result of preparing data, for all ranks: files and facts, no live objects."""
 
     key: str  # hash of the tokens' content; kept in checkpoints, so that a resume notices other data
     splits: dict[str, str]  # split -> folder of Arrow files, or one file
@@ -561,7 +561,7 @@ class Prepared:
         return [Path(file) for file in [*self.splits.values(), self.tokenizer] if file]
 
     def damages(self) -> dict[Path, str]:
-        """What is wrong with the files it names, by path."""
+        """Damage of the files that it names, by path."""
         reasons = {p: damage(p) if inside(p) else None if p.exists() else "is gone" for p in self.places}
         return {path: wrong for path, wrong in reasons.items() if wrong is not None}
 
@@ -604,7 +604,7 @@ def content(dataset: Dataset, columns: list[str]) -> str:
 def encoded(
     batch: dict[str, list], encoder: Callable[[dict[str, list]], dict[str, Any]], schema: pa.Schema
 ) -> pa.RecordBatch:
-    """What `encoder` makes of some rows. Errors: `RunError` where it is not as many examples."""
+    """Encode some rows. Errors: `RunError` where there are not as many examples as rows."""
     examples, count = encoder(batch), len(next(iter(batch.values()), []))
     columns = [pa.array(examples[field.name], field.type) for field in schema]
     if any(len(column) != count for column in columns):

@@ -228,7 +228,7 @@ class LabelNumbers:
 def number_codes_of(
     splits: dict[str, Dataset], columns: list[str], label_names: list[str] | None, name: str
 ) -> LabelNumbers:
-    """What is foretold, by the first row of train. `label_names`: what the run file calls them. Errors: `RunError`."""
+    """The numbers to predict, by the first row of train. `label_names`: their names. Errors: `RunError`."""
     first = splits["train"][0][columns[0]]
     lists = len(columns) == 1 and isinstance(first, list)
     names = [f"{columns[0]}.{place}" for place in range(len(first))] if lists else list(columns)

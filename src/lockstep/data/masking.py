@@ -24,7 +24,7 @@ WITHOUT_STEP = -1  # the step of evaluations, which mask the same tokens every t
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What masking asks of a tokenizer."""
+    """The tokens of a tokenizer, as far as masking needs them."""
 
     size: int
     mask: int
@@ -119,7 +119,7 @@ def _starts(ids: np.ndarray, can: np.ndarray, vocabulary: Vocabulary) -> np.ndar
 def masked(
     ids: np.ndarray, picked: np.ndarray, rows: np.ndarray, place: Sequence[int], vocabulary: Vocabulary
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What is read, and the targets: int64 [B, T] each."""
+    """Inputs with masks, and targets: int64 [B, T] each."""
     at = np.arange(ids.shape[1])
     kind = mixed(*place, _KIND, rows[:, None], at) / 2.0**64  # [B, T], from 0 to 1
     drawn = (mixed(*place, _TOKEN, rows[:, None], at) % np.uint64(vocabulary.size)).astype(np.int64)

@@ -37,7 +37,7 @@ class Prepares(raw_rows.Makes, Protocol):
 
     @classmethod
     def fingerprint(cls, run: Run) -> str:
-        """What its data hold, as far as the run file and its code do not say it."""
+        """A hash of its data, as far as the run file and its code do not determine them."""
 
 
 def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[[str], None] | None = None) -> Prepared:

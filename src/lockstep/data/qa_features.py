@@ -156,7 +156,7 @@ def _checked(value: Any, context: str, where: str, column: str) -> None:
 def encoder_of(
     tokenizer: Any, most: int, stride: int, split: str, name: str
 ) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
-    """What makes windows of rows, and what these are."""
+    """The function that makes windows of rows, and the columns of these."""
     import datasets
 
     numbers, text = datasets.List(datasets.Value("int32")), datasets.Value("string")

@@ -43,7 +43,7 @@ class Unfetched(RunError):
 
 
 def reader(address: Address, key: str, patience: Patience | None = None) -> Readable:
-    """What reads where an address is. Errors: `RunError`, `StoreError`."""
+    """The reader of an address. Errors: `RunError`, `StoreError`."""
     if address.scheme in STORES:
         require(address, key)
         return Bucket(address, patience)
@@ -114,7 +114,7 @@ class ShardCache:
 
     @property
     def room(self) -> int:
-        """How many shards fit at a time, whichever they are."""
+        """The number of shards that fit at a time, whichever they are."""
         return int(self._most // max(1, *(each.size for each in self._objects.values())))
 
     def opened(self, path: Path) -> BinaryIO:
@@ -289,7 +289,7 @@ def has_address(data: DataSection) -> bool:
 
 
 def display_name(data: DataSection) -> str:
-    """What its files are called together."""
+    """The name of all its files together."""
     if data.source is not None:
         return data.source
     return next(text for key, text in _addresses(data) if key == "data.train") if data.stream else "files elsewhere"

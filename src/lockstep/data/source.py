@@ -100,7 +100,7 @@ class Source:
 
 
 def sections(data: DataSection) -> list[DataSection]:
-    """What each source of a mixture is read by; `data` itself where it is none."""
+    """The section of each source of a mixture; `data` itself where it is none."""
     if data.sources is None:
         return [data]
     common = data.model_dump(

@@ -213,7 +213,7 @@ def _among(pairs: np.ndarray, some: np.ndarray) -> np.ndarray:
 
 
 def left_out(facts: Mapping[str, Any]) -> str:
-    """What of the data is not used, for the end of a line about them; nothing where all of it is."""
+    """Counts of rows that are not used, for the end of a line about the data; empty where all are."""
     why = {
         "left_out": "for want of a text or label",
         "filtered": "by data.filter",
@@ -288,7 +288,7 @@ class EvalHashes:
 
     @property
     def content(self) -> list[Any]:
-        """What stands for it in a key."""
+        """The part of a cache key that stands for it."""
         return [self.columns, hashlib.sha256(self.hashes.tobytes()).hexdigest(), self.drop]
 
     @cached_property

@@ -338,7 +338,7 @@ class Stream:
         return digest("stream", VERSION, [each.identities for each in self.parts], self._chosen, *texts, *more)
 
     def gather(self, tell: Callable[[Dataset], Any], key: str, doing: str) -> list[Any]:
-        """What `tell` says of the rows of each chunk, as JSON has it, in order. `key` stands for `tell`. The caller
+        """The results of `tell` for the rows of each chunk, as JSON, in order. `key` stands for `tell`. The caller
         holds the lock. Errors: `RunError`."""
 
         def one(numbers: range, path: Path, done: Callable[[int], None]) -> None:
@@ -474,7 +474,7 @@ class Stream:
 
 
 def maker(encoder: Callable[[dict[str, list]], dict[str, Any]], features: Features) -> Make:
-    """What makes examples of rows by `encoder`, without the texts that evaluations read."""
+    """The function that makes examples of rows by `encoder`, without the texts that evaluations read."""
     schema = pa.schema(
         field
         for field in features.arrow_schema
@@ -484,7 +484,7 @@ def maker(encoder: Callable[[dict[str, list]], dict[str, Any]], features: Featur
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """What is kept of a stream beside its chunks."""
+    """The index of a stream without its chunks."""
     return dict(json.loads((folder / ABOUT).read_text(encoding="utf-8")))
 
 
@@ -504,7 +504,7 @@ def facts(folder: Path, others: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_of(files: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What stands for the content of each split, by the folder that `encode` or `Stream.index` made."""
+    """The part of a key that stands for each split, by the folder that `encode` or `Stream.index` made."""
     return sorted(
         (split, read_index(Path(file))["content"] if file.endswith(ENDING) else Path(file).name)
         for split, file in files.items()
@@ -512,7 +512,7 @@ def names_of(files: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def counted(batch: pa.RecordBatch | None) -> dict[str, int]:
-    """What the index says of the examples of a chunk."""
+    """The entry of the index for the examples of a chunk."""
     if batch is None:
         return {"examples": 0, "tokens": 0, "longest": 0, "hash": 0}
     sides = [np.diff(np.from_dlpack(batch.column(name).offsets)) for name in SIDES if name in batch.schema.names]

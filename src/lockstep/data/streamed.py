@@ -112,7 +112,7 @@ class _Chunks(Shards):
 
 
 def _since(path: str, size: int) -> str:
-    """What can be seen from outside."""
+    """How a shard differs from before, as its size shows."""
     if is_address(path):
         return ""
     try:

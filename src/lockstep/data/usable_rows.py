@@ -65,7 +65,7 @@ def plain(dataset: Dataset, column: str) -> bool:
 
 
 def distinct(dataset: Dataset, column: str) -> set[Any]:
-    """What a column holds, each once."""
+    """The distinct values of a column."""
     values_seen: set[Any] = set()
     if plain(dataset, column):
         for part in arrays(dataset, column):
@@ -109,7 +109,7 @@ def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -
 
 
 def values(dataset: Dataset, key: str, path: str, split: str, name: str) -> Iterator[pa.Array]:
-    """What a column, or a path, holds, some rows at a time. Errors: `RunError`, also where there is no such column."""
+    """The values of a column or a path, some rows at a time. Errors: `RunError`, also where there is no such column."""
     column_and_path = (path, ()) if path in dataset.column_names else _parted(dataset, path)
     if column_and_path is None:
         raise RunError(
@@ -137,7 +137,7 @@ def _parted(dataset: Dataset, path: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 def within(path: str, value: Any) -> str:
-    """What of a value that is no text might be meant, for the end of a message."""
+    """A path within a value that leads to a text, for the end of a message."""
     steps = [path]
     while isinstance(value, list | dict) and value:
         steps.append("0" if isinstance(value, list) else str(next(iter(value))))
@@ -225,7 +225,7 @@ def check_columns(dataset: Dataset, columns: Mapping[str, str], split: str, name
 
 
 def _other_separator(names: list[str]) -> str:
-    """What to set for a table whose header was read as one cell."""
+    """The separator to set for a table whose header was read as one cell."""
     marks = [mark for mark in (";", "\t", "|") if len(names) == 1 and mark in names[0]]
     name = {"\t": "tab"}.get(marks[0], marks[0]) if marks else ""
     return f". Cells seem to have {name!r} between them: set data.separator={name!r}" if marks else ""

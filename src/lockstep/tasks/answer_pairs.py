@@ -135,7 +135,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
-        """What makes tokens of rows, and what these are."""
+        """The function that makes tokens of rows, and the columns of these."""
         import datasets
 
         options = cls.options_of(run)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def objective_of(options: ClassificationOptions) -> type[Objective]:
-    """What is learned."""
+    """The objective that the options ask for."""
     return RegressionObjective if options.regression else SeveralLabels if options.multi_label else OneLabel
 
 
@@ -155,7 +155,7 @@ class Classification(TextTask, Streams, LabelTask):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Learned, split: str, name: str) -> tuple[Encoder, Features]:
-        """What makes tokens and labels of rows, and what these are."""
+        """The function that makes tokens and labels of rows, and the columns of these."""
         import datasets
 
         options = cls.options_of(run)

@@ -389,12 +389,12 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
 
 def resolved_pooling(run: Run) -> str:
-    """What is asked for, else what the model's own files say, else the mean. Errors: `RunError`."""
+    """The pooling of the run file, else that of the model's own files, else the mean. Errors: `RunError`."""
     return Embedding.options_of(run).pooling or pooling.of_source(run) or "mean"
 
 
 def _gathered(sums: Sums) -> dict[str, np.ndarray]:
-    """What was put into places, of the places that were used."""
+    """The values of the places that were used."""
     if "there" not in sums:
         return {}
     used = sums["there"].numpy() > 0

@@ -113,13 +113,13 @@ class LanguageModelingOptions(Section):
 
     @property
     def writing(self) -> conversations.Writing:
-        """How conversations are written."""
+        """How conversations become texts."""
         assert self.messages is not None
         each = self.turns == "per_turn"
         return conversations.Writing(self.messages, self.chat_template, self.template_arguments, self.tools, each)
 
     def values(self, dataset: Dataset) -> dict[str, Any]:
-        """What of these keys decides the tokens of a split."""
+        """Those of these keys that decide the tokens of a split."""
         always = ("text", "prompt", "response", "messages", "chat_template", "block_size")
         options = {k: v for k, v in self.model_dump().items() if k in always}
         options |= {} if self.attend_across_documents else {"cross_documents": False}
@@ -349,7 +349,7 @@ class LanguageModeling(PerToken, Generates):
         return tokenizer.written_by(super().usage, self.options.messages is not None, most)
 
     def _beginning(self, columns: Columns, row: int) -> list[int]:
-        """What comes before an example's first target, or its first quarter."""
+        """The tokens before an example's first target, or its first quarter."""
         ids = columns.ragged("input_ids").row(row).tolist()
         first = int(np.argmax(columns.ragged("targets").row(row) >= 0)) + 1
         return ids[: first if first > 1 else max(1, min(len(ids), self.options.block_size) // 4)]

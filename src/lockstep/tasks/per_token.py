@@ -141,7 +141,7 @@ def of_examples(each: Tensor | None) -> Tensor | None:
 
 
 def summed_losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Their sum."""
+    """The sum of `losses`."""
     from torch.nn.functional import cross_entropy
 
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=smoothing)

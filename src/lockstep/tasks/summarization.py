@@ -46,7 +46,7 @@ class Rouge:
 
 
 def words(text: str) -> list[str]:
-    """What is compared of a text."""
+    """The words of a text that are compared."""
     return re.findall("[a-z0-9]+", text.lower())
 
 

@@ -95,12 +95,12 @@ class TextTask(Task):
 
     @classmethod
     def read_labels(cls, data: TextData) -> Any:
-        """What the labels of the splits are; None: there are none. Errors: `RunError`."""
+        """The labels of the splits; None: there are none. Errors: `RunError`."""
         return None
 
     @classmethod
     def cut_of(cls, data: TextData) -> splitting.Cut:
-        """How a share is cut off train."""
+        """The function that cuts a share off train."""
         return lm_documents.cut
 
     @classmethod
@@ -167,12 +167,12 @@ class TextTask(Task):
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
-        """What else than rows and tokenizer decides the examples of a split; of a stream `rows` is None."""
+        """The parts of the key of the examples of a split, besides rows and tokenizer; of a stream `rows` is None."""
         return [data.run.data.max_length]
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
-        """What makes examples of some rows with the tokenizer in `folder`, and the columns of these."""
+        """The function that makes examples of rows with the tokenizer in `folder`, and the columns of these."""
         raise NotImplementedError
 
     @classmethod
@@ -190,7 +190,7 @@ class TextTask(Task):
 
     @classmethod
     def content_name(cls, file: str, key: str, counts: list[int]) -> str:
-        """What stands for the content of a split in the key of what was prepared."""
+        """The name of the content of a split, for the key of the prepared data."""
         return Path(file).name
 
     @classmethod
@@ -200,7 +200,7 @@ class TextTask(Task):
 
     @classmethod
     def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
-        """What training and those who read about the run need to know of the data."""
+        """Facts about the data for training and for those who read about the run."""
         return {}
 
     # -- before any process --------------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ class TokenClassification(PerToken):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: list[str], split: str, name: str) -> tuple[Encoder, Features]:
-        """What makes tokens and tags of rows, and what these are."""
+        """The function that makes tokens and tags of rows, and the columns of these."""
         import datasets
 
         tok: Any = tokenizer.load(folder, run.model.trust_remote_code)

@@ -188,7 +188,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def overlap_of(cls, options: Any) -> Any:
-        """What scores the texts that are written, by `sums` and `scores`; None: nothing does. Errors: `RunError`."""
+        """The scores of written texts, with methods `sums` and `scores`; None: none. Errors: `RunError`."""
         if options.bleu:
             check(options.bleu_tokenizer)
         return Overlap(options.bleu_tokenizer) if options.bleu else None
@@ -246,7 +246,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
-        """What makes tokens of pairs, and what these are."""
+        """The function that makes tokens of pairs, and the columns of these."""
         import datasets
 
         options = cls.options_of(run)
@@ -313,7 +313,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return gathered | sums
 
     def _overlaps(self, written: list[str], references: list[str]) -> dict[str, np.ndarray]:
-        """What the scores of texts are made of, in bins by the words of the references: [bins, ...] each."""
+        """The sums that scores of texts are made of, in bins by the words of the references: [bins, ...] each."""
         words = [len(text.split()) for text in references]
         place = own_metrics.bin_of(words)
         of_bins = [
@@ -420,7 +420,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
 
 def _source_inputs(batch: MicroBatch) -> dict[str, Tensor]:
-    """What is to be translated, without what the decoder would read."""
+    """The inputs of the encoder, without those of the decoder."""
     return {name: batch.inputs[name] for name in ("input_ids", "attention_mask")}
 
 

@@ -27,7 +27,7 @@ Row = Sequence[str]  # a text, or the two of a pair
 def answers(
     rows: Sequence[Row], answer: Callable[[list[Row]], list[dict[str, Any]]], at_once: int = AT_ONCE
 ) -> Iterator[dict[str, Any]]:
-    """What `answer` makes of each row."""
+    """The answer to each row."""
     for start in range(0, len(rows), at_once * SORTED):
         window = rows[start : start + at_once * SORTED]
         order = sorted(range(len(window)), key=lambda place: sum(map(len, window[place])))
@@ -54,7 +54,7 @@ def padded(encoded: Sequence[dict[str, list[int]]], pads: dict[str, int]) -> dic
 
 @dataclass(frozen=True)
 class Decoding:
-    """How to decode."""
+    """Parameters of decoding."""
 
     new_tokens: int  # at most
     pad: int

@@ -311,7 +311,7 @@ def item(run: Run, data: Any, place: int, step: int) -> Any:
 
 
 class Batches(Dataset):
-    """What workers make: a batch for each (step, micro-batch, rows)."""
+    """The data set of worker processes: a batch for each (step, micro-batch, rows)."""
 
     def __init__(self, run: Run, columns: Items) -> None:
         self.run, self.columns = run, columns

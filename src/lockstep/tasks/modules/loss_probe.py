@@ -57,7 +57,7 @@ def groups(run: Run, data: Any, places: np.ndarray) -> list[ContrastGroup]:
 
 
 def size(value: Any, depth: int = 4) -> int:
-    """How much an item holds: numbers and characters, without what it is filled up with at one end."""
+    """The size of an item: numbers and characters, without what it is filled up with at one end."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Tensor | np.ndarray):
@@ -123,7 +123,7 @@ NEAR = 1e-3  # how far sums in float32 may be apart, relatively
 
 @dataclass
 class ProbeResult:
-    """What was found out."""
+    """The kinds of the loss and the metrics, and doubts about the model."""
 
     loss: str  # "sum", "mean", or "each"
     each: int  # targets of an example, unless `task.targets` says it
@@ -438,7 +438,7 @@ def _remembers(trial: _Trial) -> list[str]:
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
-    """What modules hold beside weights, buffers and modules, by name."""
+    """Attributes of modules beside weights, buffers and modules, by name."""
     attributes = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():

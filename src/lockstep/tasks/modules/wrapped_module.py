@@ -31,7 +31,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass
 class Computed(ModelOutput):
-    """What comes out. In evaluation `logits` are numbers: the loss, then sum and count of each metric."""
+    """The output of a wrapped module. In evaluation `logits` hold the loss, then sum and count of each metric."""
 
     loss: Tensor | None = None  # float32 scalar: summed over targets
     logits: Tensor | None = None  # float64 [1 + 2 x metrics]; of what was generated: uint8, JSON
@@ -122,14 +122,14 @@ def nothing(tensor: Tensor) -> Tensor:
 
 
 def kind_of(value: Any) -> str:
-    """What something is, in words."""
+    """The kind of a value, in words."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)} and {value.dtype}"
     return f"a {type(value).__name__}"
 
 
 def names_of(model: nn.Module) -> tuple[str, ...] | None:
-    """What `forward` takes by name; None where it takes anything."""
+    """The arguments of `forward`; None where it takes any name."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return None

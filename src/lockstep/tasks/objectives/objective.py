@@ -261,7 +261,7 @@ class Reliability:
         return float((gaps * self.counts[some]).sum() / self.counts.sum())
 
     def table(self) -> dict[str, list]:
-        """As JSON has it."""
+        """The bins as JSON."""
         lists = {"predicted": self.predicted.tolist(), "observed": self.observed.tolist()}
         return {"counts": self.counts.tolist()} | {
             name: [None if np.isnan(value) else value for value in values] for name, values in lists.items()
@@ -312,7 +312,7 @@ class LabelCodes(Protocol):
     values: list[Any]  # of labels, as rows hold them, in the order of their codes; none of numbers
 
     def of(self, rows: dict[str, list]) -> Any:
-        """Of some rows, by column."""
+        """The labels or numbers of some rows, by column."""
 
     def counts(self, dataset: Dataset) -> list[int]:
         """Examples of each label in a split; none of numbers."""
@@ -346,7 +346,7 @@ class Objective(ABC):
     @classmethod
     @abstractmethod
     def feature(cls) -> Any:
-        """How they are kept: a feature of `datasets`."""
+        """The feature of `datasets` that stores labels."""
 
     @classmethod
     def cut(cls, codes: LabelCodes, train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
@@ -361,7 +361,7 @@ class Objective(ABC):
 
     @abstractmethod
     def count(self, columns: Columns, rows: np.ndarray) -> float:
-        """What the loss of these examples is divided by, with weights; exact, whatever is added up first."""
+        """The divisor of the loss of these examples, with weights; exact, whatever is added up first."""
 
     @abstractmethod
     def targets_in_batch(self, targets: Tensor) -> float:
@@ -397,7 +397,7 @@ class Objective(ABC):
 
     @abstractmethod
     def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
-        """What the model says of each row: JSON by name."""
+        """The answer of the model to each row: JSON by name."""
 
     @classmethod
     @abstractmethod
@@ -410,7 +410,7 @@ class Objective(ABC):
 
     @abstractmethod
     def format_target(self, targets: Tensor) -> str:
-        """What is true of an example, for a person."""
+        """The labels or numbers of an example, for a person."""
 
     @property
     def fixed_threshold(self) -> float | None:

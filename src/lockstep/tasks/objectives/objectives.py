@@ -143,7 +143,7 @@ class OneLabel(Objective):
         }
 
     def _counts(self, targets: Tensor, predicted: Tensor) -> Sums:
-        """What decisions come to, [B] each."""
+        """Sums over predicted and true labels, [B] each."""
         import torch
         from torch.nn.functional import one_hot
 
