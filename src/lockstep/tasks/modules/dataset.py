@@ -114,6 +114,10 @@ def data_sets(run: Run) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
         raise RunError(
             "LS3206", f"task.data: {name} returns an unknown split {unknown[0]!r}; known are {', '.join(SPLITS)}"
         )
+    if twice := [key for key in splits if any(SPLITS[key] == SPLITS[other] for other in splits if other != key)]:
+        raise RunError(
+            "LS3221", f"task.data: {name} returns {' and '.join(twice)}, which are the same split; return one of them"
+        )
     sets = {SPLITS[key]: _indexed(run, data, f"task.data: the {key} split of {name}") for key, data in splits.items()}
     if "train" not in sets:
         raise RunError("LS3207", f"task.data: {name} returns no train split, only {', '.join(splits)}")
