@@ -56,8 +56,8 @@ def explained(error: BaseException, revision: str | None = None) -> str:
         if status in _STATUS:
             return _STATUS[status]
         response_error = next((e for e in _chain(error) if isinstance(e, errors.HfHubHTTPError)), error)
-        said = getattr(response_error, "server_message", None) or response_error
-        return f"it answered {status}: {one_line(said, 300)}"
+        message = getattr(response_error, "server_message", None) or response_error
+        return f"it answered {status}: {one_line(message, 300)}"
     if any(_lost(each) for each in _chain(error)):
         last = one_line(list(_chain(error))[-1], 300)
         return f"the Hub at {constants.ENDPOINT} cannot be reached: {last}. A local folder needs no network"

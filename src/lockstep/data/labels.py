@@ -31,8 +31,8 @@ def hidden(dataset: Dataset, column: str) -> bool:
 
 
 def readable(dataset: Dataset, column: str) -> Dataset:
-    """The same rows, their labels as texts or integers: true and false become texts, and whole numbers with a point
-    (1.0, as tables have them where some are missing) become integers."""
+    """Make labels texts or integers: true and false become texts, and whole numbers with a point (1.0, as tables have
+    them where some are missing) become integers."""
     import datasets
 
     kind = str(getattr(dataset.features[column], "dtype", None))

@@ -160,8 +160,8 @@ def map_rows(
     import datasets
 
     others = [column for column in rows.column_names if column != SOURCE]
-    kept = {column: rows.features[column] for column in rows.column_names if column == SOURCE}
-    return rows.map(convert, batched=True, remove_columns=others, features=datasets.Features({**features, **kept}))
+    of_source = {column: rows.features[column] for column in rows.column_names if column == SOURCE}
+    return rows.map(convert, batched=True, remove_columns=others, features=datasets.Features({**features, **of_source}))
 
 
 def source_columns(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str]:
