@@ -362,6 +362,11 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return next((text.removeprefix(each) for each in prefixes if text.startswith(each)), text).strip()
 
     @property
+    def warnings(self) -> list[str]:
+        unused = "bleu_tokenizer" in self.options.changed_keys and not self.options.bleu
+        return [*super().warnings, *["task.bleu_tokenizer has no effect with task.bleu: false"] * unused]
+
+    @property
     def usage(self) -> str:
         """transformers has no pipeline for translation any more."""
         target = 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_REPO")\n'

@@ -288,6 +288,10 @@ def local_or_id(run: Run) -> str:
                 f"model.source: the folder {path} is not a model folder, because it has no config.json; name a "
                 "folder that save_pretrained wrote",
             )
+        if run.model.revision is not None:
+            raise RunError(
+                "LS3136", f"model.revision: applies to models of the Hub only, and {path} is none; remove it"
+            )
         return str(path)
     if source.startswith((".", "/", "~")):
         raise RunError("LS3134", f"model.source: the folder {path} does not exist; correct the path")
