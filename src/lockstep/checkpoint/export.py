@@ -480,9 +480,8 @@ def _once(folder: Path, repository: str, private: bool, token: str) -> Pushed:
     if private and about.private is False:
         raise RunError(
             "LS6021",
-            f"hub.private: {repository} exists and is public, but the run asks for a private one. Nothing was "
-            "pushed; make the repository private on its page, or push with hub.private=false (lockstep push "
-            "--public)",
+            f"hub.private: {repository} exists and is public, but the run asks for a private one. Nothing was pushed; "
+            "make the repository private on its page, or push with hub.private=false (lockstep push --public)",
         )
     files: dict[str, Any] = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
     text = (folder / "README.md").read_text(encoding="utf-8")
