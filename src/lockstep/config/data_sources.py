@@ -64,6 +64,14 @@ Layout = Literal["rows", "class_folders", "parallel", "conll", "squad", "columns
 Quote = Literal["double", "single", "none"]
 
 
+# Split -> the names that it has in folders, in columns and on the Hub.
+USUAL = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test",),
+}
+
+
 STORES = ("s3", "gs", "az")  # object stores: read, listed, written
 READ_ONLY = ("https", "http", "hf")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")

@@ -74,6 +74,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
     section: ClassVar[str | None] = None  # its name in the run file, "" for the whole; None: it has no renamed keys
 
+    @property
+    def changed_keys(self) -> list[str]:
+        """Keys whose values are not their defaults."""
+        fields = type(self).model_fields.items()
+        return [k for k, f in fields if getattr(self, k) != f.get_default(call_default_factory=True)]
+
     @model_validator(mode="before")
     @classmethod
     def _present_names(cls, values: Any) -> Any:
@@ -186,10 +192,9 @@ class DataSection(Streaming, Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> DataSection:
-        known = type(self).model_fields
         if self.sources is None:
             return self
-        if keys_set := [key for key in OWN if getattr(self, key) != known[key].get_default(call_default_factory=True)]:
+        if keys_set := [key for key in OWN if key in self.changed_keys]:
             raise InvalidValue("LS1130", f"{keys_set[0]} cannot be set beside data.sources; set it in each source")
         return self
 
@@ -272,6 +277,8 @@ class ModelSection(Section):
     def _one_origin(self) -> ModelSection:
         if self.source is not None and self.type is not None:
             raise InvalidValue("LS1135", ONE_ORIGIN)
+        if self.revision is not None and self.source is None:
+            raise InvalidValue("LS1136", "revision has an effect only with model.source, a model of the Hub; remove it")
         return self
 
 
@@ -286,6 +293,10 @@ class TokenizerSection(Section):
     def _one_origin(self) -> TokenizerSection:
         if self.source is not None and self.train is not None:
             raise InvalidValue("LS1133", "source and train are both set; remove one of them")
+        if self.train is None and "vocab_size" in self.changed_keys:
+            raise InvalidValue(
+                "LS1137", "vocab_size has an effect only with tokenizer.train; set it, or remove tokenizer.vocab_size"
+            )
         return self
 
 
