@@ -282,7 +282,7 @@ def test_a_number_has_the_same_bits_wherever_its_tensor_is_cut(name: str) -> Non
         parts = [torch.nn.Parameter(part.clone()) for part in whole.split(cuts)]
         section = run_of(f"optim={name}", "optim.weight_decay=0.1").optim
         group = {"params": parts, "names": [str(i) for i in range(len(parts))], "lr": 0.0, "scale": 1.0, "kind": ""}
-        stepper = optim.of_groups(section, [group | {"weight_decay": 0.1}])
+        stepper = optim.Stepper(section, [group | {"weight_decay": 0.1}])
         for gradient in slopes:
             for p, g in zip(parts, gradient.split(cuts), strict=True):
                 p.grad = g.clone()
