@@ -50,7 +50,7 @@ class World:
         self.log = run.folder.resolve() / LOG
         self.device = pick_device(run, self.local_rank, self.local_size)
         self.threads = threads_of(run, self.local_size)
-        self.agreed = ""  # the hash of what is the same on every rank: agreement.py
+        self.agreed = ""  # the hash of what is the same on every rank: consistency_check.py
         self.stop = StopRequest(run.max_time_s)
         self.refusal: str | None = None  # why this rank may not write into OUTPUT, until all ranks know
         timeout = timedelta(seconds=run.launch.timeout_s)

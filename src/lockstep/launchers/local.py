@@ -141,9 +141,7 @@ def entry(run: str | Run, words: Sequence[str], variables: Mapping[str, str] | N
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this rank's parent is the fork server,
     threading.Thread(target=_follow_launcher, name="lockstep-launcher", daemon=True).start()  # not the launcher
-    for (
-        number
-    ) in STOP_SIGNALS:  # until the rank listens itself; what a terminal sends, the launcher passes on as SIGTERM
+    for number in STOP_SIGNALS:  # until the rank listens; what a terminal sends, the launcher passes on as SIGTERM
         signal.signal(number, signal.SIG_IGN if number in (signal.SIGINT, signal.SIGHUP) else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     for name, value in (variables or {}).items():

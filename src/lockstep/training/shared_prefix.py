@@ -19,6 +19,7 @@ from lockstep.config.run import Run
 from lockstep.config.user_code import is_own
 from lockstep.data.arrow_cache import Prepared
 from lockstep.data.order import Order
+from lockstep.strategies.strategy import strategy_class
 from lockstep.training.data_loader import StepLoader
 
 # Keys that affect a step only through its learning rate.
@@ -70,8 +71,7 @@ def parting(a: Course, b: Course) -> tuple[int, str]:
 def shares_nothing(run: Run, differing: Mapping[str, Any]) -> str | None:
     """Why a run cannot begin with another one's steps, whatever these are; None: it can. `differing`: the keys in which
     their arithmetic is not the same."""
-    cls: Any = plugins.find("strategies", run.strategy.name)
-    if not cls.gives_bits(run):
+    if not strategy_class(run).gives_bits(run):
         return f"strategy.name: {run.strategy.name} promises no bits with these options, so nothing can be shared"
     for key, kind, name in (
         ("task.name", "tasks", run.task.name),
