@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -400,6 +400,12 @@ _REFUSED = {
 }
 
 
+def keys_set(section: BaseModel, keys: Iterable[str]) -> list[str]:
+    """Those of a section's keys that have another value than their default."""
+    fields = type(section).model_fields
+    return [key for key in keys if getattr(section, key) != fields[key].get_default(call_default_factory=True)]
+
+
 class Streaming(BaseModel):
     """The keys of `data` about streaming."""
 
@@ -420,22 +426,19 @@ class Streaming(BaseModel):
     @model_validator(mode="after")
     def _goes_with_a_stream(self) -> Any:
         if not self.stream:
-            for key, default in (("stream_window", WINDOW), ("stream_cache_gb", CACHE_GB)):
-                if getattr(self, key) != default:
-                    raise InvalidValue(
-                        "LS1039", f"{key} has an effect only with data.stream; set data.stream=true, or remove {key}"
-                    )
+            for key in keys_set(self, ("stream_window", "stream_cache_gb")):
+                raise InvalidValue(
+                    "LS1039", f"{key} has an effect only with data.stream; set data.stream=true, or remove {key}"
+                )
             return self
-        for key, why in _REFUSED.items():
-            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
-                raise InvalidValue("LS1040", f"{key} cannot be combined with data.stream: {why}")
+        for key in keys_set(self, _REFUSED):
+            raise InvalidValue("LS1040", f"{key} cannot be combined with data.stream: {_REFUSED[key]}")
         _check_filter(self, "")
         for entry in getattr(self, "sources", None) or []:
-            for key in [key for key in _REFUSED if key in type(entry).model_fields]:
-                if getattr(entry, key) != type(entry).model_fields[key].get_default(call_default_factory=True):
-                    raise InvalidValue(
-                        "LS1041", f"sources: {entry.name}: {key} cannot be combined with data.stream: {_REFUSED[key]}"
-                    )
+            for key in keys_set(entry, [key for key in _REFUSED if key in OWN]):
+                raise InvalidValue(
+                    "LS1041", f"sources: {entry.name}: {key} cannot be combined with data.stream: {_REFUSED[key]}"
+                )
             _check_filter(entry, f"sources: {entry.name}: ")
         return self
 

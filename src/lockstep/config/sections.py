@@ -23,6 +23,7 @@ from lockstep.config.data_sources import (
     Quote,
     Separator,
     Streaming,
+    keys_set,
 )
 from lockstep.config.errors import InvalidValue
 
@@ -186,11 +187,8 @@ class DataSection(Streaming, Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> DataSection:
-        known = type(self).model_fields
-        if self.sources is None:
-            return self
-        if keys_set := [key for key in OWN if getattr(self, key) != known[key].get_default(call_default_factory=True)]:
-            raise InvalidValue("LS1130", f"{keys_set[0]} cannot be set beside data.sources; set it in each source")
+        for key in keys_set(self, OWN) if self.sources is not None else ():
+            raise InvalidValue("LS1130", f"{key} cannot be set beside data.sources; set it in each source")
         return self
 
     @model_validator(mode="after")

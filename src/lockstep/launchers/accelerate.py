@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +28,7 @@ from lockstep.config.sections import Positive, Section, Steps
 from lockstep.distributed import job_record, network
 from lockstep.distributed.hardware import gpus_of
 from lockstep.distributed.job_record import JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TRAIN
-from lockstep.distributed.signals import Interrupts, heard
+from lockstep.distributed.signals import Interrupts, handled
 from lockstep.launchers.launcher import Launcher, LaunchPlan, write_files
 from lockstep.launchers.local import check_gpus, memory_here, processes_of
 from lockstep.launchers.processes import accelerate_config
@@ -161,13 +160,8 @@ def once(run: Run, plan: LaunchPlan, words: Sequence[str]) -> tuple[int, bool]:
                     raise KeyboardInterrupt
                 process.send_signal(signal.SIGTERM)
 
-        main = threading.current_thread() is threading.main_thread()
-        before = {number: signal.signal(number, forward) for number in heard()} if main else {}
-        try:
+        with handled(forward):
             code = process.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
         with suppress(OSError, ValueError):
             return int(answer.read_text()), stop_requested
         if stop_requested and newest_whole(run) is not None:

@@ -20,6 +20,7 @@ from lockstep.config.user_code import is_own
 from lockstep.data.arrow_cache import Prepared
 from lockstep.data.order import Order
 from lockstep.strategies.strategy import strategy_class
+from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
 
 # Keys that affect a step only through its learning rate.
@@ -41,8 +42,8 @@ class Course:
 
 def course(run: Run, prepared: Prepared) -> Course:
     """Errors: `RunError`."""
-    task_class: Any = plugins.find("tasks", run.task.name)
-    feed = StepLoader(run, task_class(run, prepared), range(run.micro_batches), torch.device("cpu"))
+    task: Task = plugins.find("tasks", run.task.name)(run, prepared)
+    feed = StepLoader(run, task, range(run.micro_batches), torch.device("cpu"))
     rates = np.array([learning_rate(run.optim, step, feed.total) for step in range(feed.total)])
     scales = tuple(
         (g.match, g.weight_decay, None if g.learning_rate is None else g.learning_rate / run.optim.learning_rate)

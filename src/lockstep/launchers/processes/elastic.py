@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED,
 from lockstep.config.run import Run
 from lockstep.distributed import job_record, network
 from lockstep.distributed.membership import SOON_S, MemberAddress
-from lockstep.distributed.signals import Interrupts, heard
+from lockstep.distributed.signals import Interrupts, handled
 from lockstep.distributed.watchdog import MARKER
 from lockstep.launchers.processes.elastic_ranks import Machines, Ranks, RanksAmongMachines, lives
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End
@@ -87,24 +86,21 @@ def run_agent(
     spec.monitor_interval = 0.01 if rendezvous.continues else 0.1  # `Ranks` waits by itself
     # Torch elastic would pass a signal on as it came, look no more at how ranks end, and wait even for those that have
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
-    main = threading.current_thread() is threading.main_thread()  # no other may set a handler
-    before = {number: signal.signal(number, agent.hear) for number in heard()} if main else {}
     status = FAILED
-    try:
-        status = _seen_to_end(run, agent, rendezvous)
-        return status
-    finally:
-        agent.over = True  # nothing is left to interrupt
-        with contextlib.suppress(RendezvousError):
-            if status == EXCLUDED:  # the job is not over
-                rendezvous.hold(lambda: agent.stop_requested)
-            else:
-                rendezvous.end(status)
-                rendezvous.shutdown()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for marker in Path(tempfile.gettempdir()).glob(f"{MARKER}{rendezvous.get_run_id()}-*"):
-            marker.unlink(missing_ok=True)
+    with handled(agent.hear):
+        try:
+            status = _seen_to_end(run, agent, rendezvous)
+            return status
+        finally:
+            agent.over = True  # nothing is left to interrupt
+            with contextlib.suppress(RendezvousError):
+                if status == EXCLUDED:  # the job is not over
+                    rendezvous.hold(lambda: agent.stop_requested)
+                else:
+                    rendezvous.end(status)
+                    rendezvous.shutdown()
+            for marker in Path(tempfile.gettempdir()).glob(f"{MARKER}{rendezvous.get_run_id()}-*"):
+                marker.unlink(missing_ok=True)
 
 
 def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
