@@ -329,6 +329,15 @@ def test_the_control_a_bare_kernel_hangs_on_the_cut() -> None:
             ["optim=muon", "strategy=fsdp2", "strategy.options={cpu_offload: true}", "launch.device=auto"],
             "strategy.options.cpu_offload: muon updates whole tensors",
         ),
+        (
+            [
+                "optim=muon",
+                "strategy=hf_accelerate",
+                "strategy.options={fsdp: {cpu_offload: true}}",
+                "launch.device=auto",
+            ],
+            "strategy.options.fsdp.cpu_offload: muon updates whole tensors",
+        ),
     ],
 )
 def test_what_cannot_be_updated_is_refused(words: list[str], said: str) -> None:
