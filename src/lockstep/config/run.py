@@ -199,12 +199,8 @@ class Run(Section):
         for key in ("trust_remote_code", "checkpoint_activations", "offload_activations"):
             del values["model"][key]
         task: Any = plugins.find("tasks", self.task.name)
-        for key in (
-            "follow_links",
-            "workers",
-            "stream_cache_gb",
-            *(("padding",) if task.own_model else ()),
-        ):  # its own collate pads
+        pads = ("padding",) if task.own_model else ()  # its own collate does
+        for key in ("follow_links", "workers", "stream_cache_gb", *pads):
             del values["data"][key]
         for key in task.display_keys:
             values["task"].pop(key, None)

@@ -217,9 +217,8 @@ class World:
             return stop_requested
         answer, self._asking = self._asking, None
         earlier = 0 if answer is None else answer()
-        self._asking = self.all_reduce_max(
-            int(stop_requested) + 2 * offered
-        )  # a stop is heard once the ranks have met again
+        # a stop is heard once the ranks have met again
+        self._asking = self.all_reduce_max(int(stop_requested) + 2 * offered)
         self.grows = self.grows or earlier > 1
         return earlier == 1
 

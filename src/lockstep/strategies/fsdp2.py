@@ -309,9 +309,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     def build(self, task: Task) -> None:
         self.task = task
         self.mesh = self.make_mesh()
-        source = (
-            make_model(task) if self.world.is_main and not self.build_empty else None
-        )  # the only whole copy of the model, gone when build ends
+        # the only whole copy of the model, gone when build ends
+        source = make_model(task) if self.world.is_main and not self.build_empty else None
         self.model = make_model(task, empty=True)
         refuse_own_tensors(self.model, "strategy.options.gather: FSDP", fsdp.INSTEAD)
         if self.run.model.trained_in_bfloat16:  # what is cut up are the masters; gathered they are bfloat16

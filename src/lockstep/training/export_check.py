@@ -33,9 +33,8 @@ from lockstep.training import plain_check, plain_sides
 from lockstep.training.evaluation import evaluate
 
 EXAMPLES = 3
-SAME_PRECISION = (
-    1e-4  # of a loss, relatively: both in float32; docs/how-to/verify.md has how far healthy ones are apart
-)
+# Of a loss, relatively: both in float32; docs/how-to/verify.md says how far healthy ones are apart.
+SAME_PRECISION = 1e-4
 ROUNDED_BASE = 1e-2  # an adapter beside a model that is loaded in bfloat16 whole; here its linear layers alone are
 ROUNDING, DRAWS = 1e-6, 8  # of outputs, relatively to the largest; draws that show which scores it moves
 LOW_PRECISION = 2e-3  # both in half precision, or what that makes of the export's own losses, FACTOR times

@@ -25,9 +25,8 @@ from lockstep.training.session import Session
 PAYS = 0.10  # of the time of computing: what other shares must be expected to save
 BACK = 0.05  # the same, where they are the even ones
 NEAR = 0.05  # how much longer than with the best shares even ones may take, and be preferred
-ALIKE = (
-    0.10  # how much longer than the quickest rank all may take, and share evenly again: short texts cost more a token
-)
+# how much longer than the quickest rank all may take, and share evenly again: short texts cost more a token
+ALIKE = 0.10
 
 
 class LoadBalancer:

@@ -129,9 +129,8 @@ class Job:
         values: dict[str, Any] = json.loads(text)
         run = load(None, [], values["run"], "the job")
         task: Any = plugins.of_key("task.name", "tasks", run.task.name)
-        plugins.of_key(
-            "strategy.name", "strategies", run.strategy.name
-        )  # a module of the user's is imported by its own rules
+        # a module of the user's is imported by its own rules
+        plugins.of_key("strategy.name", "strategies", run.strategy.name)
         module, name = values["strategy"]
         strategy: Any = getattr(importlib.import_module(module), name)
         own = {"run": run, "task": task, "strategy": strategy, "prepared": Prepared(**values["prepared"])}

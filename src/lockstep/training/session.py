@@ -95,9 +95,8 @@ def build_session(
     not the one that training starts from. Collective. Errors: `RunError`."""
     before, run, prepared = tensor_bytes(), job.run, job.data
     task = job.task(run, prepared)
-    later = (
-        world.joining and issubclass(job.strategy, ShardedRecovery) and job.strategy.supports_reshard
-    )  # built with those that it comes to
+    # built with those that it comes to
+    later = world.joining and issubclass(job.strategy, ShardedRecovery) and job.strategy.supports_reshard
     whole = run if later else resolve_options(run, task, world)  # by the memory of all machines
     strategy_class = job.strategy if whole is run else strategies.strategy_class(whole)
     strategy = strategy_class(whole, world)

@@ -65,9 +65,8 @@ class Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
-        ):  # FSDP gathers by operations of its own
+        # FSDP gathers by operations of its own
+        if isinstance(func, torch._ops.OpOverload) and func.namespace == "aten":
             for place, name in _written(func):
                 for tensor in _pytree.tree_leaves(args[place] if place < len(args) else kwargs.get(name)):
                     if isinstance(tensor, Tensor):
