@@ -304,8 +304,8 @@ class StrategySection(Section):
     all_reduce: Literal["auto", "flat", "hierarchical"] = Field(
         "auto",
         description="how exact sums travel: flat, from every process to every other; hierarchical, in stages, first "
-        "within a "
-        "machine; auto: hierarchical on several machines or above 8 processes. The same bits",
+        "within a machine; auto: hierarchical on several machines or above 8 processes. The same bits. Under "
+        "ZeRO they always travel flat",
     )
     tensor_leaves: Positive = Field(
         1,
