@@ -312,11 +312,11 @@ def test_node_lists(text: str, names: list[str]) -> None:
 
 
 def test_a_node_is_known_by_its_name_where_no_program_of_slurm_knows_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unresolved(*where: Any) -> None:
-        raise socket.gaierror("no such host")
+    def missing(*anything: Any, **named: Any) -> None:
+        raise FileNotFoundError("no such host, no such program")
 
-    monkeypatch.setattr(socket, "getaddrinfo", unresolved)
-    monkeypatch.setenv("PATH", "")  # as in a container
+    monkeypatch.setattr(socket, "getaddrinfo", missing)
+    monkeypatch.setattr(subprocess, "run", missing)  # as in a container
     assert srun.address("gpu01") == "gpu01"
 
 

@@ -80,7 +80,6 @@ def groups_of(world: World, run: Run) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "strategy",
     [
-        {"name": "fsdp2", "options": {"gather": "step"}},
         {"name": "fsdp2", "options": {"replicate": 2}},
         {"name": "fsdp2", "options": {"tensor_parallel": 2}, "tensor_leaves": 2},
         {"name": "fsdp2", "options": {"tensor_parallel": 2}, "exact": False},

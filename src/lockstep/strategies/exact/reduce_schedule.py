@@ -52,7 +52,7 @@ def links(run: Run, world: World, group: dist.ProcessGroup | None = None) -> Lin
 
 
 def lift(node: Node, leaves: int) -> Node:
-    """The same partial sum at the level at which it has a sibling, or as the root: where the sibling covers no leaf, a
+    """Raise a partial sum to the level at which it has a sibling, or to the root: where the sibling covers no leaf, a
     node is its parent already."""
     level, index = node
     while (1 << level) < leaves <= (index ^ 1) << level:
