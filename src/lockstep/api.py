@@ -213,10 +213,10 @@ def replay(
     """A step of a run computed again, from the nearest checkpoint before it: a value with `model` (as it was before the
     step), `batch`, `gradients`, `losses` by row, and `same`: whether every fingerprint on the way is the one that was
     written down. The model is built, and its code runs, here. Errors: `RunError`."""
-    from lockstep.tools.diff import opened
+    from lockstep.tools.diff import open_replay
 
     _begins()
-    return opened(_folder(output), step, overrides or {}, processes, strategy)
+    return open_replay(_folder(output), step, overrides or {}, processes, strategy)
 
 
 # -- this side -------------------------------------------------------------------------------------------------------

@@ -73,8 +73,8 @@ def test_what_a_full_disk_does_is_an_error_of_the_disk_whoever_writes(trained: J
 
 def test_files_are_on_the_disk_before_they_have_their_name(trained: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    sync, rename = exported._sync, os.rename
-    monkeypatch.setattr(exported, "_sync", lambda path: (events.append(f"sync {path.name}"), sync(path)))
+    sync, rename = exported.sync, os.rename
+    monkeypatch.setattr(exported, "sync", lambda path: (events.append(f"sync {path.name}"), sync(path)))
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append(f"rename {Path(a).name}"), rename(a, b)))
     write(trained)
     place = events.index("rename .export.partial")

@@ -24,6 +24,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="crossed", description=__doc__)
     parser.add_argument("-n", type=int, default=200, help="runs to draw")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--fix",
+        action="append",
+        default=[],
+        metavar="FEATURE=VALUE,...",
+        help="draw these values of a feature only, e.g. task=image_classification,module",
+    )
     parser.add_argument("--only", type=int, nargs="*", help="numbers of single runs, which are shown")
     parser.add_argument("--record", type=Path, help="file of lines that a later call goes on with")
     parser.add_argument("--cases", type=Path, default=CASES, help="folder for the smallest forms of what fails")
@@ -31,9 +38,12 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="ranks share the GPU; what fails is not made smaller")
     parser.add_argument("--first", action="store_true", help="end at the first run that breaks a promise")
     asked = parser.parse_args()
+    fixed = {feature: values.split(",") for feature, _, values in (each.partition("=") for each in asked.fix)}
+    if unknown := fixed.keys() - draw.FEATURES.keys():
+        parser.error(f"--fix: unknown feature {', '.join(sorted(unknown))}; expected of {', '.join(draw.FEATURES)}")
     counts = {"promised": 0, "refused": 0, "finding": 0}
     done = _recorded(asked.record)
-    for number, case in enumerate(itertools.islice(draw.cases(asked.seed), asked.n)):
+    for number, case in enumerate(itertools.islice(draw.cases(asked.seed, fixed), asked.n)):
         if (asked.only is not None and number not in asked.only) or (asked.seed, number) in done:
             continue
         began = time.monotonic()

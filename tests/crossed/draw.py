@@ -12,7 +12,7 @@ In: a seed. Out: cases: feature -> value, where the first value of a feature is 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
@@ -292,11 +292,14 @@ def _can_run(case: Case, strategy: str, processes: int) -> bool:
     return case["dtype"] == "float32" or strategy in ("single", "ddp", "allreduce", "fsdp2 step", "fsdp2 tensor")
 
 
-def one(draw: random.Random, free: bool) -> Case:
+Fixed = Mapping[str, Collection[str]]  # by feature the values that are drawn, as words, where a case has any of them
+
+
+def one(draw: random.Random, free: bool, fixed: Fixed | None = None) -> Case:
     """A case by itself. `free`: of anything with anything, else of what is not known to be refused."""
     case: Case = {}
     for feature, values in FEATURES.items():
-        given = values(case)
+        given = [each for each in values(case) if str(each) in (fixed or {}).get(feature, ())] or values(case)
         case[feature] = draw.choice(given if free else [each for each in given if _goes(case, feature, each)] or given)
     return case
 
@@ -312,14 +315,14 @@ def pairs(case: Case) -> set[tuple[str, str]]:
     return {(a, b) for (a, plain_a), (b, plain_b) in combinations(named, 2) if not (plain_a and plain_b)}
 
 
-def cases(seed: int) -> Iterator[Case]:
+def cases(seed: int, fixed: Fixed | None = None) -> Iterator[Case]:
     """The cases of a seed, one after another, without end."""
     seen: set[tuple[str, str]] = set()
     number = 0
     while True:
         draw = random.Random(f"{seed}/{number}")
         free = draw.random() < FREE
-        drawn = [one(draw, free) for _ in range(CANDIDATES)]
+        drawn = [one(draw, free, fixed) for _ in range(CANDIDATES)]
         case = max(drawn, key=lambda each: len(pairs(each) - seen))
         seen |= pairs(case)
         yield case

@@ -78,6 +78,11 @@ def test_a_seed_and_a_number_are_a_case() -> None:
     assert next(draw.cases(SEED + 1)) != DRAWN[0]
 
 
+def test_values_that_are_fixed_are_all_that_is_drawn() -> None:
+    tasks = [case["task"] for case in itertools.islice(draw.cases(SEED, {"task": ["module", "classification"]}), 12)]
+    assert set(tasks) == {"module", "classification"}
+
+
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
 def test_what_once_broke_a_promise(path: Path) -> None:
     verdict = judged(Job.load(path.read_text(encoding="utf-8")))

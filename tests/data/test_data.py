@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from lockstep.config.run import DataSection, Run
-from lockstep.data import arrow_cache, source, tokenizer
+from lockstep.data import arrow_cache, labels, source, tokenizer
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
 from support.harness import run_on
+from support.messages import raises
 from support.rows import prepared, run_of
 
 ROWS = [
@@ -171,6 +172,14 @@ def test_names_of_integer_labels(tmp_path: Path) -> None:
     found = prepared(run_of(zero, "task.label_names=[a, b, c, d]"))  # one of them does not occur in train
     assert found.facts["labels"] == ["a", "b", "c", "d"]
     assert {label for _, label in decoded(found, "train")} == {0, 1, 3}
+    with raises("LS2101", "task.label_names", "5 names", "3 labels", "1 to 5"):  # which names are left out?
+        prepared(run_of(path, "task.label_names=[one, two, three, four, five]"))
+
+
+def test_a_number_that_is_always_the_same_is_named_with_what_it_is() -> None:
+    rows = datasets.Dataset.from_dict({"stars": [1.0, 2.0], "helpful": [7.5, 7.5]})
+    with raises("LS2108", "'helpful'", "7.5"):
+        labels.number_codes_of({"train": rows}, ["stars", "helpful"], None, "a.jsonl")
 
 
 def test_a_column_that_names_two_labels_alike_names_none(tmp_path: Path) -> None:

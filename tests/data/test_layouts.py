@@ -55,6 +55,24 @@ def test_columns_that_do_not_fit(tmp_path: Path) -> None:
     assert mentions(refused(source=str(tmp_path / "b.jsonl"), columns=["text"]), "LS2191", "b.jsonl")
     assert mentions(refused(source="some/set", columns=["text"]), "LS2243", "data.columns")
     assert mentions(refused(source="builtin/emotion", layout="parallel"), "LS2243", "data.layout")
+    assert mentions(refused(source="some/set", encoding="latin-1"), "LS2243", "data.encoding")
+
+
+def test_keys_of_the_hub_are_refused_where_nothing_is_read_from_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "b.jsonl", '{"text": "a"}\n')
+    assert mentions(refused(source=str(path), revision="v2"), "LS2255", "data.revision", str(path))
+    assert mentions(refused(train=str(path), config="small"), "LS2255", "data.config", "data.train")
+    assert mentions(refused(source="builtin/emotion", revision="v2"), "LS2255", "data.revision", "builtin/emotion")
+
+
+def test_the_word_number_sign_is_no_comment_within_a_sentence(tmp_path: Path) -> None:
+    """Comments of CoNLL-U stand before sentences."""
+    text = "# text = it costs # 5\nit PRP\ncosts VBZ\n# SYM\n5 CD\n\n# newpar\nthe DT\nend NN\n"
+    rows = read(train=str(write(tmp_path / "a.conll", text)), layout="conll")["train"]
+    assert [row["tokens"] for row in rows] == [["it", "costs", "#", "5"], ["the", "end"]]
+    assert rows[0]["tags"] == ["PRP", "VBZ", "SYM", "CD"]
+    tabs = "it\tPRP\n# misplaced\ncosts\tVBZ\n"
+    assert read(train=str(write(tmp_path / "b.conll", tabs)), layout="conll")["train"][0]["tokens"] == ["it", "costs"]
 
 
 # -- a folder for each label -----------------------------------------------------------------------------------------

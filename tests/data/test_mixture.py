@@ -279,6 +279,24 @@ def test_no_block_of_tokens_holds_texts_of_two_sources(packing: bool, tmp_path: 
             assert "book" not in words if row < rows[split][0] else "web" not in words
 
 
+def test_books_that_are_one_text_each_are_cut_at_their_ends(tmp_path: Path) -> None:
+    words = {"web": "one two three four five ", "book": "eins zwei drei vier "}
+    for name, text in words.items():
+        (tmp_path / f"{name}.txt").write_text(text * 100)
+    sources = [{"source": str(tmp_path / f"{name}.txt")} for name in words]
+    asked = {"name": "language_modeling", "block_size": 16}
+    run = tiny(task=asked, data={"sources": sources, "validation_fraction": 0.25}, tokenizer={"train": "character"})
+    found = prepared(run)
+    task: Any = plugins.find("tasks", "language_modeling")(run, found)
+    for split, (start, stop) in {"train": (0.0, 0.75), "validation": (0.75, 1.0)}.items():
+        rows, ends = task.splits[split].ragged("input_ids"), np.cumsum(found.facts["sources"]["rows"][split])
+        assert len(ends) == 2
+        for text, begin, end in zip(words.values(), [0, ends[0]], ends, strict=True):
+            whole = task.tokenizer.decode(np.concatenate([rows.row(row) for row in range(begin, end)]))
+            part = (text * 100)[int(start * 100 * len(text)) : int(stop * 100 * len(text))]
+            assert whole.removesuffix("[SEP]") in (part, part[:-1])  # the very last token is not read
+
+
 def test_tags_and_translations_are_mixed_too(tmp_path: Path) -> None:
     from support.task_runs import TASKS
 

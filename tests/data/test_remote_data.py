@@ -160,10 +160,10 @@ def test_an_answer_that_ends_half_way_is_asked_for_again(web: str, tmp_path: Pat
 def test_what_has_changed_there_is_read_again(web: str, tmp_path: Path) -> None:
     data = DataSection(train=f"{web}/train.jsonl")
     (tmp_path / "served/train.jsonl").write_bytes(ROWS)
-    before = source.elsewhere(data)
-    assert source.elsewhere(data) == before
+    before = source.remote_facts(data)
+    assert source.remote_facts(data) == before
     (tmp_path / "served/train.jsonl").write_bytes(ROWS + b'{"text": "more", "label": 1}\n')
-    assert source.elsewhere(data) != before
+    assert source.remote_facts(data) != before
     assert len(source.load(data, 0).splits["train"]) == 20_001
     with remote.as_found(before), raises("LS2174"):
         source.load(data, 0)
@@ -244,7 +244,7 @@ def test_sources_of_a_mixture(store: Store, tmp_path: Path) -> None:
     data = DataSection(sources=[f"s3://{BUCKET}/a.jsonl", str(tmp_path / "b.jsonl")])  # type: ignore[arg-type]
     assert len(source.load(data, 0, columns={"task.text": "text"}).splits["train"]) == 40_000
     assert source.is_local(data)
-    assert [len(facts) for facts in source.elsewhere(data)] == [1]
+    assert [len(facts) for facts in source.remote_facts(data)] == [1]
 
 
 @pytest.mark.extras
@@ -306,7 +306,7 @@ def test_a_listing_that_lacks_files_the_second_time_is_refused(store: Store) -> 
     for i in range(3):
         store.put(f"set/train-{i}.jsonl", ROWS)
     data = DataSection(source=f"s3://{BUCKET}/set")
-    whole = source.elsewhere(data)
+    whole = source.remote_facts(data)
     store.hidden = lambda key: "train-2" in key
     with remote.as_found(whole), raises("LS2174"):
         source.load(data, 0)

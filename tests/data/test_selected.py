@@ -79,6 +79,21 @@ def test_rows_for_which_all_conditions_hold_are_used(wanted: dict, rows: list[in
     assert found.left_out == {"train": len(ROWS) - len(rows)}
 
 
+@pytest.mark.parametrize("wanted", [{"min": 0.7}, {"max": 0.7}, {"none_of": [0.7]}, 0.7, [0.1, 0.7]], ids=str)
+def test_numbers_of_float32_are_compared_as_numpy_does(wanted: Any, tmp_path: Path) -> None:
+    """0.7 of float32 is less than 0.7 of float64."""
+    scores = np.array([0.1, 0.3, 0.7, 0.9], dtype=np.float32)
+    datasets.Dataset.from_dict({"n": range(4), "score": scores}).to_parquet(tmp_path / "a.parquet")
+    if isinstance(wanted, dict):
+        ((kind, value),) = wanted.items()
+        holds = {"min": np.greater_equal, "max": np.less_equal, "none_of": lambda s, v: ~np.isin(s, np.float32(v))}
+        rows = np.flatnonzero(holds[kind](scores, value))
+    else:
+        rows = np.flatnonzero(np.isin(scores, np.float32(wanted)))
+    found = splits_of(tmp_path / "a.parquet", filter={"score": wanted})["train"]
+    assert [row["n"] for row in found] == rows.tolist()
+
+
 @pytest.mark.parametrize(
     ("wanted", "told"),
     [

@@ -3,6 +3,7 @@ rounds to bfloat16 where the run does."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -124,16 +125,72 @@ def test_four_draws_show_what_rounding_comes_to_with_muon(monkeypatch: pytest.Mo
     assert compared(monkeypatch, "adamw", "fp32", ours, 5e-5, needed=2**60)  # where there is room for no more of them
 
 
-@pytest.mark.parametrize(("bias", "differs"), [(7.5e-9, False), (1e-6, True)])
-def test_terms_that_cancel_out_round_as_the_loss_does(bias: float, differs: bool) -> None:
+def cancelling(bias: float, loss: float = 1.0, weight: float = 6e-5) -> train.StepRecord:
+    gradients = {"weight": torch.full((SIZE,), weight), "bias": torch.full((1,), bias)}
+    return train.StepRecord(loss, 1.0, 8 * weight, gradients, {})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("plain", [0.0, 7.5e-9])
+@pytest.mark.parametrize(("bias", "differs"), [(7.5e-9, False), (-7.5e-9, False), (1e-6, True)])
+def test_terms_that_cancel_out_round_as_the_loss_does(bias: float, differs: bool, plain: float, precision: str) -> None:
     """The bias of a reward model has no gradient but rounding, of a loss that is large beside the other gradients."""
-
-    def small(bias: float) -> train.StepRecord:
-        gradients = {"weight": torch.full((SIZE,), 6e-5), "bias": torch.full((1,), bias)}
-        return train.StepRecord(1.0, 1.0, 4.8e-4, gradients, {})
-
-    step = against_plain._compare_step(small(bias), small(0.0), [small(0.0)], 0, "fp32")
+    step = against_plain._compare_step(cancelling(bias), cancelling(plain), [cancelling(plain)], 0, precision)
     assert step.differs == differs
+
+
+@pytest.mark.parametrize(
+    ("bias", "plain", "loss", "weight"),
+    [
+        (2e-7, 0.0, 100.0, 1e-8),  # more than all other gradients together
+        (1e-6, 2e-6, 100.0, 1e-8),  # as large as these
+        (1e-6, 1.3e-6, 10.0, 1e-3),  # larger than a last bit of the loss
+    ],
+)
+def test_a_small_gradient_beside_a_large_loss_is_compared(
+    bias: float, plain: float, loss: float, weight: float
+) -> None:
+    ours, theirs = (cancelling(each, loss, weight) for each in (bias, plain))
+    assert against_plain._compare_step(ours, theirs, [theirs], 0, "fp32").differs
+
+
+@pytest.mark.parametrize("odd", [(math.nan, 1.0), (1.0, math.nan), (math.inf, math.inf)])
+def test_what_is_not_finite_agrees_with_nothing_and_measures_nothing(odd: tuple[float, float]) -> None:
+    step = against_plain._compare_step(record(*odd), record(*odd), [record(*odd)], 0, "fp32")
+    assert step.differs
+    assert against_plain._lines(step, record(*odd), record(*odd))[-1] == f"  likely: {causes.NOT_FINITE}"
+    assert against_plain._compare_step(record(2, 2), record(1, 1), [record(*odd)], 0, "fp32").differs
+
+
+def test_a_missing_gradient_is_no_rounding_of_float32() -> None:
+    """Unless last bits move a step by half; half precision may leave nothing of terms that nearly cancel out."""
+    plain, chaotic = record(1, 1), record(1, 1, 1.4)
+    assert against_plain._compare_step(record(1, 1, 0.0), plain, [chaotic], 0, "fp32").differs
+    assert not against_plain._compare_step(record(1, 1, 1.5), plain, [chaotic], 0, "fp32").differs
+    assert not against_plain._compare_step(record(1, 1, 0.0), plain, [chaotic], 0, "bf16").differs
+    assert not against_plain._compare_step(record(1, 1, 0.0), plain, [record(1, 1, 1.6)], 0, "fp32").differs
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain", "perturbed", "differs"),
+    [
+        (math.nan, 1.0, 1.0, True),
+        (1.0, math.nan, 1.0, True),
+        (2.0, 1.0, math.nan, True),
+        (2.0, 1.0, 2.0, False),  # the controls: a last bit changes as much, and nobody has a score
+        (math.nan, math.nan, math.nan, False),
+    ],
+)
+def test_a_score_that_one_side_lacks_differs(
+    ours: float, plain: float, perturbed: float, differs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores, names = iter([{"f1": plain}, {"f1": perturbed}]), list[str]()
+    monkeypatch.setattr(against_plain, "_model", lambda *_: nn.Linear(1, 1))
+    monkeypatch.setattr(against_plain, "_examples", lambda *_: [])
+    monkeypatch.setattr(against_plain, "scores", lambda *_: next(scores))
+    held: Any = SimpleNamespace(evaluated=[0], evaluation_masked={}, scores={"f1": ours})
+    lines = against_plain._evaluation(SimpleNamespace(precision="fp32"), None, held, None, names)  # type: ignore[arg-type]
+    assert bool(lines) == differs
 
 
 @pytest.mark.parametrize(

@@ -63,14 +63,18 @@ def test_a_step_of_one_process_is_foretold_as_it_was() -> None:
     assert computed(tiny(), 1, half, found) == pytest.approx({"overlapped": 0.8, "other": 0.01})
 
 
-def test_what_an_engine_takes_for_itself_is_foretold_for_its_strategy_only() -> None:
+def test_what_an_engine_takes_for_itself_is_foretold_for_its_strategy_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """On two ranks that slow each other down by 1.25 FSDP2 took 0.5 s more than its 4 micro-batches come to, and each
     rank of a pipeline 0.25: 0.1 and 0.05 s a micro-batch alone. A stage's phase is a mixture of forward and
     backward."""
     ops = [("forward", 0, 10**6, 50.0), ("backward", 0, 10**6, 80.0)]
     half = [("forward+backward", 0, 10**6, 65.0)]
     engines = {"fsdp2": 1.25 * 1.72, "pipeline": 1.25 * (0.67 + 0.2)}
-    rounds = [{1: measured(1), 2: measured(2, engines=engines, busy_s=1.25 * 1.32)}]
+    feed: Any = Uneven()
+    monkeypatch.setattr("lockstep_plan.planner.feed_of", lambda _: feed)
+    monkeypatch.setattr("lockstep_plan.estimate.levels", lambda *_: (1.0, dict.fromkeys(range(4), 1.0)))
+    steps = dict.fromkeys(engines, 0.0)
+    rounds = [{1: measured(1), 2: measured(2, engines=engines, busy_s=1.25 * 1.32, steps=steps)}]
     every = {name: [simulated(ops=each, micro_batches=4)] for name, each in (("single", ops), ("fsdp2", ops))}
     every["pipeline"] = [simulated(ops=half, micro_batches=4)] * 2
     found = calibrate.device_of(tiny(), rounds, every)
@@ -83,6 +87,38 @@ def test_what_an_engine_takes_for_itself_is_foretold_for_its_strategy_only() -> 
     assert seconds["fsdp2", "micro_batch"] == pytest.approx(0.42)
     staged = computed(tiny(strategy={"name": "pipeline", "options": {}}), 2, every["pipeline"][0], found)
     assert sum(staged.values()) == pytest.approx(1.2 * (0.67 + 0.2))
+
+
+def test_what_is_left_by_the_clock_is_waited_for_at_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of two ranks of `ddp` is foretold as it was measured; half the messages are waited for half as long, and
+    those of a strategy that took less than its plan not at all."""
+    feed: Any = Uneven()
+    monkeypatch.setattr("lockstep_plan.planner.feed_of", lambda _: feed)
+    monkeypatch.setattr("lockstep_plan.estimate.levels", lambda *_: (1.0, dict.fromkeys(range(4), 1.0)))
+    ops = [("forward", 0, 10**6, 50.0), ("backward", 0, 10**6, 80.0)]
+    of = {
+        name: [simulated(ops=ops, sent=[("reduction", "allreduce", (0, 1), 4 * 10**6, None, count)], micro_batches=2)]
+        for name, count in (("ddp", 6.0), ("half", 3.0))
+    }
+    rounds = [
+        {1: measured(1), 2: measured(2, busy_s=1.32, steps={"ddp": s, "allreduce": 0.1})} for s in (2.4, 2.5, 2.6)
+    ]
+    single = [simulated(ops=ops, micro_batches=4)]
+    found = calibrate.device_of(tiny(), rounds, {"single": single, "ddp": of["ddp"], "allreduce": of["ddp"]})
+    ddp, allreduce = (tiny(strategy={"name": name, "options": {}}) for name in ("ddp", "allreduce"))
+    whole = estimate(ddp, 2, of["ddp"], found, feed)
+    assert whole.step_s == pytest.approx(2.5)
+    assert found.wait_s == pytest.approx({"ddp": whole.seconds["waiting"] / 6, "allreduce": 0})
+    assert estimate(ddp, 2, of["half"], found, feed).seconds["waiting"] == pytest.approx(whole.seconds["waiting"] / 2)
+    assert estimate(allreduce, 2, of["ddp"], found, feed).seconds["waiting"] == 0
+
+
+def test_what_overlaps_is_a_mixture_where_the_rest_of_the_step_is() -> None:
+    ops = [("forward", 0, 10**6, 25.0), ("backward", 0, 10**6, 80.0)]  # that took 0.5 and 0.8 s
+    found = calibrate.device_of(tiny(), [{1: measured(1)}], {"single": [simulated(ops=ops)]})
+    for first, seconds in (("forward+backward", 10 * 1.3 / 105), ("backward", 10 * 0.8 / 80)):
+        of = simulated(ops=[(first, 0, 10**6, 10.0), ("overlapped", 0, 10**6, 10.0)])
+        assert computed(tiny(), 1, of, found)["overlapped"] == pytest.approx(seconds)
 
 
 def test_products_that_are_measured_are_of_all_sizes() -> None:
@@ -208,7 +244,8 @@ def test_ranks_measure_themselves_and_each_other(tmp_path: Path) -> None:
     assert two.at_once_s > 0
     assert not two.phases  # one process alone says what a step is made of
     assert two.engines.keys() == rates.ENGINES.keys()
-    assert min(*two.engines.values(), two.busy_s) > 0
+    assert two.steps.keys() == rates.STRATEGIES.keys()
+    assert min(*two.engines.values(), *two.steps.values(), two.busy_s) > 0
     made = calibrate.shape_of([{1: alone, 2: two}])
     assert made.links.shared.keys() == {2}
 

@@ -50,6 +50,7 @@ RETIRED = {
     "LS8053",
     "LS8132",
     "LS8153",
+    "LS8220",
 }
 UNCODED = {"plain"}  # shares no code with the rest, which gives its messages codes
 

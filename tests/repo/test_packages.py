@@ -14,7 +14,10 @@ from packaging.requirements import Requirement
 from lockstep._version import __version__
 from lockstep.cli import main
 from lockstep.config import entry_points, plugins
+from lockstep.config.run import RunError
 from lockstep.tools import commands
+from lockstep.tools.import_config import import_config
+from lockstep.tools.import_config.script import Script
 from support.places import ROOT
 
 PACKAGES = {path.name: path for path in sorted((ROOT / "packages").iterdir())}
@@ -79,6 +82,14 @@ def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytes
     with pytest.raises(plugins.PluginError) as caught:
         plugins.find("launchers", "kubernetes")
     assert str(caught.value).startswith('kubernetes needs lockstep-clouds: pip install "lockstep-train[clouds]"')
+
+
+def test_a_script_of_an_estimator_says_what_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry_points, "named", lambda kind: {})
+    text = "from sagemaker.pytorch import PyTorch\nPyTorch(role=1)"
+    with pytest.raises(RunError) as caught:
+        import_config.script(Script(Path("launch.py"), text))
+    assert 'sagemaker needs lockstep-clouds: pip install "lockstep-train[clouds]"' in str(caught.value)
 
 
 @pytest.mark.parametrize("option", ["plan --simulate", "plan --suggest", "plan --processes=8", "bench --calibrate"])

@@ -302,7 +302,7 @@ LAUNCHERS = {
     "clouds/test_kubernetes_pods.py": "stuck_minutes",
     "clouds/test_sagemaker.py": "role s3 region pytorch spot max_hours inputs",
     "clouds/test_sagemaker_plan.py": "instance",
-    "tools/test_moving_sagemaker.py": "wait_hours volume_gb",
+    "clouds/test_moving_sagemaker.py": "wait_hours volume_gb",
     "clouds/test_ray.py": "address workers placement",
     "launchers/test_other_keys.py": "grace_s requirements detach",
 }

@@ -21,6 +21,7 @@ from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.tasks.embedding import Embedding
 from lockstep.tasks.models import pooling, retrieval
+from lockstep.tasks.objectives import objective
 from lockstep.tools import against_plain
 from lockstep.training.plain_sides import with_defaults
 from support.messages import raises
@@ -154,13 +155,12 @@ def test_ranks_recall_and_gain_by_hand() -> None:
 
 
 def test_equal_values_have_the_mean_of_their_places() -> None:
-    assert retrieval.placed(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
+    assert objective.average_ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
     one, other = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 4.0, 9.0, 16.0])
-    assert retrieval.correlation(retrieval.placed(one), retrieval.placed(other)) == pytest.approx(1.0)
-    assert retrieval.correlation(one, other) == pytest.approx(np.corrcoef(one, other)[0, 1])
-    assert math.isnan(retrieval.correlation(one, np.ones(4)))
-    none = np.array([1.0, np.nan, 3.0, 4.0])
-    assert math.isnan(retrieval.correlation(retrieval.placed(none), retrieval.placed(other)))
+    assert objective.spearman(one, other) == pytest.approx(1.0)
+    assert objective.pearson(one, other) == pytest.approx(np.corrcoef(one, other)[0, 1])
+    assert math.isnan(objective.pearson(one, np.ones(4)))
+    assert math.isnan(objective.spearman(np.array([1.0, np.nan, 3.0, 4.0]), other))
 
 
 def test_vectors_that_are_no_numbers_find_nothing() -> None:
@@ -314,19 +314,25 @@ def test_verify_calls_the_loss_of_sentence_transformers(tmp_path: Path, monkeypa
 
 def test_a_row_s_texts_are_laid_side_by_side(tmp_path: Path) -> None:
     task = task_of(make(tmp_path, "pairs", "task={name: embedding, negative: negative}"))
-    told = text_pairs.laid(task.splits["train"], np.array([3, 0]), int(task.tokenizer.pad_token_id))
+    inputs, _ = text_pairs.inputs_of(task.splits["train"], np.array([3, 0]), int(task.tokenizer.pad_token_id))
     rows = rows_in(tmp_path)
     wanted = [rows[i][name] for name in ("anchor", "positive", "negative") for i in (3, 0)]
-    assert [" ".join(text.split()) for text in task.tokenizer.batch_decode(told.ids, skip_special_tokens=True)] == [
+    read = task.tokenizer.batch_decode(inputs["input_ids"], skip_special_tokens=True)
+    assert [" ".join(text.split()) for text in read] == [
         " ".join(task.tokenizer.decode(task.tokenizer(text)["input_ids"], skip_special_tokens=True).split())
         for text in wanted
     ]
-    assert told.mask.sum(1).tolist() == [len(task.tokenizer(text)["input_ids"]) for text in wanted]
+    assert inputs["attention_mask"].sum(1).tolist() == [len(task.tokenizer(text)["input_ids"]) for text in wanted]
 
 
 BAD = {
     "no such column": (["task={name: embedding, anchor: question}"], ["task.anchor", "'question'", "it has anchor"]),
     "twice the same column": (["task={name: embedding, positive: anchor}"], ["must be different columns"]),
+    "a scale and a score": (
+        ["task={name: embedding, score: score, similarity_scale: 5}"],
+        ["similarity_scale", "LS3024"],
+    ),
+    "a range without a score": (["task={name: embedding, score_range: [0, 5]}"], ["score_range", "LS3024"]),
     "a score and negatives": (["task={name: embedding, score: score, negatives: 3}"], ["remove task.negative"]),
     "scores beyond": (["task={name: embedding, score: score}"], ["task.score: row", "task.score_range=[0,5]"]),
     "words for scores": (

@@ -20,6 +20,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks import image_classification
+from lockstep.tasks.image_classification import _opened
 from lockstep.tools import against_plain
 from lockstep.tools.init import init as starter
 from lockstep.tools.init.questions import MachineInfo
@@ -161,6 +162,8 @@ def test_parquet_holds_the_same_images(kind: str, folders: Path, tmp_path: Path)
         (["task.processor={size: {height: 64, width: 64}}"], "64 x 64, but the model expects 32 x 32"),
         (["model.type=gpt2", "model.config={}"], "gpt2"),
         (["task.class_weights={dog: 2.0}"], "dog"),
+        (["task.loss=focal", "task.label_smoothing=0.1"], "LS3278"),
+        (["task.focal_gamma=1"], "LS3279"),
     ],
 )
 def test_what_does_not_go_with_images_is_refused(
@@ -221,6 +224,19 @@ def test_a_file_that_is_no_image_is_named(folders: Path, tmp_path: Path) -> None
     (tmp_path / "train" / "bar" / "1.txt").write_text("a text")
     with raises("LS2204"):
         prepare(job(tmp_path, tmp_path / "out"), plugins.find("tasks", "image_classification"))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "fits"), [([[0, 200]], True), ([[0, 256]], False), ([[0.25, 0.5]], False)], ids=["8", "9", "0..1"]
+)
+def test_numbers_that_pillow_would_clip_are_refused(numbers: list, fits: bool) -> None:
+    """Images of 16 bits and of fractions: all of them white, or black."""
+    pixels = np.array(numbers)
+    image = Image.fromarray(pixels.astype(np.float32 if pixels.dtype.kind == "f" else np.uint16))
+    file = io.BytesIO()
+    image.save(file, "TIFF")
+    with nullcontext() if fits else raises("LS3044", "row 3", image.mode):
+        assert np.asarray(_opened(file.getvalue(), "row 3"))[..., 0].tolist() == numbers
 
 
 def test_init_writes_a_run_file_for_folders_of_images(

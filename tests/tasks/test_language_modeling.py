@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
-from lockstep.data import lm_documents
+from lockstep.data import lm_documents, splitting
 from lockstep.data.batch import IGNORED
 from lockstep.data.lm_documents import Documents, examples, measured
 from lockstep.data.prepare import prepare
@@ -191,6 +191,13 @@ def text_run(folder: Path, *overrides: str, **task: Any) -> Run:
         "launch": {"processes": 1, "threads": 1, "device": "cpu"},
     }
     return load(None, overrides, values)
+
+
+@pytest.mark.parametrize(("length", "noted"), [(24, False), (128, False), (300, True)])
+def test_a_length_that_cuts_nothing_is_noted(length: int, noted: bool, tmp_path: Path) -> None:
+    run = make(tmp_path, "packed", f"data.max_length={length}")  # of blocks of 24
+    notes = splitting.warnings(prepare(run, LanguageModeling).facts)
+    assert any("data.max_length: 300 has no effect" in note and "(24)" in note for note in notes) == noted
 
 
 def test_a_text_file_is_cut_at_its_end(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ REFUSED = {
     "[]": "is empty",
     "{'trian': [1]}": "returns an unknown split 'trian'; known are train,",
     "{'test': [1]}": "returns no train split, only test",
+    "{'train': [1], 'val': [1], 'dev': [1]}": "returns val and dev, which are the same split",
     "[1 / 0]": "failed: ZeroDivisionError: division by zero (mine_",
     "[torch.randn(i + 1) for i in range(30)]": "default_collate cannot make a batch of these items",
     "[(torch.randn(3), 1, 2)] * 30": "a batch is a sequence of 3 values",

@@ -12,13 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.numpy import load_file, save_file
 
 from lockstep.cli import main
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
+from lockstep.data.splitting import warnings
 from lockstep.distributed.world import World
+from lockstep.tasks.preference import Preference
+from lockstep.tasks.text_task import TextData
 from lockstep.training.evaluation import evaluate
 from support.harness import build, tiny
 from support.messages import mentions, raises
@@ -228,7 +232,34 @@ def test_conversations_in_every_shape_are_the_same_tokens(row: dict, keys: list[
 
 def test_what_is_cut_is_counted(tmp_path: Path) -> None:
     task = prepared(tmp_path, [PAIR, PAIR | {"chosen": "sees a cat " * 30}])
-    assert [text for text in task.warnings if "1 of 2 train pairs" in text and "data.max_length" in text]
+    notes = warnings(task.prepared.facts)
+    assert [text for text in notes if "1 of 2 train pairs" in text and "data.max_length" in text]
+    assert not task.warnings  # nothing by which processes could differ
+
+
+NAMED = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m.name is defined %}{{ m.name }}{% endif %} {{ m['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def test_further_keys_of_messages_reach_the_template(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": "the dog", "name": name}], "chosen": "sees a cat", "rejected": "runs"}
+        for name in ("ann", None)
+    ]
+    keys = ["task.conversations=true", f"task.chat_template={json.dumps(NAMED)}"]
+    task = prepared(tmp_path, rows * 2, *keys)
+    columns = task.splits["train"]
+    for number, row in enumerate(rows):
+        prompt = {key: value for key, value in row["prompt"][0].items() if value is not None}
+        messages = [prompt, {"role": "assistant", "content": row["chosen"]}]
+        whole = task.tokenizer.apply_chat_template(messages, chat_template=NAMED, tokenize=False)
+        ids, cut = columns.ragged("input_ids").row(number), int(columns.flat("chosen")[number])
+        assert task.tokenizer.decode(ids[:cut], skip_special_tokens=True).lstrip() == whole
+    data = TextData(task.run, task.options, "", {})
+    parts = [Preference.key_parts(data, task.tokenizer, Dataset.from_list([each])) for each in (rows[0], SPOKEN | PAIR)]
+    assert [{"prompt": ["name"]} in each for each in parts] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -242,6 +273,7 @@ def test_what_is_cut_is_counted(tmp_path: Path) -> None:
         (PAIR, ["task.conversations=true"], ("LS3351", "task.conversations")),
         (PAIR, ["task.chat_template=x"], ("LS3000",)),
         (PAIR, ["task.loss=ipo", "task.label_smoothing=0.1"], ("LS3330",)),
+        (PAIR, ["task.gamma=1"], ("LS3332",)),
     ],
 )
 def test_rows_that_cannot_be_learned_from(row: dict, keys: list[str], said: tuple[str, ...], tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from lockstep.tasks.models import retrieval
 from lockstep.tasks.objectives import objective
 
 
@@ -67,11 +66,11 @@ def test_what_is_not_defined_is_nan() -> None:
     for constant in (0.1, 1 / 3, 1e8 + 0.1, -7e-5):  # whose mean is not always the number itself
         same, random = np.full(7, constant), np.random.default_rng(0).normal(size=7)
         assert np.isnan(objective.r2(same, random))
-        for correlation in (objective.pearson, objective.spearman, retrieval.correlation):
+        for correlation in (objective.pearson, objective.spearman):
             assert np.isnan(correlation(same, random))
             assert np.isnan(correlation(random, same))
     assert np.isnan(objective.r2(some[:1], some[:1]))
-    assert np.isnan(retrieval.correlation(some[:1], some[:1]))
+    assert np.isnan(objective.pearson(some[:1], some[:1]))
     assert objective.mean_of_defined([1.0, objective.NAN]) == 1.0
     assert np.isnan(objective.mean_of_defined([objective.NAN]))
 
@@ -120,7 +119,6 @@ def test_they_are_scipy_s(seed: int) -> None:
     true = np.round(random.normal(size=50), seed % 3)  # with ties, and without
     predicted = true * 0.3 + random.normal(size=50)
     assert objective.pearson(true, predicted) == pytest.approx(theirs.pearsonr(true, predicted).statistic, abs=1e-12)
-    assert retrieval.correlation(true, predicted) == pytest.approx(objective.pearson(true, predicted), abs=1e-12)
     assert objective.spearman(true, predicted) == pytest.approx(theirs.spearmanr(true, predicted).statistic, abs=1e-12)
     assert objective.r2(true, predicted) == pytest.approx(metrics.r2_score(true, predicted), abs=1e-12)
     assert objective.average_ranks(true) == pytest.approx(theirs.rankdata(true), abs=1e-12)

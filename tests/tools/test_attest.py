@@ -51,6 +51,15 @@ def audited(output: Path, capfd: pytest.CaptureFixture[str], *words: str, status
     return " ".join(capfd.readouterr().out.split())
 
 
+def test_the_export_of_a_mean_is_not_called_forged(
+    attested: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["average.last=2", f"output={tmp_path / 'out'}"]
+    assert main(["train", str(attested / "run.yaml"), *words]) == 0
+    assert main(["attest", str(tmp_path / "out")]) == 0
+    assert "not looked at: whether the export is the mean of" in audited(tmp_path / "out", capfd, status=0)
+
+
 def test_an_honest_run_passes_on_another_number_of_processes(attested: Path, capfd: pytest.CaptureFixture[str]) -> None:
     said = audited(attested / "out", capfd, status=0)
     assert "9 are computed again by 2 process(es)" in said

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config.run import load
-from lockstep.tools.diff import first_parting
+from lockstep.tools.diff import first_divergence
 from lockstep.training import fingerprints
 from support import planted
 from support.diffs import ONE, told
@@ -133,9 +133,9 @@ def test_a_loss_whose_hash_was_left_is_found(
 
 def test_partings_are_of_what_both_wrote_down() -> None:
     a = [{"step": 1, "hash": "x"}, {"step": 2, "hash": "y", "weights": "w"}]
-    assert first_parting(a, [{"step": 1, "hash": "x"}, {"step": 2, "hash": "y"}]) is None
-    assert first_parting(a, [{"step": 2, "hash": "y", "weights": "v"}]).what == ("weights",)  # type: ignore[union-attr]
-    assert first_parting(a, []) is None
+    assert first_divergence(a, [{"step": 1, "hash": "x"}, {"step": 2, "hash": "y"}]) is None
+    assert first_divergence(a, [{"step": 2, "hash": "y", "weights": "v"}]).what == ("weights",)  # type: ignore[union-attr]
+    assert first_divergence(a, []) is None
 
 
 def test_folders_without_fingerprints(right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -138,7 +138,8 @@ def test_every_field_of_training_arguments_is_in_the_table() -> None:
             {"optim": "lion_32bit", "adam_beta1": 0.95, "adam_beta2": 0.98, "adam_epsilon": 1e-6},
             {"name": "lion", "betas": (0.95, 0.98)},
         ),
-        ({"optim": "sgd", "adam_beta1": 0.95, "adam_epsilon": 1e-6}, {"name": "sgd", "momentum": 0.9}),
+        ({"optim": "sgd", "adam_beta1": 0.95, "adam_epsilon": 1e-6}, {"name": "sgd", "momentum": 0.0}),
+        ({"optim": "lion_32bit"}, {"name": "lion", "betas": (0.9, 0.999)}),
         ({"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}, {"name": "schedule_free"}),
     ],
 )
@@ -147,6 +148,96 @@ def test_optimizers_and_schedules_of_trainer(theirs: dict, ours: dict, here: Pat
     (here / "args.json").write_text(json.dumps(given))
     optim = moved(here / "args.json").optim.model_dump()
     assert {key: optim[key] for key in ours} == ours
+
+
+@pytest.mark.parametrize("optim", ["sgd", "lion_32bit", "adamw_torch"])
+def test_what_trainers_optimizers_are_where_nothing_is_said(optim: str, here: Path) -> None:
+    """The judge is transformers, and the optimizer that it makes."""
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    if optim == "lion_32bit":
+        pytest.importorskip("bitsandbytes")
+    (here / "args.json").write_text(json.dumps({"output_dir": "o", "optim": optim}))
+    run = moved(here / "args.json").optim
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments("o", optim=optim, use_cpu=True))
+    theirs = kind([torch.zeros(1, requires_grad=True)], **options).defaults
+    ours = {key: value for key, value in run.model_dump().items() if key in ("betas", "eps", "momentum")}
+    assert ours == {key: theirs[key] for key in ours}
+    assert run.learning_rate == theirs["lr"]
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "wanted"),
+    [
+        ("a.json", {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 3}}, "num_cycles: 3"),
+        ("a.json", {"accelerator_config": {"split_batches": True}}, "accelerator_config: split_batches: True"),
+        ("d.json", {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4}}}, "optimizer: OneBitAdam"),
+        ("d.json", {"optimizer": {"type": "AdamW", "params": {"bias_correction": True}}}, "optimizer: bias_correction"),
+        ("d.json", {"scheduler": {"type": "OneCycle", "params": {}}}, "scheduler: OneCycle"),
+        ("d.json", {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "warmup_type: log"),
+        (
+            "d.json",
+            {"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": False}},
+            "auto: train_batch_size, bf16 (",
+        ),
+        (
+            "d.json",
+            {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "bf16": {"enabled": True}},
+            "auto: optimizer (",
+        ),
+        ("x.yaml", {"datasets": [{"path": "c/d", "type": "completion", "shards": 10}]}, "datasets: shards: 10"),
+        (
+            "x.yaml",
+            {"datasets": [{"path": "c/d", "type": "chat_template", "roles_to_train": ["user"]}]},
+            "datasets: roles_to_train: ['user']",
+        ),
+    ],
+)
+def test_what_a_file_decides_is_not_left_out_in_silence(
+    file: str, values: dict, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    marks = {"a": {"output_dir": "o"}, "d": {"train_batch_size": 8}, "x": {"base_model": "a/b", "micro_batch_size": 2}}
+    (here / file).write_text(yaml.safe_dump(marks[file[0]] | values))
+    if file.endswith(".json"):
+        (here / file).write_text(json.dumps(marks[file[0]] | values))
+    assert main(["init", "moved.yaml", "--yes", "--from", file]) == 2
+    said = capsys.readouterr().err
+    assert mentions(said, "LS8209")
+    assert wanted in said
+
+
+def test_schedules_and_optimizers_of_deepspeed_where_nothing_is_said(here: Path) -> None:
+    params = {"total_num_steps": 5000, "warmup_type": "linear"}
+    config = {"train_batch_size": 8, "optimizer": {"type": "SGD"}, "scheduler": {"type": "WarmupCosineLR"}}
+    config["scheduler"]["params"] = params  # type: ignore[index]
+    (here / "ds.json").write_text(json.dumps(config))
+    run = moved(here / "ds.json")
+    assert (run.optim.schedule, run.optim.warmup_steps, run.optim.min_lr_ratio, run.steps) == (
+        "cosine",
+        1000,
+        1e-4,
+        5000,
+    )
+    assert (run.optim.learning_rate, run.optim.weight_decay, run.optim.momentum) == (1e-3, 0.0, 0.0)
+
+
+def test_what_axolotl_and_llama_factory_do_where_nothing_is_said(here: Path) -> None:
+    usual = {"base_model": "a/b", "micro_batch_size": 2, "datasets": [{"path": "c/d", "type": "completion"}]}
+    for more, warm_up in (
+        ({}, (0, 0.03)),
+        ({"max_steps": 1000}, (30, 0.0)),
+        ({"max_steps": 9000}, (100, 0.0)),
+        ({"warmup_steps": 0}, (0, 0.0)),
+        ({"lr_scheduler": "constant"}, (0, 0.0)),
+    ):
+        (here / "ax.yaml").write_text(yaml.safe_dump(usual | more))
+        run = moved(here / "ax.yaml")
+        assert (run.optim.warmup_steps, run.optim.warmup_fraction) == warm_up, more
+        assert run.task.options["block_size"] == 512
+    theirs = {"model_name_or_path": "a/b", "dataset": "c", "stage": "pt", "finetuning_type": "full"}
+    (here / "lf.yaml").write_text(yaml.safe_dump(theirs))
+    assert moved(here / "lf.yaml").task.options["block_size"] == 2048
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -290,7 +381,12 @@ def test_deepspeed_passes_through_untouched_but_for_what_the_run_file_says(here:
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.95], "weight_decay": "auto"}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 9, "warmup_type": "linear"}},
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": {
+            "stage": 2,
+            "overlap_comm": True,
+            "reduce_bucket_size": "auto",
+            "offload_optimizer": {"device": "cpu"},
+        },
         "wall_clock_breakdown": False,
     }
     (here / "ds.json").write_text(json.dumps(config))

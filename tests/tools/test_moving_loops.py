@@ -82,12 +82,64 @@ def test_a_loop_that_runs_when_it_is_imported_is_refused(here: Path, capsys: pyt
             "    for w in model.parameters():\n        w.requires_grad = False\n    criterion =",
             "w.requires_grad",
         ),
+        ("lr=args.lr", "lr=args.lr, momentum=0.9, nesterov=True", "SGD(nesterov=True) (sgd has no such key)"),
+        ("lr=args.lr", "lr=args.lr, momentum=beta", "SGD(momentum=beta) (its value is known when"),
+        ("optim.SGD(", "optim.AdamW(amsgrad=True, params=", "AdamW(amsgrad=True) (adamw has no such key)"),
+        (
+            "            optimizer.step()",
+            "            nn.utils.clip_grad_value_(model.parameters(), 1.0)\n            optimizer.step()",
+            "(optim.max_grad_norm is the largest norm of all gradients)",
+        ),
     ],
 )
 def test_what_a_loop_does_to_its_model_and_batches_is_not_lost(
     old: str, new: str, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert wanted in refused("points.py", DDP.replace(old, new, 1), capsys)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        ("num_warmup_steps=100,", "num_warmup_steps=100, num_cycles=2,", "num_cycles: 2 (optim has no such key)"),
+        ("max_length=64)", "max_length=64, add_special_tokens=False)", "add_special_tokens (texts get the special"),
+        ("mixed_precision", "split_batches=True, mixed_precision", "split_batches=True (batch_size is all of a step"),
+        (
+            "gradient_accumulation_steps=4",
+            "gradient_accumulation_plugin=Plugin(4)",
+            "gradient_accumulation_plugin=Plugin",
+        ),
+    ],
+)
+def test_what_a_loop_of_accelerate_decides_is_not_lost(
+    old: str, new: str, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = ACCELERATE.replace("get_linear_schedule", "get_cosine_schedule").replace(old, new)
+    assert wanted in refused("acc.py", text, capsys)
+
+
+@pytest.mark.parametrize(
+    "argument", ["gradient_clip_algorithm='value'", "limit_train_batches=1", "overfit_batches=2", "fast_dev_run=True"]
+)
+def test_what_lightning_decides_is_not_lost(argument: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused("pl.py", LIGHTNING.replace("gradient_clip_val=1.0", f"gradient_clip_val=1.0, {argument}"), capsys)
+    assert f": {argument.replace(chr(39), '')} (a step is trained" in said
+
+
+def test_optimizers_have_the_rates_and_decays_of_their_libraries() -> None:
+    """The judges are torch's signatures, and those of bitsandbytes."""
+    import inspect
+
+    import torch
+
+    from lockstep.tools.import_config.table import NAMES
+
+    bits = pytest.importorskip("bitsandbytes")
+    for name, ours in NAMES["optimizer_defaults"].items():
+        kind = getattr(torch.optim, name, None) or getattr(bits.optim, name)
+        theirs = inspect.signature(kind).parameters
+        assert [theirs[key].default for key in ("lr", "weight_decay")] == ours, name
+    assert NAMES["optimizer_defaults"].keys() == NAMES["optimizers"].keys()
 
 
 def test_weights_that_a_loop_of_accelerate_freezes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +156,8 @@ def test_a_loop_of_accelerate_with_a_model_of_transformers(here: Path) -> None:
     )
     assert (run.batch_size, run.micro_batches, run.precision, run.seed) == (32, 4, "bf16", 3)
     assert (run.optim.schedule, run.optim.warmup_steps, run.optim.max_grad_norm) == ("linear", 100, 0)
-    assert run.optim.groups[0].weight_decay == run.optim.weight_decay == 0.01  # of biases and norms, too, as torch's
+    assert (run.optim.weight_decay, run.optim.groups) == (0.01, [])
+    assert "Note: biases and norms have no decay here, and 0.01 there" in (here / "moved.yaml").read_text()
 
 
 @pytest.mark.parametrize(("name", "text"), [("pl.py", LIGHTNING), ("nano.py", NANO)])
@@ -139,8 +192,16 @@ def test_an_example_of_transformers_by_its_command(here: Path) -> None:
 
 def test_a_script_with_the_options_of_its_command(here: Path) -> None:
     (here / "points.py").write_text(DDP)
-    run = moved("run.sh", "torchrun --nproc-per-node 2 points.py --lr 0.5\n")
+    run = moved("run.sh", "torchrun --nproc-per-node 2 points.py --lr 0.5 >log.txt 2>err.txt &\n")
     assert (run.optim.learning_rate, run.epochs, run.batch_size, run.launch.processes) == (0.5, 4, 40, 2)
+
+
+@pytest.mark.parametrize("words", ["--batch_size=32", "config/small.py", "lr=0.5"])
+def test_words_that_no_parser_of_a_script_reads(words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As nanoGPT takes them: they are set in place of the constants of the file."""
+    (here / "nano.py").write_text(NANO)
+    said = refused("run.sh", f"python nano.py {words}\n", capsys)
+    assert f"line 1: {words.replace('=', ' ') if words[0] == '-' else words} (what the script makes of it" in said
 
 
 def test_a_script_of_dataclasses_needs_its_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,6 +233,58 @@ def test_a_command_that_names_a_file_of_settings(command: str, here: Path) -> No
     assert (run.model.source, run.data.source, run.batch_size) == ("a/b", "c/d", 3)
 
 
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        ("axolotl train s.yaml --learning-rate 0.5", "base_model: a/b\ndatasets: [{path: c/d, type: completion}]\n"),
+        (
+            "llamafactory-cli train s.yaml learning_rate=0.5",
+            "stage: pt\nmodel_name_or_path: a/b\ndataset: c\nfinetuning_type: full\n",
+        ),
+        ("trl sft --config s.yaml --learning_rate 0.5 --dataset_text_field body", "model_name_or_path: a/b\n"),
+    ],
+)
+def test_options_behind_a_file_of_settings_go_before_it(command: str, file: str, here: Path) -> None:
+    (here / "s.yaml").write_text(f"{file}learning_rate: 0.25\nseed: 7\n")
+    run = moved("run.sh", f"{command}\n")
+    assert (run.model.source, run.optim.learning_rate, run.seed) == ("a/b", 0.5, 7)
+    if command.startswith("trl"):  # whose settings are TRL's, whether a key of the file says so or not
+        assert (run.precision, run.task.options["text"], run.task.options["block_size"]) == ("bf16", "body", 1024)
+
+
+def test_options_of_accelerate_launch_are_not_lost(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = "run_glue.py --do_train --model_name_or_path a/b --task_name sst2 --output_dir o\n"
+    launch = "accelerate launch --use_deepspeed --zero_stage 0 --gradient_accumulation_steps 4 --gradient_clipping 0.5 "
+    said = refused("run.sh", launch + program, capsys)
+    assert "--gradient_accumulation_steps 4 (micro_batches says it)" in said
+    assert "--gradient_clipping 0.5 (optim.max_grad_norm says it)" in said
+    run = moved("run.sh", launch + program, "micro_batches=4", "optim.max_grad_norm=0.5")
+    assert run.strategy.name == "ddp"
+
+
+def test_what_a_file_of_deepspeed_says_beside_auto_is_read(here: Path) -> None:
+    (here / "ds.json").write_text(
+        '{"bf16": {"enabled": true}, "fp16": {"enabled": "auto"}, "train_batch_size": "auto", "gradient_clipping": 0.5,'
+        ' "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "zero_optimization": {"stage": 0}}'
+    )
+    usual = "deepspeed --num_gpus 2 run_glue.py --do_train --model_name_or_path a/b --task_name sst2 --output_dir o "
+    run = moved("run.sh", usual + "--deepspeed ds.json --per_device_train_batch_size 4 --learning_rate 3e-5\n")
+    assert (run.precision, run.batch_size, run.optim.max_grad_norm) == ("bf16", 8, 0.5)
+    assert run.optim.learning_rate == 3e-5
+
+
+def test_a_schedule_of_deepspeed_is_not_that_of_the_trainer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed's is used, whatever the Trainer's arguments say of one."""
+    (here / "ds.json").write_text(
+        '{"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_type": "KIND"}}}'
+    )
+    usual = "deepspeed --num_gpus 2 run_glue.py --do_train --model_name_or_path a/b --task_name sst2 --output_dir o "
+    assert "scheduler: warmup_type: KIND" in refused("run.sh", usual + "--deepspeed ds.json\n", capsys)
+    (here / "ds.json").write_text((here / "ds.json").read_text().replace("KIND", "linear"))
+    run = moved("run.sh", usual + "--deepspeed ds.json --warmup_steps 7\n")
+    assert (run.optim.schedule, run.optim.warmup_steps) == ("constant", 7)
+
+
 def test_options_of_other_examples(here: Path) -> None:
     usual = "python run_{}.py --do_train --model_name_or_path a/b --dataset_name c/d --output_dir o "
     run = moved(
@@ -179,6 +292,10 @@ def test_options_of_other_examples(here: Path) -> None:
     )
     options = {key: run.task.options[key] for key in ("source", "target", "target_length")}
     assert (run.task.name, options) == ("summarization", {"source": "long", "target": "short", "target_length": 40})
+    assert (
+        moved("t.sh", usual.format("translation") + "--source_lang en --target_lang de\n").task.options["target_length"]
+        == 128
+    )  # by default of transformers' script
     run = moved("q.sh", usual.format("qa") + "--version_2_with_negative --doc_stride 64 --max_seq_length 384\n")
     options = {key: run.task.options[key] for key in ("unanswerable", "stride")}
     assert (run.task.name, options, run.data.max_length) == (

@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 import lockstep.trace
+from lockstep.tools import traces
 from lockstep.trace import causes, tracer
 from lockstep.trace.compare import compare
 from lockstep.trace.errors import TraceError
 from lockstep.trace.findings import findings
 from lockstep.trace.losses import Losses
 from lockstep.trace.read import Step, read
+from lockstep.trace.step_writer import RankStep, StepWriter, WholeStep
 from lockstep.trace.tracer import evaluators, inputs, late_imports
 from lockstep.trace.tracer.hooks import Hooks
 from lockstep.trace.tracer.placement import is_dtensor, plain_name
@@ -116,6 +118,47 @@ def test_a_block_of_a_notebook_is_traced_and_compared(tmp_path: Path) -> None:
     assert findings(a) == []
 
 
+def written(folder: Path, gradients: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> Path:
+    """A trace of one step of weights of zeros."""
+    writer = StepWriter(folder, {name: torch.zeros_like(w) for name, w in after.items()}, "SGD", {"command": []})
+    writer.step(WholeStep(0, 1.0, gradients, after, {"lr": 0.1}, None, [RankStep({0: 1.0}, [1.0], [1], ["a"])], 1.0))
+    writer.close()
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["gradient", "update", "buffers"])
+@pytest.mark.parametrize("other", [math.inf, None])
+def test_one_last_bit_of_a_large_tensor_is_not_the_same_bits(tmp_path: Path, kind: str, other: float | None) -> None:
+    """Sums of sketches, which a trace holds in float32, do not show one: the fingerprint does. `other`: where the
+    last bit goes; None: a zero with another sign."""
+    draw = torch.Generator().manual_seed(3)
+    sides = []
+    for name in ("a", "b"):
+        draw.manual_seed(3)
+        tensors = {key: torch.randn(300, 300, generator=draw) for key in ("gradient", "update", "buffers")}
+        place = tensors[kind][7, 7:8]
+        if other is None:
+            place.fill_(0.0 if name == "a" else -0.0)
+        elif name == "b":
+            place.copy_(torch.nextafter(place, torch.tensor(other)))
+        after = {"w": tensors["update"], "table": tensors["buffers"]}
+        sides.append(read(written(tmp_path / name, {"w": tensors["gradient"]}, after)))
+    verdict = compare(*sides, exact=True)
+    assert verdict.first == kind
+    assert compare(*sides).first is None  # the control: it is nothing but rounding
+    assert compare(sides[0], sides[0], exact=True).exact
+
+
+def test_a_gradient_of_nan_on_one_side_alone_is_a_difference(tmp_path: Path) -> None:
+    weights = {"w": torch.ones(3), "v": torch.ones(3)}
+    gradients = {"w": torch.ones(3), "v": torch.full((3,), math.nan)}
+    a, b = (read(written(tmp_path / name, gradients, weights)) for name in ("a", "b"))
+    step = b.ranks[0].steps[0][0]
+    vars(step)["unclipped"] = {"w": step.grads["w"]}  # as of a rank on which v took no part
+    verdict = compare(a, b)
+    assert (verdict.first, verdict.lines) == ("gradient", ("v: a gradient on one side alone",))
+
+
 @pytest.mark.parametrize(
     ("every", "steps", "measured"), [(3, None, [0, 3, 6]), (1, 4, [0, 1, 2, 3]), (2, 5, [0, 2, 4])]
 )
@@ -149,6 +192,39 @@ def test_the_first_difference_in_causal_order_is_named(tmp_path: Path) -> None:
     loss, rate = compare(a, read(tmp_path / "loss")), compare(a, read(tmp_path / "rate"))
     assert (loss.first, loss.step) == ("loss", 0)
     assert (rate.first, rate.step) == ("learning rate", 0)
+
+
+def test_a_trace_that_lacks_the_shard_of_a_rank_is_said_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "a")
+    assert traces.diff(tmp_path / "a", tmp_path / "a") == 0
+    assert "is missing" not in capsys.readouterr().out
+    (file,) = (tmp_path / "a").glob("rank-*.jsonl")
+    whole, half = '"shape":[5,6],"offset":[0,0],"size":[5,6]', '"shape":[5,6],"offset":[0,0],"size":[2,6]'
+    text = file.read_text()
+    assert whole in text
+    file.write_text(text.replace(whole, half))
+    traces.diff(tmp_path / "a", tmp_path / "a")
+    assert "no rank has written all of 0.weight" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_an_optimizer_of_one_side_alone_is_said_to_be_compared_with_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("both", "one"):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 1)])
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+        tracer.begin(Settings(str(tmp_path / name)))
+        for x in torch.randn(3, 4, 3):
+            model.zero_grad()
+            model[1](model[0](x)).square().mean().backward()
+            for optimizer in optimizers if name == "both" else optimizers[:1]:
+                optimizer.step()
+        tracer.end()
+    assert traces.diff(tmp_path / "both", tmp_path / "both") == 0
+    assert "compared with nothing" not in capsys.readouterr().out
+    traces.diff(tmp_path / "both", tmp_path / "one")
+    assert f"SGD (optimizer 1) makes steps in {tmp_path / 'both'} alone" in capsys.readouterr().out.replace("\n", " ")
 
 
 @pytest.mark.parametrize(

@@ -241,10 +241,10 @@ def test_what_is_not_finite_passes_nowhere(
     assert "step 2: loss or gradient norm is not finite" in " ".join(capsys.readouterr().out.split())
     assert diff.diff(*(output(tmp_path / name, 1.0, 2.0) for name in "cd"), [], look=False) == 0
     good, line = fingerprints.line(1, 1.0, 1.0), fingerprints.line(1, bad, 1.0)
-    assert diff.first_wrong([{"now": good | {"finite": True}, "then": good}]) is None
-    assert "not finite" in str(diff.first_wrong([{"now": line, "then": line}]))  # audit asks this, too
-    assert "not finite" in str(diff.first_wrong([{"now": good | {"finite": False}, "then": good}]))
-    assert diff.first_wrong([{"now": line, "then": line}], skips=True) is None  # a loss scale leaves such steps out
+    assert diff.first_mismatch([{"now": good | {"finite": True}, "then": good}]) is None
+    assert "not finite" in str(diff.first_mismatch([{"now": line, "then": line}]))  # audit asks this, too
+    assert "not finite" in str(diff.first_mismatch([{"now": good | {"finite": False}, "then": good}]))
+    assert diff.first_mismatch([{"now": line, "then": line}], skips=True) is None  # a loss scale leaves such steps out
     assert "not finite" in str(attest._of_numbers(a))
     assert attest._of_numbers(tmp_path / "c") is None
 

@@ -25,9 +25,9 @@ from lockstep._version import __version__
 from lockstep.checkpoint import exported
 from lockstep.checkpoint.folder import size_of
 from lockstep.config.errors import CodedError, coded
-from lockstep.config.redaction import printable, redact_all
+from lockstep.config.redaction import one_line, printable, redact_all
 from lockstep.config.run import Run, RunError
-from lockstep.data.hub import explained, one_line, status_of, transient
+from lockstep.data.hub import explained, status_of, transient
 from lockstep.tasks.task import Task
 from lockstep.track.console import error as tell
 
@@ -480,9 +480,8 @@ def _once(folder: Path, repository: str, private: bool, token: str) -> Pushed:
     if private and about.private is False:
         raise RunError(
             "LS6021",
-            f"hub.private: {repository} exists and is public, but the run asks for a private one. Nothing was "
-            "pushed; make the repository private on its page, or push with hub.private=false (lockstep push "
-            "--public)",
+            f"hub.private: {repository} exists and is public, but the run asks for a private one. Nothing was pushed; "
+            "make the repository private on its page, or push with hub.private=false (lockstep push --public)",
         )
     files: dict[str, Any] = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
     text = (folder / "README.md").read_text(encoding="utf-8")
@@ -514,7 +513,7 @@ def _keep(output: Path, pushed: Pushed) -> None:
         values = asdict(pushed) | {"export": _fingerprint(output / "export")}
         (output / PUSHED).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        tell(coded("LS6022", f"{output / PUSHED} could not be written: {one_line(error)}"))
+        tell(coded("LS6022", f"{output / PUSHED} could not be written: {one_line(error, 300)}"))
 
 
 def _fingerprint(export: Path) -> list[list[Any]]:

@@ -27,12 +27,11 @@ def settle(aside: Path, output: Path) -> None:
         for path in sorted(aside.rglob("*")):
             if path.is_file():
                 path.chmod(mode)
-                with open(path, "rb") as file:
-                    hashes[path.relative_to(aside).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-            _sync(path)
-        _sync(aside)
+                hashes[path.relative_to(aside).as_posix()] = sha256_of(path)
+            sync(path)
+        sync(aside)
         record.write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
-        _sync(record)
+        sync(record)
     except OSError:
         record.unlink(missing_ok=True)
         raise
@@ -41,7 +40,7 @@ def settle(aside: Path, output: Path) -> None:
         os.rename(final, before)
     os.replace(record, output / FILE)  # first: an export without its hashes counts as damaged
     os.rename(aside, final)
-    _sync(output)
+    sync(output)
     shutil.rmtree(before, ignore_errors=True)
 
 
@@ -68,8 +67,7 @@ def damage(output: Path) -> str | None:
             if name.endswith(".json"):
                 json.loads((export / name).read_bytes())
                 continue
-            with open(export / name, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = sha256_of(export / name)
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as caught:
@@ -81,7 +79,14 @@ def damage(output: Path) -> str | None:
     return None
 
 
-def _sync(path: Path) -> None:
+def sha256_of(path: Path) -> str:
+    """The hash of a file's bytes. Errors: `OSError`."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Make a file, or new names in a folder, survive a power cut. Errors: `OSError`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import manifest as manifests
+from lockstep.checkpoint.exported import sync
 from lockstep.checkpoint.manifest import Manifest, folder_of, name_of, newest_first, superfluous
 from lockstep.config.run import Run, RunError, led_away
 from lockstep.data.cache import cache_folder
@@ -44,7 +45,7 @@ def commit(run: Run, manifest: Manifest, aside: Path, files: list[Written], in_u
 
 def placed(run: Run, manifest: Manifest, aside: Path) -> Path:
     """Give a folder its manifest and its name, in the place of what has it. Errors: `OSError`."""
-    from lockstep.checkpoint.storage import sync, write
+    from lockstep.checkpoint.storage import write
 
     write(aside / manifests.FILE, [manifest.dump()])
     sync(aside)

@@ -336,8 +336,7 @@ def mismatch(path: Path, manifest: Manifest, names: Iterable[str]) -> str | None
     """The fault of the contents of these files, or None."""
     for name in names:
         try:
-            with open(path / name, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = exported.sha256_of(path / name)
         except OSError as error:
             return f"{name}: {error.strerror}"
         if digest != manifest.hashes[name]:
@@ -366,15 +365,13 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
     if run.checkpoint.changed_code == "refuse" and (files := changed_code(run, manifest)):
         return (
             f"{where} holds a checkpoint (step {manifest.step}) that was trained with other code of yours: "
-            f"{', '.join(files)} changed since. Restore it, or give {other}. "
-            "Where the changes decide no weight (how the model is scored, for example), checkpoint.changed_code=allow "
-            "goes on"
+            f"{', '.join(files)} changed since. Restore it, or give {other}. Where the changes decide no weight (how "
+            "the model is scored, for example), checkpoint.changed_code=allow goes on"
         )
     if manifest.data != prepared.key:
         return (
             f"{where} holds a checkpoint (step {manifest.step}) that was trained on other data or with another "
-            f"tokenizer: "
-            f"the contents have changed since. Restore them, or give {other}" + (f"\n{rows}" if rows else "")
+            f"tokenizer: the contents have changed since. Restore them, or give {other}" + (f"\n{rows}" if rows else "")
         )
     return None
 

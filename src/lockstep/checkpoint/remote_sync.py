@@ -16,7 +16,6 @@ names the steps, too, and a manifest is asked for by its name. One run writes to
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import threading
@@ -334,7 +333,7 @@ class RemoteSync:
         hashes = {}
         for path in sorted((source / "export").rglob("*")):
             if path.is_file() and not path.is_symlink():
-                hashes[path.relative_to(source / "export").as_posix()] = _hash(path)
+                hashes[path.relative_to(source / "export").as_posix()] = exported.sha256_of(path)
         content = json.dumps(hashes, indent=1).encode() + b"\n"  # a person may have edited the card
         if (before := self._read(exported.FILE)) == content:
             return
@@ -365,11 +364,6 @@ class RemoteSync:
             if error.absent:
                 return None
             raise
-
-
-def _hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def require_extra(run: Run) -> None:

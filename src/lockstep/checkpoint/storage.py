@@ -292,15 +292,6 @@ def write(path: Path, blocks: Iterable[memoryview | bytes]) -> Written:
     return Written(path.name, digest.hexdigest(), size)
 
 
-def sync(folder: Path) -> None:
-    """Make new names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class Background:
     """A piece of work in a thread of its own. It makes no collective: threads of different ranks would meet in any
     order."""

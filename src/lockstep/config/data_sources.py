@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -62,6 +62,14 @@ def _one(value: str) -> str:
 Separator = Annotated[str, BeforeValidator(_character), AfterValidator(_one)]
 Layout = Literal["rows", "class_folders", "parallel", "conll", "squad", "columns", "records"]
 Quote = Literal["double", "single", "none"]
+
+
+# Split -> the names that it has in folders, in columns and on the Hub.
+USUAL = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test",),
+}
 
 
 STORES = ("s3", "gs", "az")  # object stores: read, listed, written
@@ -169,6 +177,16 @@ Count = Annotated[int, Field(ge=0)]
 _MAY_BE = "a value, a list of values, or a mapping with some of"
 
 
+class Keys(BaseModel):
+    """Keys that have defaults."""
+
+    @property
+    def changed_keys(self) -> list[str]:
+        """Keys whose values are not their defaults."""
+        fields = type(self).model_fields.items()
+        return [k for k, f in fields if getattr(self, k) != f.get_default(call_default_factory=True)]
+
+
 class Condition(BaseModel):
     """What a value has to be, for its row to be used: all that is given."""
 
@@ -249,7 +267,7 @@ _READING = ("layout", "columns", "separator", "quote", "encoding", "filter", "sp
 OWN = ("source", "config", "revision", "train", "validation", "test", *_READING)
 
 
-class OneSource(BaseModel):
+class OneSource(Keys):
     """A source of a mixture. Its keys, besides `name`, `weight` and `rename`, are those of `data`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -400,13 +418,7 @@ _REFUSED = {
 }
 
 
-def keys_set(section: BaseModel, keys: Iterable[str]) -> list[str]:
-    """Those of a section's keys that have another value than their default."""
-    fields = type(section).model_fields
-    return [key for key in keys if getattr(section, key) != fields[key].get_default(call_default_factory=True)]
-
-
-class Streaming(BaseModel):
+class Streaming(Keys):
     """The keys of `data` about streaming."""
 
     stream: bool = Field(
@@ -426,16 +438,16 @@ class Streaming(BaseModel):
     @model_validator(mode="after")
     def _goes_with_a_stream(self) -> Any:
         if not self.stream:
-            for key in keys_set(self, ("stream_window", "stream_cache_gb")):
+            for key in [key for key in ("stream_window", "stream_cache_gb") if key in self.changed_keys]:
                 raise InvalidValue(
                     "LS1039", f"{key} has an effect only with data.stream; set data.stream=true, or remove {key}"
                 )
             return self
-        for key in keys_set(self, _REFUSED):
+        for key in [key for key in _REFUSED if key in self.changed_keys]:
             raise InvalidValue("LS1040", f"{key} cannot be combined with data.stream: {_REFUSED[key]}")
         _check_filter(self, "")
         for entry in getattr(self, "sources", None) or []:
-            for key in keys_set(entry, [key for key in _REFUSED if key in OWN]):
+            for key in [key for key in _REFUSED if key in entry.changed_keys]:
                 raise InvalidValue(
                     "LS1041", f"sources: {entry.name}: {key} cannot be combined with data.stream: {_REFUSED[key]}"
                 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from lockstep.config import key_aliases
 from lockstep.config.data_sources import (
@@ -17,13 +17,13 @@ from lockstep.config.data_sources import (
     QUOTE,
     SEPARATOR,
     Filter,
+    Keys,
     Layout,
     Mixture,
     PathText,
     Quote,
     Separator,
     Streaming,
-    keys_set,
 )
 from lockstep.config.errors import InvalidValue
 
@@ -69,7 +69,7 @@ Names = Annotated[list[str], BeforeValidator(_listed)]
 ONE_ORIGIN = "give either source (pretrained) or type (from scratch), and not both"
 
 
-class Section(BaseModel):
+class Section(Keys):
     """A mapping of the run file: unknown keys are errors, values never change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -187,8 +187,10 @@ class DataSection(Streaming, Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> DataSection:
-        for key in keys_set(self, OWN) if self.sources is not None else ():
-            raise InvalidValue("LS1130", f"{key} cannot be set beside data.sources; set it in each source")
+        if self.sources is None:
+            return self
+        if keys_set := [key for key in OWN if key in self.changed_keys]:
+            raise InvalidValue("LS1130", f"{keys_set[0]} cannot be set beside data.sources; set it in each source")
         return self
 
     @model_validator(mode="after")

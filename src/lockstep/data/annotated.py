@@ -104,13 +104,19 @@ def read_conll(files: list[Path], key: str, data: DataSection) -> Dataset:
 def _sentences(text: str) -> Iterator[list[tuple[int, list[str]]]]:
     """Line number and cells of each word, a list for each sentence. Comments and marks of documents are left out."""
     sentence: list[tuple[int, list[str]]] = []
+    by_spaces = False  # whether these part the cells of the word before
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             if sentence:
                 yield sentence
             sentence = []
-        elif not line.startswith("-DOCSTART-") and not _is_comment(line):
-            sentence.append((number, line.rstrip().split("\t") if "\t" in line.strip() else line.split()))
+        elif not line.startswith("-DOCSTART-"):
+            spaces = "\t" not in line.strip()
+            cells = line.split() if spaces else line.rstrip().split("\t")
+            alike = bool(sentence) and spaces and by_spaces and len(cells) == len(sentence[-1][1])
+            if alike or not _is_comment(line):  # comments stand before sentences
+                sentence.append((number, cells))
+                by_spaces = spaces
     if sentence:
         yield sentence
 
@@ -249,7 +255,7 @@ def _is_row_list(value: Any) -> bool:
 
 
 def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
-    """What a .json file of this layout holds. Errors: `RunError`."""
+    """The content of a .json file of this layout. Errors: `RunError`."""
     file_formats.check(file, key, data.encoding)
     try:
         document = _document(file, data.encoding)
@@ -281,7 +287,7 @@ def read_columns(files: list[Path], key: str, data: DataSection) -> Dataset:
             parts.append(datasets.Dataset.from_dict(lists))
         except (ValueError, TypeError) as error:
             raise RunError("LS2006", f"{key}: {file}: a column mixes values of different types: {error}") from None
-    return _together(files, parts, key)
+    return row_files.together(list(zip(files, parts, strict=True)), key)
 
 
 def read_records(files: list[Path], key: str, data: DataSection) -> Dataset:
@@ -294,7 +300,7 @@ def read_records(files: list[Path], key: str, data: DataSection) -> Dataset:
             parts.append(row_files.of_rows(rows))
         except (ValueError, TypeError) as error:
             raise RunError("LS2007", f"{key}: {file}: a column mixes values of different types: {error}") from None
-    return _together(files, parts, key)
+    return row_files.together(list(zip(files, parts, strict=True)), key)
 
 
 def read_squad(files: list[Path], key: str, data: DataSection) -> Dataset:
@@ -316,7 +322,7 @@ def read_squad(files: list[Path], key: str, data: DataSection) -> Dataset:
                     "LS2008", f"{key}: {file}: a question of the article {title!r} is not in SQuAD's format: {error}"
                 ) from None
         parts.append(datasets.Dataset.from_list(rows, features=features))
-    return _together(files, parts, key)
+    return row_files.together(list(zip(files, parts, strict=True)), key)
 
 
 def _questions(article: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -336,12 +342,3 @@ def _questions(article: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                     "answer_start": [int(each["answer_start"]) for each in answers],
                 },
             }
-
-
-def _together(files: list[Path], parts: list[Dataset], key: str) -> Dataset:
-    """Errors: `RunError` for files whose columns differ."""
-    import datasets
-
-    if len(parts) == 1:
-        return parts[0]
-    return datasets.concatenate_datasets(row_files.agreeing(list(zip(files, parts, strict=True)), key))

@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 INDEX = "index.json"  # of a folder of shards: examples of each, tokens of all, and the longest of all
 LONGEST = 16_384  # examples whose rows it has
-_SIDES = ("input_ids", "target_ids")  # columns of tokens that go through the model
+SIDES = ("input_ids", "target_ids")  # columns of tokens that go through the model
 
 
 class Shards:
@@ -90,8 +90,14 @@ class Shards:
         return self._opened[shard].column(name)
 
 
+def write_table(table: pa.Table, path: Path) -> None:
+    """Write an Arrow file for `table_of`."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+
+
 def table_of(path: Path) -> pa.Table:
-    """What an Arrow file holds, memory-mapped."""
+    """Map an Arrow file into memory."""
     with pa.memory_map(str(path)) as mapped:
         return pa.ipc.open_stream(mapped).read_all()
 
@@ -159,12 +165,12 @@ class Columns:
     @property
     def sides(self) -> list[Any]:
         """Tokens of each example that go through the model, and are padded, on their own: source, then target."""
-        return [self.ragged(name).lengths for name in _SIDES if name in self.names] or [self.lengths]
+        return [self.ragged(name).lengths for name in SIDES if name in self.names] or [self.lengths]
 
     @cached_property
     def lengths(self) -> Any:
         """Tokens of each example, both sides: int32 [examples]; 1 of examples without tokens. What a step is cut by."""
-        sides = [self.ragged(name) for name in _SIDES if name in self.names]
+        sides = [self.ragged(name) for name in SIDES if name in self.names]
         if len(sides) == 1:
             return sides[0].lengths
         if not sides:  # no tokens: every example counts the same
@@ -231,11 +237,8 @@ def longest_of(lengths: Any, count: int) -> np.ndarray:
 
 
 def index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
-    """What is kept of a folder of shards, so that no start has to look at all of them."""
-    rows = {}
-    for file in files:
-        with pa.memory_map(str(file)) as mapped:
-            rows[file.name] = int(pa.ipc.open_stream(mapped).read_all().num_rows)
+    """The index of a folder of shards, so that no start has to look at all of them."""
+    rows = {file.name: table_of(file).num_rows for file in files}
     (folder / INDEX).write_text(json.dumps({"rows": rows}), encoding="utf-8")
     columns = Columns(folder)
     tokens = sum(int(part.sum(dtype=np.int64)) for _, part in columns.lengths.parts())
@@ -243,7 +246,7 @@ def index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
 
 
 def examples_in(path: str | Path) -> int:
-    """How many examples a split holds."""
+    """The number of examples of a split."""
     return len(Shards(path))
 
 
@@ -273,14 +276,16 @@ class Ragged:
 
     def padded(self, rows: np.ndarray, fill: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows padded with `fill` to the longest: int64 [B, T], and the mask of real ones."""
-        lengths = self.lengths[rows]
-        width = int(lengths.max(initial=1))
-        out = np.full((len(rows), width), fill, dtype=np.int64)  # [B, T]
-        mask = np.zeros((len(rows), width), dtype=np.int64)  # [B, T]
-        for i, row in enumerate(rows):
-            out[i, : lengths[i]] = self.row(int(row))
-            mask[i, : lengths[i]] = 1
-        return out, mask
+        return padded([self.row(int(row)) for row in rows], fill)
+
+
+def padded(rows: Sequence[np.ndarray], fill: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of numbers padded on the right to the longest: int64 [B, T], and the mask of real ones."""
+    shape = len(rows), max(1, *map(len, rows)) if rows else 1
+    out, mask = np.full(shape, fill, dtype=np.int64), np.zeros(shape, dtype=np.int64)  # [B, T]
+    for place, row in enumerate(rows):
+        out[place, : len(row)], mask[place, : len(row)] = row, 1
+    return out, mask
 
 
 ROWS = 65_536  # of a data set that make one shard, at most
@@ -330,8 +335,7 @@ def write_split(
         for batch, count in make(rows):
             batches.append(batch)
             done(count)
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
-            stream.write_table(pa.Table.from_batches(batches, schema).combine_chunks())
+        write_table(pa.Table.from_batches(batches, schema).combine_chunks(), path)
 
     def all_of_them(folder: Path) -> None:
         files = fill(folder, parts, ".arrow", one, doing, of, processes)
@@ -401,7 +405,7 @@ def fill(
     return files
 
 
-def together_over(parts: list[range], work: Callable[[range], None], doing: str) -> None:
+def map_parts(parts: list[range], work: Callable[[range], None], doing: str) -> None:
     """`work` on each part, by as many processes as there are cores. What it leaves behind must be in memory that forked
     processes share. Errors: what `work` raises."""
     done = _counts(0 for _ in parts)
@@ -524,7 +528,7 @@ VERSION = 1  # of what the cache holds; a new number makes old entries unused
 
 @dataclass(frozen=True)
 class Prepared:
-    """What preparation leaves for the workers: files and facts, no live objects."""
+    """The result of preparing data, for all ranks: files and facts, no live objects."""
 
     key: str  # hash of the tokens' content; kept in checkpoints, so that a resume notices other data
     splits: dict[str, str]  # split -> folder of Arrow files, or one file
@@ -557,7 +561,7 @@ class Prepared:
         return [Path(file) for file in [*self.splits.values(), self.tokenizer] if file]
 
     def damages(self) -> dict[Path, str]:
-        """What is wrong with the files it names, by path."""
+        """Damage of the files that it names, by path."""
         reasons = {p: damage(p) if inside(p) else None if p.exists() else "is gone" for p in self.places}
         return {path: wrong for path, wrong in reasons.items() if wrong is not None}
 
@@ -600,7 +604,7 @@ def content(dataset: Dataset, columns: list[str]) -> str:
 def encoded(
     batch: dict[str, list], encoder: Callable[[dict[str, list]], dict[str, Any]], schema: pa.Schema
 ) -> pa.RecordBatch:
-    """What `encoder` makes of some rows. Errors: `RunError` where it is not as many examples."""
+    """Encode some rows. Errors: `RunError` where there are not as many examples as rows."""
     examples, count = encoder(batch), len(next(iter(batch.values()), []))
     columns = [pa.array(examples[field.name], field.type) for field in schema]
     if any(len(column) != count for column in columns):

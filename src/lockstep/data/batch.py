@@ -8,17 +8,20 @@ Glossary (one word an idea, used everywhere):
   target        a label the loss is summed over (-100 marks a position that is none)
   tokens        real tokens; padded: tokens including padding
 Letters in shape comments: B examples of a micro-batch, T padded length, C classes, M micro-batches of a step, W ranks,
-S sources of a mixture.
+S sources of a mixture. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 IGNORED = -100  # the target that counts for nothing, as in torch.nn.functional.cross_entropy
 
@@ -26,7 +29,7 @@ TARGETS = "lockstep_targets"  # among the inputs of a model that takes its own l
 
 # Name -> float64 sum over examples, of any shape, or a row for each example (`Task.per_example_outputs`); metrics are
 # functions of these.
-Sums = dict[str, Tensor]
+Sums = dict[str, "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class MicroBatch:
     def blank(self) -> MicroBatch:
         """A micro-batch of two examples, as batch normalisation needs them, or of the only one. Every target is
         ignored: its gradient is zero."""
-        targets = torch.full_like(self.targets[:2], IGNORED)
+        targets = self.targets[:2].clone().fill_(IGNORED)
         inputs = {k: targets if k == TARGETS else v[:2] for k, v in self.inputs.items()}
         return MicroBatch(self.index, inputs, targets)
 

@@ -158,7 +158,7 @@ _with: ContextVar[frozenset[str]] = ContextVar("with", default=frozenset())
 
 @contextmanager
 def made_by(code: str) -> Iterator[None]:
-    """What is cached in here is kept apart from what other code has made; `code` stands for it."""
+    """Keep what is cached in here apart from what other code has made; `code` stands for it."""
     before, also = _code.set(code), _with.set(frozenset())
     try:
         yield
@@ -264,7 +264,7 @@ def seal(path: Path, name: Path | None = None) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a file or folder of the cache, or None. All of it is read at its first use since it was
+    """Damage of a file or folder of the cache, or None. All of it is read at its first use since it was
     written, or since the machine started; later its sizes and a few blocks of a few files, drawn anew each time."""
     try:
         seal = json.loads(_seal_of(path).read_text(encoding="utf-8"))

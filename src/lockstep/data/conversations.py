@@ -31,7 +31,7 @@ Written = tuple[str, list[tuple[int, int]]]  # a text, and from where to where i
 
 @dataclass(frozen=True)
 class Writing:
-    """How conversations are written."""
+    """How conversations become texts."""
 
     column: str  # of the messages
     template: str | None = None  # Jinja; None: the tokenizer's
@@ -100,10 +100,9 @@ def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
     return dataset.map(batch, with_indices=True, batched=True)
 
 
-def whole(dataset: Dataset, column: str, split: str, name: str, drop: bool) -> Dataset:
+def usable(dataset: Dataset, column: str, split: str, name: str, drop: bool) -> Dataset:
     """The rows in which the assistant says something, and every message has a content, or calls. Errors:
     `RunError`."""
-    usable_rows.present(dataset, {"task.messages": column}, split, name)
     dataset = with_roles(dataset, column, "task.messages", split)
     lacks = []
     for first, part in usable_rows.lists(dataset, column):
@@ -127,19 +126,19 @@ def _lacks(messages: list[dict]) -> bool:
 
 
 def turns(messages: list[dict]) -> int:
-    """How often the assistant speaks."""
+    """The number of turns of the assistant."""
     return sum(message["role"] == "assistant" for message in messages)
 
 
 def documents_in(dataset: Dataset, how: Writing) -> int:
-    """How many documents come of a split."""
+    """The number of documents that a split becomes."""
     if not how.each:
         return len(dataset)
     return sum(turns(messages) for _, part in usable_rows.lists(dataset, how.column) for messages in part)
 
 
 def further_keys(dataset: Dataset, column: str) -> list[str]:
-    """What messages have besides role and content."""
+    """Keys of messages besides role and content."""
     inner = getattr(dataset.features[column], "feature", None)
     if not isinstance(inner, Mapping):  # values of any kind; the features do not describe them
         inner = {key for _, part in usable_rows.lists(dataset, column) for row in part for each in row for key in each}
@@ -247,6 +246,6 @@ def _offered(tools: Any, how: Writing, number: int) -> Any:
 
 
 def _differing_part(before: str, after: str) -> str:
-    """What comes in `before` from where it is no longer as in `after`."""
+    """The part of `before` from which on it differs from `after`."""
     same = len(list(takewhile(lambda both: both[0] == both[1], zip(before, after, strict=False))))
     return repr(before[max(0, same - 10) :][:60])

@@ -45,7 +45,7 @@ def is_compressed(file: Path) -> bool:
 
 
 def plain(file: Path) -> Path:
-    """What it would be called unpacked."""
+    """The name of the file once it is unpacked."""
     return file.with_suffix("") if is_compressed(file) else file
 
 
@@ -291,7 +291,7 @@ class TwoWays(Misfit):
 
 @dataclass(frozen=True)
 class Dialect:
-    """What separates the cells of a table, and what stands around those that hold a separator (empty: nothing)."""
+    """The separator of a table's cells, and the quote around those that hold a separator (empty: none)."""
 
     separator: str
     quote: str
@@ -368,7 +368,7 @@ def _quoting(message: str, quote: str) -> str:
 
 @dataclass
 class Table:
-    """What a file holds with some dialect."""
+    """A file as it is read with some dialect."""
 
     dialect: Dialect
     names: list[str]
@@ -469,7 +469,7 @@ def _scan(file: Path, data: DataSection, dialect: Dialect) -> Table:
 
 
 def _misfit(file: Path, line: int, row: list[str], table: Table, data: DataSection) -> str:
-    """What is said of a row that is wider or narrower than the header."""
+    """The message about a row that is wider or narrower than the header."""
     header = "data.columns names" if data.columns else "the header has"
     separator = table.dialect.separator
     called = NAMES.get(separator, repr(separator))

@@ -12,13 +12,14 @@ import hashlib
 import pickle
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.config.data_sources import address_of, is_address
+from lockstep.config.data_sources import USUAL, address_of
 from lockstep.config.errors import InvalidValue
+from lockstep.config.redaction import one_line
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.cache import cache_folder
@@ -55,11 +56,12 @@ def explained(error: BaseException, revision: str | None = None) -> str:
         if status in _STATUS:
             return _STATUS[status]
         response_error = next((e for e in _chain(error) if isinstance(e, errors.HfHubHTTPError)), error)
-        return f"it answered {status}: {one_line(getattr(response_error, 'server_message', None) or response_error)}"
+        message = getattr(response_error, "server_message", None) or response_error
+        return f"it answered {status}: {one_line(message, 300)}"
     if any(_lost(each) for each in _chain(error)):
-        last = one_line(list(_chain(error))[-1])
+        last = one_line(list(_chain(error))[-1], 300)
         return f"the Hub at {constants.ENDPOINT} cannot be reached: {last}. A local folder needs no network"
-    return one_line(error)
+    return one_line(error, 300)
 
 
 def transient(error: BaseException) -> bool:
@@ -88,12 +90,6 @@ def status_of(error: BaseException) -> int | None:
 
     answers = [each.response for each in _chain(error) if isinstance(each, HfHubHTTPError)]
     return next((int(answer.status_code) for answer in answers if answer is not None), None)
-
-
-def one_line(text: object, most: int = 300) -> str:
-    """A text without line breaks, cut where it gets long."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= most else line[: most - 3] + "..."
 
 
 def _lost(error: BaseException) -> bool:
@@ -224,17 +220,15 @@ def reading_weights(source: str) -> Iterator[None]:
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_KEYS = ("source", "train", "validation", "test")
+KEYS = ("source", "train", "validation", "test")  # of `data`, whose values are paths or addresses
 
 
 def addresses(data: DataSection) -> DataSection:
     """Add the current commit to each Hub address of the section. Errors: `RunError`."""
     commits: dict[str, str] = {}
 
-    def at(value: Any) -> Any:
-        if isinstance(value, list):
-            return [at(each) for each in value]
-        if not is_address(value) or not value.lower().startswith("hf://"):
+    def at(value: str) -> str:
+        if not value.lower().startswith("hf://"):
             return value
         try:
             address = address_of(value)
@@ -248,12 +242,19 @@ def addresses(data: DataSection) -> DataSection:
         path = f"/{address.path}" if address.path else ""
         return f"hf://datasets/{repository}@{commits[address.place]}{path}" + "/" * value.endswith("/")
 
-    return data.model_copy(update={key: at(getattr(data, key)) for key in _KEYS})
+    return with_paths(data, at)
 
 
-def repository(data: DataSection, usual: dict[str, tuple[str, ...]]) -> DataSection:
-    """One whose `source` is a repository's name, with its address and files. `usual`: names that splits have. Errors:
-    `RunError`."""
+def with_paths(data: DataSection, change: Callable[[str], str]) -> DataSection:
+    """The section with other paths and addresses."""
+    values = {key: value for key in KEYS if (value := getattr(data, key)) is not None}
+    return data.model_copy(
+        update={key: list(map(change, v)) if isinstance(v, list) else change(v) for key, v in values.items()}
+    )
+
+
+def repository(data: DataSection) -> DataSection:
+    """One whose `source` is a repository's name, with its address and files. Errors: `RunError`."""
     import datasets
 
     assert data.source is not None
@@ -264,7 +265,7 @@ def repository(data: DataSection, usual: dict[str, tuple[str, ...]]) -> DataSect
     except Exception as error:  # whatever the Hub and the network raise; a configuration to choose; code to run
         raise RunError("LS2083", f"data.source: {data.source}: {explained(error, commit)}") from None
     splits: dict[str, Any] = {}
-    for split, names in usual.items():
+    for split, names in USUAL.items():
         split_name = getattr(data, split)
         name = next((name for name in ([split_name] if split_name is not None else names) if name in files), None)
         if name is None and split_name is not None:

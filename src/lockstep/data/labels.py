@@ -31,8 +31,8 @@ def hidden(dataset: Dataset, column: str) -> bool:
 
 
 def readable(dataset: Dataset, column: str) -> Dataset:
-    """Drop rows without a label and make labels readable: true and false are texts, and whole numbers with a point
-    (1.0, as tables have them where some are missing) are integers."""
+    """Make labels texts or integers: true and false become texts, and whole numbers with a point (1.0, as tables have
+    them where some are missing) become integers."""
     import datasets
 
     kind = str(getattr(dataset.features[column], "dtype", None))
@@ -67,19 +67,22 @@ class Codes:
         return np.bincount(self.of_all(dataset), minlength=len(self.names)).tolist()
 
 
-def called(values: list, label_names: list[str] | None, name: str) -> tuple[list, list[str]]:
+def values_and_names(values: list, label_names: list[str] | None, name: str) -> tuple[list, list[str]]:
     """The values of labels in order, and the names that the run file gives them, if any; else what they are. Errors:
     `RunError`."""
     if label_names is None:
         return values, [str(value) for value in values]
     if isinstance(values[0], str):
         raise RunError("LS2100", f"task.label_names: the labels of {name} are strings already; remove task.label_names")
-    if len(label_names) < len(values):
+    if values[0] >= 0 and values[-1] < len(label_names):  # they are places in the list, also where train lacks some
+        return list(range(len(label_names))), label_names
+    if len(label_names) != len(values):
         raise RunError(
             "LS2101",
-            f"task.label_names: {len(label_names)} names given for {len(values)} labels; give one name for each label",
+            f"task.label_names: {len(label_names)} names given for {len(values)} labels ({values[0]} to {values[-1]}); "
+            "give one name for each label, in the order of the labels",
         )
-    return (list(range(len(label_names))) if values[0] >= 0 and values[-1] < len(label_names) else values), label_names
+    return values, label_names
 
 
 def codes_of(splits: dict[str, Dataset], column: str, label_names: list[str] | None, name: str) -> Codes:
@@ -91,7 +94,7 @@ def codes_of(splits: dict[str, Dataset], column: str, label_names: list[str] | N
     if label_names is None:
         names = feature_names or _named_by_column(splits["train"], column, values) or [str(v) for v in values]
     else:
-        values, names = called(values, label_names, name)
+        values, names = values_and_names(values, label_names, name)
     if len(values) < 2:
         raise RunError(
             "LS2102",
@@ -225,7 +228,7 @@ class LabelNumbers:
 def number_codes_of(
     splits: dict[str, Dataset], columns: list[str], label_names: list[str] | None, name: str
 ) -> LabelNumbers:
-    """What is foretold, by the first row of train. `label_names`: what the run file calls them. Errors: `RunError`."""
+    """The numbers to predict, by the first row of train. `label_names`: their names. Errors: `RunError`."""
     first = splits["train"][0][columns[0]]
     lists = len(columns) == 1 and isinstance(first, list)
     names = [f"{columns[0]}.{place}" for place in range(len(first))] if lists else list(columns)
@@ -241,9 +244,10 @@ def number_codes_of(
             spread[place] = _checked(dataset, column, len(names) if lists else None, split, name)
         if split == "train" and not all(spread):
             column = columns[spread.index(False)]
+            value = str(dataset[0][column])[:40]
             raise RunError(
                 "LS2108",
-                f"task.label: column {column!r} of {name} has the same value in every row ({str(first)[:40]}), "
+                f"task.label: column {column!r} of {name} has the same value in every row ({value}), "
                 "so nothing can be learned; name another column",
             )
     return LabelNumbers(columns, list(label_names or names), lists)
@@ -323,7 +327,8 @@ def list_codes_of(
             "name another column",
         )
     feature_names = getattr(getattr(splits["train"].features[columns[0]], "feature", None), "names", None)
-    values, names = called(list(range(len(feature_names))) if feature_names else sorted(first_rows), label_names, name)
+    values = list(range(len(feature_names))) if feature_names else sorted(first_rows)
+    values, names = values_and_names(values, label_names, name)
     names = list(feature_names) if feature_names and label_names is None else names
     train_labels = set(values)
     for split, dataset in splits.items():

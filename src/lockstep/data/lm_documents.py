@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from lockstep.config.run import RunError
 from lockstep.data import arrow_cache
+from lockstep.data.batch import IGNORED
 from lockstep.data.cache import damage, discard, folder_of, locked
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 _WINDOW = 2**20  # characters that are measured at once
 _TOKENS = 2**21  # that are cut at once, and written at once
 _SHARD = 2**22  # tokens of a shard of blocks that are all full, about
-IGNORED = -100  # as in batch.py, which imports torch
 _NUMBERS = pa.list_(pa.int32())
 SCHEMA = pa.schema(
     [("input_ids", _NUMBERS), ("targets", _NUMBERS), *((name, pa.int64()) for name in ("count", "bytes", "words"))]
@@ -500,7 +500,13 @@ def end_of(tokenizer: Any) -> int | None:
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
 
 
-def before(tokenizer: Any) -> int | None:
+def end_or_padding(tokenizer: Any) -> int:
+    """The token that is read where a text has none."""
+    end = end_of(tokenizer)
+    return int(tokenizer.pad_token_id if end is None else end)
+
+
+def start_of(tokenizer: Any) -> int | None:
     """The token after which a text begins, where nothing else is before it (as in lm-evaluation-harness), if there is
     one."""
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else end_of(tokenizer)
@@ -530,9 +536,15 @@ def cut(train: Dataset, share: float, seed: Any, key: str, column: str | None = 
     """Cut a share off the training split: rows drawn with the seed; of a single text, in this column, its end. The rest
     and what was cut off. `key`: what of `data` asks for it. Errors: `RunError`."""
     if len(train) == 1 and column is not None:
+        import datasets
+
+        features = datasets.Features({**train.features, column: datasets.Value("string")})
         text = train[0][column]
         at = int(len(text) * (1 - share))
-        return train.from_dict({column: [text[:at]]}), train.from_dict({column: [text[at:]]})
+        beginning, end = (
+            datasets.Dataset.from_dict({**train[:], column: [part]}, features) for part in (text[:at], text[at:])
+        )
+        return beginning, end
     order = np.random.default_rng(seed).permutation(len(train))
     held_out = round(len(train) * share)
     if held_out in (0, len(train)):

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.data.batch import IGNORED
 from lockstep.distributed.splitmix import mixed
 
-_IGNORED = -100  # as in batch.py, which imports torch
 _ORDER, _KIND, _TOKEN = range(3)  # what a token's numbers are for
 AS_MASK, AS_ANY = 0.8, 0.1  # of the tokens that are chosen
 WITHOUT_STEP = -1  # the step of evaluations, which mask the same tokens every time
@@ -24,7 +24,7 @@ WITHOUT_STEP = -1  # the step of evaluations, which mask the same tokens every t
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What masking asks of a tokenizer."""
+    """The tokens of a tokenizer, as far as masking needs them."""
 
     size: int
     mask: int
@@ -119,9 +119,9 @@ def _starts(ids: np.ndarray, can: np.ndarray, vocabulary: Vocabulary) -> np.ndar
 def masked(
     ids: np.ndarray, picked: np.ndarray, rows: np.ndarray, place: Sequence[int], vocabulary: Vocabulary
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What is read, and the targets: int64 [B, T] each."""
+    """Inputs with masks, and targets: int64 [B, T] each."""
     at = np.arange(ids.shape[1])
     kind = mixed(*place, _KIND, rows[:, None], at) / 2.0**64  # [B, T], from 0 to 1
     drawn = (mixed(*place, _TOKEN, rows[:, None], at) % np.uint64(vocabulary.size)).astype(np.int64)
     instead = np.where(kind < AS_MASK, vocabulary.mask, np.where(kind < AS_MASK + AS_ANY, drawn, ids))
-    return np.where(picked, instead, ids), np.where(picked, ids, _IGNORED)
+    return np.where(picked, instead, ids), np.where(picked, ids, IGNORED)

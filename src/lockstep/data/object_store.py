@@ -185,7 +185,7 @@ _ENDPOINTS = {  # of a store that is not the scheme's own
 
 
 class StoreError(CodedError):
-    """What a store did not do, in one line without a secret."""
+    """A failed request to a store, in one line without a secret."""
 
     def __init__(self, code: str, message: str, again: bool = False, absent: bool = False) -> None:
         """`again`: the same may succeed later. `absent`: what was asked for is not there."""
@@ -195,7 +195,7 @@ class StoreError(CodedError):
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a store is waited for."""
+    """How long a request to a store may take."""
 
     retry_s: float = 120.0  # that a request is tried again for, after the first failure
     tries: int = 8  # of one request; and of a download that does not get on
@@ -216,7 +216,7 @@ class Object:
 
 
 class Readable(Protocol):
-    """What can be read from: a bucket, a web server, a data set of the Hub."""
+    """A place to read from: a bucket, a web server, a data set of the Hub."""
 
     patience: Patience
 
@@ -368,7 +368,7 @@ class Bucket:
         )
 
     def _store_error(self, error: Exception, address: Address) -> StoreError:
-        """What a request came to, for a person."""
+        """The error of a request, for a person."""
         message = str(error).split("Debug source")[0]
         cause = one_line(message, 300)
         kind, where = type(error).__name__, _CREDENTIALS[address.scheme]
@@ -406,7 +406,7 @@ class Bucket:
 
 
 def _aws() -> dict[str, Any]:
-    """What obstore does not look for by itself: profiles and single sign-on in ~/.aws, by boto3."""
+    """Credentials that obstore does not look for: profiles and single sign-on in ~/.aws, by boto3."""
     if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
         return {}
     if importlib.util.find_spec("boto3") is None:

@@ -292,12 +292,12 @@ class MixedOrder(Order):
         return self._drawn(phase, places)
 
     def used(self, step: int) -> np.ndarray:
-        """How many examples of each source come before a step: int64 [sources]."""
+        """The number of examples of each source before a step: int64 [sources]."""
         phase = next(phase for phase in reversed(self._phases) if phase.step <= step)
         return phase.used + self._of_each(phase, self._place(step) - phase.place)
 
     def summary(self, names: Sequence[str], steps: int) -> str:
-        """What of each source so many steps use, for a person. Costs a period at most."""
+        """The shares of the sources in so many steps, for a person. Costs a period at most."""
         used = self.used(steps) if self.weighted else self.sizes * (self._place(steps) / self.examples)
         return "; ".join(
             f"{name} {part:.1%} ({size:,} examples, {part * used.sum() / size:.3g} epochs of them)"
@@ -341,7 +341,8 @@ class MixedOrder(Order):
         return self._last_period[1], self._last_period[2]
 
     def _of_each(self, phase: _Phase, places: int) -> np.ndarray:
-        """How many of the first `places` of a phase each source has: int64 [sources]. Costs a period at most."""
+        """The number of examples of each source among the first `places` of a phase: int64 [sources]. Costs a
+        period at most."""
         size = int(phase.counts.sum())
         whole = places // size
         source = self._drawn(phase, np.arange(whole * size, places))[0]
@@ -427,7 +428,7 @@ class MixedShards(MixedOrder):
         return self._period(_Phase(0, 0, counts, self.sizes), number)
 
     def _before(self, place: int) -> np.ndarray:
-        """How many of the first `place` places of an epoch each source has: int64 [sources]."""
+        """The number of examples of each source among the first `place` places of an epoch: int64 [sources]."""
         counts = np.zeros_like(self.sizes)
         ends = np.cumsum(self.sizes).tolist()
         for source in range(len(ends) - 1, 0, -1):

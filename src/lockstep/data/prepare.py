@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Protocol
 
 from lockstep._version import __version__
 from lockstep.config import plugins, user_code
@@ -23,23 +23,13 @@ from lockstep.data.hub import model_folder
 from lockstep.data.tokenizer import TARGET
 from lockstep.distributed.activity import ACTIVITY
 
-if TYPE_CHECKING:
-    from lockstep.data.arrow_cache import Make
-
 _YOUNGER = ("separator", "quote")  # keys of `data`
 _TEMPLATES = "additional_chat_templates"  # of a tokenizer's folder
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".pth", ".onnx", ".gguf", ".ckpt", ".lock")
 
 
-class Prepares(Protocol):
+class Prepares(raw_rows.Makes, Protocol):
     """A task, as far as its data are concerned."""
-
-    row_is_example: ClassVar[bool]
-    streams: ClassVar[bool]
-
-    @classmethod
-    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        """What makes examples of rows."""
 
     @classmethod
     def prepare(cls, run: Run) -> Prepared:
@@ -47,7 +37,7 @@ class Prepares(Protocol):
 
     @classmethod
     def fingerprint(cls, run: Run) -> str:
-        """What its data hold, as far as the run file and its code do not say it."""
+        """A hash of its data, as far as the run file and its code do not determine them."""
 
 
 def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[[str], None] | None = None) -> Prepared:
@@ -58,7 +48,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
     one works, the others wait.
     """
     run = run.model_copy(update={"data": source.pinned(run.data)})
-    code, elsewhere = _code_of(run, task), source.elsewhere(run.data)
+    code, elsewhere = _code_of(run, task), source.remote_facts(run.data)
     key = digest(
         VERSION,
         __version__,

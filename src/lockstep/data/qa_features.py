@@ -111,7 +111,7 @@ def whole(
     that have them. Errors: `RunError`."""
     import datasets
 
-    usable_rows.present(dataset, {**columns, "task.answers": answers}, split, name)
+    usable_rows.check_columns(dataset, {**columns, "task.answers": answers}, split, name)
     complete_rows = usable_rows.texts(dataset, columns, split, name, drop)
     lacks = []
     for first, part in usable_rows.lists(complete_rows, answers, columns["task.context"]):
@@ -133,12 +133,8 @@ def whole(
         }
 
     text = datasets.Value("string")
-    source_feature = {c: complete_rows.features[c] for c in complete_rows.column_names if c == source.SOURCE}
     features = {QUESTION: text, CONTEXT: text, TEXTS: datasets.List(text), START: datasets.Value("int64")}
-    others = [c for c in complete_rows.column_names if c not in source_feature]
-    return complete_rows.map(
-        converted, batched=True, remove_columns=others, features=datasets.Features(features | source_feature)
-    )
+    return source.map_rows(complete_rows, converted, features)
 
 
 def _checked(value: Any, context: str, where: str, column: str) -> None:
@@ -160,7 +156,7 @@ def _checked(value: Any, context: str, where: str, column: str) -> None:
 def encoder_of(
     tokenizer: Any, most: int, stride: int, split: str, name: str
 ) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
-    """What makes windows of rows, and what these are."""
+    """The function that makes windows of rows, and the columns of these."""
     import datasets
 
     numbers, text = datasets.List(datasets.Value("int32")), datasets.Value("string")

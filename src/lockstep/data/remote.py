@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from lockstep.config.data_sources import STORES, Address, address_of, is_address
 from lockstep.config.errors import InvalidValue
@@ -27,6 +27,7 @@ from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.arrow_cache import digest
 from lockstep.data.cache import cache_folder, cached, damage, discard, locked, placed
+from lockstep.data.hub import KEYS, with_paths
 from lockstep.data.object_store import Bucket, HubFiles, Object, Patience, Readable, StoreError, Web, download, require
 from lockstep.distributed.activity import ACTIVITY
 
@@ -42,7 +43,7 @@ class Unfetched(RunError):
 
 
 def reader(address: Address, key: str, patience: Patience | None = None) -> Readable:
-    """What reads where an address is. Errors: `RunError`, `StoreError`."""
+    """The reader of an address. Errors: `RunError`, `StoreError`."""
     if address.scheme in STORES:
         require(address, key)
         return Bucket(address, patience)
@@ -113,7 +114,7 @@ class ShardCache:
 
     @property
     def room(self) -> int:
-        """How many shards fit at a time, whichever they are."""
+        """The number of shards that fit at a time, whichever they are."""
         return int(self._most // max(1, *(each.size for each in self._objects.values())))
 
     def opened(self, path: Path) -> BinaryIO:
@@ -244,7 +245,6 @@ def _git(file: Path, size: int) -> str:
     return digest.hexdigest()
 
 
-KEYS = ("source", "train", "validation", "test")
 MOST = 200_000  # names of a folder that are looked at
 AT_ONCE = 8  # files that are downloaded at a time
 Splits = Callable[[DataSection], dict[str, list[Path]] | None]
@@ -288,8 +288,8 @@ def has_address(data: DataSection) -> bool:
     return bool(_addresses(data))
 
 
-def called(data: DataSection) -> str:
-    """What its files are called together."""
+def display_name(data: DataSection) -> str:
+    """The name of all its files together."""
     if data.source is not None:
         return data.source
     return next(text for key, text in _addresses(data) if key == "data.train") if data.stream else "files elsewhere"
@@ -309,7 +309,7 @@ def shards(data: DataSection, splits: Splits, among: int = 1) -> ShardCache | li
 
 
 @contextmanager
-def here(data: DataSection, splits: Splits) -> Iterator[DataSection]:
+def downloaded(data: DataSection, splits: Splits) -> Iterator[DataSection]:
     """The section as one of local files, which are downloaded where the cache does not hold them; of a stream those of
     train are there by their names alone. Errors: `RunError`; in one that is raised meanwhile files have the names that
     they have in the run file."""
@@ -439,13 +439,7 @@ def _below(file: Path, root: Path) -> str | None:
 
 def _local(data: DataSection, paths: Mapping[str, str], root: Path) -> DataSection:
     """The section with paths instead of addresses."""
-
-    def at(value: Any) -> Any:
-        if isinstance(value, list):
-            return [at(each) for each in value]
-        return str(root / paths[value]) if value in paths else value
-
-    return data.model_copy(update={key: at(getattr(data, key)) for key in KEYS})
+    return with_paths(data, lambda text: str(root / paths[text]) if text in paths else text)
 
 
 # -- a copy ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.data_sources import USUAL
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import file_formats, row_reader
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-# file ending -> the builder of `datasets` that reads it, and its options
-FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".jsonl": ("json", {}),
-    ".json": ("json", {}),
-    ".csv": ("csv", {}),  # with the options of its dialect
-    ".tsv": ("csv", {}),
-    ".parquet": ("parquet", {}),
-    ".arrow": ("arrow", {}),  # as save_to_disk writes them
-    ".txt": ("lines", {}),
-    ".tar": ("archive", {}),
+# file ending -> the builder of `datasets` that reads it, or what we read
+FORMATS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",  # as save_to_disk writes them
+    ".txt": "lines",
+    ".tar": "archive",
 }
 _SAVED = re.compile(r"(data-\d{5}-of-\d{5}|dataset)\.arrow")
 _ABOUT = ("state.json", "dataset_info.json")  # files of save_to_disk beside the rows
@@ -83,8 +84,6 @@ def check_columns(local: dict[str, list[Path]], data: DataSection) -> None:
 def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> Dataset:
     """All rows, in the order of the files. `plain`: a .txt file is text and nothing else, each `line` or the whole
     `file` an example. Errors: `RunError`."""
-    import datasets
-
     for file in files:
         if format_of(file) == ".tar":
             raise RunError(
@@ -101,7 +100,7 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> D
         for (ending, _), group in itertools.groupby(here, lambda f: (format_of(f), f in tables and tables[f].dialect)):
             assert ending is not None
             alike = list(group)
-            builder, _ = FORMATS[ending]
+            builder = FORMATS[ending]
             if alike[0] in tables:
                 rows = _table(alike, key, data, tables)
             elif builder == "lines":
@@ -109,9 +108,7 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> D
             else:
                 rows = _loaded(builder, alike, key, {})
             parts.append((names[alike[0]], without_index(rows)))
-    if len(parts) == 1:
-        return parts[0][1]
-    return datasets.concatenate_datasets(agreeing(parts, key))
+    return together(parts, key)
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
@@ -176,10 +173,10 @@ def _count(rows: row_reader.Rows) -> int:
 
 
 def _without_times(rows: Dataset, files: list[Path], key: str) -> Dataset:
-    """Replace times by the texts of the file: JSON has no type for times, and `datasets` reads a column as times if all
-    its texts look like them."""
+    """Replace times by the texts of the file: JSON has no type for times, and `datasets` reads texts as times if all of
+    a column look like them, or all at one place within its lists and mappings."""
     for name, feature in list(rows.features.items()):
-        if str(getattr(feature, "dtype", "")).startswith("timestamp"):
+        if "Value('timestamp" in str(feature):
             names = rows.column_names
             chunks = [chunk for file in files for chunk in row_reader.whole(file, key)]
             texts = [text for chunk in chunks for text in chunk.get(name, [None] * _count(chunk))]
@@ -190,9 +187,14 @@ def _without_times(rows: Dataset, files: list[Path], key: str) -> Dataset:
 # -- several formats -------------------------------------------------------------------------------------------------
 
 
-def agreeing(parts: Sequence[tuple[Any, Dataset]], key: str, what: str = "files of one split") -> list[Dataset]:
-    """Give all parts columns of one order and type. Errors: `RunError`, which says in what two of them differ."""
+def together(parts: Sequence[tuple[Any, Dataset]], key: str, what: str = "files of one split") -> Dataset:
+    """All parts, one after the other, with columns of one order and type. Errors: `RunError`, which says in what two of
+    them differ."""
+    import datasets
+
     first, start = parts[0]
+    if len(parts) == 1:
+        return start
     features = start.features
     for file, part in parts[1:]:
         if missing := [c for c in start.column_names if c not in part.column_names]:
@@ -213,7 +215,8 @@ def agreeing(parts: Sequence[tuple[Any, Dataset]], key: str, what: str = "files 
                 f"in {first} and {_kind(kinds[other])} in {other}",
             )
         features = type(features)({**features, column: common})
-    return [part.select_columns(start.column_names).cast(features) for _, part in parts]
+    alike = [part.select_columns(start.column_names).cast(features) for _, part in parts]
+    return datasets.concatenate_datasets(alike)
 
 
 def _common(kinds: list[Any]) -> Any:
@@ -298,6 +301,12 @@ IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 # -- a folder for each label -----------------------------------------------------------------------------------------
 
 
+def splits_named(data: DataSection) -> dict[str, list[str]]:
+    """Split -> the paths that the run file names for it."""
+    values = {split: getattr(data, split) for split in USUAL}
+    return {s: [value] if isinstance(value, str) else value for s, value in values.items() if value is not None}
+
+
 def classes_in(folder: Path) -> list[Path]:
     """The folders in a folder that hold texts or images, in order of their names, which are the labels."""
     if not folder.is_dir():
@@ -319,9 +328,9 @@ def is_image(file: Path) -> bool:
     return file.suffix.lower() in IMAGES
 
 
-def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[str, list[Path]]:
-    """Split -> its files, those of a label together. `usual`: what splits are called. Errors: `RunError`."""
-    named_splits = {split: getattr(data, split) for split in usual if getattr(data, split) is not None}
+def class_files(data: DataSection) -> dict[str, list[Path]]:
+    """Split -> its files, those of a label together. Errors: `RunError`."""
+    named_splits = splits_named(data)
     files: dict[str, list[Path]] = {}
     if data.source is not None:
         root = Path(data.source).expanduser()
@@ -331,7 +340,7 @@ def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[st
                 f"data.source: {root} is not a folder; layout: class_folders expects a folder with one "
                 "subfolder per label",
             )
-        folder_of = {s: next((root / w for w in words if classes_in(root / w)), None) for s, words in usual.items()}
+        folder_of = {s: next((root / w for w in words if classes_in(root / w)), None) for s, words in USUAL.items()}
         files = {split: _of_classes(classes_in(folder)) for split, folder in folder_of.items() if folder is not None}
         if not files and "train" not in named_splits:
             files = {"train": _of_classes(classes_in(root))}
@@ -341,14 +350,15 @@ def class_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[st
                     f"data.source: no folder in {root} holds texts or images; expected files like "
                     "train/LABEL/1.txt or LABEL/1.jpg",
                 )
-    for split, value in named_splits.items():
+    for split, texts in named_splits.items():
         files[split] = []
-        for text in [value] if isinstance(value, str) else value:
+        for text in texts:
             if not (folders := _matches(text, data, Path.is_dir)):
                 raise RunError("LS2203", f"data.{split}: no such folder: {text}")
             files[split] += [file for f in folders for file in (_texts_in(f) or _of_classes(classes_in(f)))]
         if not files[split]:
-            raise RunError("LS2202", f"data.{split}: {value} holds no texts or images in folders named by label")
+            names = ", ".join(texts)
+            raise RunError("LS2202", f"data.{split}: {names} holds no texts or images in folders named by label")
     return files
 
 
@@ -409,9 +419,9 @@ def parallel_in(folder: Path) -> dict[str, list[Path]]:
     return {stem: files for stem, files in groups.items() if len({named(f)[1] for f in files}) > 1}
 
 
-def parallel_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict[str, list[Path]]:
-    """Split -> its files. `usual`: what splits are called. Errors: `RunError`."""
-    named_splits = {split: getattr(data, split) for split in usual if getattr(data, split) is not None}
+def parallel_files(data: DataSection) -> dict[str, list[Path]]:
+    """Split -> its files. Errors: `RunError`."""
+    named_splits = splits_named(data)
     splits: dict[str, list[Path]] = {}
     if data.source is not None:
         root = Path(data.source).expanduser()
@@ -419,7 +429,7 @@ def parallel_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict
             raise RunError(
                 "LS2205", f"data.source: {root} is not a folder; name files in data.train: [train.en, train.de]"
             )
-        splits = {split: files for split, words in usual.items() if (files := _of_split(root, words))}
+        splits = {split: files for split, words in USUAL.items() if (files := _of_split(root, words))}
         if not splits and "train" not in named_splits:
             splits = {"train": list(itertools.chain(*parallel_in(root).values()))}
             if not splits["train"]:
@@ -428,9 +438,9 @@ def parallel_files(data: DataSection, usual: dict[str, tuple[str, ...]]) -> dict
                     f"data.source: {root} has no pair of files whose names differ only in the language, such as "
                     "train.en and train.de; name the two files in data.train",
                 )
-    for split, value in named_splits.items():
+    for split, texts in named_splits.items():
         splits[split] = []
-        for text in [value] if isinstance(value, str) else value:
+        for text in texts:
             if not (files := _matches(text, data, Path.exists)):
                 raise RunError("LS2207", f"data.{split}: no such file: {text}")
             splits[split] += files

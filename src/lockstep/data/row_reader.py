@@ -12,6 +12,7 @@ unpacking the file from its start. Of .parquet a row group is read from its star
 
 from __future__ import annotations
 
+import codecs
 import io
 import itertools
 import json
@@ -224,7 +225,8 @@ class LineReader(_ByteReader):
         for part in itertools.chain(stream, [b""]):
             if part:
                 block.append(part)
-                size, rows = size + len(part), rows + self._count(part)
+                rows += self._count(part if at or size else part.removeprefix(codecs.BOM_UTF8))
+                size += len(part)
             if rows >= ROWS or size >= BYTES or not part:
                 if rows:
                     yield Chunk(row, rows, at, size), self._parsed(b"".join(block), row, line)
@@ -234,8 +236,10 @@ class LineReader(_ByteReader):
 
     def _count(self, part: bytes) -> int:
         """Rows of a part of the file that ends with its only line feed."""
-        if self._is_json or (part.isascii() and b"\r" not in part.rstrip(b"\r\n")):
+        if self._is_json:
             return bool(part.strip(_BLANK))
+        if part.isascii() and b"\r" not in part.rstrip(b"\r\n"):
+            return bool(part.strip(_BLANK_TEXT))
         return sum(bool(line.strip()) for line in file_formats.unix_lines(part.decode("utf-8", "replace")))
 
     def _parsed(self, block: bytes, row: int, line: int | None = None) -> Columns:
@@ -285,16 +289,11 @@ class ArchiveReader(_ByteReader):
         rows: list[dict[str, Any]] = []
         row = at = 0
         with tarfile.open(fileobj=stream, mode="r|") as archive:
-            for key, members in itertools.groupby(archive, lambda m: _key(m) if m.isfile() else ""):
-                some = iter(members)
-                first = next(some)
-                if not key:
-                    continue
-                if len(rows) == ROWS or (rows and first.offset - at >= BYTES):
-                    yield Chunk(row, len(rows), at, first.offset - at), columns_of(rows)
-                    rows, row, at = [], row + len(rows), first.offset
-                fields = (self._field(archive, m, row + len(rows)) for m in itertools.chain([first], some))
-                rows.append({"key": key, **{name: value for name, value in fields if name}})
+            for begin, values in self._rows(archive, 0):
+                if len(rows) == ROWS or (rows and begin - at >= BYTES):
+                    yield Chunk(row, len(rows), at, begin - at), columns_of(rows)
+                    rows, row, at = [], row + len(rows), begin
+                rows.append(values)
             end = archive.offset
         if not file_formats.is_compressed(self.path) and os.fstat(stream.fileno()).st_size < end + _BLOCK:
             raise EOFError("the archive has no end")
@@ -303,12 +302,18 @@ class ArchiveReader(_ByteReader):
         self.close()
 
     def _parsed(self, block: bytes, row: int) -> Columns:
-        rows: list[dict[str, Any]] = []
         with tarfile.open(fileobj=io.BytesIO(block + bytes(2 * _BLOCK)), mode="r:") as archive:
-            for key, members in itertools.groupby((m for m in archive if m.isfile() and _key(m)), _key):
-                fields = [self._field(archive, member, row + len(rows)) for member in members]
-                rows.append({"key": key, **{name: value for name, value in fields if name}})
-        return columns_of(rows)
+            return columns_of([values for _, values in self._rows(archive, row)])
+
+    def _rows(self, archive: tarfile.TarFile, row: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Where each row begins, and its values. `row`: the number of the first."""
+        for key, members in itertools.groupby(archive, lambda m: _key(m) if m.isfile() else ""):
+            if not key:
+                continue
+            first = next(members)
+            fields = (self._field(archive, member, row) for member in itertools.chain([first], members))
+            yield first.offset, {"key": key, **{name: value for name, value in fields if name}}
+            row += 1
 
     def _field(self, archive: tarfile.TarFile, member: tarfile.TarInfo, row: int) -> tuple[str, Any]:
         name = member.name.rpartition("/")[2].partition(".")[2].lower()
@@ -391,6 +396,7 @@ class ParquetReader(RowReader):
 
 LEVELS = 200  # of lists and mappings in each other; pyarrow's reader ends the process at some ten thousand
 _BLANK = b" \t\r\n\v\f"
+_BLANK_TEXT = _BLANK + b"\x1c\x1d\x1e\x1f"  # what `str.strip` takes away of ASCII
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?')
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.config.data_sources import OWN, OneSource, is_address
+from lockstep.config.data_sources import OWN, USUAL, OneSource, is_address
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, arrow_cache, file_formats, remote, row_files, usable_rows
@@ -34,20 +35,20 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def check(data: DataSection, files: Mapping[str, list[Path]]) -> None:
+def check_links(data: DataSection, files: Mapping[str, list[Path]]) -> None:
     """`files`: split -> those that were looked for in folders, or named. Errors: `RunError`, where one lies outside of
     all that the section names, and `data.follow_links` is not set."""
     if data.follow_links:
         return
-    named = set(_named(data))
+    named = set(_named_places(data))
     inside: dict[Path, Path | None] = {}  # folder -> where it really is; None: outside
     for split, some in files.items():
         out = []
         for file in some:
             if file.parent not in inside:
                 real = file.parent.resolve()
-                inside[file.parent] = real if _within(real, named) else None
-            if (inside[file.parent] is None or file.is_symlink()) and not _within(file.resolve(), named):
+                inside[file.parent] = real if _is_below(real, named) else None
+            if (inside[file.parent] is None or file.is_symlink()) and not _is_below(file.resolve(), named):
                 out.append(file)
         if out:
             more = f" (and {len(out) - 1:,} more like it)" if len(out) > 1 else ""
@@ -59,15 +60,15 @@ def check(data: DataSection, files: Mapping[str, list[Path]]) -> None:
             )
 
 
-def _within(path: Path, named: set[Path]) -> bool:
+def _is_below(path: Path, named: set[Path]) -> bool:
     return path in named or any(parent in named for parent in path.parents)
 
 
-def _named(data: DataSection) -> Iterator[Path]:
+def _named_places(data: DataSection) -> Iterator[Path]:
     """Where the files and folders really are that the section names, and those that its globs begin in."""
     root = Path(data.source).expanduser() if data.source is not None else None
-    texts = [data.source, data.train, data.validation, data.test]
-    for text in (text for each in texts if each for text in ([each] if isinstance(each, str) else each)):
+    texts = itertools.chain(*row_files.splits_named(data).values())
+    for text in (*texts, *([data.source] if data.source is not None else [])):
         path = Path(text).expanduser()
         for place in (path, root / path if root is not None else path):
             if not place.exists():
@@ -99,7 +100,7 @@ class Source:
 
 
 def sections(data: DataSection) -> list[DataSection]:
-    """What each source of a mixture is read by; `data` itself where it is none."""
+    """The section of each source of a mixture; `data` itself where it is none."""
     if data.sources is None:
         return [data]
     common = data.model_dump(
@@ -114,35 +115,31 @@ def load_mixture(
     plain: str | None,
     columns: Mapping[str, str],
     tokens: TokenCounts | None,
-    read: Callable[..., Source],
 ) -> Source:
-    """Read every source by `read`, which reads one. `columns`: those that are read, by their keys in the run file;
-    none: all. Errors: `RunError`."""
-    import datasets
-
+    """Read every source. `columns`: those that are read, by their keys in the run file; none: all. Errors:
+    `RunError`."""
     assert data.sources is not None
     parts: dict[str, list[tuple[str, Dataset]]] = {}
     fewer: Counter[str] = Counter()
     for number, (entry, section) in enumerate(zip(data.sources, sections(data), strict=True)):
         try:
-            source = read(section, seed, plain, tokens=tokens and tokens.renamed(entry.rename))
+            source = load(section, seed, plain, tokens=tokens and tokens.renamed(entry.rename))
         except RunError as error:
             raise RunError(error.code, f"data.sources: {entry.name}: {error.message}") from error
         fewer.update(source.left_out)
         for split, rows in source.splits.items():
-            rows = called(rows, entry, columns, split, source.name)
+            rows = with_task_columns(rows, entry, columns, split, source.name)
             rows = with_names(rows) if data.stream else rows  # of train no label is known yet
             rows = rows.add_column(SOURCE, np.full(len(rows), number, dtype=np.int8))
             parts.setdefault(split, []).append((entry.name, rows))
     splits = {}
     for split, some in parts.items():
-        together = row_files.agreeing(_named_mixed(some), f"data.sources: {split}", "sources of one mixture")
-        splits[split] = datasets.concatenate_datasets(together)
+        splits[split] = row_files.together(_named_mixed(some), f"data.sources: {split}", "sources of one mixture")
     names = [entry.name for entry in data.sources]
     return Source(f"{len(names)} sources ({', '.join(names)})", splits, dict(fewer), names, tuple(columns.values()))
 
 
-def each_alone(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]) -> tuple[str, list[int]]:
+def encode_by_source(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]) -> tuple[str, list[int]]:
     """The file that `encode` makes of a split, with this key, and nothing; of a mixture each source on its own, so that
     no block of tokens holds texts of two, in one file, and how many examples each has. Errors: `RunError`."""
     if SOURCE not in dataset.column_names:
@@ -156,7 +153,18 @@ def each_alone(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]
     return arrow_cache.concat([file for file in files if file], digest(key, counts)), counts
 
 
-def theirs(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str]:
+def map_rows(
+    rows: Dataset, convert: Callable[[dict[str, list]], dict[str, list]], features: Mapping[str, Any]
+) -> Dataset:
+    """Rows with the columns that `convert` makes of some of them at a time; of a mixture with their source, too."""
+    import datasets
+
+    others = [column for column in rows.column_names if column != SOURCE]
+    of_source = {column: rows.features[column] for column in rows.column_names if column == SOURCE}
+    return rows.map(convert, batched=True, remove_columns=others, features=datasets.Features({**features, **of_source}))
+
+
+def source_columns(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str]:
     """The columns that the task reads, by their keys in the run file, as a source calls them. Errors: `RunError`."""
     if entry is None:
         return dict(columns)
@@ -169,9 +177,9 @@ def theirs(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str
     return {key: entry.rename.get(column, column) for key, column in columns.items()}
 
 
-def called(rows: Dataset, entry: OneSource, columns: Mapping[str, str], split: str, name: str) -> Dataset:
+def with_task_columns(rows: Dataset, entry: OneSource, columns: Mapping[str, str], split: str, name: str) -> Dataset:
     """The columns that the task reads, under the names that it has for them. Errors: `RunError`."""
-    names = theirs(entry, columns)
+    names = source_columns(entry, columns)
     for key, column in names.items():  # languages of a column of translations
         if column not in rows.column_names and isinstance(inner := rows.features.get(_PAIR), Mapping):
             names[key] = f"{_PAIR}.{column}" if column in inner else column
@@ -217,11 +225,6 @@ def _as_texts(rows: Dataset, column: str) -> Dataset:
 
 
 BUILTIN = "builtin/emotion"
-USUAL = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test",),
-}
 # layout -> which files a split has, where names of files say that otherwise than of rows
 _FILES = {"class_folders": row_files.class_files, "parallel": row_files.parallel_files}
 # layout -> how they are read
@@ -257,7 +260,7 @@ def is_local(data: DataSection) -> bool:
     )
 
 
-def elsewhere(data: DataSection) -> list[list[remote.Fact]]:
+def remote_facts(data: DataSection) -> list[list[remote.Fact]]:
     """Address, size and tag of every file that each source reads from an object store or another server. Asks them.
     Errors: `RunError`."""
     return [remote.facts(section, local_splits) for section in sections(data) if remote.has_address(section)]
@@ -272,7 +275,7 @@ def pinned(data: DataSection) -> DataSection:
         entries = [entry.model_copy(update={key: getattr(section, key) for key in OWN}) for entry, section in each]
         return data.model_copy(update={"sources": entries})
     if data.source not in (None, BUILTIN) and not is_address(data.source) and local_splits(data) is None:
-        data = pinning.repository(data, USUAL)
+        data = pinning.repository(data)
     return pinning.addresses(data)
 
 
@@ -289,20 +292,16 @@ def load(
 
     Errors: `RunError`."""
     if data.sources is not None:
-        return load_mixture(data, seed, plain, columns or {}, tokens, load)
+        return load_mixture(data, seed, plain, columns or {}, tokens)
     if remote.has_address(data):
-        with remote.here(data, local_splits) as downloaded:
-            return replace(load(downloaded, seed, plain, columns, tokens), name=remote.called(data))
+        with remote.downloaded(data, local_splits) as local:
+            return replace(load(local, seed, plain, columns, tokens), name=remote.display_name(data))
     _quiet()
-    keys = [key for key in ("columns", "separator", "quote") if getattr(data, key) is not None]
-    keys += ["layout"] if data.layout != "rows" else []
-    if keys and (data.source == BUILTIN or local_splits(data) is None):
-        raise RunError(
-            "LS2243", f"data.{keys[0]}: applies to local files only, and {data.source} is not one; remove it"
-        )
+    files = local_splits(data)
+    _check_kind(data, files is not None)
     if data.source == BUILTIN and not data.stream:
-        source = _builtin(seed)
-    elif (files := local_splits(data)) is not None:
+        source = Source(BUILTIN, dict(_emotion(seed)))
+    elif files is not None:
         _check_keys(files, data)
         source = Source(
             data.source or "local files",
@@ -324,7 +323,7 @@ def load(
         )
     splits, left_out = usable_rows.filtered(source.splits, data, source.name, tokens)
     if data.split_column is not None:
-        splits = usable_rows.told_apart(splits, data, source.name, USUAL)
+        splits = usable_rows.by_split_column(splits, data, source.name)
     splits = {split: usable_rows.added(rows, columns or {}, split, source.name) for split, rows in splits.items()}
     if data.limit is not None:
         splits = {name: split.select(range(min(data.limit, len(split)))) for name, split in splits.items()}
@@ -332,6 +331,18 @@ def load(
         if len(split) == 0:
             raise RunError("LS2246", f"data.{name}: the {name} split of {source.name} is empty")
     return Source(source.name, splits, left_out, columns=tuple((columns or {}).values()))
+
+
+def _check_kind(data: DataSection, is_local: bool) -> None:
+    """Errors: `RunError` for keys that have no effect on data of this kind: files, a data set of the Hub, built in."""
+    for key in ("columns", "separator", "quote", "layout", "encoding"):
+        if not is_local and key in data.changed_keys:
+            name = data.source
+            raise RunError("LS2243", f"data.{key}: applies to local files only, and {name} is not one; remove it")
+    for key in ("config", "revision"):
+        if (is_local or data.source == BUILTIN) and key in data.changed_keys:
+            name = data.source or "data.train"
+            raise RunError("LS2255", f"data.{key}: applies to data sets of the Hub only, and {name} is none; remove it")
 
 
 # -- local files -----------------------------------------------------------------------------------------------------
@@ -349,24 +360,24 @@ def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
     if remote.has_address(data):
         return None
     if (splits := _local_splits(data)) is not None:
-        check(data, splits)
+        check_links(data, splits)
     return splits
 
 
 def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
-    named_splits = {split: getattr(data, split) for split in USUAL if getattr(data, split) is not None}
+    named_splits = row_files.splits_named(data)
     if data.source is None:
         if not named_splits:
             raise RunError(
                 "LS2247", "data: no data given; set data.source (a Hub id, a folder or a file) or data.train (files)"
             )
         if data.layout in _FILES:
-            return _FILES[data.layout](data, USUAL)
+            return _FILES[data.layout](data)
         return {split: _expand(value, f"data.{split}", data.layout) for split, value in named_splits.items()}
     if data.source == BUILTIN:
         return None
     if data.layout in _FILES:
-        return _FILES[data.layout](data, USUAL)
+        return _FILES[data.layout](data)
     root = Path(data.source).expanduser()
     if root.is_dir():
         splits = {split: in_folder(root, split, data.layout) for split in USUAL}
@@ -384,7 +395,7 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
             splits[split] = _expand(value, f"data.{split}", data.layout, root)
         return splits
     if root.is_file() or _looks_local(data.source):
-        splits = {"train": _expand(data.source, "data.source", data.layout)}
+        splits = {"train": _expand([data.source], "data.source", data.layout)}
         return splits | {split: _expand(value, f"data.{split}", data.layout) for split, value in named_splits.items()}
     return None
 
@@ -427,9 +438,9 @@ def _near(path: Path) -> str:
     return ""
 
 
-def _expand(value: str | list[str], key: str, layout: str, root: Path | None = None) -> list[Path]:
+def _expand(texts: list[str], key: str, layout: str, root: Path | None = None) -> list[Path]:
     files: list[Path] = []
-    for text in [value] if isinstance(value, str) else value:
+    for text in texts:
         path = Path(text).expanduser()
         if root is not None and not path.is_absolute() and not path.exists():
             path = root / path
@@ -452,10 +463,6 @@ def _read(files: list[Path], key: str, plain: str | None, data: DataSection) -> 
 
 
 # -- elsewhere -------------------------------------------------------------------------------------------------------
-
-
-def _builtin(seed: int) -> Source:
-    return Source(BUILTIN, dict(_emotion(seed)))
 
 
 @lru_cache(maxsize=1)

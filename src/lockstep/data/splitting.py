@@ -137,7 +137,7 @@ def hashes(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
             stop = min(start + _ROWS, part.stop)
             pairs[start:stop] = hashed(some[start:stop], columns)
 
-    arrow_cache.together_over(arrow_cache.spans(len(dataset), arrow_cache.ROWS), work, "looking for equal examples")
+    arrow_cache.map_parts(arrow_cache.spans(len(dataset), arrow_cache.ROWS), work, "looking for equal examples")
     return pairs
 
 
@@ -213,7 +213,7 @@ def _among(pairs: np.ndarray, some: np.ndarray) -> np.ndarray:
 
 
 def left_out(facts: Mapping[str, Any]) -> str:
-    """What of the data is not used, for the end of a line about them; nothing where all of it is."""
+    """Counts of rows that are not used, for the end of a line about the data; empty where all are."""
     why = {
         "left_out": "for want of a text or label",
         "filtered": "by data.filter",
@@ -229,8 +229,8 @@ def left_out(facts: Mapping[str, Any]) -> str:
 
 
 def warnings(facts: Mapping[str, Any]) -> list[str]:
-    """Warnings about the data: texts that were cut, labels that may be the same, and examples that are both trained and
-    scored on."""
+    """Warnings about the data: texts that were cut, labels that may be the same, `notes` of the task, and examples that
+    are both trained and scored on."""
     messages = [
         f"{counts['texts']:,} of {counts['of']:,} {split} texts are longer than {counts['most']:,} tokens, and their "
         f"ends ({counts['tokens']:,} tokens) are cut off"
@@ -245,18 +245,15 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
         + ". If they mean the same, write them alike"
         for group in facts.get("alike_labels", [])
     ]
+    messages += facts.get("notes", [])
     if facts.get("dropped"):
         return messages
     return messages + [
         f"{counts['examples']:,} of {counts['of']:,} {split} examples stand in train, too; the first is row "
-        f"{counts['row']:,} of {split}, {_in_train(counts)}: {counts['text']!r}. Scores on them flatter; "
-        "data.decontaminate=true leaves them out of train"
+        f"{counts['row']:,} of {split}, {counts.get('train_place') or 'row {train_row:,} of train'.format(**counts)}: "
+        f"{counts['text']!r}. Scores on them flatter; data.decontaminate=true leaves them out of train"
         for split, counts in facts.get("overlap", {}).items()
     ]
-
-
-def _in_train(counts: Mapping[str, Any]) -> str:
-    return str(counts["train_place"]) if "train_place" in counts else f"row {counts['train_row']:,} of train"
 
 
 FILE = "held-out.npy"  # in the folder of an index
@@ -291,7 +288,7 @@ class EvalHashes:
 
     @property
     def content(self) -> list[Any]:
-        """What stands for it in a key."""
+        """The part of a cache key that stands for it."""
         return [self.columns, hashlib.sha256(self.hashes.tobytes()).hexdigest(), self.drop]
 
     @cached_property

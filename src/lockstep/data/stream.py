@@ -28,7 +28,7 @@ from lockstep.config.data_sources import OneSource, is_address
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import arrow_cache, file_formats, remote, row_reader, source, tokenizer, usable_rows
-from lockstep.data.arrow_cache import Make, digest, encoded, table_of
+from lockstep.data.arrow_cache import SIDES, Make, digest, encoded, table_of, write_table
 from lockstep.data.cache import cached, discard, folder_of
 from lockstep.data.remote import ShardCache, Unfetched, unpinned, with_addresses
 from lockstep.data.row_reader import Chunk, RowReader, Rows
@@ -71,7 +71,7 @@ class StreamingSource:
         """A copy that lists the source's files. Errors: `RunError` where there are none, or one that cannot be
         streamed."""
         with self.named():
-            source.theirs(self.entry, self.columns)
+            source.source_columns(self.entry, self.columns)
             shards = (
                 remote.shards(self.data, source.local_splits, self.among) if remote.has_address(self.data) else None
             )
@@ -111,7 +111,7 @@ class StreamingSource:
         begins = "data.sources: "
         return text if self.entry is None or text.startswith(begins) else f"{begins}{self.entry.name}: {text}"
 
-    def called(self, file: Path) -> str:
+    def display_name(self, file: Path) -> str:
         """A shard, for a person."""
         return with_addresses(str(file)) if self.copies else str(file)
 
@@ -123,7 +123,7 @@ class StreamingSource:
     @property
     def column_paths(self) -> list[str]:
         """All columns, or paths, that are looked at, as they are called in the files."""
-        return list(dict.fromkeys([*source.theirs(self.entry, self.columns).values(), *self.data.filter]))
+        return list(dict.fromkeys([*source.source_columns(self.entry, self.columns).values(), *self.data.filter]))
 
     def usable(self, chunk_rows: Rows, file: Path) -> Used:
         """Errors: `RunError`."""
@@ -134,7 +134,7 @@ class StreamingSource:
             if self.entry is None:
                 some = usable_rows.added(some, self.columns, "train", file.name)
             else:
-                some = source.with_names(source.called(some, self.entry, self.columns, "train", file.name))
+                some = source.with_names(source.with_task_columns(some, self.entry, self.columns, "train", file.name))
             try:
                 some = self.whole(some, file.name)
             except usable_rows.NothingLeft:
@@ -241,7 +241,6 @@ ENDING = ".stream"  # of an index in the cache
 CHUNKS, ABOUT = "chunks.arrow", "about.json"
 _KINDS = {"row": "int64", "rows": "int32", "at": "int64", "size": "int64", "examples": "int32", "tokens": "int64"}
 _SCHEMA = pa.schema(_KINDS | {"longest": "int32", "hash": "uint64"})
-_SIDES = ("input_ids", "target_ids")
 
 
 @dataclass(frozen=True)
@@ -277,7 +276,7 @@ class Stream:
 
     def of_index(self, folder: Path) -> Stream:
         """A copy whose files are those of an index."""
-        index = about(folder)
+        index = read_index(folder)
         held_out = EvalHashes.read(folder, index["texts"])
         ends = np.cumsum(index["sources"]).tolist()
         files = [index["files"][start:stop] for start, stop in itertools.pairwise([0, *ends])]
@@ -339,7 +338,7 @@ class Stream:
         return digest("stream", VERSION, [each.identities for each in self.parts], self._chosen, *texts, *more)
 
     def gather(self, tell: Callable[[Dataset], Any], key: str, doing: str) -> list[Any]:
-        """What `tell` says of the rows of each chunk, as JSON has it, in order. `key` stands for `tell`. The caller
+        """The results of `tell` for the rows of each chunk, as JSON, in order. `key` stands for `tell`. The caller
         holds the lock. Errors: `RunError`."""
 
         def one(numbers: range, path: Path, done: Callable[[int], None]) -> None:
@@ -384,13 +383,13 @@ class Stream:
                 for chunk, rows in part.opened(file).walk():
                     batch, used = part.examples(rows, file, chunk, make)
                     fewer.update(used=len(used.rows), filtered=used.filtered, dropped=used.dropped)
-                    place = f"rows {chunk.row:,} to {chunk.row + chunk.rows - 1:,} of {part.called(file)}"
+                    place = f"rows {chunk.row:,} to {chunk.row + chunk.rows - 1:,} of {part.display_name(file)}"
                     first_places |= {n: place for n in used.held_out_numbers.tolist() if n not in first_places}
                     names = names if batch is None else batch.schema.names
                     entries.append(vars(chunk) | counted(batch))
             summary = {**fewer, "names": names, "standing": list(first_places.items())}
             table = pa.Table.from_pylist(entries, _SCHEMA.with_metadata({"told": json.dumps(summary)}))
-            _write(table, path)
+            write_table(table, path)
             done(1)
 
         key = self._key("index", key, held_out.content)
@@ -467,7 +466,7 @@ class Stream:
             "names": names,
             "content": hashlib.sha256(numbers_of(whole, "hash").tobytes() + examples.tobytes()).hexdigest()[:24],
         }
-        _write(whole, folder / CHUNKS)
+        write_table(whole, folder / CHUNKS)
         self.held_out.write(folder)
         (folder / ABOUT).write_text(json.dumps(about), encoding="utf-8")
         for file in files:
@@ -475,7 +474,7 @@ class Stream:
 
 
 def maker(encoder: Callable[[dict[str, list]], dict[str, Any]], features: Features) -> Make:
-    """What makes examples of rows by `encoder`, without the texts that evaluations read."""
+    """The function that makes examples of rows by `encoder`, without the texts that evaluations read."""
     schema = pa.schema(
         field
         for field in features.arrow_schema
@@ -484,15 +483,15 @@ def maker(encoder: Callable[[dict[str, list]], dict[str, Any]], features: Featur
     return lambda rows: encoded(rows[:], encoder, schema)
 
 
-def about(folder: Path) -> dict[str, Any]:
-    """What is kept of a stream beside its chunks."""
+def read_index(folder: Path) -> dict[str, Any]:
+    """The index of a stream without its chunks."""
     return dict(json.loads((folder / ABOUT).read_text(encoding="utf-8")))
 
 
 def facts(folder: Path, others: Mapping[str, Any]) -> dict[str, Any]:
     """The facts about a streamed train split, together with those of the other splits: rows that are left out, examples
     of other splits that occur in train, and examples of each source."""
-    index = about(folder)
+    index = read_index(folder)
     result = dict(others)
     for key in ("left_out", "filtered", "dropped"):
         if index[key]:
@@ -505,18 +504,18 @@ def facts(folder: Path, others: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_of(files: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What stands for the content of each split, by the folder that `encode` or `Stream.index` made."""
+    """The part of a key that stands for each split, by the folder that `encode` or `Stream.index` made."""
     return sorted(
-        (split, about(Path(file))["content"] if file.endswith(ENDING) else Path(file).name)
+        (split, read_index(Path(file))["content"] if file.endswith(ENDING) else Path(file).name)
         for split, file in files.items()
     )
 
 
 def counted(batch: pa.RecordBatch | None) -> dict[str, int]:
-    """What the index says of the examples of a chunk."""
+    """The entry of the index for the examples of a chunk."""
     if batch is None:
         return {"examples": 0, "tokens": 0, "longest": 0, "hash": 0}
-    sides = [np.diff(np.from_dlpack(batch.column(name).offsets)) for name in _SIDES if name in batch.schema.names]
+    sides = [np.diff(np.from_dlpack(batch.column(name).offsets)) for name in SIDES if name in batch.schema.names]
     lengths = np.sum(sides, axis=0, dtype=np.int64)
     hashed = hashlib.blake2b(digest_size=8)
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -537,8 +536,3 @@ def numbers_of(table: pa.Table, name: str) -> np.ndarray:
     """A column of numbers of an index."""
     parts = [np.from_dlpack(chunk) for chunk in table.column(name).chunks]
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
-
-
-def _write(table: pa.Table, path: Path) -> None:
-    with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, table.schema) as stream:
-        stream.write_table(table)

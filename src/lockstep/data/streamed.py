@@ -37,7 +37,7 @@ class _Chunks(Shards):
     """The record batches of the chunks, made when one of their rows is asked for."""
 
     def __init__(self, folder: Path, how: Opened) -> None:
-        about, table = stream.about(folder), table_of(folder / stream.CHUNKS)
+        about, table = stream.read_index(folder), table_of(folder / stream.CHUNKS)
         self.folder = folder
         self.files: list[Identity] = [tuple(file) for file in about["files"]]
         self.ends = np.cumsum(about["chunks"])  # chunks of each file and all before
@@ -112,7 +112,7 @@ class _Chunks(Shards):
 
 
 def _since(path: str, size: int) -> str:
-    """What can be seen from outside."""
+    """How a shard differs from before, as its size shows."""
     if is_address(path):
         return ""
     try:

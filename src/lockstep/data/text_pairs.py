@@ -8,35 +8,25 @@ apart from itself.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lockstep.config.run import RunError
 from lockstep.data import lm_documents, usable_rows
-from lockstep.data.arrow_cache import Columns, encode
+from lockstep.data.arrow_cache import Columns, encode, padded
+from lockstep.data.batch import IGNORED
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 ONE = 2**30  # what a score of 1 is kept as: targets are whole numbers
-_IGNORED = -100  # as in batch.py, which imports torch
 _NUMBERS = "numbers of the texts"  # a column of ours
-
-
-@dataclass(frozen=True)
-class Laid:
-    """The texts of some rows, padded on the right: the first of every row, then the second, ..."""
-
-    ids: np.ndarray  # int64 [sides x B, T]
-    mask: np.ndarray  # int64, the same shape
-    targets: np.ndarray  # int64 [sides x B]
 
 
 def number(targets: Any) -> Any:
     """The numbers of texts that are no anchors, from their targets."""
-    return _IGNORED - 1 - targets
+    return IGNORED - 1 - targets
 
 
 def whole(
@@ -53,7 +43,7 @@ def whole(
     rows = usable_rows.texts(dataset, columns, split, name, drop)
     if score is None:
         return rows
-    usable_rows.present(rows, {"task.score": score}, split, name)
+    usable_rows.check_columns(rows, {"task.score": score}, split, name)
     rows = usable_rows.complete(rows, {"task.score": score}, split, name, drop)
     for first, part in usable_rows.lists(rows, score):
         for row, value in enumerate(part, first):
@@ -68,7 +58,7 @@ def whole(
     return rows
 
 
-def told_apart(
+def refuse_own_negatives(
     dataset: Dataset, columns: Mapping[str, str], numbers: Sequence[np.ndarray], split: str, name: str
 ) -> None:
     """Refuse a negative that is its row's anchor or positive. Errors: `RunError`."""
@@ -87,8 +77,7 @@ def told_apart(
 
 def read(tokenizer: Any, texts: list[str], most: int) -> list[list[int]]:
     """The tokens of each text, one at least."""
-    end = lm_documents.end_of(tokenizer)
-    instead = int(tokenizer.pad_token_id if end is None else end)
+    instead = lm_documents.end_or_padding(tokenizer)
     token_ids = tokenizer(texts, truncation=True, max_length=most, return_attention_mask=False)["input_ids"]
     return [ids or [instead] for ids in token_ids]
 
@@ -139,22 +128,18 @@ def true_of(columns: Columns, rows: np.ndarray) -> np.ndarray:
     return np.asarray(columns.ragged("numbers").padded(rows, 0)[0], dtype=np.int64)
 
 
-def laid(columns: Columns, rows: np.ndarray, pad: int) -> Laid:
-    """The texts at these rows. The target of a first text is its score, or its number; that of another, below the one
-    that counts for nothing, its number."""
+def inputs_of(columns: Columns, rows: np.ndarray, pad: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The texts of these rows as inputs of a model, int64 [sides x B, T] each: the first of every row, then the second,
+    ...; and targets, int64 [sides x B]. The target of a first text is its score, or its number; that of another, below
+    the one that counts for nothing, its number."""
     sizes, _ = columns.ragged("sizes").padded(rows, 0)  # [B, sides]
     numbers, _ = columns.ragged("numbers").padded(rows, 0)
     tokens = columns.ragged("input_ids")
     count, sides = sizes.shape
-    ids = np.full((sides * count, int(sizes.max())), pad, dtype=np.int64)
-    mask = np.zeros_like(ids)
-    for place, row in enumerate(rows):
-        parts = np.split(tokens.row(int(row)), np.cumsum(sizes[place])[:-1])
-        for side, part in enumerate(parts):
-            ids[side * count + place, : len(part)] = part
-            mask[side * count + place, : len(part)] = 1
+    texts = [np.split(tokens.row(int(row)), np.cumsum(of)[:-1]) for row, of in zip(rows, sizes, strict=True)]
+    ids, mask = padded([each[side] for side in range(sides) for each in texts], pad)
     if "score" in columns.names:
-        targets = np.concatenate([columns.flat("score")[rows], np.full((sides - 1) * count, _IGNORED)])
+        targets = np.concatenate([columns.flat("score")[rows], np.full((sides - 1) * count, IGNORED)])
     else:
         targets = np.concatenate([numbers[:, 0], number(numbers[:, 1:].T.ravel())])
-    return Laid(ids, mask, targets.astype(np.int64))
+    return {"input_ids": ids, "attention_mask": mask}, targets.astype(np.int64)

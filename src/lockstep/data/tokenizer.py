@@ -81,11 +81,10 @@ def _folder(run: Run, texts: Iterator[list[str]], content: str, generative: bool
     if run.tokenizer.train is not None:
         kind = "generative" if generative else _causal(run)
         key = digest("tokenizer", 1, run.tokenizer.model_dump(), content, kind)
-        if run.tokenizer.train not in _DRAWN:
-            return cached(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
-        key = digest("tokenizer", 2, key)
+        drawn = run.tokenizer.train in _DRAWN
+        key = digest("tokenizer", 2, key) if drawn else key
         folder = cached(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
-        return _in_cache(load(str(folder)), "tokenizer.train")  # named by what it came to
+        return _in_cache(load(str(folder)), "tokenizer.train") if drawn else folder  # named by what it came to
     source = run.tokenizer.source or run.model.source
     if source is None:
         raise RunError(

@@ -8,7 +8,7 @@ Columns are scanned in parts: no column is ever a list.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lockstep.config.data_sources import Condition, Scalar
+from lockstep.config.data_sources import USUAL, Condition, Scalar
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import tokenizer
@@ -65,7 +65,7 @@ def plain(dataset: Dataset, column: str) -> bool:
 
 
 def distinct(dataset: Dataset, column: str) -> set[Any]:
-    """What a column holds, each once."""
+    """The distinct values of a column."""
     values_seen: set[Any] = set()
     if plain(dataset, column):
         for part in arrays(dataset, column):
@@ -74,12 +74,6 @@ def distinct(dataset: Dataset, column: str) -> set[Any]:
         for _, values in lists(dataset, column):
             values_seen.update(values)
     return values_seen
-
-
-def rows_where(dataset: Dataset, column: str, predicate: Callable[[pa.ChunkedArray], Any]) -> np.ndarray:
-    """What `predicate` says of each row by parts: bool [rows]."""
-    masks = [np.asarray(predicate(part)) for part in arrays(dataset, column)]
-    return np.concatenate([np.empty(0, bool), *masks])
 
 
 def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -> Dataset:
@@ -115,7 +109,7 @@ def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -
 
 
 def values(dataset: Dataset, key: str, path: str, split: str, name: str) -> Iterator[pa.Array]:
-    """What a column, or a path, holds, some rows at a time. Errors: `RunError`, also where there is no such column."""
+    """The values of a column or a path, some rows at a time. Errors: `RunError`, also where there is no such column."""
     column_and_path = (path, ()) if path in dataset.column_names else _parted(dataset, path)
     if column_and_path is None:
         raise RunError(
@@ -143,7 +137,7 @@ def _parted(dataset: Dataset, path: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 def within(path: str, value: Any) -> str:
-    """What of a value that is no text might be meant, for the end of a message."""
+    """A path within a value that leads to a text, for the end of a message."""
     steps = [path]
     while isinstance(value, list | dict) and value:
         steps.append("0" if isinstance(value, list) else str(next(iter(value))))
@@ -151,11 +145,14 @@ def within(path: str, value: Any) -> str:
     return f"; what is in it is named like {'.'.join(steps)}" if len(steps) > 1 and isinstance(value, str) else ""
 
 
+@dataclass(frozen=True)
 class _PathOrigin:
     """Where a path was given, for messages."""
 
-    def __init__(self, key: str, path: str, split: str, name: str) -> None:
-        self.key, self.path, self.split, self.name = key, path, split, name
+    key: str
+    path: str
+    split: str
+    name: str
 
     def wrong(self, parts: tuple[str, ...], why: str) -> RunError:
         """`parts`: what of the path is left to go."""
@@ -216,7 +213,7 @@ class NothingLeft(RunError):
     """Every row lacks something, and such rows are left out."""
 
 
-def present(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -> None:
+def check_columns(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -> None:
     """Every column is there. Errors: `RunError`."""
     for key, column in columns.items():
         if column not in dataset.column_names:
@@ -228,7 +225,7 @@ def present(dataset: Dataset, columns: Mapping[str, str], split: str, name: str)
 
 
 def _other_separator(names: list[str]) -> str:
-    """What to set for a table whose header was read as one cell."""
+    """The separator to set for a table whose header was read as one cell."""
     marks = [mark for mark in (";", "\t", "|") if len(names) == 1 and mark in names[0]]
     name = {"\t": "tab"}.get(marks[0], marks[0]) if marks else ""
     return f". Cells seem to have {name!r} between them: set data.separator={name!r}" if marks else ""
@@ -267,7 +264,7 @@ def without(
 def texts(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, drop: bool) -> Dataset:
     """The rows whose columns all hold a text. Errors: `RunError` when a column is not there or holds something else,
     and as those of `complete`."""
-    present(dataset, columns, split, name)
+    check_columns(dataset, columns, split, name)
     dataset = complete(dataset, columns, split, name, drop)
     for key, column in columns.items():
         if getattr(dataset.features[column], "dtype", None) not in ("string", "large_string"):
@@ -302,7 +299,7 @@ def lacking(dataset: Dataset, column: str) -> np.ndarray:
             mask = pc.or_(mask, pc.fill_null(pc.equal(values, -1), True))
         return np.from_dlpack(mask.combine_chunks().cast(pa.uint8())).astype(bool)
 
-    return rows_where(dataset, column, has_nothing)
+    return np.concatenate([np.empty(0, bool), *map(has_nothing, arrays(dataset, column))])
 
 
 def _describe(dataset: Dataset, key: str, column: str, lacks: np.ndarray, split: str, name: str) -> str:
@@ -455,6 +452,8 @@ def _holds(column: pa.Array, condition: FilterValue) -> pa.Array:
             masks.append(pc.invert(_among(column, value)))
         else:
             measured = _measured(column, key.partition("_")[2])
+            if pa.types.is_float32(measured.type):  # in which 0.7 is another number
+                value = pa.scalar(value, pa.float32())
             masks.append((pc.greater_equal if key.startswith("min") else pc.less_equal)(measured, value))
     return reduce(pc.and_, masks)
 
@@ -468,7 +467,7 @@ def _among(column: pa.Array, values: list[Scalar]) -> pa.Array:
         if value_kind != _kind(kind):
             quoted = ": put it between quotes" if _kind(kind) == "a text" else ""
             raise _Unlike(f"{_several(kind)} there, and {value!r} is {value_kind}{quoted}")
-    if any(isinstance(value, float) for value in values):
+    if any(isinstance(value, float) for value in values) and not pa.types.is_float32(kind):
         column = column.cast(pa.float64())
     try:
         is_member = pc.is_in(column, value_set=pa.array(values).cast(column.type))
@@ -510,10 +509,8 @@ def _several(kind: pa.DataType) -> str:
 # -- by a column -----------------------------------------------------------------------------------------------------
 
 
-def told_apart(
-    splits: dict[str, Dataset], data: DataSection, name: str, usual: dict[str, tuple[str, ...]]
-) -> dict[str, Dataset]:
-    """The splits that `data.split_column` tells apart. `usual`: what splits are called. Errors: `RunError`."""
+def by_split_column(splits: dict[str, Dataset], data: DataSection, name: str) -> dict[str, Dataset]:
+    """The splits that `data.split_column` tells apart. Errors: `RunError`."""
     assert data.split_column is not None
     if list(splits) != ["train"]:
         raise RunError(
@@ -523,8 +520,8 @@ def told_apart(
         )
     train, column = splits["train"], data.split_column
     names = getattr(train.features.get(column), "names", None)
-    split_names = {word: split for split, words in usual.items() for word in words}
-    order, others, first = list(usual), Counter[Any](), None
+    split_names = {word: split for split, words in USUAL.items() for word in words}
+    order, others, first = list(USUAL), Counter[Any](), None
     places = [np.empty(0, dtype=np.int8)]  # of each row's split in `order`
     there: list[Any] = []  # values that are known
     for part in values(train, "data.split_column", column, "train", name):

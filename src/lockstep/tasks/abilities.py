@@ -17,13 +17,12 @@ import numpy as np
 from lockstep.config.run import Run
 from lockstep.data import streamed
 from lockstep.data.arrow_cache import Columns, Make, Prepared
+from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.stream import Stream
 from lockstep.tasks.task import Forward, Generate, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from lockstep.data.batch import MicroBatch, Sums
 
 
 class Streams(Task):

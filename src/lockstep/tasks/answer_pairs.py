@@ -18,7 +18,8 @@ from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import conversations, lm_documents, tokenizer, usable_rows
-from lockstep.data.arrow_cache import Columns
+from lockstep.data.arrow_cache import Columns, padded
+from lockstep.data.batch import IGNORED, Sums
 from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.text_task import Encoder, TextData, TextTask, check_template
@@ -26,9 +27,6 @@ from lockstep.tasks.text_task import Encoder, TextData, TextTask, check_template
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
-    from lockstep.data.batch import Sums
-
-_IGNORED = -100  # as in batch.py, which imports torch
 _ROW = "lockstep row"  # a column that says which row of its split is encoded
 
 
@@ -81,7 +79,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     @classmethod
     def usable(cls, rows: Dataset, options: AnswerPairOptions, split: str, name: str, drop: bool) -> Dataset:
         """The rows with something in every column, and two answers that differ. Errors: `RunError`."""
-        usable_rows.present(rows, options.columns, split, name)
+        usable_rows.check_columns(rows, options.columns, split, name)
         if options.conversations:
             for key, column in options.columns.items():
                 rows = conversations.with_roles(rows, column, key, split)
@@ -128,12 +126,16 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
         options = data.options
         shared = {key: getattr(options, key) for key in AnswerPairOptions.model_fields}
-        written = tokenizer.template_of(tok, options.chat_template) if options.conversations else []
+        written: list[Any] = tokenizer.template_of(tok, options.chat_template) if options.conversations else []
+        if options.conversations and rows is not None:  # templates may read these, too
+            columns = [c for c in options.columns.values() if getattr(rows.features[c], "feature", None) is not None]
+            further = {column: keys for column in columns if (keys := conversations.further_keys(rows, column))}
+            written += [further] if further else []
         return [data.run.data.max_length, shared, *written]
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
-        """What makes tokens of rows, and what these are."""
+        """The function that makes tokens of rows, and the columns of these."""
         import datasets
 
         options = cls.options_of(run)
@@ -176,20 +178,15 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
         columns = {split: Columns(file).flat("cut") for split, file in files.items()}
         counts = {split: sum(int(part.sum()) for _, part in column.parts()) for split, column in columns.items()}
-        cut = {split: count for split, count in counts.items() if count}
-        return {"cut_answers": cut, "cut_at": data.run.data.max_length} if cut else {}
+        notes = [
+            f"{count:,} of {len(columns[split]):,} {split} pairs have an answer that is cut at "
+            f"{data.run.data.max_length} tokens (data.max_length)"
+            for split, count in counts.items()
+            if count
+        ]
+        return {"notes": notes} if notes else {}
 
     # -- in every process --------------------------------------------------------------------------------------------
-
-    @property
-    def warnings(self) -> list[str]:
-        cut = self.prepared.facts.get("cut_answers", {})
-        most = self.prepared.facts.get("cut_at")
-        return super().warnings + [
-            f"{count:,} of {len(self.splits[split]):,} {split} pairs have an answer that is cut at {most} tokens "
-            "(data.max_length)"
-            for split, count in cut.items()
-        ]
 
     def answers(self, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, mask and targets of pairs, padded: int64 [2B, T] each, a chosen and a rejected answer by turns; a
@@ -197,13 +194,8 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
         ids, targets, chosen = columns.ragged("input_ids"), columns.ragged("targets"), columns.flat("chosen")[rows]
         both = [(ids.row(int(r)), targets.row(int(r)), int(c)) for r, c in zip(rows, chosen, strict=True)]
         parts = [(i[of], t[of]) for i, t, c in both for of in (slice(None, c), slice(c, None))]
-        longest = max(len(i) for i, _ in parts)
-        shape = (len(parts), longest)
-        tokens, mask = np.full(shape, int(self.tokenizer.pad_token_id)), np.zeros(shape, dtype=np.int64)
-        targets_padded = np.full(shape, _IGNORED)
-        for place, (i, t) in enumerate(parts):
-            tokens[place, : len(i)], mask[place, : len(i)], targets_padded[place, : len(i)] = i, 1, t
-        return tokens, mask, targets_padded
+        tokens, mask = padded([i for i, _ in parts], int(self.tokenizer.pad_token_id))
+        return tokens, mask, padded([t for _, t in parts], IGNORED)[0]
 
     def sides(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
         """Both answers of a pair are padded to the longest of all."""
@@ -257,7 +249,7 @@ def _cut(ids: list[int], first: int, most: int, split: str, row: int) -> tuple[l
             f"data.max_length: the prompt of row {row} of {split} fills all {most} tokens and leaves none for "
             f"an answer; raise data.max_length to {first + 2} or more, or set data.filter",
         )
-    return ids[:most], ([_IGNORED] * first + ids[first:])[:most], len(ids) > most
+    return ids[:most], ([IGNORED] * first + ids[first:])[:most], len(ids) > most
 
 
 def tokens_of(
@@ -284,7 +276,7 @@ def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row:
         [{"role": role, "content": content}] if isinstance(content, str) else list(content or ())
         for role, content in (("user", prompt), ("assistant", answer))
     )
-    messages = [{"role": m["role"], "content": m["content"]} for m in [*before, *after]]
+    messages = [conversations.without_nulls(message) for message in (*before, *after)]
 
     def text(some: Sequence[dict], opened: bool) -> str:
         return tok.apply_chat_template(

@@ -18,6 +18,8 @@ import pyarrow as pa
 from lockstep.config.run import Run, RunError
 from lockstep.data import labels, source, splitting, stream, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Make, Prepared
+from lockstep.data.batch import MicroBatch
+from lockstep.data.builtin import best_accuracy
 from lockstep.data.stream import Stream
 from lockstep.tasks.abilities import Streams
 from lockstep.tasks.label_task import LabelTask
@@ -29,11 +31,9 @@ from lockstep.tasks.text_task import Arrays, Encoder, TextData, TextTask
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
-    from lockstep.data.batch import MicroBatch
-
 
 def objective_of(options: ClassificationOptions) -> type[Objective]:
-    """What is learned."""
+    """The objective that the options ask for."""
     return RegressionObjective if options.regression else SeveralLabels if options.multi_label else OneLabel
 
 
@@ -92,7 +92,7 @@ class Classification(TextTask, Streams, LabelTask):
 
     @classmethod
     def usable(cls, rows: Dataset, options: ClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
-        usable_rows.present(rows, cls.columns(options), split, name)
+        usable_rows.check_columns(rows, cls.columns(options), split, name)
         rows = usable_rows.complete(rows, cls.columns(options), split, name, drop)
         return objective_of(options).readable(usable_rows.texts(rows, options.columns, split, name, drop), options)
 
@@ -140,8 +140,7 @@ class Classification(TextTask, Streams, LabelTask):
             and objective_of(data.options) is OneLabel
         ):
             facts["best_possible"] = {
-                split: {"accuracy": float(np.mean(np.array(d["label"]) == np.array(d["true_label"])))}
-                for split, d in data.splits.items()
+                split: {"accuracy": best_accuracy(rows[:])} for split, rows in data.splits.items()
             }
         return facts
 
@@ -156,13 +155,33 @@ class Classification(TextTask, Streams, LabelTask):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Learned, split: str, name: str) -> tuple[Encoder, Features]:
-        return _encoder(run, cls.options_of(run), labels.codes, folder)
+        """The function that makes tokens and labels of rows, and the columns of these."""
+        import datasets
+
+        options = cls.options_of(run)
+        texts = list(options.columns.values())
+        tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
+        empty = _instead_of_none(tok)
+        numbers = datasets.List(datasets.Value("int32"))
+        features = datasets.Features({"input_ids": numbers, "label": objective_of(options).feature()})
+        pair = len(texts) == 2 and "token_type_ids" in tok("a", "b") and "token_type_ids" in tok.model_input_names
+        if pair:
+            features["token_type_ids"] = numbers
+
+        def encoder(rows: dict[str, list]) -> dict[str, Any]:
+            columns = [rows[column] for column in texts]
+            out = tok(*columns, truncation=True, max_length=run.data.max_length, return_attention_mask=False)
+            ids = [ids or [empty] for ids in out["input_ids"]]
+            types = {"token_type_ids": [t or [0] for t in out["token_type_ids"]]} if pair else {}
+            return {"input_ids": ids, "label": labels.codes.of(rows)} | types
+
+        return encoder, features
 
     @classmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        options = cls.options_of(run)
-        codes = labels.Codes(options.labels["task.label"], facts["labels"], facts["label_values"])
-        make = stream.maker(*_encoder(run, options, codes, folder))
+        column = cls.options_of(run).labels["task.label"]
+        codes = labels.Codes(column, facts["labels"], facts["label_values"])
+        make = stream.maker(*cls.encoder(run, folder, Learned(codes), "train", "the stream"))
 
         def known(rows: Dataset) -> pa.RecordBatch:
             if unknown := set(labels.distinct(rows, codes.column, "train")) - codes.place.keys():
@@ -258,39 +277,6 @@ def _of(rows: Stream, options: ClassificationOptions, others: dict[str, Dataset]
     return Learned(codes, [examples[value] for value in codes.place])
 
 
-# -- encoding --------------------------------------------------------------------------------------------------------
-
-
 def _instead_of_none(tok: Any) -> int:
     """The token that is read where a text has none: a tokenizer without special tokens makes nothing of some."""
     return int(tok.eos_token_id if tok.eos_token_id is not None else tok.pad_token_id)
-
-
-def _encoder(run: Run, options: ClassificationOptions, codes: LabelCodes, folder: str) -> tuple[Encoder, Features]:
-    """What makes tokens and labels of rows, and what these are."""
-    import datasets
-
-    texts = list(options.columns.values())
-    tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
-    empty = _instead_of_none(tok)
-    numbers = datasets.List(datasets.Value("int32"))
-    features = datasets.Features({"input_ids": numbers, "label": objective_of(options).feature()})
-    if pair := len(texts) == 2:
-        probe = tok("a", "b")
-        pair = "token_type_ids" in probe and "token_type_ids" in tok.model_input_names
-    if pair:
-        features["token_type_ids"] = numbers
-
-    def encoder(rows: dict[str, list]) -> dict[str, Any]:
-        out = tok(
-            *(rows[column] for column in texts),
-            truncation=True,
-            max_length=run.data.max_length,
-            return_attention_mask=False,
-        )
-        columns: dict[str, Any] = {"input_ids": [ids or [empty] for ids in out["input_ids"]], "label": codes.of(rows)}
-        if pair:
-            columns["token_type_ids"] = [t or [0] for t in out["token_type_ids"]]
-        return columns
-
-    return encoder, features

@@ -19,17 +19,17 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import splitting, text_pairs
 from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.order import by_chance
 from lockstep.tasks.abilities import GivesPredictions, Predicts
 from lockstep.tasks.models import heads, pooling, retrieval
+from lockstep.tasks.objectives import objective
 from lockstep.tasks.task import Forward, Generate, spread_rows
 from lockstep.tasks.text_task import Arrays, TextData, TextTask
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
-
-    from lockstep.data.batch import MicroBatch, Sums
 
 _AMONG = 64  # texts that the nearest of a sample is looked for in
 _SCORED = 100_000  # scored pairs of a split that correlations are of, at most
@@ -65,6 +65,9 @@ class EmbeddingOptions(Section):
             raise InvalidValue(
                 "LS3020", "score rates pairs of texts, so negative cannot be used with it; remove task.negative"
             )
+        for key, scored in (("similarity_scale", False), ("score_range", True)):
+            if key in self.changed_keys and scored != (self.score is not None):
+                raise InvalidValue("LS3024", f"{key} has no effect with{'out' * scored} score; remove task.{key}")
         if not self.score_range[0] < self.score_range[1]:
             raise InvalidValue("LS3021", "score_range: expected the lowest and the highest score, in this order")
         columns = list(self.columns.values())
@@ -103,7 +106,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     library, loader = "sentence-transformers", "SentenceTransformer"
     pipeline = "sentence-similarity"
     display_keys = ("corpus", "samples")
-    metric_inputs = ("told",)
+    metric_inputs = ("outputs",)
     metric_names = ("triplet_accuracy", "spearman", "pearson", *retrieval.NAMES)
 
     @property
@@ -163,7 +166,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
         rows, options, texts = data.splits[split], data.options, list(data.options.columns.values())
         numbers = retrieval.numbered([splitting.hashes(rows, [column]) for column in texts])
-        text_pairs.told_apart(rows, options.columns, numbers, split, data.name)
+        text_pairs.refuse_own_negatives(rows, options.columns, numbers, split, data.name)
         score, most = (options.score, options.score_range), data.run.data.max_length
         return text_pairs.encoded(rows, texts, np.stack(numbers, 1), *score, tok, most, key), []
 
@@ -208,8 +211,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """All texts of the rows: first the anchors [B], then the positives, then the negatives. The target of an anchor
         is its score, or the number of its text; other texts have numbers below `IGNORED`, which are no targets."""
-        texts = text_pairs.laid(columns, rows, int(self.tokenizer.pad_token_id))
-        return {"input_ids": texts.ids, "attention_mask": texts.mask}, texts.targets
+        return text_pairs.inputs_of(columns, rows, int(self.tokenizer.pad_token_id))
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return len(rows)
@@ -285,7 +287,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         results = {"there": spread(torch.ones_like(ours))}
         parts = vectors[: count * self.texts].view(self.texts, count, -1)
         gathered = (anchors * others).sum(1) if self.options.score is not None else parts.transpose(0, 1)
-        results |= {"told": gathered} if self.per_example_outputs else {}  # float32 [B], or [B, texts, H]
+        results |= {"outputs": gathered} if self.per_example_outputs else {}  # float32 [B], or [B, texts, H]
         if self.options.score is not None:
             results |= {"cosines": spread((anchors * others).sum(1)), "scores": spread(ours.double() / text_pairs.ONE)}
         else:
@@ -296,7 +298,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The cosine of each pair and its score, float64 [N], from 0 to 1; or all vectors, float64 [N, texts, H], with
         a number for each text, int64 [N, texts], the same for the same text."""
-        answers = sums["told"].double().numpy()
+        answers = sums["outputs"].double().numpy()
         return answers, text_pairs.true_of(columns, rows)
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
@@ -313,9 +315,8 @@ class Embedding(TextTask, Predicts, GivesPredictions):
             scores["triplet_accuracy"] = float(sums["nearer"]) / count / (self.texts - 2)
         gathered = _gathered(sums)
         if "cosines" in gathered:
-            one, other = gathered["cosines"], gathered["scores"]
-            scores["spearman"] = retrieval.correlation(retrieval.placed(one), retrieval.placed(other))
-            scores["pearson"] = retrieval.correlation(one, other)
+            both = gathered["cosines"], gathered["scores"]
+            scores |= {"spearman": objective.spearman(*both), "pearson": objective.pearson(*both)}
         elif "anchors" in gathered:
             scores |= retrieval.scores_of(gathered)
         return scores
@@ -388,12 +389,12 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
 
 def resolved_pooling(run: Run) -> str:
-    """What is asked for, else what the model's own files say, else the mean. Errors: `RunError`."""
+    """The pooling of the run file, else that of the model's own files, else the mean. Errors: `RunError`."""
     return Embedding.options_of(run).pooling or pooling.of_source(run) or "mean"
 
 
 def _gathered(sums: Sums) -> dict[str, np.ndarray]:
-    """What was put into places, of the places that were used."""
+    """The values of the places that were used."""
     if "there" not in sums:
         return {}
     used = sums["there"].numpy() > 0

@@ -22,6 +22,7 @@ from pydantic import Field
 from lockstep.config.run import Run, RunError
 from lockstep.data import arrow_cache, labels, row_files, source, splitting, usable_rows
 from lockstep.data.arrow_cache import VERSION, Columns, Prepared, content, digest
+from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.cache import cached, folder_of
 from lockstep.data.hub import explained, model_folder
 from lockstep.data.stream import names_of
@@ -34,8 +35,6 @@ from lockstep.tasks.task import refuse_lone_examples
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
-
-    from lockstep.data.batch import MicroBatch
 
 _AS_IT_IS = {"do_resize": False, "do_center_crop": False}  # for images that have their size already
 _UNUSED = ("max_length", "group_by_length", "stream_window")  # keys of `data`
@@ -86,8 +85,7 @@ class ImageClassification(LabelTask):
     @classmethod
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
         why = "it is about texts, and the task image_classification reads images; leave it out"
-        keys_set = run.data.model_fields_set
-        keys = {f"data.{key}" for key in _UNUSED if key in keys_set and getattr(run.data, key) != _default(run, key)}
+        keys = {f"data.{key}" for key in _UNUSED if key in run.data.changed_keys}
         if run.tokenizer.source is not None or run.tokenizer.train is not None:
             keys.add("tokenizer")
         return dict.fromkeys(sorted(keys), why)
@@ -154,8 +152,6 @@ class ImageClassification(LabelTask):
         Of no rows two images, which batch normalisation needs."""
         import torch
 
-        from lockstep.data.batch import IGNORED, MicroBatch
-
         blank = len(rows) == 0
         rows = np.zeros(2, dtype=np.int64) if blank else rows
         ragged, shape = columns.ragged("pixels"), tuple(self.prepared.facts["shape"])
@@ -207,7 +203,7 @@ class ImageClassification(LabelTask):
         model, processor = models.exported_model(cls.head, folder, run), load_processor(str(folder))
         names = [model.config.id2label[code] for code in range(model.config.num_labels)]
         options = cls.options_of(run)
-        objective = OneLabel(options.model_copy(update={"class_weights": None}), names, [], 0)
+        objective = OneLabel(options, names, [], 0)
         threshold = cls.threshold_of(objective, folder)
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
@@ -223,10 +219,6 @@ class ImageClassification(LabelTask):
         return f"{OneLabel.format_answer(answer)}  {row[0]}"
 
 
-def _default(run: Run, key: str) -> Any:
-    return type(run.data).model_fields[key].get_default(call_default_factory=True)
-
-
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
@@ -236,11 +228,12 @@ def _whole(rows: Dataset, options: ImageClassificationOptions, split: str, name:
     from datasets.table import embed_table_storage
 
     columns = {"task.image": options.image} | options.labels
-    usable_rows.present(rows, columns, split, name)
+    usable_rows.check_columns(rows, columns, split, name)
     feature: Any = rows.features[options.image]
     fields = feature.keys() if isinstance(feature, dict) else ()
     if isinstance(feature, datasets.Image) or {*fields} == {"bytes", "path"}:
-        rows = rows.select_columns([*dict.fromkeys([options.image, options.label, *_source_of(rows)])])
+        read = {options.image, options.label, source.SOURCE}
+        rows = rows.select_columns([column for column in rows.column_names if column in read])
         rows = rows.cast_column(options.image, datasets.Image(decode=False))
         pairs = rows.with_format("arrow").map(embed_table_storage, batched=True, batch_size=100, keep_in_memory=True)
         files = pa.chunked_array(
@@ -261,10 +254,6 @@ def _whole(rows: Dataset, options: ImageClassificationOptions, split: str, name:
     return labels.readable(rows, options.label)
 
 
-def _source_of(rows: Dataset) -> list[str]:
-    return [source.SOURCE] if source.SOURCE in rows.column_names else []
-
-
 def _read(path: str) -> bytes:
     """Errors: `RunError`."""
     try:
@@ -279,10 +268,17 @@ def _opened(file: bytes, where: str) -> Any:
 
     try:
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
-        return image.convert("RGB")
+        converted = image.convert("RGB")
     except Exception as error:  # Pillow's readers raise errors of many kinds for files that are none
         reason = " ".join(str(error).split()).partition(" <")[0]
         raise RunError("LS3034", f"task.image: {where} is not an image that Pillow can read ({reason})") from error
+    if image.mode[0] in "IF" and not np.array_equal(np.asarray(image), np.asarray(converted)[..., 0]):
+        raise RunError(
+            "LS3044",
+            f"task.image: {where} has numbers that do not fit into 8 bits (mode {image.mode} of Pillow, which would "
+            "clip them); scale its numbers to 0..255",
+        )
+    return converted
 
 
 # -- the image processor ---------------------------------------------------------------------------------------------

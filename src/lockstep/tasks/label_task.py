@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.data.arrow_cache import Columns
+from lockstep.data.batch import MicroBatch, Sums
 from lockstep.tasks.abilities import Calibrates, GivesPredictions, Predicts
 from lockstep.tasks.objectives.objective import Objective
 from lockstep.tasks.objectives.objectives import MOST_CLASSES, OneLabel
@@ -22,8 +23,6 @@ from lockstep.tasks.task import Forward, Generate
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from lockstep.data.batch import MicroBatch, Sums
 
 THRESHOLD = "decision_threshold"  # what an export's config calls it
 

@@ -22,6 +22,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import arrow_cache, conversations, lm_documents, source, splitting, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Make, digest, examples_in
+from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.cache import discard
 from lockstep.tasks.abilities import Generates
 from lockstep.tasks.models import heads
@@ -32,7 +33,6 @@ from lockstep.tasks.text_task import Arrays, TextData, check_template, in_batche
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.inference import Decoding
 
 
@@ -113,13 +113,13 @@ class LanguageModelingOptions(Section):
 
     @property
     def writing(self) -> conversations.Writing:
-        """How conversations are written."""
+        """How conversations become texts."""
         assert self.messages is not None
         each = self.turns == "per_turn"
         return conversations.Writing(self.messages, self.chat_template, self.template_arguments, self.tools, each)
 
     def values(self, dataset: Dataset) -> dict[str, Any]:
-        """What of these keys decides the tokens of a split."""
+        """Those of these keys that decide the tokens of a split."""
         always = ("text", "prompt", "response", "messages", "chat_template", "block_size")
         options = {k: v for k, v in self.model_dump().items() if k in always}
         options |= {} if self.attend_across_documents else {"cross_documents": False}
@@ -168,9 +168,9 @@ class LanguageModeling(PerToken, Generates):
     @classmethod
     def usable(cls, rows: Dataset, options: LanguageModelingOptions, split: str, name: str, drop: bool) -> Dataset:
         if options.messages is None:
-            return usable_rows.texts(rows, options.columns, split, name, drop)
-        usable_rows.present(rows, options.writing.columns, split, name)
-        return conversations.whole(rows, options.messages, split, name, drop)
+            return super().usable(rows, options, split, name, drop)
+        usable_rows.check_columns(rows, options.writing.columns, split, name)
+        return conversations.usable(rows, options.messages, split, name, drop)
 
     @classmethod
     def compared(cls, options: LanguageModelingOptions) -> tuple[list[str], list[str]]:
@@ -207,7 +207,8 @@ class LanguageModeling(PerToken, Generates):
     @classmethod
     def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
         full_key = digest(f"with openings{' and what was cut' * data.options.cut}", key)
-        file, counts = source.each_alone(data.splits[split], full_key, partial(_encode, tok=tok, options=data.options))
+        encode = partial(_encode, tok=tok, options=data.options)
+        file, counts = source.encode_by_source(data.splits[split], full_key, encode)
         if examples_in(file) == 0:
             discard(Path(file))
             raise RunError(
@@ -226,7 +227,12 @@ class LanguageModeling(PerToken, Generates):
         ends = {split: _cut(rows, files[split], data.options) for split, rows in data.splits.items()}
         ends = {split: left for split, left in ends.items() if left}
         texts = {split: len(rows) for split, rows in data.splits.items()}
-        return {"texts": texts} | ({"cut_texts": ends} if ends else {})
+        facts: dict[str, Any] = {"texts": texts} | ({"cut_texts": ends} if ends else {})
+        length, size = data.run.data.max_length, data.options.block_size
+        if "max_length" in data.run.data.changed_keys and length != size:
+            note = f"data.max_length: {length} has no effect; task.block_size ({size}) says where texts are cut"
+            facts["notes"] = [note]
+        return facts
 
     @classmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
@@ -243,11 +249,11 @@ class LanguageModeling(PerToken, Generates):
 
     metric_names = ("accuracy", "perplexity", "bits_per_byte", "byte_perplexity", "word_perplexity")
 
-    @property
-    def config_entries(self) -> dict[str, Any]:
+    @classmethod
+    def checked_entries(cls, run: Run) -> dict[str, Any]:
         from lockstep.tasks.models import model_configs
 
-        return model_configs.causal_entries(self.run)
+        return model_configs.causal_entries(run)
 
     @property
     def chat_template(self) -> str | None:
@@ -276,7 +282,7 @@ class LanguageModeling(PerToken, Generates):
         text, with their bytes and words. Missing where the tokenizer has neither token, and for a stream."""
         import torch
 
-        begin = lm_documents.before(self.tokenizer)
+        begin = lm_documents.start_of(self.tokenizer)
         if begin is None or not isinstance(columns, Columns) or "openings" not in columns.names:
             return {}
         openings = columns.ragged("openings")
@@ -309,7 +315,7 @@ class LanguageModeling(PerToken, Generates):
         return metrics
 
     def samples(self, generate: Generate, forward: Forward) -> list[dict[str, str]]:
-        import torch
+        from lockstep.tasks.models import inference
 
         columns = self.splits["validation"]
         options = self.options
@@ -323,13 +329,9 @@ class LanguageModeling(PerToken, Generates):
         else:
             rows = np.linspace(0, len(columns) - 1, options.samples).astype(int)
             starts = [self._beginning(columns, int(row)) for row in rows]
-        width = max(len(start) for start in starts)
-        pad = int(self.tokenizer.pad_token_id)
-        ids = torch.tensor([[*start, *[pad] * (width - len(start))] for start in starts])
-        mask = torch.tensor([[1] * len(start) + [0] * (width - len(start)) for start in starts])
-        room = max(1, options.block_size - width)  # a model may have no positions for more
-        how = self._decoding(min(options.sample_tokens, room))
-        tokens = generate({"input_ids": ids, "attention_mask": mask}, how).tolist()
+        inputs = inference.padded([{"input_ids": s} for s in starts], {"input_ids": int(self.tokenizer.pad_token_id)})
+        room = max(1, options.block_size - inputs["input_ids"].shape[1])  # a model may have no positions for more
+        tokens = generate(inputs, self._decoding(min(options.sample_tokens, room))).tolist()
         texts = [
             [self.tokenizer.decode(part, skip_special_tokens=True) for part in both]
             for both in zip(starts, tokens, strict=True)
@@ -347,7 +349,7 @@ class LanguageModeling(PerToken, Generates):
         return tokenizer.written_by(super().usage, self.options.messages is not None, most)
 
     def _beginning(self, columns: Columns, row: int) -> list[int]:
-        """What comes before an example's first target, or its first quarter."""
+        """The tokens before an example's first target, or its first quarter."""
         ids = columns.ragged("input_ids").row(row).tolist()
         first = int(np.argmax(columns.ragged("targets").row(row) >= 0)) + 1
         return ids[: first if first > 1 else max(1, min(len(ids), self.options.block_size) // 4)]

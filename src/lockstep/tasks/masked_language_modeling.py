@@ -17,8 +17,9 @@ from pydantic import Field
 
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
-from lockstep.data import arrow_cache, lm_documents, masking, source, splitting, tokenizer, usable_rows
+from lockstep.data import arrow_cache, lm_documents, masking, source, splitting, tokenizer
 from lockstep.data.arrow_cache import Columns, Make, Prepared, examples_in
+from lockstep.data.batch import TARGETS, MicroBatch, Sums
 from lockstep.data.cache import discard
 from lockstep.tasks.models import heads
 from lockstep.tasks.per_token import LossChunk, PerToken
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
     from torch import Tensor
-
-    from lockstep.data.batch import MicroBatch, Sums
 
 _BEST = 5  # tokens that `predict` gives for a mask
 
@@ -78,12 +77,6 @@ class MaskedLanguageModeling(PerToken):
         return options.document
 
     @classmethod
-    def usable(
-        cls, rows: Dataset, options: MaskedLanguageModelingOptions, split: str, name: str, drop: bool
-    ) -> Dataset:
-        return usable_rows.texts(rows, options.columns, split, name, drop)
-
-    @classmethod
     def cut_of(cls, data: TextData) -> splitting.Cut:
         return partial(lm_documents.cut, column=data.options.text)
 
@@ -105,7 +98,7 @@ class MaskedLanguageModeling(PerToken):
     def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
         column, packed = data.options.text, data.options.packing
         encode = partial(_encode, tok=tok, column=column, size=data.run.data.max_length, packed=packed)
-        file, counts = source.each_alone(data.splits[split], key, encode)
+        file, counts = source.encode_by_source(data.splits[split], key, encode)
         if examples_in(file) == 0:
             discard(Path(file))
             raise RunError(
@@ -173,8 +166,6 @@ class MaskedLanguageModeling(PerToken):
         self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
     ) -> list[dict[str, str]]:
         import torch
-
-        from lockstep.data.batch import TARGETS
 
         logits = forward({name: values for name, values in batch.inputs.items() if name != TARGETS}).cpu()
         hidden, ids = batch.targets >= 0, batch.inputs["input_ids"]

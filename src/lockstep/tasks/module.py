@@ -1,8 +1,8 @@
 """A model, data and a loss of the user's own: three names of functions, and no class to write.
 
 In: `task: {name: module, model: my_file.build, data: my_file.data, loss: my_file.loss}`. Out: losses and metrics as
-sums over examples, and an export that `lockstep.load` reads. What the functions give is found out in
-`modules/probe.py`.
+sums over examples, and an export that `lockstep.load` reads. `modules/loss_probe.py` finds out whether losses and
+metrics are sums or means.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pydantic import Field
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.data.arrow_cache import Columns, Prepared, digest
+from lockstep.data.batch import MicroBatch, Sums
 from lockstep.tasks.task import Forward, Generate, Task, refuse_lone_examples, spread_rows
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.modules.dataset import Bundle
 
 SEALED = 64  # items of each split that its hash looks at
@@ -73,15 +73,10 @@ class Module(Task):
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
         """Keys that describe models of transformers and tables of texts."""
         reasons = {"model": "task.model makes the model", "tokenizer": "task.data makes the items"}
-        unsupported = {
-            key: f"of no use with task module, where {why}" for key, why in reasons.items() if key in _set(run)
-        }
-        return unsupported | {
+        of_use = {"workers", "limit", "validation_fraction", "group_by_length"}
+        return {key: f"of no use with task module, where {why}" for key, why in reasons.items() if key in _set(run)} | {
             f"data.{key}": "of no use with task module, where task.data makes the data sets"
-            for key in sorted(
-                run.data.model_fields_set - {"workers", "limit", "validation_fraction", "group_by_length"}
-            )
-            if getattr(run.data, key) != type(run.data).model_fields[key].get_default(call_default_factory=True)
+            for key in sorted({*run.data.changed_keys} - of_use)
         }
 
     @classmethod

@@ -1,20 +1,11 @@
-"""What functions of `metrics` in the run file are given of a split, where it is no plain array of numbers.
+"""Metrics of the user's own, functions that the run file's `metrics` names, and the curves of a report.
 
-In: tokens of a batch, texts and lists of examples. Out: rows that are as wide in every batch, so that they can be
-gathered; arrays of objects. Nothing here imports torch at the top.
-
-What a report shows of a split beside its metrics: scores by the size of what was to be found, and numbers in order.
-
-In: sizes, such as words, with scores. Out: sums in bins, as many for every batch, that ranks add up; points of curves.
-
-Metrics of the user's own: functions that the run file's `metrics` names, of all predictions and labels of a split.
-
-In: dotted names, and what a task has gathered. Out: numbers by name, or a `RunError` that names the function. Each is
-tried on made-up predictions before any process starts. Imports no torch at the top.
+In: dotted names, and the predictions and labels of a split that a task has gathered. Out: numbers by name, or a
+`RunError` that names the function. Each is tried on made-up predictions before any process starts.
 
 A function is `def score(predictions: numpy.ndarray, labels: numpy.ndarray) -> float | dict[str, float]`. The rows of
 both are the examples of the split in its order, each once, whatever the number of processes. What it returns is logged
-under its own name, or under those of the mapping.
+under its own name, or under those of the mapping. Imports no torch at the top.
 """
 
 from __future__ import annotations
@@ -40,6 +31,8 @@ if TYPE_CHECKING:
     from lockstep.data.arrow_cache import Columns
 
 
+# -- rows that can be gathered: as wide in every batch ---------------------------------------------------------------
+
 NOTHING = -1  # stands where a row has no token
 
 
@@ -62,6 +55,8 @@ def listed(values: Sequence[Any]) -> np.ndarray:
         array[place] = value
     return array
 
+
+# -- curves of a report: scores by size, as sums in bins that ranks add up, and numbers in order ---------------------
 
 # The least size of each bin.
 BINS = np.array([0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 46, 64, 91, 128, 182, 256, 363, 512, 725, 1024, 2048, 4096])
@@ -99,6 +94,8 @@ def in_order(title: str, of: str, values: np.ndarray) -> dict[str, Any]:
     line = [[float(share), float(value)] for share, value in zip(shares, np.quantile(values, shares), strict=True)]
     return {"plots": [{"title": title, "x": "share that is below", "lines": {of: line}}]}
 
+
+# -- functions of the user's -----------------------------------------------------------------------------------------
 
 Metric = Callable[[np.ndarray, np.ndarray], float | Mapping[str, float]]
 

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.task import Forward
@@ -21,8 +22,6 @@ from lockstep.tasks.text_task import Arrays, TextTask
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from lockstep.data.batch import MicroBatch, Sums
 
 
 LossChunk = Annotated[
@@ -92,8 +91,6 @@ class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
     metric_names: tuple[str, ...] = ("accuracy", "perplexity")
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
-        from lockstep.data.batch import IGNORED
-
         return self.padded_texts(columns, rows), columns.ragged("targets").padded(rows, IGNORED)[0]  # [B, T]
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
@@ -144,7 +141,7 @@ def of_examples(each: Tensor | None) -> Tensor | None:
 
 
 def summed_losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Their sum."""
+    """The sum of `losses`."""
     from torch.nn.functional import cross_entropy
 
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=smoothing)

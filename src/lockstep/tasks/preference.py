@@ -19,6 +19,7 @@ from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run
 from lockstep.data import tokenizer
 from lockstep.data.arrow_cache import Columns
+from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.tasks.abilities import UsesReference
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs
 from lockstep.tasks.models import heads
@@ -27,8 +28,6 @@ from lockstep.tasks.text_task import Arrays, TextData
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from lockstep.data.batch import MicroBatch, Sums
 
 
 class PreferenceOptions(AnswerPairOptions):
@@ -54,6 +53,8 @@ class PreferenceOptions(AnswerPairOptions):
     def _fit(self) -> PreferenceOptions:
         if self.label_smoothing and self.loss != "dpo":
             raise InvalidValue("LS3330", f"label_smoothing applies to the loss dpo, not to {self.loss}; remove it")
+        if "gamma" in self.changed_keys and self.loss != "simpo":
+            raise InvalidValue("LS3332", f"gamma applies to the loss simpo, not to {self.loss}; remove it")
         if self.reference_batch_size and self.loss == "simpo":
             raise InvalidValue(
                 "LS3331", "reference_batch_size applies to a reference model, and simpo uses none; remove it"
@@ -104,10 +105,6 @@ class Preference(AnswerPairs, UsesReference):
         return model_configs.causal_entries(run)
 
     @property
-    def config_entries(self) -> dict[str, Any]:
-        return self.checked_entries(self.run)
-
-    @property
     def usage(self) -> str:
         most = max(1, min(self.options.sample_tokens, self.run.data.max_length // 2))
         return tokenizer.written_by(super().usage, self.options.conversations, most)
@@ -127,8 +124,6 @@ class Preference(AnswerPairs, UsesReference):
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """Inputs [2B, T]. Targets [2B, T + 1]: at each place the token that follows, if it is of an answer; in the last
         column what the model said before training, the bits of a float64."""
-        from lockstep.data.batch import IGNORED
-
         ids, mask, answer_targets = self.answers(columns, rows)
         before = self.reference_for(columns, rows)  # [B, 2], or nothing
         last = np.zeros(len(ids)) if before is None else before.reshape(-1)

@@ -18,6 +18,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import qa_features, tokenizer
 from lockstep.data.arrow_cache import Columns
+from lockstep.data.batch import MicroBatch, Sums
 from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.models import heads
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
     from torch import Tensor, nn
 
-    from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.qa_spans import Span
 
 _SHARP = 2.0**20  # sums are rounded to its inverse: scores are kept to 2^-40
@@ -260,13 +260,7 @@ def _texts(spans: Sequence[Span], columns: Columns, rows: np.ndarray) -> list[st
 
 def _inputs(windows: Sequence[qa_features.TokenWindow], pad: int) -> dict[str, Tensor]:
     """Windows as a model reads them, padded on the right: [R, T] each."""
-    import torch
+    from lockstep.tasks.models import inference
 
-    width = max(len(window.ids) for window in windows)
-    lists = {
-        "input_ids": [window.ids + [pad] * (width - len(window.ids)) for window in windows],
-        "attention_mask": [[1] * len(window.ids) + [0] * (width - len(window.ids)) for window in windows],
-    }
-    if windows[0].types:
-        lists["token_type_ids"] = [window.types + [0] * (width - len(window.types)) for window in windows]
-    return {name: torch.tensor(rows) for name, rows in lists.items()}
+    encoded = [{"input_ids": w.ids} | ({"token_type_ids": w.types} if w.types else {}) for w in windows]
+    return inference.padded(encoded, {"input_ids": pad, "token_type_ids": 0})

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from lockstep.config.run import Run
 from lockstep.data.arrow_cache import Columns
+from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs, tokens_of
 from lockstep.tasks.models import heads
 from lockstep.tasks.task import Forward
@@ -22,8 +23,6 @@ from lockstep.tasks.text_task import Arrays
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from lockstep.data.batch import MicroBatch, Sums
 
 _LABELS = ["reward"]
 
@@ -55,8 +54,6 @@ class Reward(AnswerPairs):
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """Inputs [2B, T]; targets [2B], 1 of a chosen answer and IGNORED of a rejected one."""
-        from lockstep.data.batch import IGNORED
-
         ids, mask, _ = self.answers(columns, rows)
         return {"input_ids": ids, "attention_mask": mask}, np.array([1, IGNORED] * len(rows))
 

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from pydantic import Field
 
+from lockstep.data.batch import Sums
 from lockstep.tasks.translation import Translation, WritingOptions
-
-if TYPE_CHECKING:
-    from lockstep.data.batch import Sums
-
 
 NAMES = ("rouge1", "rouge2", "rougeL")
 _SHARP = 2.0**20  # sums are rounded to its inverse: these are kept to 2^-40
@@ -49,7 +46,7 @@ class Rouge:
 
 
 def words(text: str) -> list[str]:
-    """What is compared of a text."""
+    """The words of a text that are compared."""
     return re.findall("[a-z0-9]+", text.lower())
 
 

@@ -20,11 +20,11 @@ from pydantic import BaseModel
 from lockstep.config.run import Run, RunError
 from lockstep.data import order
 from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.batch import MicroBatch, Sums
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.inference import Decoding
 
 Forward = Callable[[Mapping[str, "Tensor"]], "Tensor"]  # inputs of the model -> its logits. Collective

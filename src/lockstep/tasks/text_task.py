@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import lm_documents, source, splitting, stream, tokenizer
+from lockstep.data import lm_documents, source, splitting, stream, tokenizer, usable_rows
 from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode
+from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
 from lockstep.data.stream import Stream
 from lockstep.data.usable_rows import TokenCounts
 from lockstep.tasks.task import Task
@@ -23,8 +24,6 @@ from lockstep.tasks.task import Task
 if TYPE_CHECKING:
     from datasets import Dataset, Features
     from torch import Tensor, nn
-
-    from lockstep.data.batch import MicroBatch
 
 _UNIGRAM = (
     "tokenizer.train: unigram is not trained alike twice (ties are broken at random): with another cache, or on "
@@ -79,8 +78,9 @@ class TextTask(Task):
 
     @classmethod
     def usable(cls, rows: Dataset, options: Any, split: str, name: str, drop: bool) -> Dataset:
-        """The rows that examples can be made of; with `drop` others are left out, else refused. Errors: `RunError`."""
-        raise NotImplementedError
+        """The rows that examples can be made of, by default those with a text in each column; with `drop` others are
+        left out, else refused. Errors: `RunError`."""
+        return usable_rows.texts(rows, options.columns, split, name, drop)
 
     @classmethod
     def usable_splits(cls, read: source.Source, run: Run, options: Any) -> dict[str, Dataset]:
@@ -95,12 +95,12 @@ class TextTask(Task):
 
     @classmethod
     def read_labels(cls, data: TextData) -> Any:
-        """What the labels of the splits are; None: there are none. Errors: `RunError`."""
+        """The labels of the splits; None: there are none. Errors: `RunError`."""
         return None
 
     @classmethod
     def cut_of(cls, data: TextData) -> splitting.Cut:
-        """How a share is cut off train."""
+        """The function that cuts a share off train."""
         return lm_documents.cut
 
     @classmethod
@@ -162,17 +162,17 @@ class TextTask(Task):
 
     @classmethod
     def checked_entries(cls, run: Run) -> dict[str, Any]:
-        """Entries of the model's config that decide whether it can be built."""
+        """Entries of the model's config that the task sets whatever its data are."""
         return {}
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
-        """What else than rows and tokenizer decides the examples of a split; of a stream `rows` is None."""
+        """The parts of the key of the examples of a split, besides rows and tokenizer; of a stream `rows` is None."""
         return [data.run.data.max_length]
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
-        """What makes examples of some rows with the tokenizer in `folder`, and the columns of these."""
+        """The function that makes examples of rows with the tokenizer in `folder`, and the columns of these."""
         raise NotImplementedError
 
     @classmethod
@@ -190,7 +190,7 @@ class TextTask(Task):
 
     @classmethod
     def content_name(cls, file: str, key: str, counts: list[int]) -> str:
-        """What stands for the content of a split in the key of what was prepared."""
+        """The name of the content of a split, for the key of the prepared data."""
         return Path(file).name
 
     @classmethod
@@ -200,7 +200,7 @@ class TextTask(Task):
 
     @classmethod
     def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
-        """What training and those who read about the run need to know of the data."""
+        """Facts about the data for training and for those who read about the run."""
         return {}
 
     # -- before any process --------------------------------------------------------------------------------------------
@@ -236,9 +236,9 @@ class TextTask(Task):
             key = digest(*cls.cache_name, VERSION, folder.name, *cls.key_parts(data, tok, None))
             index = rows.index(cls.example_maker(run, str(folder), facts), key)
             files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
-            names.append(("train", stream.about(index)["content"]))
+            names.append(("train", stream.read_index(index)["content"]))
             if "texts" in facts:  # rows of each split, where they are no examples
-                facts["texts"]["train"] = stream.about(index)["rows"]
+                facts["texts"]["train"] = stream.read_index(index)["rows"]
         called = cls.label_names(data)
         return Prepared(digest(sorted(names), *[called] * (called is not None)), files, str(folder), facts | left_out)
 
@@ -285,7 +285,7 @@ class TextTask(Task):
     @property
     def config_entries(self) -> dict[str, Any]:
         """Entries of the model's config that the task sets."""
-        return {}
+        return self.checked_entries(self.run)
 
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models
@@ -311,14 +311,12 @@ class TextTask(Task):
         """The micro-batch that `tensors` makes of rows; of none that of the first row, whose targets are ignored."""
         import torch
 
-        from lockstep.data.batch import IGNORED, MicroBatch
-        from lockstep.tasks.models.chunked_loss import with_targets
-
         inputs, labels = tensors(columns, rows if len(rows) else np.zeros(1, dtype=np.int64))
         targets = torch.as_tensor(labels)
         targets = targets if len(rows) else torch.full_like(targets, IGNORED)
         inputs = {name: torch.as_tensor(values) for name, values in inputs.items()}
-        return MicroBatch(index, with_targets(inputs, targets, self.loss_chunk), targets)
+        own_loss = {} if self.loss_chunk is None else {TARGETS: targets}
+        return MicroBatch(index, inputs | own_loss, targets)
 
     def decoded(self, ids: Tensor) -> list[str]:
         """Texts of tokens [B, T], without special ones."""

@@ -23,6 +23,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import labels, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.tasks.models import heads
 from lockstep.tasks.own_metrics import listed
 from lockstep.tasks.per_token import PerToken
@@ -32,8 +33,6 @@ from lockstep.tasks.text_task import Encoder, TextData, in_batches
 if TYPE_CHECKING:
     from datasets import Dataset, Features
     from torch import Tensor
-
-    from lockstep.data.batch import MicroBatch, Sums
 
 
 _READ = {"B": "B", "I": "I", "M": "I", "E": "E", "L": "E", "S": "S", "U": "S", "W": "S"}  # in words of IOBES
@@ -96,9 +95,6 @@ def entities(row: Sequence[tuple[str, str]]) -> set[tuple[int, int, str]]:
     return spans
 
 
-_SKIPPED = -100  # the tag of a word's further tokens; IGNORED in batch.py, which imports torch
-
-
 class TokenClassificationOptions(Section):
     """The task's own keys in the run file."""
 
@@ -141,7 +137,7 @@ class TokenClassification(PerToken):
         import datasets
 
         columns = options.columns
-        usable_rows.present(rows, columns, split, name)
+        usable_rows.check_columns(rows, columns, split, name)
         names = getattr(getattr(rows.features[options.tags], "feature", None), "names", None)
         faults = []  # whether there is a word at all; which rows lack words, and which tags
         for first, part in usable_rows.lists(rows, options.words, options.tags):
@@ -169,10 +165,7 @@ class TokenClassification(PerToken):
             return {"words": words, "tags": tags}
 
         texts = datasets.List(datasets.Value("string"))
-        source_feature = {c: whole.features[c] for c in whole.column_names if c == source.SOURCE}
-        features = datasets.Features({"words": texts, "tags": texts} | source_feature)
-        others = [c for c in whole.column_names if c not in source_feature]
-        return whole.map(converted, batched=True, remove_columns=others, features=features)
+        return source.map_rows(whole, converted, {"words": texts, "tags": texts})
 
     @classmethod
     def compared(cls, options: TokenClassificationOptions) -> tuple[list[str], list[str]]:
@@ -233,7 +226,7 @@ class TokenClassification(PerToken):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: list[str], split: str, name: str) -> tuple[Encoder, Features]:
-        """What makes tokens and tags of rows, and what these are."""
+        """The function that makes tokens and tags of rows, and the columns of these."""
         import datasets
 
         tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
@@ -251,11 +244,11 @@ class TokenClassification(PerToken):
             tokens = tok(rows["words"], is_split_into_words=True, truncation=True, max_length=run.data.max_length)
             targets = []
             for row, tags in enumerate(rows["tags"]):
-                line = [_SKIPPED] * len(tokens["input_ids"][row])
+                line = [IGNORED] * len(tokens["input_ids"][row])
                 for word, place in first_tokens(tokens.word_ids(row)).items():
                     line[place] = place_of[tags[word]]
                 targets.append(line)
-            counts = [sum(tag != _SKIPPED for tag in line) for line in targets]
+            counts = [sum(tag != IGNORED for tag in line) for line in targets]
             return {"input_ids": tokens["input_ids"], "targets": targets, "count": counts}
 
         return encoder, features

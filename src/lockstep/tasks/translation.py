@@ -22,6 +22,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import lm_documents, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.data.stream import Stream
 from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import Generates, GivesPredictions, Predicts, Streams
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
     from torch import Tensor
 
-    from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.inference import Decoding
 
 
@@ -188,7 +188,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def overlap_of(cls, options: Any) -> Any:
-        """What scores the texts that are written, by `sums` and `scores`; None: nothing does. Errors: `RunError`."""
+        """The scores of written texts, with methods `sums` and `scores`; None: none. Errors: `RunError`."""
         if options.bleu:
             check(options.bleu_tokenizer)
         return Overlap(options.bleu_tokenizer) if options.bleu else None
@@ -246,7 +246,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
-        """What makes tokens of pairs, and what these are."""
+        """The function that makes tokens of pairs, and the columns of these."""
         import datasets
 
         options = cls.options_of(run)
@@ -259,8 +259,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
         def closed(rows: list[list[int]], known: Any) -> list[list[int]]:
             """A target without any token could not be learned: it has its end token at least."""
-            end = lm_documents.end_of(known)
-            return [row or [end if end is not None else known.pad_token_id] for row in rows]
+            return [row or [lm_documents.end_or_padding(known)] for row in rows]
 
         def encoder(rows: dict[str, list]) -> dict[str, list]:
             source_ids = sources([options.prefix + text for text in rows["source"]], **limit)["input_ids"]
@@ -289,8 +288,6 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """Teacher forcing: the decoder reads its start token and then the targets, one behind."""
-        from lockstep.data.batch import IGNORED
-
         target_ids, real = columns.ragged("target_ids").padded(rows, int(self.target_tokenizer.pad_token_id))  # [B, T]
         read = np.roll(target_ids, 1, axis=1)
         read[:, 0] = self.entries["decoder_start_token_id"]
@@ -316,7 +313,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return gathered | sums
 
     def _overlaps(self, written: list[str], references: list[str]) -> dict[str, np.ndarray]:
-        """What the scores of texts are made of, in bins by the words of the references: [bins, ...] each."""
+        """The sums that scores of texts are made of, in bins by the words of the references: [bins, ...] each."""
         words = [len(text.split()) for text in references]
         place = own_metrics.bin_of(words)
         of_bins = [
@@ -423,7 +420,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
 
 def _source_inputs(batch: MicroBatch) -> dict[str, Tensor]:
-    """What is to be translated, without what the decoder would read."""
+    """The inputs of the encoder, without those of the decoder."""
     return {name: batch.inputs[name] for name in ("input_ids", "attention_mask")}
 
 

@@ -57,8 +57,9 @@ LOSS_LIBRARIES = {  # by task: a distribution, its releases whose losses plain c
     "embedding": ("sentence-transformers", "6.", "sentence_transformers"),
     **dict.fromkeys(("preference", "reward"), ("trl", "1.16.", "trl.experimental.cpo")),
 }
-LAST_BIT = 2.0**-23  # of the loss: rounding of a gradient whose terms cancel out, such as the bias of a reward model
+LAST_BIT = 2.0**-23  # of the loss, as far as FLOOR of the whole: what a gradient whose terms cancel out is rounded to
 NOTHING = 1e-5  # of the whole: a gradient below it is zero but for rounding
+MOST = 0.9  # of float32, allowed at most (else twice what last bits change): a gradient that is missing differs by 1
 
 
 @dataclass(frozen=True)
@@ -258,8 +259,8 @@ def _evaluation(run: Run, job: Plain, record: PlainRecord, folder: Path, names: 
         if math.isnan(ours) and math.isnan(theirs):
             continue
         names.append(name)
-        allowed = max(least, factor * _relative(perturbed[name], theirs))
-        difference = _relative(ours, theirs) if abs(ours - theirs) > least else 0.0
+        allowed = _allowed(least, factor, [_relative(perturbed[name], theirs)])
+        difference = 0.0 if abs(ours - theirs) <= least else _relative(ours, theirs)
         if difference > allowed:
             limit = f"differs by {difference:.1e}, and rounding comes to {allowed:.1e}"
             count = len(record.evaluated)
@@ -341,29 +342,40 @@ def _compare_step(
     ours: StepRecord, plain: StepRecord, rounded: Sequence[StepRecord], number: int, precision: str
 ) -> StepComparison:
     """A step of the run beside the plain one. `rounded`: the same by plain, each rounded in another way."""
-    differences, where, gradients = _differences(ours, plain)
-    spreads = [_differences(other, plain)[0] for other in rounded]
     factor, least = (FACTOR, LEAST) if precision == "fp32" else (LOW, LEAST_LOW)
-    allowed = {key: max(least[key], *(factor * spread[key] for spread in spreads)) for key in differences}
+    differences, where, gradients = _differences(ours, plain, least["gradient"])
+    spreads = [_differences(other, plain, least["gradient"])[0] for other in rounded]
+    most = MOST if precision == "fp32" else math.inf  # half precision may leave nothing of terms that nearly cancel out
+    allowed = {key: _allowed(least[key], factor, (spread[key] for spread in spreads), most) for key in differences}
     return StepComparison(number, differences, allowed, where, gradients)
 
 
-def _differences(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[str, str], dict[str, float]]:
-    """Relative differences of two records of a step, where the largest ones are, and those of all gradients."""
+def _allowed(least: float, factor: float, spreads: Iterable[float], most: float = math.inf) -> float:
+    """The relative difference that rounding may come to. `spreads`: what last bits change; one that is not finite says
+    nothing."""
+    largest = max(filter(math.isfinite, spreads), default=0.0)
+    return max(least, min(factor * largest, max(most, 2 * largest)))
+
+
+def _differences(
+    a: StepRecord, b: StepRecord, least: float
+) -> tuple[dict[str, float], dict[str, str], dict[str, float]]:
+    """Relative differences of two records of a step, where the largest ones are, and those of all gradients. `least`:
+    the difference of gradients that is always allowed."""
     differences, where = {"loss": _relative(a.loss, b.loss), "norm": _relative(a.norm, b.norm)}, {}
     every = {}
     sizes, whole = _sizes(b.gradients)
-    floor = max(FLOOR * whole, LAST_BIT * abs(b.loss) / LEAST["gradient"])
-    kinds = [("gradient", a.gradients, b.gradients, [*sizes], floor)]
+    bit = min(LAST_BIT * abs(b.loss), FLOOR * whole)  # a gradient that is no larger may be nothing but rounding
+    scales = {n: max(size, FLOOR * whole, bit / least if size <= bit else 0.0) for n, size in sizes.items()}
+    kinds = [("gradient", a.gradients, b.gradients, scales)]
     if b.changes:  # Adam makes whole steps of a gradient that is nothing but rounding
-        updated_names = [name for name, size in sizes.items() if size > NOTHING * whole]
-        kinds.append(("change", a.changes, b.changes, updated_names, _sizes(b.changes)[1]))
-    for kind, mine, theirs, names, least in kinds:
+        updated = [name for name, size in sizes.items() if size > NOTHING * whole]
+        kinds.append(("change", a.changes, b.changes, dict.fromkeys(updated, _sizes(b.changes)[1])))
+    for kind, mine, theirs, scale_of in kinds:
         differences_of = {}
-        for name in names:
+        for name, scale in scale_of.items():
             difference = float((mine.get(name, 0.0 * theirs[name]).double() - theirs[name].double()).norm())
-            size = max(float(theirs[name].double().norm()), least)
-            differences_of[name] = difference / size if math.isfinite(difference) else math.inf
+            differences_of[name] = difference / scale if math.isfinite(difference) else math.inf
         where[kind] = max(differences_of, key=lambda name: differences_of[name], default="")
         differences[kind] = differences_of.get(where[kind], 0.0)
         every[kind] = differences_of
@@ -400,6 +412,8 @@ def _lines(comparison: StepComparison, ours: StepRecord, plain: StepRecord) -> l
 
 def _cause(comparison: StepComparison, ours: StepRecord, plain: StepRecord) -> str:
     """Of the first thing that differs, in the order in which a step computes them."""
+    if not (math.isfinite(plain.loss) and math.isfinite(plain.norm)):
+        return causes.NOT_FINITE
     first = next(
         (k for k in ("loss", "gradient", "norm", "change") if comparison.differences[k] > comparison.allowed[k]), ""
     )

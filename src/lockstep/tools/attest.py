@@ -21,7 +21,7 @@ from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load, require_output
 from lockstep.launchers import start
-from lockstep.tools.diff import again, first_wrong, replayed, start_of
+from lockstep.tools.diff import first_mismatch, replayed, run_to_recompute, start_of
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of, scores_of
 from lockstep.training import fingerprints
@@ -34,7 +34,7 @@ EXTRA = "pip install 'lockstep-train[signing]'"
 
 def attest(output: Path, key: Path | None) -> int:
     """Write the attestation. Returns 0. Errors: `RunError` for a run that is not finished, or is damaged."""
-    console, report = Console(True), described(output)
+    console, report = Console(True), describe(output)
     folder = output / FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     (output / SIGNATURE).unlink(missing_ok=True)
@@ -50,7 +50,7 @@ def attest(output: Path, key: Path | None) -> int:
     return 0
 
 
-def described(output: Path) -> dict[str, Any]:
+def describe(output: Path) -> dict[str, Any]:
     """The chain of hashes of a run that is finished. Errors: `RunError`."""
     require_output(output)
     run = load(output / "run.yaml", [])
@@ -76,7 +76,7 @@ def described(output: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "format": FORMAT,
         "run": newest.arithmetic,
-        "run_file": _sha256(output / "run.yaml"),
+        "run_file": exported.sha256_of(output / "run.yaml"),
         "data": newest.data,
         "code": newest.code,
         "versions": newest.versions,
@@ -86,10 +86,10 @@ def described(output: Path) -> dict[str, Any]:
         "processes": begun.get("processes"),
         "steps": newest.step,
         "chain": chain(lines),
-        "checkpoints": [{"step": m.step, "manifest": _sha256(path / MANIFEST)} for path, m in checkpoints],
-        "export": {p.relative_to(output / "export").as_posix(): _sha256(p) for p in _files(output / "export")},
+        "checkpoints": [{"step": m.step, "manifest": exported.sha256_of(path / MANIFEST)} for path, m in checkpoints],
+        "export": _export(output),
         "exported_step": scores_of(output).get("step", newest.step),
-        "results": {name: _sha256(output / name) for name in RESULTS if (output / name).is_file()},
+        "results": {name: exported.sha256_of(output / name) for name in RESULTS if (output / name).is_file()},
     }
     return facts | {"sha256": _seal(facts)}
 
@@ -111,13 +111,11 @@ def _lines(output: Path) -> Iterator[dict[str, Any]]:
     return lines_of(output / fingerprints.FILE, ("step", "hash"))
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _export(output: Path) -> dict[str, str]:
+    """The hashes of all files of the export."""
+    folder = output / "export"
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): exported.sha256_of(path) for path in files}
 
 
 def _seal(values: Mapping[str, Any]) -> str:
@@ -167,7 +165,7 @@ def audit(
         or _of_files(output, then)
         or _of_numbers(output)
         or _of_data(output, then, overrides)
-        or _of_export(output, then)
+        or _of_export(output, then, console)
     )
     if wrong is None:
         results = ", ".join(then.get("results", {}))
@@ -209,7 +207,7 @@ def _of_files(output: Path, then: Mapping[str, Any]) -> str | None:
     """What is not as attested of what lies in OUTPUT."""
     if then.get("sha256") != _seal({k: v for k, v in then.items() if k != "sha256"}):
         return "the attestation does not match its own hash"
-    if _sha256(output / "run.yaml") != then["run_file"]:
+    if exported.sha256_of(output / "run.yaml") != then["run_file"]:
         return "run.yaml is another one"
     lines = list(_lines(output))
     if chain(lines) != then["chain"]:
@@ -220,15 +218,14 @@ def _of_files(output: Path, then: Mapping[str, Any]) -> str | None:
         if each["step"] not in there:
             return f"the checkpoint of step {each['step']} is gone, or its manifest is damaged"
         path, manifest = there[each["step"]]
-        if _sha256(path / MANIFEST) != each["manifest"]:
+        if exported.sha256_of(path / MANIFEST) != each["manifest"]:
             return f"the checkpoint of step {each['step']} is another one"
         if (fault := broken(path, manifest)) is not None:
             return f"the checkpoint of step {each['step']}: {fault}"
     for name in RESULTS if "results" in then else ():  # attestations of earlier versions hold none
-        if then["results"].get(name) != (_sha256(output / name) if (output / name).is_file() else None):
+        if then["results"].get(name) != (exported.sha256_of(output / name) if (output / name).is_file() else None):
             return f"{name} is another one: a score was changed, for example"
-    files = {p.relative_to(output / "export").as_posix(): _sha256(p) for p in _files(output / "export")}
-    if files != then["export"]:
+    if (files := _export(output)) != then["export"]:
         names = sorted(n for n in files.keys() | then["export"].keys() if files.get(n) != then["export"].get(n))
         return f"the export is another one: {', '.join(names[:4])}"
     return None
@@ -255,7 +252,7 @@ def _of_data(output: Path, then: Mapping[str, Any], overrides: Sequence[str]) ->
     """Whether what would be trained on now, and by what, is what was attested."""
     from lockstep.data.prepare import prepare
 
-    run = again(output, overrides, None, 1)
+    run = run_to_recompute(output, overrides, None, 1)
     prepared = prepare(run, plugins.find("tasks", run.task.name), fresh=True)
     if prepared.key != then["data"]:
         return (
@@ -267,18 +264,25 @@ def _of_data(output: Path, then: Mapping[str, Any], overrides: Sequence[str]) ->
     return None
 
 
-def _of_export(output: Path, then: Mapping[str, Any]) -> str | None:
-    """Whether the export is what the checkpoint that it was made of exports to."""
+def _of_export(output: Path, then: Mapping[str, Any], console: Console) -> str | None:
+    """Whether the export is what the checkpoint that it was made of exports to; where that cannot be asked, it is
+    said."""
     from lockstep.training.checkpoint_model import exported_checkpoint
     from lockstep.training.summary import digest_of
 
-    step = then["exported_step"]
-    path = next((p for p, m in candidates(run_at(load(output / "run.yaml", []), output))
-                 if isinstance(m, Manifest) and m.step == step), None)  # fmt: skip
+    step, run = then["exported_step"], run_at(load(output / "run.yaml", []), output)
+    if run.average.last is not None:
+        console.say(f"not looked at: whether the export is {run.average.summary}")
+        return None
+    path = next((p for p, m in candidates(run) if isinstance(m, Manifest) and m.step == step), None)
     if path is None:
         return f"the export is said to be of step {step}, of which there is no checkpoint"
     digest = digest_of(exported_checkpoint(output, path), None)
-    if digest is not None and digest != digest_of(output / "export", None):
+    if digest is None:
+        console.say(
+            f"not looked at: whether the export is of the checkpoint of step {step}: its format has no such hash"
+        )
+    elif digest != digest_of(output / "export", None):
         return f"the export's weights are not those of the checkpoint of step {step}"
     return None
 
@@ -304,7 +308,7 @@ def _of_steps(
     last = {reach[step]: step for step in chosen}  # of each beginning the farthest
     if processes is None:
         processes = 1 if (then["processes"] or 1) > 1 else 2
-    run = again(output, overrides, None, processes)
+    run = run_to_recompute(output, overrides, None, processes)
     total = sum(step - begin for begin, step in last.items())
     console.say(
         f"{len(chosen)} of {steps} steps were drawn ({len(near)} are within {within} of a checkpoint or the start); "
@@ -317,7 +321,7 @@ def _of_steps(
             replay = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
         if replay["from"] != begin:
             return f"the checkpoint of step {begin} cannot be used: {'; '.join(replay['notes'])}"
-        if (wrong := first_wrong(replay["steps"], fingerprints.skips(run))) is not None:
+        if (wrong := first_mismatch(replay["steps"], fingerprints.skips(run))) is not None:
             return wrong
         console.say(f"steps {begin + 1} to {step}: the same bits")
     return None

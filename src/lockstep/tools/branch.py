@@ -178,9 +178,8 @@ def _needed(theirs: Run, run: Run, step: int, ours: Course, scored: bool) -> tup
     if not scored:
         raise RunError(
             "LS8059",
-            "export, evaluate.patience: the best model depends on evaluations before the branch, but "
-            "evaluate, metrics or checkpoint.best differ between the two runs; make them equal, or set "
-            "export=last",
+            "export, evaluate.patience: the best model depends on evaluations before the branch, but evaluate, metrics "
+            "or checkpoint.best differ between the two runs; make them equal, or set export=last",
         )
     lines = lines_of(theirs.folder / "metrics.jsonl", ("step", "split"))
     evaluations = {line["step"]: line for line in lines if line["split"] == "validation" and line["step"] <= step}
@@ -259,10 +258,9 @@ def _compared(output: Path, run: Run, begun: int, step: int) -> int:
             error(
                 coded(
                     "LS8062",
-                    f"step {each} was recomputed and differs from the record of {output} (loss "
-                    f"{now[each]['loss']!r} now, {then[each]['loss']!r} then): the processor, package versions or "
-                    f"threads differ. {run.folder} is not bitwise what {output} would give; run lockstep diff for "
-                    "the first difference",
+                    f"step {each} was recomputed and differs from the record of {output} (loss {now[each]['loss']!r} "
+                    f"now, {then[each]['loss']!r} then): the processor, package versions or threads differ. "
+                    f"{run.folder} is not bitwise what {output} would give; run lockstep diff for the first difference",
                 )
             )
             return FAILED

@@ -34,12 +34,14 @@ if TYPE_CHECKING:
 
 
 JOB = "lockstep.training.replaying.take_apart"
-_HASHES = ("hash", "loss", "grad_norm", "weights", "optimizer")
+# keys of a line of fingerprints.jsonl -> what differs where they do
+_HASHES = dict.fromkeys(("hash", "loss", "grad_norm"), "loss or gradient norm")
+_HASHES |= {"weights": "the weights", "optimizer": "the optimizer's state"}
 _MOST = 12
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """Where two runs part, by their fingerprints."""
 
     step: int
@@ -47,14 +49,14 @@ class Parting:
     lines: tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
-def first_parting(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> Parting | None:
+def first_divergence(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> Divergence | None:
     """The first step that both have and in which something that both wrote down differs."""
     other = {line["step"]: line for line in b}
     for line in sorted(a, key=lambda line: line["step"]):
         there = other.get(line["step"], {})
         what = tuple(name for name in _HASHES if name in line and name in there and line[name] != there[name])
         if what:
-            return Parting(line["step"], what, (line, there))
+            return Divergence(line["step"], what, (line, there))
     return None
 
 
@@ -64,19 +66,19 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
     if start.joining():
         raise RunError("LS8150", "lockstep diff starts its own processes; run it without torchrun or another launcher")
     console, both = Console(True), (a, b)
-    written = [list(lines_of(folder / fingerprints.FILE, ("step", "hash"))) for folder in both]
-    for folder, lines in zip(both, written, strict=True):
+    lines_of_runs = [list(lines_of(folder / fingerprints.FILE, ("step", "hash"))) for folder in both]
+    for folder, lines in zip(both, lines_of_runs, strict=True):
         if not lines:
             raise RunError(
                 "LS8151",
                 f"{folder} has no {fingerprints.FILE} or an empty one, so its steps cannot be compared; set "
                 "fingerprints.every when training",
             )
-    faulty = [fault for folder, lines in zip(both, written, strict=True) for fault in faults(folder, lines)]
-    parting = first_parting(*written)
-    other_differences = differing(a, b, overrides)
-    if parting is None:
-        shared = {line["step"] for line in written[0]} & {line["step"] for line in written[1]}
+    faulty = [fault for folder, lines in zip(both, lines_of_runs, strict=True) for fault in faults(folder, lines)]
+    divergence = first_divergence(*lines_of_runs)
+    other_differences = differing_settings(a, b, overrides)
+    if divergence is None:
+        shared = {line["step"] for line in lines_of_runs[0]} & {line["step"] for line in lines_of_runs[1]}
         if not shared:
             raise RunError("LS8152", f"{a} and {b} have no step in common")
         if faulty:
@@ -85,18 +87,16 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
         console.say(f"the same bits in all {len(shared)} steps that both have, up to step {max(shared)}")
         _tell(console, "what differs otherwise decides no weight so far:", other_differences)
         return 0
-    one, other = parting.lines
-    names = dict.fromkeys(("hash", "loss", "grad_norm"), "loss or gradient norm")
-    names |= {"weights": "weights", "optimizer": "optimizer state"}
-    what = " and ".join(dict.fromkeys(names[each] for each in parting.what))
+    one, other = divergence.lines
+    what = " and ".join(dict.fromkeys(_HASHES[each] for each in divergence.what))
     console.say(
-        f"they part in step {parting.step}, in {what}: loss {one.get('loss')!r} in {a}, {other.get('loss')!r} in {b}; "
-        f"gradient norm {one.get('grad_norm')!r} and {other.get('grad_norm')!r}"
+        f"they part in step {divergence.step}, in {what}: loss {one.get('loss')!r} in {a}, {other.get('loss')!r} in "
+        f"{b}; gradient norm {one.get('grad_norm')!r} and {other.get('grad_norm')!r}"
     )
     _tell(console, "what is wrong with lines by themselves:", faulty)
     _tell(console, "what the runs were given and did not share:", other_differences)
     try:
-        return _looked(console, both, parting, overrides) if look else 1
+        return _recompute(console, both, divergence, overrides) if look else 1
     except _Failed as caught:
         return caught.status
 
@@ -112,9 +112,9 @@ def faults(folder: Path, lines: Sequence[Mapping[str, Any]]) -> list[str]:
     return reasons[:_MOST] + ([f"... and {len(reasons) - _MOST} more"] if len(reasons) > _MOST else [])
 
 
-def differing(a: Path, b: Path, overrides: Sequence[str]) -> list[str]:
+def differing_settings(a: Path, b: Path, overrides: Sequence[str]) -> list[str]:
     """Keys that decide weights, data, versions, hardware: what differs between two runs."""
-    runs = [again(folder, overrides, None, 1) for folder in (a, b)]
+    runs = [run_to_recompute(folder, overrides, None, 1) for folder in (a, b)]
     keys = [run.arithmetic() for run in runs]
     rows = [
         f"{key}: {keys[0].get(key)!r} and {keys[1].get(key)!r}"
@@ -151,25 +151,27 @@ def _tell(console: Console, title: str, lines: Sequence[str]) -> None:
 # -- the step, computed again ----------------------------------------------------------------------------------------
 
 
-def _looked(console: Console, both: tuple[Path, Path], parting: Parting, overrides: Sequence[str]) -> int:
+def _recompute(console: Console, both: tuple[Path, Path], divergence: Divergence, overrides: Sequence[str]) -> int:
     def alone(folder: Path, step: int) -> list[Entry]:
-        return anatomy_of(again(folder, overrides, None, 1), folder, step)
+        return anatomy_of(run_to_recompute(folder, overrides, None, 1), folder, step)
 
     a, b = both
-    console.say(f"step {parting.step} is computed again for both, as one process ...")
-    if _parted(console, parting.step, partial(alone, a), partial(alone, b), ""):
+    console.say(f"step {divergence.step} is computed again for both, as one process ...")
+    if _tell_first_difference(console, divergence.step, partial(alone, a), partial(alone, b), ""):
         return 1
     console.say("computed here as one process, both come to the same bits: it is not what they were given")
     for folder in both:
-        run = again(folder, overrides, "own", int(start_of(folder).get("processes") or 1))
+        run = run_to_recompute(folder, overrides, "own", int(start_of(folder).get("processes") or 1))
         if (run.strategy.name, run.launch.processes) == ("single", 1):
             continue
         how = f"{run.strategy.name}, {run.launch.processes} process(es)"
-        console.say(f"step {parting.step} as {folder} trained it: {how} ...")
-        if _parted(console, parting.step, partial(alone, folder), partial(anatomy_of, run, folder), f"{folder}, "):
+        console.say(f"step {divergence.step} as {folder} trained it: {how} ...")
+        if _tell_first_difference(
+            console, divergence.step, partial(alone, folder), partial(anatomy_of, run, folder), f"{folder}, "
+        ):
             return 1
-    norm = next((e.value for e in alone(a, parting.step) if e.kind == "norm"), None)
-    right = [str(f) for f, line in zip(both, parting.lines, strict=True) if line.get("grad_norm") == norm]
+    norm = next((e.value for e in alone(a, divergence.step) if e.kind == "norm"), None)
+    right = [str(f) for f, line in zip(both, divergence.lines, strict=True) if line.get("grad_norm") == norm]
     console.say(
         f"no strategy makes a difference here. {f'{right[0]} has what is computed here. ' if len(right) == 1 else ''}"
         "What is left: another kind of processor or GPU, other versions or threads (above, if they were written down), "
@@ -178,23 +180,23 @@ def _looked(console: Console, both: tuple[Path, Path], parting: Parting, overrid
     return 1
 
 
-Computed = Callable[[int], "list[Entry]"]  # a step
+ComputeStep = Callable[[int], "list[Entry]"]
 
 
-def _parted(console: Console, step: int, a: Computed, b: Computed, where: str) -> bool:
+def _tell_first_difference(console: Console, step: int, a: ComputeStep, b: ComputeStep, where: str) -> bool:
     """Tell the first thing that differs between two ways to compute a step, if there is one; where that is the weights
     before it, of the step before, whose loss and gradient were the same."""
     mine, theirs = a(step), b(step)
-    first = first_other(mine, theirs)
+    first = first_difference(mine, theirs)
     while step > 1 and first is not None and first.kind == "weights before":
         step -= 1
         console.say(f"the weights were others before it: step {step} is computed again ...")
         mine, theirs = a(step), b(step)
-        first = first_other(mine, theirs) or first
+        first = first_difference(mine, theirs) or first
     if first is None:
         return False
-    console.say(f"first: {where}step {step}, {described(first)}")
-    console.say(f"  {cause(mine, theirs, first)}")
+    console.say(f"first: {where}step {step}, {describe(first)}")
+    console.say(f"  {cause_of(mine, theirs, first)}")
     return True
 
 
@@ -219,7 +221,7 @@ def anatomy_of(run: Run, output: Path, step: int) -> list[Entry]:
         return read_anatomy(run.folder)[0]
 
 
-def first_other(a: Sequence[Entry], b: Sequence[Entry]) -> Entry | None:
+def first_difference(a: Sequence[Entry], b: Sequence[Entry]) -> Entry | None:
     """The first entry of `a` that is not in `b` with the same hash, in the order of computation; what only one of them
     could listen to is passed over."""
     there: dict[tuple[str, str, int], list[str]] = {}
@@ -238,7 +240,7 @@ def first_other(a: Sequence[Entry], b: Sequence[Entry]) -> Entry | None:
     return None
 
 
-def described(entry: Entry) -> str:
+def describe(entry: Entry) -> str:
     """In words."""
     of = f"micro-batch {entry.micro_batch}" if entry.micro_batch >= 0 else ""
     name = entry.name or "the model"
@@ -257,7 +259,7 @@ def described(entry: Entry) -> str:
     }[entry.kind]
 
 
-def cause(a: Sequence[Entry], b: Sequence[Entry], first: Entry) -> str:
+def cause_of(a: Sequence[Entry], b: Sequence[Entry], first: Entry) -> str:
     """What the first thing that differs points at."""
     if first.kind == "gradient":
         return _of_sums(a, b)
@@ -290,7 +292,9 @@ REPLAY_JOB = "lockstep.training.replaying.replay"
 MOST_ROWS = 8  # examples and layers
 
 
-def again(output: Path, overrides: Sequence[str] | Mapping[str, Any], strategy: str | None, processes: int) -> Run:
+def run_to_recompute(
+    output: Path, overrides: Sequence[str] | Mapping[str, Any], strategy: str | None, processes: int
+) -> Run:
     """The run of OUTPUT as it is computed again on this machine, of as many processes. `strategy`: its name; `own`: the
     run's; None: one that gives the run's bits if there is one. Errors: `RunError`."""
     require_output(output)
@@ -334,13 +338,13 @@ def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Ite
         try:
             launcher, _, job = start.resolved(run)
         except RunError as caught:
-            raise RunError(caught.code, f"{caught.message}{written(output, step)}") from caught
+            raise RunError(caught.code, f"{caught.message}{recorded_line(output, step)}") from caught
         words = (REPLAY_JOB, str(output.resolve()), str(step), str(step if begin is None else begin))
         status = start.start_ranks(launcher, job, words)
         yield status or int(not (run.folder / REPLAY).exists()), run.folder
 
 
-def written(output: Path, step: int) -> str:
+def recorded_line(output: Path, step: int) -> str:
     """What OUTPUT tells of a step that cannot be computed here; empty where it tells nothing."""
     lines = lines_of(output / fingerprints.FILE, ("step", "hash"))
     recorded = next((line for line in lines if line["step"] == step), None)
@@ -362,9 +366,7 @@ def replay(
         raise RunError(
             "LS8156", "lockstep replay starts its own processes; run it without torchrun or another launcher"
         )
-    run, console = again(output, overrides, strategy, processes), Console(True)
-    if not (output / fingerprints.FILE).is_file():
-        console.note(f"{output} has no {fingerprints.FILE}: the step is shown, and compared with nothing")
+    run, console = run_to_recompute(output, overrides, strategy, processes), Console(True)
     with replayed(run, output, step, begin) as (status, folder):
         if status:
             return status
@@ -383,19 +385,19 @@ def tell_steps(console: Console, steps: Sequence[Mapping[str, Any]], skips: bool
     """Whether every step on the way came to what was written down; the first that did not is told."""
     compared = [each for each in steps if each["then"] and "hash" in each["now"]]
     hashed = sum("weights" in each["then"] for each in compared)
-    if (wrong := first_wrong(steps, skips)) is not None:
+    if (wrong := first_mismatch(steps, skips)) is not None:
         console.say(f"NOT what was trained: {wrong}")
     elif compared:
         computed = sum("hash" in each["now"] for each in steps)
         console.say(f"{len(compared)} of {computed} steps are written down: all the same bits, weights of {hashed} too")
+    else:
+        console.note(f"{fingerprints.FILE} has none of these steps: they are shown, and compared with nothing")
     return wrong is None
 
 
-def first_wrong(steps: Sequence[Mapping[str, Any]], skips: bool = False) -> str | None:
+def first_mismatch(steps: Sequence[Mapping[str, Any]], skips: bool = False) -> str | None:
     """The first of some steps that did not come to what was written down, or not to finite numbers, in words; None: all
     did. `skips`: whether the run leaves out steps that are not finite."""
-    what = dict.fromkeys(("hash", "loss", "grad_norm"), "loss or gradient norm")
-    what |= {"weights": "the weights", "optimizer": "the optimizer's state"}
     for each in steps:
         now, then = each["now"], each["then"]
         if not now.get("finite", True):
@@ -403,8 +405,8 @@ def first_wrong(steps: Sequence[Mapping[str, Any]], skips: bool = False) -> str 
         for which, line in (("computed now", now), ("written down", then)):
             if (fault := fingerprints.fault(line, skips)) is not None:
                 return f"step {now['step']}, as {which}: {fault}"
-        differing = [what[name] for name in what if name in then and name in now and then[name] != now[name]]
-        differing = list(dict.fromkeys(differing))
+        shared = {name: words for name, words in _HASHES.items() if name in then and name in now}
+        differing = list(dict.fromkeys(words for name, words in shared.items() if then[name] != now[name]))
         if differing and "hash" not in now:
             return f"{' and '.join(differing)} of the checkpoint of step {now['step']} are not those of that step"
         if differing:
@@ -470,11 +472,13 @@ class Replayed:
     batch: StepBatch  # all micro-batches of the step
     gradients: Mapping[str, Tensor]  # of the whole step, before clipping, by parameter name
     losses: Mapping[int, float]  # row of the training split -> its loss per target, alone and without dropout
-    same: bool  # whether every fingerprint on the way is the one that was written down
+    same: bool  # whether every fingerprint on the way is the one that was written down, as far as any was
 
 
-def opened(output: Path, step: int, overrides: Mapping[str, Any], processes: int, strategy: str | None) -> Replayed:
-    """Recompute a step, for callers in Python. Errors: `RunError`."""
+def open_replay(
+    output: Path, step: int, overrides: Mapping[str, Any], processes: int, strategy: str | None
+) -> Replayed:
+    """ComputeStep a step, for callers in Python. Errors: `RunError`."""
     import torch
     from safetensors.torch import load_file
 
@@ -482,7 +486,7 @@ def opened(output: Path, step: int, overrides: Mapping[str, Any], processes: int
     from lockstep.training.data_loader import StepLoader
     from lockstep.training.replaying import GRADIENTS, REPLAY, WEIGHTS
 
-    run = again(output, overrides, strategy, processes)
+    run = run_to_recompute(output, overrides, strategy, processes)
     with replayed(run, output, step) as (status, folder):
         if status:
             raise RunError("LS8157", f"replay of {output}: it ended with status {status}; see its output above")

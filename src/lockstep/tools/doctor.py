@@ -496,9 +496,9 @@ def _job(kind: str, run: Run, folder: Path) -> tuple[str, list[str]]:
 
 def under(words: list[str]) -> int:
     """In the child: the job under its strategy."""
-    from lockstep.tools.verify import recorded
+    from lockstep.tools.verify import record_run
 
-    return recorded(load(Path(words[0]), []), Path(words[1]), STEPS)[0]
+    return record_run(load(Path(words[0]), []), Path(words[1]), STEPS)[0]
 
 
 def alone(words: list[str]) -> int:

@@ -15,10 +15,12 @@ from typing import Any
 
 from lockstep.config.run import RunError
 from lockstep.trace.alignment import window
+from lockstep.trace.causes import few
 from lockstep.trace.compare import COLUMNS, Comparison, compare, row_cells
 from lockstep.trace.errors import TraceError
 from lockstep.trace.findings import Finding, findings
 from lockstep.trace.matching import match
+from lockstep.trace.merge import merged_start
 from lockstep.trace.page import values_of
 from lockstep.trace.read import Trace, read
 from lockstep.trace.run import run
@@ -70,8 +72,18 @@ def compared(a: Path, b: Path, exact: bool, perturbed: Path | None, align: bool 
     with refusing():
         one, other = read(a), read(b)
         third = read(perturbed) if perturbed is not None else None
-        verdicts = [compare(one, other, third, exact, o) for o in one.optimizers if o in other.optimizers]
+        shared = [o for o in one.optimizers if o in other.optimizers]
+        if not shared:
+            raise RunError(
+                "LS8440", f"{a} and {b} have no optimizer in common; check that both trace the same training"
+            )
+        verdicts = [compare(one, other, third, exact, o) for o in shared]
     console = Console(True)
+    for trace in (one, other):
+        if lacking := [n for o in shared for n, whole in merged_start(trace, o).items() if whole.missing]:
+            console.note(f"{trace.folder}: no rank has written all of {few(lacking)}: the file of a rank is missing")
+        for alone in (o for o in trace.optimizers if o not in shared):
+            console.note(f"{_optimizer(trace, alone)} makes steps in {trace.folder} alone: it is compared with nothing")
     for verdict in verdicts:
         _say(console, verdict, f"{_optimizer(one, verdict.optimizer)}: " if len(verdicts) > 1 else "")
         if align and verdict.first == "examples":
@@ -99,7 +111,9 @@ def _say(console: Console, verdict: Comparison, name: str) -> None:
     console.say(f"{name}tolerance: {verdict.tolerance}")
     if verdict.first is None:
         how = "the same bits" if verdict.exact else "the same training, to rounding"
-        console.say(f"{name}{how} in all {len(verdict.rows)} steps that both have")
+        measured = sum(row.gradient is not None for row in verdict.rows)
+        of = "" if measured == len(verdict.rows) else f"; gradients and changes were measured in {measured} of them"
+        console.say(f"{name}{how} in all {len(verdict.rows)} steps that both have{of}")
     for i, line in enumerate(lines_of(verdict)):
         console.say(line if i else f"{name}{line}")
 

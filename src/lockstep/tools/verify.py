@@ -121,7 +121,7 @@ def verify(
         return max(status, against_plain.tell(console, run, folder / "run", verdict) if plain else 0)
 
 
-def recorded(run: Run, folder: Path, steps: int, begin: int | None = None) -> tuple[int, Prepared | None]:
+def record_run(run: Run, folder: Path, steps: int, begin: int | None = None) -> tuple[int, Prepared | None]:
     """A few steps of a run that this process starts, written down in a folder: the job's exit status, and the data.
     `begin`: the first of them. Errors: `RunError`."""
     launcher, _, job = start.resolved(run)
@@ -171,9 +171,9 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
         for line in wrong:
             console.say(f"  {line}", 4)
     if folder is not None:
-        for name, recorded in (("reference", single), ("job", ours)):
+        for name, recording in (("reference", single), ("job", ours)):
             shutil.rmtree(folder / name, ignore_errors=True)
-            shutil.copytree(recorded / TRACE, folder / name)
+            shutil.copytree(recording / TRACE, folder / name)
         console.say(str(page(folder / "job", folder / "reference", [compared])))
     return int(bool(wrong))
 
@@ -187,22 +187,22 @@ def write(run: Run, steps: int, path: Path) -> int:
     if not path.parent.is_dir():
         raise RunError("LS8390", f"--write: no such folder: {path.parent}")
     console = Console(True)
-    recorded = taken(run, steps)
-    if isinstance(recorded, int):
-        return recorded
+    hashes = record_hashes(run, steps)
+    if isinstance(hashes, int):
+        return hashes
     try:
-        path.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise RunError("LS8391", f"--write: {path}: {error.strerror}") from error
-    console.say(f"{len(recorded['steps'])} steps are written down in {path}; lockstep verify ... --against {path}")
+    console.say(f"{len(hashes['steps'])} steps are written down in {path}; lockstep verify ... --against {path}")
     return 0
 
 
 def against(run: Run, path: Path) -> int:
     """Record as many steps as are written down, and compare. Returns 0 for the same bits, 1 for others, or the job's
     own exit status. Errors: `RunError`."""
-    then, console = opened(path), Console(True)
-    now = taken(run, then["asked"], then["steps"][0]["step"])
+    then, console = read_golden(path), Console(True)
+    now = record_hashes(run, then["asked"], then["steps"][0]["step"])
     if isinstance(now, int):
         return now
     other_differences = differences(then, now)
@@ -222,7 +222,7 @@ def against(run: Run, path: Path) -> int:
     return 1
 
 
-def opened(path: Path) -> dict[str, Any]:
+def read_golden(path: Path) -> dict[str, Any]:
     """What was written down. Errors: `RunError`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -237,7 +237,7 @@ def opened(path: Path) -> dict[str, Any]:
     return content
 
 
-def taken(run: Run, steps: int, begin: int | None = None) -> dict[str, Any] | int:
+def record_hashes(run: Run, steps: int, begin: int | None = None) -> dict[str, Any] | int:
     """The hashes of a few steps of a run on this machine, or the status of a job that did not end well.
     `begin`: the first of them. Errors: `RunError` for a strategy that promises no bits."""
     if start.joining():
@@ -246,7 +246,7 @@ def taken(run: Run, steps: int, begin: int | None = None) -> dict[str, Any] | in
         )
     with tempfile.TemporaryDirectory(prefix="lockstep-golden-", ignore_cleanup_errors=True) as aside:
         folder = Path(aside)
-        status, prepared = recorded(run, folder / "run", steps, begin)
+        status, prepared = record_run(run, folder / "run", steps, begin)
         if status or prepared is None:
             return status
         recording = read(folder / "run")
@@ -256,10 +256,10 @@ def taken(run: Run, steps: int, begin: int | None = None) -> dict[str, Any] | in
                 f"strategy.name: {recording.strategy} sums in its own order with these options, so its result is not "
                 "bitwise reproducible and cannot be compared; set strategy.exact=true and leave such options out",
             )
-        return _described(run, prepared, recording) | {"asked": steps, "steps": list(_steps(recording))}
+        return _golden_values(run, prepared, recording) | {"asked": steps, "steps": list(_steps(recording))}
 
 
-def _described(run: Run, prepared: Prepared, recording: Recording) -> dict[str, Any]:
+def _golden_values(run: Run, prepared: Prepared, recording: Recording) -> dict[str, Any]:
     cuda = torch.cuda.is_available() and run.launch.device != "cpu"
     return {
         "format": FORMAT,

@@ -30,9 +30,8 @@ OTHER_DRAWS = (
 )
 SYNC = "SyncBatchNorm computes them over all ranks, and a norm without batch statistics needs none"
 CLIPPED_ELSEWHERE = (
-    "gradients are clipped by hand on one side, which changes them: by the norm of a rank's own shard, or "
-    "before they are "
-    "reduced; or clipping is called another number of times"
+    "gradients are clipped by hand on one side, which changes them: by the norm of a rank's own shard, or before they "
+    "are reduced; or clipping is called another number of times"
 )
 LEFT_OUT = "a part of the step's examples was left out, or went through the model twice"
 NORM = "the gradients agree and their norm does not: it is not taken over all of them, or not over all ranks"
@@ -54,9 +53,8 @@ LENGTHS = (
 def of_start(differing: int, among: int, ranks_apart: Sequence[int]) -> str:
     if ranks_apart:
         return (
-            f"ranks start from different weights (rank {ranks_apart[0]} and others): seed every rank alike "
-            "before the model is "
-            "made, or wrap the model in DDP, which sends rank 0's weights"
+            f"ranks start from different weights (rank {ranks_apart[0]} and others): seed every rank alike before the "
+            "model is made, or wrap the model in DDP, which sends rank 0's weights"
         )
     if differing < among / 2:
         return (
@@ -171,9 +169,8 @@ def of_loss(
         return f"batch norm computes statistics of each rank's or micro-batch's own examples: {SYNC}"
     if not one.equal_counts or not other.equal_counts:
         return (
-            "losses are means over unequal numbers of targets: divide the sum of all ranks' and "
-            "micro-batches' losses by the "
-            "number of all targets"
+            "losses are means over unequal numbers of targets: divide the sum of all ranks' and micro-batches' losses "
+            "by the number of all targets"
         )
     if {s.autocast for s in ours} != {s.autocast for s in theirs}:
         return "products are computed in another precision on one side: compare autocast and the model's dtype"
@@ -216,9 +213,8 @@ def _of_records(other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> 
     targets = [targets_of(records) for records in (ours, theirs)]
     if None not in targets and targets[0] != targets[1]:
         return (
-            f"the step has {targets[1]} targets here and {targets[0]} in the reference: padding counts as a "
-            "target (label -100 "
-            "leaves it out), or labels are masked in another way"
+            f"the step has {targets[1]} targets here and {targets[0]} in the reference: padding counts as a target "
+            "(label -100 leaves it out), or labels are masked in another way"
         )
     return None
 
@@ -347,7 +343,7 @@ def of_sums(
     if len(wrong) <= among / 2:
         also = "they may not be reduced over all ranks, or look" if sizes[0] > 1 else "look"
         return (
-            f"only a part of the parameters ({_few(wrong)}): {also} at what computes these gradients (checkpointing, a "
+            f"only a part of the parameters ({few(wrong)}): {also} at what computes these gradients (checkpointing, a "
             "layer, a hook)"
         )
     if unequal:
@@ -362,16 +358,16 @@ def of_sums(
     )
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def few(names: Sequence[str], most: int = 3) -> str:
+    """Some names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _not_reduced(split: set[str], among: int) -> str:
     if len(split) >= 0.9 * among:
         return (
-            "gradients are not reduced over ranks: the model is not wrapped (DDP, FSDP), the forward goes "
-            "around the wrapper "
-            "(model.module), or backward ran under no_sync in the step"
+            "gradients are not reduced over ranks: the model is not wrapped (DDP, FSDP), the forward goes around the "
+            "wrapper (model.module), or backward ran under no_sync in the step"
         )
     names = ", ".join(sorted(split)[:3])
     return (
@@ -384,7 +380,7 @@ def _of_factor(f: float, wrong: Sequence[str], among: int, sizes: tuple[int, int
     world, micro, reference = sizes
     if len(wrong) <= 0.9 * among:
         return (
-            f"only a part of the parameters ({_few(wrong)}), by the factor {f:.4g}: look at what computes these "
+            f"only a part of the parameters ({few(wrong)}), by the factor {f:.4g}: look at what computes these "
             "gradients (a custom function, a hook, a layer that is used twice), and at how they are reduced"
         )
     which = "every gradient is"
@@ -426,9 +422,8 @@ def of_clipping(factors: Mapping[str, tuple[float, float]]) -> str:
     values = [f for f, cosine in factors.values() if cosine > COSINE]
     if len(values) == len(factors):
         return (
-            "clipping scales by another factor: each rank clips by the norm of its own shards, or by a "
-            "norm of other parameters, "
-            "or before gradients were unscaled"
+            "clipping scales by another factor: each rank clips by the norm of its own shards, or by a norm of other "
+            "parameters, or before gradients were unscaled"
         )
     return "clipping treats parameters differently: by value, or only some of them"
 
@@ -460,9 +455,8 @@ def of_update(factors: Mapping[str, tuple[float, float]], ours: Sequence[Step], 
     still = [n for n, (f, _) in factors.items() if math.isnan(f) or f == 0]
     if still and len(still) == len(factors):
         return (
-            f"gradients agree and {', '.join(still[:3])} does not change: the optimizer does not hold the "
-            "model's parameters, the "
-            "step was skipped, or the change is lost in rounding"
+            f"gradients agree and {', '.join(still[:3])} does not change: the optimizer does not hold the model's "
+            "parameters, the step was skipped, or the change is lost in rounding"
         )
     if kinds[0] != kinds[1]:
         return f"gradients and learning rates agree, the optimizers are {kinds[0]} and {kinds[1]}"

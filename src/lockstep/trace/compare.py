@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from lockstep.trace import causes
+from lockstep.trace.causes import few
 from lockstep.trace.errors import TraceError
 from lockstep.trace.losses import Losses, agreeing, losses_of
 from lockstep.trace.matching import match
-from lockstep.trace.merge import Whole, difference, merged, merged_buffers, merged_start
-from lockstep.trace.ranks import data_ranks, examples_of, scales_of_clipping
+from lockstep.trace.merge import UNSEEN, Whole, difference, merged, merged_buffers, merged_start
+from lockstep.trace.ranks import examples_of, scales_of_clipping
 from lockstep.trace.read import Trace
 
 ORDER = ("start weights", "scores", "examples", "loss", "gradient", "clipping", "learning rate", "update", "buffers")
@@ -199,7 +200,7 @@ def _start(a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], limits:
         ties = [_ties(t, optimizer) for t in (a, b)]
         tied = [n for n in lonely[0] if n in ties[1]] + [m for m in lonely[1] if m in ties[0]]
         lines = [
-            f"trained in {side} alone: {_few(each)}"
+            f"trained in {side} alone: {few(each)}"
             for side, each in zip(("the reference", "this run"), lonely, strict=True)
             if each
         ]
@@ -320,9 +321,9 @@ def _stochastic(pair: _Pair) -> bool:
 def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | None, numbers: dict[str, Any]) -> None:
     one, other = pair.both("unclipped")
     absent = [n for n, m in pair.names.items() if (n in one) != (m in other)]
-    real = [n for n in absent if (one.get(n) or other[pair.names[n]]).value.square > 0]
+    real = [n for n in absent if (one.get(n) or other[pair.names[n]]).value.square != 0]  # nan is a gradient, too
     if real:
-        text = f"{_few(real)}: a gradient on one side alone"
+        text = f"{few(real)}: a gradient on one side alone"
         raise _Parted("gradient", (text,), causes.MISSING_GRADIENT)
     split = {n: w for n, w in other.items() if w.differences}
     differences = _differences(one, other, pair.names, SMALL)
@@ -382,7 +383,7 @@ def _rates(pair: _Pair) -> None:
         if wrong:
             x, y = one[wrong[0]].get(key), other[pair.names[wrong[0]]].get(key)
             what = "the learning rate" if key == "lr" else f"the optimizer's {key}"
-            text = f"{what} of {_few(wrong)}: {x} in the reference, {y} here"
+            text = f"{what} of {few(wrong)}: {x} in the reference, {y} here"
             raise _Parted("learning rate", (text,), causes.of_rate(key, x, y, pair.b, *pair.records()))
 
 
@@ -442,14 +443,15 @@ def _differences(
     whole: bool = False,
     infinite: bool = False,
 ) -> dict[str, float]:
-    """Of each tensor the 2-norm of the difference, relative to its own norm; NaN where a number is not finite. `small`:
-    which counts as at least so much of the norm of all. `whole`: relative to the norm of all, as changes are.
+    """Of each tensor the 2-norm of the difference, relative to its own norm: 0 for the same bits alone, NaN where a
+    number is not finite. `small`: which counts as at least so much of the norm of all. `whole`: relative to the norm
+    of all, as changes are.
     `infinite`: infinities that both hold, as masks do, are no difference."""
     pairs = [(n, one[n].value, other[m].value) for n, m in names.items() if n in one and m in other]
     total = math.sqrt(sum(v.square for _, v, _ in pairs if math.isfinite(v.square)))
     differences = {}
     for name, x, y in pairs:
-        same = x.print == y.print
+        same = x.fingerprint == y.fingerprint
         if not (math.isfinite(x.square) and math.isfinite(y.square)):
             differences[name] = 0.0 if same and infinite and math.isinf(x.square) else math.nan
             continue
@@ -461,7 +463,7 @@ def _differences(
         else:
             distance = float(np.linalg.norm(x.sketch - y.sketch))
         scale = total if whole else max(x.norm, y.norm, (small or 0.0) * total)
-        differences[name] = distance / scale if scale > 0 else 0.0
+        differences[name] = max(distance / scale if scale > 0 else 0.0, UNSEEN)
     return differences
 
 
@@ -505,10 +507,6 @@ def _listed(differences: Mapping[str, float]) -> str:
     return f"{len(differences)} of them, furthest {text}" if len(differences) > 3 else text
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def row_cells(row: StepDifferences) -> list[str]:
     """Of a table with `COLUMNS`."""
     numbers = ["" if x is None else f"{x:.6f}" for x in (row.losses, row.norms)]
@@ -520,17 +518,3 @@ def _in_words(difference: float | None) -> str:
     if difference is None:
         return ""
     return "not finite" if math.isnan(difference) else "same bits" if difference == 0 else f"{difference:.1e}"
-
-
-__all__ = [
-    "COLUMNS",
-    "ORDER",
-    "Comparison",
-    "StepDifferences",
-    "Tolerance",
-    "compare",
-    "data_ranks",
-    "factor",
-    "gradient_differences",
-    "row_cells",
-]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.trace import causes, epochs
+from lockstep.trace.causes import few
 from lockstep.trace.losses import losses_of
 from lockstep.trace.merge import Whole, merged, merged_buffers, merged_start
 from lockstep.trace.ranks import data_ranks, model_parallel, pipelined, scales_of_clipping
@@ -50,11 +51,6 @@ def findings(trace: Trace) -> list[Finding]:
     return list(dict.fromkeys(all_findings))
 
 
-def _few(names: Sequence[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def _first(trace: Trace, optimizer: int, of: Callable[[Step], bool], count: int = 1) -> tuple[int, int] | None:
     """(rank, step) of the first step in which it holds, where it does in at least `count` steps of that rank."""
     for rank in trace.ranks:
@@ -77,7 +73,7 @@ def _replicas(trace: Trace, optimizer: int) -> list[Finding]:
             _rank_of(start),
             "seed every rank alike before the model is made, or wrap it in DDP, which sends weights",
         )
-        what = f"rank {rank} starts from other weights than rank 0: {_few(list(start))}"
+        what = f"rank {rank} starts from other weights than rank 0: {few(list(start))}"
         return [Finding("replicas-start", what, cause, 0)]
     for step in trace.steps(optimizer):
         records = trace.at(optimizer, step)
@@ -94,7 +90,7 @@ def _replicas_at(trace: Trace, optimizer: int, step: int) -> Finding | None:
         cause = (
             "something beside the optimizer writes to weights on some ranks only (loading, averaging, a branch by rank)"
         )
-        what = f"before step {step} rank {_rank_of(differing)} has other weights: {_few(list(differing))}"
+        what = f"before step {step} rank {_rank_of(differing)} has other weights: {few(list(differing))}"
         return Finding("replicas-weights", what, cause, step)
     if differing := differing_replicas(lambda s: s.unclipped):
         if not differing_replicas(lambda s: s.grads):
@@ -109,22 +105,22 @@ def _replicas_at(trace: Trace, optimizer: int, step: int) -> Finding | None:
         return Finding("replicas-options", f"step {step}: {options}", cause, step)
     if differing := differing_replicas(lambda s: s.grads):
         cause = "each rank clips by a norm or a limit of its own: clip reduced gradients, by one norm and one limit"
-        what = f"step {step}: after clipping ranks have other gradients: {_few(list(differing))}"
+        what = f"step {step}: after clipping ranks have other gradients: {few(list(differing))}"
         return Finding("replicas-clipping", what, cause, step)
     if differing := _differing_buffers(trace, optimizer, step):
         cause = "nobody keeps these buffers alike: DDP sends rank 0's, FSDP and a loop by hand do not; reduce them"
-        what = f"after step {step} rank {_rank_of(differing)} has other buffers: {_few(list(differing))}"
+        what = f"after step {step} rank {_rank_of(differing)} has other buffers: {few(list(differing))}"
         return Finding("replicas-buffers", what, cause, step)
     if (moments := _differing_moments(trace, optimizer, step)) is not None:
         state, names = moments
         cause = "gradients agree: the optimizer's state was loaded or changed on some ranks only: load it on every rank"
-        what = f"after step {step} rank {_rank_of(names)} has other moments ({state}): {_few(list(names))}"
+        what = f"after step {step} rank {_rank_of(names)} has other moments ({state}): {few(list(names))}"
         return Finding("replicas-moments", what, cause, step)
     if differing := differing_replicas(lambda s: s.weights):
         cause = (
             "equal gradients make other weights: the optimizer's state (moments) or its options differ between ranks"
         )
-        what = f"after step {step} rank {_rank_of(differing)} has other weights: {_few(list(differing))}"
+        what = f"after step {step} rank {_rank_of(differing)} has other weights: {few(list(differing))}"
         return Finding("replicas-weights", what, cause, step)
     return None
 
@@ -164,7 +160,7 @@ def _largest(differences: object) -> float:
 def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], largest: float) -> Finding:
     every = len(merged(trace, optimizer, step, lambda s: s.unclipped))
     what = (
-        f"step {step}: ranks have different gradients of {_few(names)} ({len(names)} of {every} "
+        f"step {step}: ranks have different gradients of {few(names)} ({len(names)} of {every} "
         f"parameters, by {largest:.2g})"
     )
     if len(names) > 0.9 * every:
@@ -242,7 +238,7 @@ def _parameters(trace: Trace, optimizer: int) -> Iterator[Finding]:
                 "add them to the optimizer, or set requires_grad to False; modules made after the "
                 "optimizer are not in it"
             )
-            yield Finding("in-no-optimizer", f"{_few(trained)}: get gradients and are in no optimizer", cause)
+            yield Finding("in-no-optimizer", f"{few(trained)}: get gradients and are in no optimizer", cause)
 
 
 def _stale(trace: Trace, optimizer: int) -> Finding | None:
@@ -251,9 +247,8 @@ def _stale(trace: Trace, optimizer: int) -> Finding | None:
             parameters = step.layout.parameters
             if parameters and not any(p.held for p in parameters):
                 cause = (
-                    "make the optimizer after the model is moved, wrapped or replaced, from the parameters "
-                    "of the model "
-                    "that is called"
+                    "make the optimizer after the model is moved, wrapped or replaced, from the parameters of the "
+                    "model that is called"
                 )
                 what = f"no model that was called holds the parameters of {step.layout.optimizer}"
                 return Finding("stale-optimizer", what, cause)
@@ -274,7 +269,7 @@ def _still(trace: Trace, optimizer: int) -> Iterator[Finding]:
         names = {p.name for _, s in records for p in s.layout.parameters if p.trained and p.held}
         none = {n for n in names if n not in grads or grads[n].value.square == 0}
         rates = {p.name: s.groups[p.group].get("lr") for _, s in records for p in s.layout.parameters}
-        changed = {n for _, s in records for n, w in s.weights.items() if w.print != s.before[n].print}
+        changed = {n for _, s in records for n, w in s.weights.items() if w.fingerprint != s.before[n].fingerprint}
         same = {n for n in names - none if n not in changed and (rates.get(n) or 0) > 0}
         never = none if never is None else never & none
         still = same if still is None else still & same
@@ -288,7 +283,7 @@ def _still(trace: Trace, optimizer: int) -> Iterator[Finding]:
             "cleared before the step"
         )
         yield Finding(
-            "unchanged", f"{_few(sorted(still))}: have gradients and do not change in {len(steps)} steps", cause
+            "unchanged", f"{few(sorted(still))}: have gradients and do not change in {len(steps)} steps", cause
         )
     if never:
         listed = sorted(never)
@@ -300,7 +295,7 @@ def _still(trace: Trace, optimizer: int) -> Iterator[Finding]:
             )
             yield Finding(
                 "no-gradient",
-                f"{_few(listed)}: get no gradient in {len(steps)} steps ({len(listed)} of {len(every)})",
+                f"{few(listed)}: get no gradient in {len(steps)} steps ({len(listed)} of {len(every)})",
                 cause,
             )
         else:
@@ -339,13 +334,13 @@ def _gradients(trace: Trace, optimizer: int) -> Iterator[Finding]:
         record = next(r for r in trace.ranks if r.number == bad[0]).steps[optimizer][bad[1]]
         names = [n for n, v in record.grads.items() if not math.isfinite(v.square)]
         cause = "the step has to be skipped (GradScaler.step does it), or the loss and learning rate looked at"
-        what = f"step {bad[1]}, rank {bad[0]}: gradients that are not finite were applied: {_few(names)}"
+        what = f"step {bad[1]}, rank {bad[0]}: gradients that are not finite were applied: {few(names)}"
         yield Finding("not-finite", what, cause, bad[1])
     elif worse:
         record = next(r for r in trace.ranks if r.number == worse[0]).steps[optimizer][worse[1]]
         names = [n for n, v in record.weights.items() if not math.isfinite(v.square)]
         cause = "gradients are finite: the learning rate is too high, or the optimizer divides by zero (eps)"
-        what = f"step {worse[1]}, rank {worse[0]}: weights are not finite: {_few(names)}"
+        what = f"step {worse[1]}, rank {worse[0]}: weights are not finite: {few(names)}"
         yield Finding("not-finite", what, cause, worse[1])
 
 
@@ -493,7 +488,7 @@ def _dtypes(trace: Trace, optimizer: int) -> Iterator[Finding]:
                 n = changed[0]
                 cause = "something casts the model while it trains (.half(), .to(dtype), loading a checkpoint)"
                 yield Finding(
-                    "dtype", f"step {number}: {_few(changed)} turned from {dtypes[n]} into {now[n]}", cause, number
+                    "dtype", f"step {number}: {few(changed)} turned from {dtypes[n]} into {now[n]}", cause, number
                 )
                 return
             dtypes = now
@@ -549,7 +544,7 @@ def _modes(trace: Trace) -> Iterator[Finding]:
             if record["active"] and record["training"] and record["model"] in trained and record["count"] > 1:
                 what = (
                     f"{record['count']} examples go through {record['model']} without gradients in "
-                    f"training mode: {_few(record['active'])} active"
+                    f"training mode: {few(record['active'])} active"
                 )
                 yield Finding(
                     "evaluated-in-training-mode",

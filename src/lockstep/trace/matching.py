@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lockstep.trace.causes import few
 from lockstep.trace.errors import TraceError
 from lockstep.trace.read import Trace
 
@@ -28,7 +29,7 @@ def match(a: Trace, b: Trace, optimizer: int) -> dict[str, str]:
     left, right = [n for n in one if n not in pairs], [n for n in other if n not in pairs]
     pairs |= _by_suffix(left, right, one, other)
     if not pairs:
-        lists = "\n".join(f"  {t.folder}: {_few(list(s))}" for t, s in ((a, one), (b, other)))
+        lists = "\n".join(f"  {t.folder}: {few(list(s), 8)}" for t, s in ((a, one), (b, other)))
         raise TraceError(
             "LS9010", f"the traces have no parameter name in common; check that both trace the same model:\n{lists}"
         )
@@ -46,7 +47,7 @@ def _by_suffix(
 ) -> dict[str, str]:
     pairs = {}
     for n in left:
-        ends = [m for m in right if one[n] == other[m] and (m.endswith(f".{n}") or n.endswith(f".{m}"))]
+        ends = [m for m in right if one[n] == other[m] and _ends(m, n)]
         back = [k for k in left if len(ends) == 1 and one[k] == one[n] and _ends(k, ends[0])]
         if len(ends) == 1 and back == [n]:
             pairs[n] = ends[0]
@@ -55,16 +56,3 @@ def _by_suffix(
 
 def _ends(a: str, b: str) -> bool:
     return a.endswith(f".{b}") or b.endswith(f".{a}")
-
-
-def unmatched(a: Trace, b: Trace, optimizer: int) -> tuple[list[str], list[str]]:
-    """Names that only one of them has."""
-    pairs = match(a, b, optimizer)
-    return (
-        [n for n in shapes(a, optimizer) if n not in pairs],
-        [n for n in shapes(b, optimizer) if n not in set(pairs.values())],
-    )
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -14,6 +14,7 @@ import numpy as np
 from lockstep.trace.read import Parameter, Step, Trace, Value
 
 _MASK = (1 << 64) - 1
+UNSEEN = 1e-16  # relative: of bits that differ by less than a sketch shows, which is stored in float32
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def _whole(rows: list[tuple[int, Parameter, Value, bool]]) -> Whole:
     differences: dict[int, float | None] = {}
     for rank, parameter, value, _ in rows:
         first = blocks.setdefault(parameter.block, (parameter, value))[1]
-        if first.print != value.print:
+        if first.fingerprint != value.fingerprint:
             differences[rank] = difference(first, value)
     covered = sum(int(np.prod(p.size)) for p, _ in blocks.values())
     return Whole(_sum([v for _, v in blocks.values()]), shape, int(np.prod(shape)) - covered, differences)
@@ -79,14 +80,14 @@ def _whole(rows: list[tuple[int, Parameter, Value, bool]]) -> Whole:
 def _sum(values: list[Value]) -> Value:
     sketches = [v.sketch for v in values if v.sketch is not None]
     sketch = np.sum(sketches, axis=0) if len(sketches) == len(values) else None
-    return Value(sum(v.print for v in values) & _MASK, sum(v.square for v in values), sketch)
+    return Value(sum(v.fingerprint for v in values) & _MASK, sum(v.square for v in values), sketch)
 
 
 def difference(a: Value, b: Value) -> float | None:
-    """2-norm of the difference, relative to the larger norm; None without sketches."""
-    if a.print == b.print:
+    """2-norm of the difference, relative to the larger norm: 0 for the same bits alone; None without sketches."""
+    if a.fingerprint == b.fingerprint:
         return 0.0
     if a.sketch is None or b.sketch is None:
         return None
     scale = max(a.norm, b.norm)
-    return float(np.linalg.norm(a.sketch - b.sketch)) / scale if scale > 0 else 0.0
+    return max(float(np.linalg.norm(a.sketch - b.sketch)) / scale if scale > 0 else 0.0, UNSEEN)

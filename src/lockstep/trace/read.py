@@ -27,7 +27,7 @@ PATTERN = "rank-*.jsonl"
 class Value:
     """A tensor, or a rank's part of it: fingerprint (64 bits, unsigned), sum of squares, sketch [P] or None."""
 
-    print: int
+    fingerprint: int
     square: float
     sketch: NDArray[np.float64] | None = None
 
@@ -97,11 +97,11 @@ class Step:
         values = self._values("grads", self._present)
         if "unclipped" in self.raw and (pre := self._values("unclipped", self._present)):
             factor = {n: v.norm / pre[n].norm if pre[n].norm else 1.0 for n, v in values.items()}
-            values = {n: Value(v.print, v.square, _times(pre[n].sketch, factor[n])) for n, v in values.items()}
+            values = {n: Value(v.fingerprint, v.square, _times(pre[n].sketch, factor[n])) for n, v in values.items()}
         scale = self.raw.get("grad_scale")
         if scale:
             by = 1 / float(np.frombuffer(base64.b64decode(scale["fp"]), dtype="<f8")[0])
-            values = {n: Value(v.print, v.square * by * by, _times(v.sketch, by)) for n, v in values.items()}
+            values = {n: Value(v.fingerprint, v.square * by * by, _times(v.sketch, by)) for n, v in values.items()}
         return values
 
     @cached_property
@@ -319,11 +319,9 @@ def decode(packed: Mapping[str, str] | None, widths: Sequence[int]) -> list[Valu
         return []
     prints = np.frombuffer(base64.b64decode(packed["fp"]), dtype="<u8")
     squares = np.frombuffer(base64.b64decode(packed["sq"]), dtype="<f8")
-    if not packed["sk"]:
+    if not packed["sk"] or not any(widths):
         return [Value(int(p), float(s)) for p, s in zip(prints, squares, strict=True)]
     sketches = np.frombuffer(base64.b64decode(packed["sk"]), dtype="<f4").astype(np.float64)
-    if not any(widths):
-        return [Value(int(p), float(s)) for p, s in zip(prints, squares, strict=True)]
     parts = np.split(sketches, np.cumsum(widths)[:-1])
     return [Value(int(p), float(s), k) for p, s, k in zip(prints, squares, parts, strict=True)]
 

@@ -172,7 +172,7 @@ def length(run: Run, feed: StepLoader) -> str:
 def too_few(run: Run, prepared: Prepared) -> list[str]:
     """That a step is smaller than the run file says, because there are no more examples."""
     file = prepared.splits["train"]
-    examples = sum(stream.about(Path(file))["examples"]) if file.endswith(stream.ENDING) else examples_in(file)
+    examples = sum(stream.read_index(Path(file))["examples"]) if file.endswith(stream.ENDING) else examples_in(file)
     if examples >= run.batch_size:
         return []
     return [

@@ -39,7 +39,13 @@ class Sagemaker(SubmittedJob):
 
     shares_files = False
     afterwards = "; the same command again fetches the model"
-    pytorch_versions = tuple(aws.TAGS)  # that AWS has containers of
+
+    @staticmethod
+    def read_script(script: Any) -> Any:
+        """What moves a script of the sagemaker package in (`lockstep init --from`)."""
+        from lockstep_clouds import sagemaker_script
+
+        return sagemaker_script.read(script)
 
     class Options(Section):
         """What a training job needs."""

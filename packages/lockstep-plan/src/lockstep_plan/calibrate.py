@@ -4,8 +4,8 @@ In: a run, and numbers of processes. Out: a YAML file with rates by size, and by
 slow each other down. Every job runs in processes of its own, through the run's launcher (`rates.py`).
 
 What is in the file was measured on the run's own model with one process under `single`, and on messages without it;
-of the `ENGINES` with two processes, what a rank computes besides its operations. A step of several
-processes is what a plan foretells.
+of the `STRATEGIES` with two processes, what a rank computes besides its operations, and what a message is waited for
+besides. Other numbers of processes and micro-batches are what a plan foretells.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lockstep.tools.bench import resolved
 from lockstep.tools.subprocess_job import Child
 from lockstep_plan import planner
 from lockstep_plan.devices import Device
-from lockstep_plan.estimate import computed
+from lockstep_plan.estimate import computed, estimate
 from lockstep_plan.fake_world import Simulated
-from lockstep_plan.rates import ENGINES, ENGINES_ON, NOT_THE_ENGINES, Rates, read, with_strategy
+from lockstep_plan.rates import ENGINES, NOT_THE_ENGINES, STRATEGIES, STRATEGIES_ON, Rates, read, with_strategy
 
 MEASURE = "lockstep_plan.rates.measure"  # the job that every rank does
 FASTEST = 1e15  # bytes/s, of what is not slower than what is measured beside it
@@ -74,13 +74,13 @@ def measured(jobs: Mapping[int, Run], steps: int, say: Say) -> dict[int, Rates]:
 def simulated(
     jobs: Mapping[int, Run], rates_of_rounds: Sequence[Mapping[int, Rates]], say: Say
 ) -> dict[str, list[Simulated]]:
-    """What a step of `single` is made of, and of each of the `ENGINES` that was measured, on its ranks. Errors:
+    """What a step of `single` is made of, and of each of the `STRATEGIES` that was measured, on its ranks. Errors:
     `RunError`."""
     device = shape_of(rates_of_rounds)
     of = {"single": planner.simulate(jobs[1], 1, device, say)}
-    for name, way in ENGINES.items() if ENGINES_ON in jobs else ():
-        if name in rates_of_rounds[0][ENGINES_ON].engines:
-            of[name] = planner.simulate(with_strategy(jobs[ENGINES_ON], way), ENGINES_ON, device, say)
+    for name, way in STRATEGIES.items() if STRATEGIES_ON in jobs else ():
+        if name in rates_of_rounds[0][STRATEGIES_ON].steps:
+            of[name] = planner.simulate(with_strategy(jobs[STRATEGIES_ON], way), STRATEGIES_ON, device, say)
     return of
 
 
@@ -173,6 +173,7 @@ def shape_of(
                 "step_scale": f"{what}: the phases of a step of one process, beside the sum of their operations",
                 "micro_batch_s": f"{what}: what is left of a step of one process, for each of its micro-batches",
                 "engine_s": f"{what}: the same of other strategies on two processes",
+                "wait_s": f"{what}: what is left of a step of two processes by the clock, for each of its messages",
                 "cores": "the machine's, for the run's threads each",
             },
         }
@@ -194,7 +195,8 @@ def device_of(
     took["forward+backward"], summed["forward+backward"] = sum(both[:2]), sum(both[2:])  # as stages of a pipeline mix
     scale = {name: took[name] / s for name, s in summed.items() if s and took.get(name, 0.0) > 0}
     device = shape_of(rates_of_rounds, scale, besides)
-    return device.model_copy(update={"engine_s": engines(run, rates_of_rounds, every, device)})
+    device = device.model_copy(update={"engine_s": engines(run, rates_of_rounds, every, device)})
+    return device.model_copy(update={"wait_s": waits(run, rates_of_rounds, every, device)})
 
 
 def engines(
@@ -204,7 +206,7 @@ def engines(
     other down by so much."""
     beyond, alone = {}, device.model_copy(update={"crowding": {}})
     for name in (name for name in ENGINES if name in every):
-        way, count = with_strategy(run, ENGINES[name]), ENGINES_ON
+        way, count = with_strategy(run, ENGINES[name]), STRATEGIES_ON
         summed = [computed(way, count, each, alone) for each in every[name]]
         planned = [sum(s for phase, s in each.items() if phase not in NOT_THE_ENGINES) for each in summed]
         busy = [
@@ -213,6 +215,19 @@ def engines(
         slower = median(each[count].busy_s / one for each, one in zip(rates_of_rounds, busy, strict=True))
         took = median(each[count].engines[name] for each in rates_of_rounds) / slower
         beyond[name] = max(0.0, took - sum(planned) / len(planned)) / every[name][0].micro_batches
+    return beyond
+
+
+def waits(
+    run: Run, rates_of_rounds: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]], device: Device
+) -> dict[str, float]:
+    """Seconds of a message that a step of each strategy took by the clock beyond its plan."""
+    beyond = {}
+    for name in (name for name in STRATEGIES if name in every):
+        way = with_strategy(run, STRATEGIES[name])
+        planned = estimate(way, STRATEGIES_ON, every[name], device, planner.feed_of(way)).step_s
+        took = median(each[STRATEGIES_ON].steps[name] for each in rates_of_rounds)
+        beyond[name] = max(0.0, took - planned) / max(1.0, *(each.messages for each in every[name]))
     return beyond
 
 

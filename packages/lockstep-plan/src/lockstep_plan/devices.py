@@ -64,7 +64,9 @@ class Device(BaseModel):
     )  # of a machine: where ranks are more, one that waits leaves its turn to others
     step_scale: float | dict[str, float] = 1.0  # how much longer it takes than the sum of its operations; by phase
     micro_batch_s: float = Field(0.0, ge=0)  # of one besides its operations: what a loop in Python takes
-    engine_s: dict[str, float] = {}  # strategy -> the same of its own code; `fsdp2`: with a gather a micro-batch
+    # by strategy, `fsdp2` with a gather for each micro-batch, `fsdp2_step` with one for each step:
+    engine_s: dict[str, float] = {}  # of a micro-batch, what the strategy's own code takes besides
+    wait_s: dict[str, float] = {}  # of a message, what its ranks wait besides
     sources: dict[str, str]
 
     @field_validator("flops", "memory_bytes_per_s", "crowding", "step_scale")

@@ -75,6 +75,7 @@ def estimate(run: Run, ranks: int, simulated: Sequence[Simulated], device: Devic
     seconds = {phase: s * (level if phase in HIDDEN else 1.0) for phase, s in seconds.items()}
     waiting = 0.0 if device.take_turns(ranks) else whole * (1 - level)
     seconds |= {"messages": added, "waiting": waiting + bubble + on_the_way(run, ranks, wire)}
+    seconds["waiting"] += device.wait_s.get(strategy_key(run), 0.0) * max(each.messages for each in simulated)
     return Estimate(seconds, wire, largest.peak, largest.peak <= device.memory_bytes * (1 - RESERVED), largest)
 
 
@@ -82,18 +83,20 @@ def computed(run: Run, ranks: int, of: Simulated, device: Device) -> dict[str, f
     """Seconds by phase."""
     precision = "bf16" if run.precision == "fp32" and run.model.trained_in_bfloat16 else run.precision
     slower = device.slower(ranks)
-    besides = device.micro_batch_s + device.engine_s.get(engine_of(run), 0.0)
+    besides = device.micro_batch_s + device.engine_s.get(strategy_key(run), 0.0)
+    mixed = any(phase == "forward+backward" for phase, *_ in of.ops)  # and so is what overlaps
     seconds = {"other": of.micro_batches * slower * besides} if besides else {}
     for phase, flops, size, count in of.ops:
-        each = slower * device.scale(phase) * device.seconds(precision, flops, size)
+        like = "forward+backward" if mixed and phase == "overlapped" else phase
+        each = slower * device.scale(like) * device.seconds(precision, flops, size)
         seconds[phase] = seconds.get(phase, 0.0) + count * each
     return seconds
 
 
-def engine_of(run: Run) -> str:
-    """As device files name it: the strategy, but `fsdp2` only where it gathers for every micro-batch."""
+def strategy_key(run: Run) -> str:
+    """As device files name it: `fsdp2` only where it gathers for every micro-batch."""
     step = run.strategy.name == "fsdp2" and fsdp.gather_option(run) != fsdp.MICRO_BATCH
-    return "" if step else run.strategy.name
+    return "fsdp2_step" if step else run.strategy.name
 
 
 def travelling(of: Simulated, computing: dict[str, float], device: Device, ranks: int) -> tuple[list[Wire], float]:
@@ -142,7 +145,7 @@ def levels(run: Run, ranks: int, feed: StepLoader) -> tuple[float, dict[int, flo
     if run.strategy.name == "pipeline" or ranks == 1:
         return 1.0, dict.fromkeys(range(ranks), 1.0)
     steps = np.unique(np.linspace(0, feed.total - 1, min(LOOKED_AT, feed.total)).astype(int))
-    together = engine_of(run) == "fsdp2"
+    together = strategy_key(run) == "fsdp2"
     work_of_ranks = []
     for step in steps:
         rows = feed.order.step(int(step))

@@ -57,6 +57,10 @@ class Simulated:
     parameters: int
     trained: int
 
+    @property
+    def messages(self) -> float:
+        return sum(count for *_, count in self.sent)
+
 
 class FakeWorld(World):
     """A rank whose others are not there: what it asks them for is what it has itself."""

@@ -61,8 +61,7 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
             f"micro_batches={least} or more, or {2 * least} to allow for twice as many processes (batch_size "
             f"is {run.batch_size:,} examples, and every micro-batch needs one)",
         )
-    task_class: Any = plugins.find("tasks", run.task.name)
-    task: Task = task_class(run, prepare(run, task_class))
+    task = task_of(run)
     kind = strategy_class(run)
     if issubclass(kind, ChoosesByMemory) and kind.needs_memory_to_resolve(run):
         from lockstep.strategies.exact.optim import freeze
@@ -79,6 +78,17 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
     simulated = simulate(run, processes, device, say)
     estimated = estimate(run, processes, simulated, device, feed)
     return Plan(run, processes, estimated, None, padding(feed), feed.total)
+
+
+def task_of(run: Run) -> Task:
+    task_class: Any = plugins.find("tasks", run.task.name)
+    task: Task = task_class(run, prepare(run, task_class))
+    return task
+
+
+def feed_of(run: Run) -> StepLoader:
+    """Of a run that has been resolved."""
+    return StepLoader(run, task_of(run), [], torch.device("cpu"))
 
 
 def looked_at(run: Run, processes: int) -> list[int]:

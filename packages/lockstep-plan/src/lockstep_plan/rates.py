@@ -2,11 +2,12 @@
 
 In: a run, in every rank of a job. Out: `OUTPUT/rates.json`, written by rank 0: matrix products of the sizes that the
 run's model has, memory traffic by size, what an operation costs that does nothing; seconds of a step of one process by
-phase; the same step on all ranks at once; messages between all ranks; what a step of strategies takes that have code of
-their own for each layer, bucket or stage (`ENGINES`).
+phase; the same step on all ranks at once; messages between all ranks; of two ranks a step of every strategy
+(`STRATEGIES`), and what is computed in those that have code of their own for each layer, bucket or stage (`ENGINES`).
 
 Where a process computes with one thread, what is computed is measured by that thread's processor time, in which other
-programs' turns are not. What ranks do at once is measured by the clock.
+programs' turns are not. What ranks do at once is measured by the clock. Memory that a step frees is kept for the next
+one, as in training.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.step_timer import NAMES, StepTimer
+from lockstep.distributed.system_metrics import keep_freed_memory
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import fsdp
 from lockstep.strategies.strategy import Strategy, strategy_class
@@ -50,7 +52,13 @@ ENGINES: Mapping[str, dict[str, Any]] = {
         for name in ("pipeline", "zero1", "zero2", "zero3", "hf_accelerate", "hf_trainer")
     },
 }
-ENGINES_ON = 2  # processes
+STRATEGIES: Mapping[str, dict[str, Any]] = {
+    "allreduce": {"name": "allreduce", "options": {}},
+    "ddp": {"name": "ddp", "options": {}},
+    "fsdp2_step": {"name": "fsdp2", "options": {"gather": fsdp.STEP}},
+    **ENGINES,
+}
+STRATEGIES_ON = 2  # processes
 NOT_THE_ENGINES = ("reduction", "optimizer")  # phases
 
 Point = tuple[float, float]  # size, rate a second
@@ -73,8 +81,9 @@ class Rates:
     at_once_s: float = 0.0  # by the clock: the same step on every rank at once, of the slowest
     latency_s: float = 0.0  # of one message
     messages: list[Point] = field(default_factory=list)  # bytes of one message -> bytes/s
-    engines: dict[str, float] = field(default_factory=dict)  # of `ENGINES` -> seconds of a step, but for the update
-    busy_s: float = 0.0  # the same, not by the clock, of `single` on every rank at once
+    engines: dict[str, float] = field(default_factory=dict)  # of `ENGINES` -> as `busy_s`
+    busy_s: float = 0.0  # not by the clock: `single` on every rank at once, but for reduction and update
+    steps: dict[str, float] = field(default_factory=dict)  # of `STRATEGIES` -> seconds by the clock, of the slowest
 
 
 class Alone(World):
@@ -134,6 +143,7 @@ def measure(job: Job, world: World, steps: str) -> int:
     strategy.build(task)
     feed = StepLoader(own, task, strategy.own_micro_batches(), world.device)
     batch = feed.make(middle(feed))
+    keep_freed_memory()
     for _ in range(2):  # the optimizer has its state, and the allocator its memory
         strategy.train_step(batch, 1e-6)
     if world.size == 1:
@@ -141,14 +151,13 @@ def measure(job: Job, world: World, steps: str) -> int:
         rates.micro_batches = len(batch.micro_batches)
         rates.phases = phases_of(strategy, batch, int(steps), now)
     rates.at_once_s = at_once(world, lambda: strategy.train_step(batch, 1e-6), int(steps))
-    if world.size == ENGINES_ON:
+    if world.size == STRATEGIES_ON:
         rates.busy_s = computing(world, strategy, batch, int(steps), now)
     strategy.close()
     if world.size > 1:
         rates.latency_s, rates.messages = between_ranks(world, int(steps))
-    for name, way in ENGINES.items() if world.size == ENGINES_ON else ():
-        if took := engine(with_strategy(run, way), task, world, int(steps), now):
-            rates.engines[name] = took
+    for name, way in STRATEGIES.items() if world.size == STRATEGIES_ON else ():
+        measure_strategy(name, with_strategy(run, way), task, world, int(steps), rates)
     if world.is_main:
         (run.folder / FILE).write_text(json.dumps(asdict(rates), indent=1), encoding="utf-8")
     world.barrier()
@@ -159,14 +168,14 @@ def with_strategy(run: Run, way: Mapping[str, Any]) -> Run:
     return run.model_copy(update={"strategy": run.strategy.model_copy(update=dict(way))})
 
 
-def engine(run: Run, task: Task, world: World, steps: int, now: Callable[[], float]) -> float:
-    """Seconds that a rank computes in a step of this strategy, but for reduction and update, the mean over ranks; 0
-    where the model or the run does not allow it. Collective."""
+def measure_strategy(name: str, run: Run, task: Task, world: World, steps: int, rates: Rates) -> None:
+    """Seconds of a step by the clock, and of the `ENGINES` those that a rank computes; none where the model or the run
+    does not allow the strategy. Collective."""
     kind = strategy_class(run)
     try:
         kind.check(run, world.size)
     except RunError:
-        return 0.0
+        return
     strategy = kind(run, world)
     seed_libraries(run.seed)
     strategy.build(task)
@@ -174,9 +183,10 @@ def engine(run: Run, task: Task, world: World, steps: int, now: Callable[[], flo
     batch = feed.make(middle(feed))
     for _ in range(2):
         strategy.train_step(batch, 1e-6)
-    seconds = computing(world, strategy, batch, steps, now)
+    rates.steps[name] = at_once(world, lambda: strategy.train_step(batch, 1e-6), steps)
+    if name in ENGINES:
+        rates.engines[name] = computing(world, strategy, batch, steps, clock(world.threads))
     strategy.close()
-    return seconds
 
 
 def computing(world: World, strategy: Strategy, batch: Any, steps: int, now: Callable[[], float]) -> float:

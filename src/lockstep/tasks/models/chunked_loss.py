@@ -12,7 +12,7 @@ is known for `Finish`, and compared with the model itself when it is built.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -356,11 +356,6 @@ def agree(model: Any, head: nn.Linear, finish: Finish) -> None:
         f"{KEY}: the way a {model.config.model_type} computes its loss from logits is not known, so the loss "
         f"would differ{OUT}",
     )
-
-
-def with_targets(inputs: Mapping[str, Tensor], targets: Tensor, chunk: int | str | None) -> dict[str, Tensor]:
-    """The model's inputs, and its targets among them where it takes its own loss."""
-    return {**inputs} if chunk is None else {**inputs, TARGETS: targets}
 
 
 def scored(scores: Tensor, targets: Tensor) -> dict[str, Tensor]:

@@ -1,16 +1,10 @@
-"""Entries of `model.config` that change nothing: dropout of a family that has none, a classifier's in a language model.
+"""Checks of `model.config` by trials on small models of the same config, as in `padding.py`; answers are cached.
 
-In: a run, and the head of its model. Out: a note for each such entry. Small models tell: one of the run's config, and
-others that differ in the entry alone, are drawn from one seed and run on the same examples, in evaluation and in
-training. The answer is kept in the cache. Switches, rates and texts are tried; sizes are not, as some count for long
-texts only.
-
-Terms that a model of transformers adds to the cross entropy of its logits when it is given labels: the loss of the
-routers of a mixture of experts, and others. Lockstep computes none of them, so configs that ask for one are refused.
-
-In: a run, and the head of its model. Out: nothing, or a `RunError` that names the entry of the config. A trial on a
-small model of the same config finds the term, as in `padding.py`; the answer is kept in the cache. So are operations
-found that portable arithmetic has not.
+In: a run, and the head of its model. Out: notes, or a `RunError` that names the entry of the config:
+- Entries that change nothing (dropout of a family that has none) get a note. Models that differ in the entry alone are
+  drawn from one seed and run on the same examples. Sizes are not tried, as some count for long texts only.
+- Terms that a model adds to the cross entropy of its logits when it is given labels (the loss of the routers of a
+  mixture of experts) are refused, as lockstep computes none; so are operations that portable arithmetic has not.
 """
 
 from __future__ import annotations
@@ -20,6 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -29,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig
 
 from lockstep.config.run import Run, RunError
+from lockstep.data.batch import IGNORED
 from lockstep.distributed import portable
 from lockstep.tasks.models import heads, model_configs, padding, small_models
 
@@ -123,15 +119,14 @@ def others(run: Run, path: str, value: Any) -> Iterator[Any]:
 def _print(run: Run, head: str, path: str, value: Any) -> bytes:
     """A hash of the weights of a small model with this value of an entry, and of what it computes. Errors: whatever a
     model raises that cannot be tried."""
-    config = model_configs.load_config(_with(run, path, {"value": value}))
-    for variant in small_models.smaller(config, head):
+
+    def attempt(variant: Any) -> bytes:
         if head.endswith("classification"):
-            variant.num_labels = 3
-        try:
-            return _computed(small_models.small(run, head, variant, run.model.attention), head)
-        except Exception as error:
-            failure = error
-    raise failure
+            variant.num_labels = CLASSES
+        return _computed(small_models.small(run, head, variant, run.model.attention), head)
+
+    config = model_configs.load_config(_with(run, path, {"value": value}))
+    return small_models.tried(config, head, attempt)
 
 
 def _computed(model: nn.Module, head: str) -> bytes:
@@ -173,6 +168,7 @@ def _flat(entries: Mapping[str, Any], config: Any, at: str = "") -> Iterator[tup
 
 
 def _at(config: Any, path: str) -> Any:
+    """The entry at a path."""
     for name in path.split("."):
         config = model_configs.entry(config, name)
     return config
@@ -192,7 +188,6 @@ ROUTER_LOGITS = "output_router_logits"  # the entry that asks for the loss of th
 CLASSES = 3
 SHARPER = 20.0  # logits of fresh weights are nearly equal, and a term that is made of them nearly nothing
 NEAR = 1e-5  # how far two losses may be apart, relative to the cross entropy
-IGNORED = -100  # transformers' label for a token without a target
 
 
 def check_portable(run: Run, head: str) -> None:
@@ -206,16 +201,16 @@ def check_portable(run: Run, head: str) -> None:
 def unportable_operation(run: Run, head: str, config: Any) -> str | None:
     """The name of one; None: there is none, or no small model of this config can be made."""
     refused = {*portable.REFUSED} - {portable.FLASH}  # which portable arithmetic switches off
-    with torch.random.fork_rng([]):
-        for variant in small_models.smaller(config, head):
-            try:
-                model = small_models.small(run, head, variant, None)
-                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-                    small_models.computed(model, head, small_models.examples(head, *small_models.BATCHES[0]))
-            except Exception:  # entries that do not fit each other any more
-                continue
-            operations = {entry.key.removeprefix("aten::") for entry in profile.key_averages()}
-            return min(operations & refused, default=None)
+
+    def attempt(variant: Any) -> str | None:
+        model = small_models.small(run, head, variant, None)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            small_models.computed(model, head, small_models.examples(head, *small_models.BATCHES[0]))
+        operations = {entry.key.removeprefix("aten::") for entry in profile.key_averages()}
+        return min(operations & refused, default=None)
+
+    with suppress(Exception):
+        return small_models.tried(config, head, attempt)
     return None
 
 
@@ -241,17 +236,15 @@ def check(run: Run, head: str) -> None:
 def auxiliary_term(run: Run, head: str, config: Any) -> str | None:
     """What to do about a term that models of this config add; None: they add none. The text follows `model.config.`. A
     config of which no small model can be made is judged by `ROUTER_LOGITS` alone."""
+    try:
+        variant, losses = small_models.tried(config, head, lambda variant: (variant, loss_pairs(run, head, variant)))
+    except Exception:  # or inputs that the model does not take
+        for path, part in _parts(config):
+            if model_configs.entry(part, ROUTER_LOGITS) is True:
+                return _refusal(config, {f"{path}{ROUTER_LOGITS}": False}, "")
+        return None
     with torch.random.fork_rng([]):
-        for variant in small_models.smaller(config, head):
-            try:
-                losses = loss_pairs(run, head, variant)
-            except Exception:  # entries that do not fit each other any more, or inputs that the model does not take
-                continue
-            return None if agree(losses) else _advice(run, head, variant, losses)
-    for path, part in _parts(config):
-        if model_configs.entry(part, ROUTER_LOGITS) is True:
-            return _refusal(config, {f"{path}{ROUTER_LOGITS}": False}, "")
-    return None
+        return None if agree(losses) else _advice(run, head, variant, losses)
 
 
 def loss_pairs(run: Run, head: str, config: Any) -> list[LossPair]:
@@ -338,7 +331,7 @@ def _advice(run: Run, head: str, config: Any, pairs: list[LossPair]) -> str:
 def _refusal(config: Any, entries: Mapping[str, Any], measured: str) -> str:
     """The text behind `model.config.`, of the entries that would do."""
     (path, value), *others = entries.items()
-    current = json.dumps(_read(config, path))
+    current = json.dumps(_at(config, path))
     more = "".join(f", model.config.{name}: {json.dumps(each)}" for name, each in others)
     return (
         f"{path}: {current} adds a term to the loss of {config.model_type} that lockstep does not compute{measured}; "
@@ -366,18 +359,12 @@ def _parts(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _parts(value, f"{path}{name}.")
 
 
-def _read(config: Any, path: str) -> Any:
-    for name in path.split("."):
-        config = model_configs.entry(config, name)
-    return config
-
-
 def _silent(run: Run, head: str, config: Any, entries: Mapping[str, Any]) -> bool:
     """Whether a config with these entries adds no term."""
     other = copy.deepcopy(config)
     for path, value in entries.items():
         *outer, name = path.split(".")
-        setattr(_read(other, ".".join(outer)) if outer else other, name, value)
+        setattr(_at(other, ".".join(outer)) if outer else other, name, value)
     try:
         return agree(loss_pairs(run, head, other))
     except Exception:

@@ -1,12 +1,9 @@
-"""Many texts and an exported model: asked in batches of texts of like length, answered in the order of the texts.
+"""Answers of an exported model to many texts, and decoding: what a model writes, one token after another.
 
-In: rows of texts, one or two each. Out: an answer a row, as they come.
+In: rows of texts, one or two each, asked in batches of like length. Out: an answer a row, in the order of the rows.
 
-Decoding: what a model writes, one token after another.
-
-In: collated inputs and how to decode. Out: the new tokens, int64 [B, N], `pad` after each row's end token.
-By repeated `forward` it works wherever a strategy has one; with transformers' own `generate` (KV cache, beams,
-sampling) where a rank can run the whole model.
+Decoding by repeated `forward` works wherever a strategy has one; transformers' own `generate` (KV cache, beams,
+sampling) where a rank can run the whole model. Out: the new tokens, int64 [B, N], `pad` after each row's end token.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ Row = Sequence[str]  # a text, or the two of a pair
 def answers(
     rows: Sequence[Row], answer: Callable[[list[Row]], list[dict[str, Any]]], at_once: int = AT_ONCE
 ) -> Iterator[dict[str, Any]]:
-    """What `answer` makes of each row."""
+    """The answer to each row."""
     for start in range(0, len(rows), at_once * SORTED):
         window = rows[start : start + at_once * SORTED]
         order = sorted(range(len(window)), key=lambda place: sum(map(len, window[place])))
@@ -57,7 +54,7 @@ def padded(encoded: Sequence[dict[str, list[int]]], pads: dict[str, int]) -> dic
 
 @dataclass(frozen=True)
 class Decoding:
-    """How to decode."""
+    """Parameters of decoding."""
 
     new_tokens: int  # at most
     pad: int
@@ -174,7 +171,7 @@ def continuation(
     end = lm_documents.end_of(tokenizer)
     ids = tokenizer(text, verbose=False, add_special_tokens=not spoken)["input_ids"]
     ids = ids[:-1] if ids and ids[-1] == end else ids
-    ids = ids[-(most - 1) :] or [tokenizer.pad_token_id if end is None else end]
+    ids = ids[-(most - 1) :] or [lm_documents.end_or_padding(tokenizer)]
     room = min(tokens, most - len(ids))
     how = Decoding(room, tokenizer.pad_token_id, end, temperature=temperature, seed=seed)
     (written,) = by_transformers(model, {"input_ids": torch.tensor([ids])}, how).tolist()

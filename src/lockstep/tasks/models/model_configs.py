@@ -1,15 +1,7 @@
-"""Entries of a model's config: which names a config class knows, and a config with the run's entries.
+"""The config of a run's model: read from where the model is, or made of `model.config`, as transformers makes it.
 
-In: a config, or its class, and the entries of `model.config`. Out: the config, as transformers makes it of these
-entries; or a `RunError` that names the entry, and the nearest name that the class knows.
-
-`model.attention`: whether it can run, before any rank has started.
-
-In: a run. Out: nothing, or a `RunError` of one line. Nothing here imports torch at the top.
-
-The config of a run's model: read from where the model is, with the entries that the run file sets.
-
-In: the `model` section. Out: a config of transformers, or a `RunError` that names the key.
+In: the `model` section. Out: a config of transformers; or a `RunError` that names the entry, and the nearest name that
+the config's class knows. Nothing here imports torch at the top.
 """
 
 from __future__ import annotations
@@ -130,17 +122,6 @@ def from_scratch(kind: Any, entries: Mapping[str, Any]) -> Any:
     return config
 
 
-def entries_derive(kind: Any, entries: Mapping[str, Any]) -> bool:
-    """Whether entries decide about others. Until 2026-11-24 those others kept their defaults where no entry was a
-    mapping for a config within the config. Errors: `RunError`."""
-    parts = _parts(kind, entries)
-    config = _usual(kind, parts)
-    if parts or config.is_heterogeneous:
-        return False
-    set_entries(config, entries)
-    return bool(config.to_dict() != from_scratch(kind, entries).to_dict())
-
-
 def _parts(kind: Any, entries: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The mappings that are given for configs within the config."""
     return {k: dict(v) for k, v in entries.items() if k in kind.sub_configs and isinstance(v, Mapping)}
@@ -206,8 +187,6 @@ def load_config(run: Run) -> Any:
 
     if run.model.type is not None:
         if run.model.type not in CONFIG_MAPPING:
-            import difflib
-
             near = difflib.get_close_matches(run.model.type, list(CONFIG_MAPPING), 3)
             raise RunError(
                 "LS3130",
@@ -234,11 +213,20 @@ def with_architectures(config: Any) -> Any:
 
 
 def derives(run: Run) -> bool:
-    """Whether entries of a model from scratch decide about others. Errors: `RunError`."""
+    """Whether entries of a model from scratch decide about others. Until 2026-11-24 those others kept their defaults
+    where no entry was a mapping for a config within the config. Errors: `RunError`."""
     from transformers import CONFIG_MAPPING
 
-    family = str(run.model.type)
-    return family in CONFIG_MAPPING and entries_derive(CONFIG_MAPPING[family], run.model.config)
+    family, entries = str(run.model.type), run.model.config
+    if family not in CONFIG_MAPPING:
+        return False
+    kind = CONFIG_MAPPING[family]
+    parts = _parts(kind, entries)
+    config: Any = _usual(kind, parts)
+    if parts or config.is_heterogeneous:
+        return False
+    set_entries(config, entries)
+    return bool(config.to_dict() != from_scratch(kind, entries).to_dict())
 
 
 def causal_entries(run: Run) -> dict[str, Any]:

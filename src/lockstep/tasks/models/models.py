@@ -23,7 +23,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data import tokenizer as tokenizers
 from lockstep.data.hub import downloading, reading_weights
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters, heads, quantized, storage_dtype
+from lockstep.tasks.models import adapters, config_checks, heads, padding, quantized, storage_dtype
 from lockstep.tasks.models.model_configs import entry, load_config, local_or_id, texts, with_architectures
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
@@ -38,8 +38,6 @@ def check(
     """Refuse, before any process starts, a model that cannot be built, or that has no place for so many `tokens`
     (default: `data.max_length`), which `key` sets. `entries` of the config are set first. Errors: `RunError`."""
     from transformers.models.auto import modeling_auto
-
-    from lockstep.tasks.models import config_checks  # they build models to find out
 
     adapters.check(run)
     config = load_config(run)
@@ -79,7 +77,7 @@ def check(
     check_block_sparse(config, tokens or run.data.max_length, key)
     _check_loading(run, config, head)
     config_checks.check(run, head)
-    padding_refused(run, head)  # tried here once, and known to all processes
+    padding.unsupported_reason(run, head)  # tried here once, and known to all processes
     config_checks.notes(run, head)
 
 
@@ -110,8 +108,6 @@ _NO_AUTOCAST = {
 def check_arithmetic(run: Run, head: str) -> None:
     """Refuse a family of `_NO_AUTOCAST` under autocast, and one that portable arithmetic cannot compute. Errors:
     `RunError`."""
-    from lockstep.tasks.models import config_checks
-
     family = load_config(run).model_type
     why = _NO_AUTOCAST.get(family)
     if why and run.precision != "fp32" and not run.model.trained_in_bfloat16:
@@ -122,13 +118,6 @@ def check_arithmetic(run: Run, head: str) -> None:
         )
     if run.strategy.exact == "portable":
         config_checks.check_portable(run, head)
-
-
-def padding_refused(run: Run, head: str) -> str | None:
-    """Why padding is computed; None: it is not. Errors: `RunError`."""
-    from lockstep.tasks.models import padding  # it builds models to find out
-
-    return padding.unsupported_reason(run, head)
 
 
 def _check_buildable(run: Run, config: Any, head: str) -> None:
@@ -180,7 +169,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     config = with_architectures(load_config(run))
     if tokenizer is not None:
         _prepare(config, tokenizer, run.model.source is not None)
-    laid = padding_refused(run, head) is None
+    laid = padding.unsupported_reason(run, head) is None
     options: dict[str, Any] = {"attn_implementation": run.model.attention} if run.model.attention else {}
     options |= {"attn_implementation": unpadded.NAME} if laid else {}
     options |= storage_dtype.loaded_in(run)
@@ -229,8 +218,6 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
 def _prepare(config: Any, tokenizer: Any, pretrained: bool) -> None:
     """Set the padding token, and switch off what training does not use. Errors: `RunError` for a padding token that the
     model has no embedding for."""
-    from lockstep.tasks.models.config_checks import ROUTER_LOGITS
-
     for part in texts(config):
         size = entry(part, "vocab_size")
         if pretrained and isinstance(size, int) and 0 < size <= tokenizer.pad_token_id:
@@ -243,8 +230,8 @@ def _prepare(config: Any, tokenizer: Any, pretrained: bool) -> None:
         part.pad_token_id = tokenizer.pad_token_id
         if hasattr(part, "use_cache"):  # a cache costs memory and may change bits; `save` switches it on again
             part.use_cache = False
-        if entry(part, ROUTER_LOGITS):  # their loss is refused or nothing, and transformers cannot write with them
-            setattr(part, ROUTER_LOGITS, False)
+        if entry(part, config_checks.ROUTER_LOGITS):  # their loss is refused or nothing; and it cannot write with them
+            setattr(part, config_checks.ROUTER_LOGITS, False)
 
 
 def freeze_as_from_config(model: Any, auto: Any) -> None:

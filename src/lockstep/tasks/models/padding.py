@@ -13,6 +13,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,22 +103,21 @@ def kept_trial(
 
 def trial(run: Run, head: str, config: Any) -> str | None:
     """Compare the two ways on a small model of this config. Leaves torch's random state as it was."""
-    why = ""
+
+    def attempt(variant: Any) -> tuple[Any, Any]:
+        plain = small_models.small(run, head, variant, None)
+        small_models.computed(plain, head, small_models.examples(head, *small_models.BATCHES[0]))
+        return variant, plain
+
+    try:
+        variant, plain = small_models.tried(config, head, attempt)
+    except Exception as error:
+        return f"a small model of this family could not be tried ({small_models.brief(error)})"
+    if plain.get_correct_attn_implementation(None) != "sdpa":  # its own choice
+        return "transformers has no attention by torch's function (sdpa) for it"
     with torch.random.fork_rng([]):
-        for variant in small_models.smaller(config, head):
-            try:
-                plain: Any = small_models.small(run, head, variant, None)
-                small_models.computed(plain, head, small_models.examples(head, *small_models.BATCHES[0]))
-            except Exception as error:  # entries that do not fit each other any more
-                why = small_models.brief(error)
-                continue
-            if plain.get_correct_attn_implementation(None) != "sdpa":  # its own choice
-                return "transformers has no attention by torch's function (sdpa) for it"
-            return next(
-                (reason for each in small_models.windows(variant) if (reason := differs(run, head, each)) is not None),
-                None,
-            )
-    return f"a small model of this family could not be tried ({why})"
+        reasons = (differs(run, head, each) for each in small_models.windows(variant))
+        return next((reason for reason in reasons if reason is not None), None)
 
 
 def differs(run: Run, head: str, config: Any) -> str | None:
@@ -181,28 +181,28 @@ def reads_ahead(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
 
 def tried_ahead(run: Run, head: str, config: Any) -> str | None:
     """What to do about a config whose models read ahead; None: they do not."""
-    with torch.random.fork_rng([]):
-        if not _ahead(run, head, config):
-            return None
-        for name in ("causal", "is_decoder"):
-            if model_configs.entry(config, name) is False:
-                other = copy.deepcopy(config)
-                setattr(other, name, True)
-                if not _ahead(run, head, other):
-                    return f"set model.config.{name}: true"
-        if head == "seq2seq" and getattr(model_configs.entry(config, "decoder"), "is_decoder", None) is False:
-            return "set model.config.decoder: {is_decoder: true, add_cross_attention: true}"
+    if not _ahead(run, head, config):
+        return None
+    for name in ("causal", "is_decoder"):
+        if model_configs.entry(config, name) is False:
+            other = copy.deepcopy(config)
+            setattr(other, name, True)
+            if not _ahead(run, head, other):
+                return f"set model.config.{name}: true"
+    if head == "seq2seq" and getattr(model_configs.entry(config, "decoder"), "is_decoder", None) is False:
+        return "set model.config.decoder: {is_decoder: true, add_cross_attention: true}"
     return "take a family that does not, or another task"
 
 
 def _ahead(run: Run, head: str, config: Any) -> bool:
     """Whether a small model of this config, by transformers alone, reads ahead; no where none can be made."""
-    for variant in small_models.smaller(config, head):
-        try:
-            model = small_models.small(run, head, variant, None)
-            return any(reads_ahead(model, small_models.examples(head, *batch)) for batch in small_models.BATCHES[:2])
-        except Exception:
-            continue
+
+    def attempt(variant: Any) -> bool:
+        model = small_models.small(run, head, variant, None)
+        return any(reads_ahead(model, small_models.examples(head, *batch)) for batch in small_models.BATCHES[:2])
+
+    with suppress(Exception):
+        return small_models.tried(config, head, attempt)
     return False
 
 
@@ -210,22 +210,22 @@ def tried_apart(run: Run, head: str, config: Any) -> str | None:
     """Compare texts that share a block with the same texts, each in a row of its own."""
     from lockstep.tasks.models import unpadded  # with transformers' models
 
-    why = ""
     attention = unpadded.NAME if unsupported_reason(run, head) is None else run.model.attention
-    with torch.random.fork_rng([]):
-        for variant in small_models.smaller(config, head):
-            try:
-                for each in small_models.windows(variant):
-                    model = small_models.small(run, head, each, attention)
-                    if attention == unpadded.NAME:
-                        unpadded.install(model)
-                    for blocks in BLOCKS:
-                        if (blocks is BLOCKS[0] or takes(model, sum(blocks[0]))) and not packs_exactly(model, blocks):
-                            return "its texts see each other, or their positions"
-                return None
-            except Exception as error:
-                why = small_models.brief(error)
-    return f"a small model of it could not be tried ({why})"
+
+    def attempt(variant: Any) -> str | None:
+        for each in small_models.windows(variant):
+            model = small_models.small(run, head, each, attention)
+            if attention == unpadded.NAME:
+                unpadded.install(model)
+            for blocks in BLOCKS:
+                if (blocks is BLOCKS[0] or takes(model, sum(blocks[0]))) and not packs_exactly(model, blocks):
+                    return "its texts see each other, or their positions"
+        return None
+
+    try:
+        return small_models.tried(config, head, attempt)
+    except Exception as error:
+        return f"a small model of it could not be tried ({small_models.brief(error)})"
 
 
 def takes(model: nn.Module, length: int) -> bool:

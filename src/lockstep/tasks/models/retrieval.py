@@ -1,8 +1,7 @@
-"""Scores of embeddings that need all of a split: who is found among all others, and how two orders agree.
+"""Scores of embeddings that need all of a split: at which rank the right text is found among all others.
 
 In: vectors and numbers that ranks have put into places of their own, and zeros elsewhere, so that a sum gathers them.
-Out: recall, reciprocal rank and nDCG as of sentence-transformers' InformationRetrievalEvaluator; Pearson's and
-Spearman's correlations as of its EmbeddingSimilarityEvaluator.
+Out: recall, reciprocal rank and nDCG as of sentence-transformers' InformationRetrievalEvaluator.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-
-from lockstep.tasks.objectives.objective import average_ranks
 
 SHARP = 2.0**20  # sums are rounded to its inverse: what is gathered is kept to 2^-40
 RECALLS = (1, 5, 10)
@@ -86,20 +83,3 @@ def scores(query: np.ndarray, at: np.ndarray) -> dict[str, float]:
     best = np.cumsum(1.0 / np.log2(np.arange(TOP) + 2.0))[np.minimum(right, TOP) - 1]
     recalls = [recall(query, at, within) for within in RECALLS]
     return dict(zip(NAMES, [*recalls, float(reciprocal.mean()), float((gain / best).mean())], strict=True))
-
-
-def correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Pearson's; NaN where one of them is the same everywhere, or no number."""
-    if len(one) < 2 or np.ptp(one) == 0 or np.ptp(other) == 0:  # the mean of equal numbers is not always that number
-        return math.nan
-    one, other = one - one.mean(), other - other.mean()
-    size = math.sqrt(float(one @ one) * float(other @ other))
-    return float(one @ other) / size if size > 0 else math.nan
-
-
-def placed(values: np.ndarray) -> np.ndarray:
-    """The place of each value in their order, equal ones at the mean of their places: float64 [N]; NaN where one is no
-    number, as nothing is before or behind it."""
-    if np.isnan(values).any():
-        return np.full(len(values), np.nan)
-    return average_ranks(values)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.tasks.models import adapters, heads, model_configs
 
+T = TypeVar("T")
 # Lengths of the examples that are tried together, and of what is decoded. Attention takes other ways for texts that are
 # equally long, for one, and for those above `unpadded.SHORT`.
 BATCHES = (
@@ -89,6 +90,19 @@ def smaller(config: Any, head: str) -> Iterator[Any]:
             yield _prepared(small, head)
         except Exception:  # a config that does not let itself be changed
             continue
+
+
+def tried(config: Any, head: str, attempt: Callable[[Any], T]) -> T:
+    """What `attempt` makes of the first of the `smaller` configs that it does not fail on: entries may not fit each
+    other any more. Leaves torch's random state as it was. Errors: the last that it raised."""
+    failure: Exception = ValueError("no small config of it can be made")
+    with torch.random.fork_rng([]):
+        for variant in smaller(config, head):
+            try:
+                return attempt(variant)
+            except Exception as error:
+                failure = error
+    raise failure
 
 
 def windows(config: Any) -> Iterator[Any]:

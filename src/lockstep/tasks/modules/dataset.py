@@ -1,15 +1,8 @@
-"""The user's own functions behind a run, and the data sets and the model that they make.
+"""The user's own functions behind a run: the data sets and the model that they make, and batches of their items.
 
-In: the task section, whose keys name them. Out: functions, splits, a model; or a `RunError` that names the key.
-
-How long each item is and how many targets it holds: asked once for a whole split, and kept in the cache.
-
-In: a split and the user's functions of an item. Out: an Arrow file with `length` and `targets`, int32 each.
-
-Items of a data set of the user's, read with seeded random numbers, and made into batches.
-
-In: a data set, places in it, the seed and the step. Out: a `Bundle`, which is one micro-batch for the user's model.
-What an item draws depends on the seed, the step and its place, and on nothing else: not on the rank, nor on a worker.
+In: the task section, whose keys name them. Out: splits, a model, and `Bundle`s, each a micro-batch for that model; or a
+`RunError` that names the key. What an item draws depends on the seed, the step and its place, and on nothing else: not
+on the rank, nor on a worker. How long items are, and how many targets they hold, is asked once and kept in the cache.
 """
 
 from __future__ import annotations
@@ -31,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
-from lockstep.data.arrow_cache import Columns
+from lockstep.data.arrow_cache import Columns, table_of, write_table
 from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.cache import cached, discard, folder_of
 from lockstep.distributed.randomness import seed_everything, seed_libraries
@@ -120,6 +113,10 @@ def data_sets(run: Run) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
     if unknown := [key for key in splits if key not in SPLITS]:
         raise RunError(
             "LS3206", f"task.data: {name} returns an unknown split {unknown[0]!r}; known are {', '.join(SPLITS)}"
+        )
+    if twice := [key for key in splits if any(SPLITS[key] == SPLITS[other] for other in splits if other != key)]:
+        raise RunError(
+            "LS3221", f"task.data: {name} returns {' and '.join(twice)}, which are the same split; return one of them"
         )
     sets = {SPLITS[key]: _indexed(run, data, f"task.data: the {key} split of {name}") for key, data in splits.items()}
     if "train" not in sets:
@@ -217,12 +214,8 @@ def measured(run: Run, data: Any, places: np.ndarray, each: int, key: str) -> st
             "function task.targets",
         )
 
-    def make(aside: Path) -> None:
-        table = pa.table(columns)
-        with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
-            stream.write_table(table)
-
-    return str(cached(folder_of("tokens") / f"{key}.arrow", make))
+    path = folder_of("tokens") / f"{key}.arrow"
+    return str(cached(path, lambda aside: write_table(pa.table(columns), aside)))
 
 
 def asked_lengths(run: Run) -> dict[str, Any]:
@@ -236,8 +229,7 @@ def asked_lengths(run: Run) -> dict[str, Any]:
 
 def content(path: str) -> str:
     """A hash of what was measured."""
-    with pa.memory_map(path) as mapped:
-        table = pa.ipc.open_stream(mapped).read_all()
+    table = table_of(Path(path))
     digest = hashlib.sha256()
     for name in ("length", "targets"):
         digest.update(table.column(name).to_numpy().astype(np.int32).tobytes())
@@ -323,7 +315,7 @@ def item(run: Run, data: Any, place: int, step: int) -> Any:
 
 
 class Batches(Dataset):
-    """What workers make: a batch for each (step, micro-batch, rows)."""
+    """The data set of worker processes: a batch for each (step, micro-batch, rows)."""
 
     def __init__(self, run: Run, columns: Items) -> None:
         self.run, self.columns = run, columns

@@ -1,15 +1,11 @@
-"""Items and weights for which a mean over kept targets differs from a mean over examples.
-
-An untrained model gives every target nearly the same loss, and then any mean looks like any other. In: a data set of
-the user's, a model of theirs. Out: groups of items that hold much and little, and random weights in the model's place.
-
-What nobody says about a model, a loss and metrics of the user's, found out on a few items before any process starts.
+"""Whether a loss and metrics of the user's are sums or means, found out on a few items before any process starts.
 
 In: the user's functions. Out: `ProbeResult`, which the prepared data keep; or a `RunError` where it cannot be told.
 
 A loss is a mean when a batch and the same batch twice over have the same loss, and a sum when the second is twice the
 first. A mean is taken only if it adds up: weighted by targets, the means of two batches must give that of both
-together, also where the model's weights are random and items hold much and little (`contrast.py`).
+together. An untrained model gives every target nearly the same loss, and then any mean looks like any other: so this is
+also tried with random weights, on groups of items that hold much and little.
 """
 
 from __future__ import annotations
@@ -40,17 +36,9 @@ LOOKED_AT = 64  # items to choose them from, evenly spread
 TIMES = 4  # how often a batch holds one half of its items
 
 
-@dataclass(frozen=True)
-class ContrastGroup:
-    """Items in three batches. Each holds all of them, so that all are padded alike: once; one half `TIMES` times; the
-    other half `TIMES` times."""
-
-    batches: tuple[list[Any], list[Any], list[Any]]
-
-    def adds_up(self, totals: tuple[float, float, float], near: float) -> bool:
-        """Whether what was measured of the batches are sums over items, relatively."""
-        whole, one, other = totals
-        return abs(one + other - (TIMES + 1) * whole) <= near * max(map(abs, (one, other, whole)))
+# Items in three batches, by name. Each holds all of them, so that all are padded alike: "0" once, "1" one half `TIMES`
+# times, "2" the other half `TIMES` times.
+ContrastGroup = dict[str, list[Any]]
 
 
 def groups(run: Run, data: Any, places: np.ndarray) -> list[ContrastGroup]:
@@ -64,12 +52,12 @@ def groups(run: Run, data: Any, places: np.ndarray) -> list[ContrastGroup]:
         stop = min(start + half, len(read) // 2)
         little, much = read[start:stop], read[len(read) - stop : len(read) - start]
         whole = [*little, *much]
-        group_list.append(ContrastGroup((whole, whole + little * (TIMES - 1), whole + much * (TIMES - 1))))
+        group_list.append({"0": whole, "1": whole + little * (TIMES - 1), "2": whole + much * (TIMES - 1)})
     return group_list
 
 
 def size(value: Any, depth: int = 4) -> int:
-    """How much an item holds: numbers and characters, without what it is filled up with at one end."""
+    """The size of an item: numbers and characters, without what it is filled up with at one end."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Tensor | np.ndarray):
@@ -135,7 +123,7 @@ NEAR = 1e-3  # how far sums in float32 may be apart, relatively
 
 @dataclass
 class ProbeResult:
-    """What was found out."""
+    """The kinds of the loss and the metrics, and doubts about the model."""
 
     loss: str  # "sum", "mean", or "each"
     each: int  # targets of an example, unless `task.targets` says it
@@ -283,30 +271,29 @@ def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: l
         model = dataset.model(trial.run).eval()
         measured = []
         for group, variant in zip(groups, shaken(model, strength), strict=False):
-            batches, weights = _batches(trial.run, dict(zip("012", group.batches, strict=True)))
+            batches, weights = _batches(trial.run, group)
             fresh = lambda of=variant: copy.deepcopy(of)  # noqa: E731 - where it keeps state, a batch changes the next
-            sizes = {name: len(part) for name, part in zip("012", group.batches, strict=True)}
+            sizes = {name: len(part) for name, part in group.items()}
             one = replace(trial, model=variant, batches=batches, sizes=sizes, weights=weights)
             try:
                 if trial.fresh is not None or not dataset.same(one.loss("0"), one.loss("0")):
                     one = replace(one, fresh=fresh)
                 losses = {name: float(one.loss(name)) for name in batches} if kind == "mean" else {}
-                measured.append((group, one, losses, _means(one, metrics)))
+                measured.append((one, losses, _means(one, metrics)))
             except (RunError, ValueError, TypeError):  # what these weights put out is not for this loss
                 break
-        numbers_of_groups = [losses | {f"metric {k} {b}": n for k, v in means.items() for b, n in v.items()}
-                for _, _, losses, means in measured]  # fmt: skip
-        if len(measured) == len(groups) and all(math.isfinite(n) for each in numbers_of_groups for n in each.values()):
+        tables = [table for _, losses, means in measured for table in (losses, *means.values())]
+        if len(measured) == len(groups) and all(math.isfinite(n) for table in tables for n in table.values()):
             break
-    for group, one, losses, means in measured:
-        if losses and not _sums_up(group, losses, one.weights):
+    for one, losses, means in measured:
+        if losses and not _sums_up(losses, one.weights):
             raise _no_mean(
                 trial,
                 f"with random weights {one.weights['0']} have {losses['0']:.6g}, and with some of them "
                 f"{TIMES} times {losses['1']:.6g}, with the others {losses['2']:.6g}",
             )
         for name, numbers in means.items():
-            if not _sums_up(group, numbers, one.sizes):
+            if not _sums_up(numbers, one.sizes):
                 raise RunError("LS3235", f"task.metrics: {name} is a mean, but not over examples; {METRICS}")
 
 
@@ -322,9 +309,11 @@ def _means(trial: _Trial, metrics: Mapping[str, str]) -> dict[str, dict[str, flo
     return means
 
 
-def _sums_up(group: ContrastGroup, numbers: Mapping[str, float], weights: Mapping[str, int]) -> bool:
+def _sums_up(numbers: Mapping[str, float], weights: Mapping[str, int]) -> bool:
+    """Whether what was measured of the batches of a `ContrastGroup` are sums over items, or no numbers."""
     totals = whole, one, other = tuple(numbers[name] * weights[name] for name in "012")
-    return not all(map(math.isfinite, totals)) or group.adds_up((whole, one, other), NEAR)
+    near = NEAR * max(map(abs, totals))
+    return not all(map(math.isfinite, totals)) or abs(one + other - (TIMES + 1) * whole) <= near
 
 
 def _batches(run: Run, parts: Mapping[str, list[Any]]) -> tuple[dict[str, Any], dict[str, int]]:
@@ -449,7 +438,7 @@ def _remembers(trial: _Trial) -> list[str]:
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
-    """What modules hold beside weights, buffers and modules, by name."""
+    """Attributes of modules beside weights, buffers and modules, by name."""
     attributes = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():

@@ -1,11 +1,8 @@
 """A module of the user's as lockstep runs it: a batch goes in, the sum of its losses comes out.
 
 In: a `torch.nn.Module` and the functions beside it. Out: the same module, with the same names of weights, which also
-takes a `Bundle`. The loss is computed inside of `forward`: what the user's loss wants to see never leaves it.
-
-The export of a module of the user's: its weights, and the name of the code that makes it. Nothing is pickled.
-
-In: weights by name. Out: `model.safetensors` and `config.json`; later the model again.
+takes a `Bundle`. The loss is computed inside of `forward`: what the user's loss wants to see never leaves it. Its
+export is `model.safetensors` and, in `config.json`, the name of the code that makes it: nothing is pickled.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass
 class Computed(ModelOutput):
-    """What comes out. In evaluation `logits` are numbers: the loss, then sum and count of each metric."""
+    """The output of a wrapped module. In evaluation `logits` hold the loss, then sum and count of each metric."""
 
     loss: Tensor | None = None  # float32 scalar: summed over targets
     logits: Tensor | None = None  # float64 [1 + 2 x metrics]; of what was generated: uint8, JSON
@@ -125,14 +122,14 @@ def nothing(tensor: Tensor) -> Tensor:
 
 
 def kind_of(value: Any) -> str:
-    """What something is, in words."""
+    """The kind of a value, in words."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)} and {value.dtype}"
     return f"a {type(value).__name__}"
 
 
 def names_of(model: nn.Module) -> tuple[str, ...] | None:
-    """What `forward` takes by name; None where it takes anything."""
+    """The arguments of `forward`; None where it takes any name."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return None

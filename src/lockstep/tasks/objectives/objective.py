@@ -1,21 +1,7 @@
-"""Weights of labels in the training loss.
+"""The interface of what is learned of an example: its labels or numbers, their loss, their scores, and answers.
 
-In: `task.class_weights`, the names of labels, and how often each is in train. Out: a weight for each label.
-
-The keys of `classification` in the run file, and what of them does not go together.
-
-In: the task section. Out: frozen options. Imports no torch.
-
-Scores of predictions that are all there: areas, F1, calibration, correlations. Plain formulas of numpy.
-
-In: what is true and what was predicted, in any order. Out: numbers, equal to those of scikit-learn and scipy to
-rounding (tests/tasks/test_scores.py compares them). What is not defined (an area where every example is of one kind, a
-correlation with a constant) is nan; scikit-learn warns of it or refuses.
-
-The interface of what is learned of a text: its labels or numbers, their loss, their scores, and answers.
-
-In: the options of `classification`, what its labels are called and how often each is there. Out: targets, loss sums,
-metrics and answers. Nothing here imports torch at the top.
+In: the keys of `classification` in the run file, what its labels are called and how often each is in train. Out:
+targets, loss sums, metrics and answers. Nothing here imports torch at the top.
 """
 
 from __future__ import annotations
@@ -33,13 +19,14 @@ from lockstep.config.run import RunError
 from lockstep.config.sections import Section
 from lockstep.data import lm_documents
 from lockstep.data.arrow_cache import Columns
+from lockstep.data.batch import Sums
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
 
-    from lockstep.data.batch import Sums
 
+# -- weights of labels in the training loss --------------------------------------------------------------------------
 
 _FINEST = 2.0**-20  # weights are multiples of it, so that sums of them are exact, whatever is added up first
 
@@ -79,6 +66,9 @@ def of_labels(options: ClassificationOptions, names: list[str], counts: list[int
     return np.maximum(np.round(weights / _FINEST), 1) * _FINEST
 
 
+# -- keys of the run file --------------------------------------------------------------------------------------------
+
+
 def _named(value: Any) -> Any:
     """Weights by label, as texts: YAML reads 0 and true as a number and a truth."""
     if not isinstance(value, dict):
@@ -108,6 +98,17 @@ class LabelOptions(Section):
         "default with multi_label. With two labels: of the second one; default: the likelier one",
     )
     samples: int = Field(3, ge=0, description="predictions to show after each evaluation")
+
+    @model_validator(mode="after")
+    def _of_the_loss(self) -> LabelOptions:
+        focal = vars(self)["loss"] == "focal"
+        if focal and self.label_smoothing:
+            raise InvalidValue("LS3278", "label_smoothing cannot be combined with the focal loss; remove one of them")
+        if not focal and "focal_gamma" in self.changed_keys:
+            raise InvalidValue(
+                "LS3279", "focal_gamma has an effect only with loss: focal; set it, or remove focal_gamma"
+            )
+        return self
 
 
 class ClassificationOptions(LabelOptions):
@@ -164,11 +165,13 @@ class ClassificationOptions(LabelOptions):
             for key in ("class_weights", "label_smoothing", "threshold"):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise InvalidValue("LS3277", f"{key} applies to labels, and regression has none; remove it")
-        if self.loss == "focal" and self.label_smoothing:
-            raise InvalidValue("LS3278", "label_smoothing cannot be combined with the focal loss; remove one of them")
         return self
 
 
+# -- scores ----------------------------------------------------------------------------------------------------------
+
+# Of predictions that are all there, in any order: equal to those of scikit-learn and scipy to rounding. What is not
+# defined (an area where every example is of one kind, a correlation with a constant) is nan.
 NAN = float("nan")
 BINS = 15  # of calibration, of equal width: Guo et al. 2017, https://arxiv.org/abs/1706.04599
 
@@ -258,7 +261,7 @@ class Reliability:
         return float((gaps * self.counts[some]).sum() / self.counts.sum())
 
     def table(self) -> dict[str, list]:
-        """As JSON has it."""
+        """The bins as JSON."""
         lists = {"predicted": self.predicted.tolist(), "observed": self.observed.tolist()}
         return {"counts": self.counts.tolist()} | {
             name: [None if np.isnan(value) else value for value in values] for name, values in lists.items()
@@ -284,7 +287,9 @@ def pearson(true: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def spearman(true: np.ndarray, predicted: np.ndarray) -> float:
-    """The correlation of their ranks."""
+    """The correlation of their ranks; nan where one of them is no number, as nothing is before or behind it."""
+    if np.isnan(true).any() or np.isnan(predicted).any():
+        return NAN
     return pearson(average_ranks(true), average_ranks(predicted))
 
 
@@ -297,6 +302,9 @@ def r2(true: np.ndarray, predicted: np.ndarray) -> float:
     return 1 - float(((true - predicted) ** 2).sum()) / total if total else NAN
 
 
+# -- the interface ---------------------------------------------------------------------------------------------------
+
+
 class LabelCodes(Protocol):
     """Gives the rows of a split their labels or numbers, in the form that is stored beside their tokens."""
 
@@ -304,7 +312,7 @@ class LabelCodes(Protocol):
     values: list[Any]  # of labels, as rows hold them, in the order of their codes; none of numbers
 
     def of(self, rows: dict[str, list]) -> Any:
-        """Of some rows, by column."""
+        """The labels or numbers of some rows, by column."""
 
     def counts(self, dataset: Dataset) -> list[int]:
         """Examples of each label in a split; none of numbers."""
@@ -338,7 +346,7 @@ class Objective(ABC):
     @classmethod
     @abstractmethod
     def feature(cls) -> Any:
-        """How they are kept: a feature of `datasets`."""
+        """The feature of `datasets` that stores labels."""
 
     @classmethod
     def cut(cls, codes: LabelCodes, train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
@@ -353,7 +361,7 @@ class Objective(ABC):
 
     @abstractmethod
     def count(self, columns: Columns, rows: np.ndarray) -> float:
-        """What the loss of these examples is divided by, with weights; exact, whatever is added up first."""
+        """The divisor of the loss of these examples, with weights; exact, whatever is added up first."""
 
     @abstractmethod
     def targets_in_batch(self, targets: Tensor) -> float:
@@ -389,7 +397,7 @@ class Objective(ABC):
 
     @abstractmethod
     def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
-        """What the model says of each row: JSON by name."""
+        """The answer of the model to each row: JSON by name."""
 
     @classmethod
     @abstractmethod
@@ -402,7 +410,7 @@ class Objective(ABC):
 
     @abstractmethod
     def format_target(self, targets: Tensor) -> str:
-        """What is true of an example, for a person."""
+        """The labels or numbers of an example, for a person."""
 
     @property
     def fixed_threshold(self) -> float | None:

@@ -1,16 +1,7 @@
-"""One label a text: cross-entropy, smoothed or focal, weighted by label; accuracy, F1, ROC AUC and calibration.
+"""The objectives of `classification`: one label an example, several or none, or numbers.
 
-In: a column of integers, strings, or true and false. Out: what `objective.py` says.
-
-Several labels a text, or none: binary cross-entropy of each, smoothed or focal, weighted; F1, average precision.
-
-In: a column of lists of labels, or several columns of 0 and 1. Out: what `objective.py` says. The loss of an example is
-the mean over labels of theirs, as transformers' BCEWithLogitsLoss has it.
-
-A number a text, or several: squared or absolute error; Pearson, Spearman, R2.
-
-In: columns of numbers, or a column of lists of them. Out: what `objective.py` says. The loss of an example is the mean
-over its numbers, as torch's MSELoss and L1Loss have it.
+In: a column of labels; a column of lists of labels, or several columns of 0 and 1; columns of numbers, or a column of
+lists of them. Out: what `objective.py` says.
 """
 
 from __future__ import annotations
@@ -24,6 +15,7 @@ import numpy as np
 from lockstep.config.run import RunError
 from lockstep.data import labels, usable_rows
 from lockstep.data.arrow_cache import Columns
+from lockstep.data.batch import Sums
 from lockstep.tasks.objectives import objective
 from lockstep.tasks.objectives.objective import ClassificationOptions, LabelCodes, Objective
 
@@ -31,14 +23,12 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
 
-    from lockstep.data.batch import Sums
-
 
 MOST_CLASSES = 100  # up to which a confusion matrix is counted
 
 
 class OneLabel(Objective):
-    """A text is of one of several classes."""
+    """One of several classes: cross-entropy, smoothed or focal, weighted; accuracy, F1, ROC AUC and calibration."""
 
     problem = "single_label_classification"
     metric_names = ("loss", "accuracy", "macro_f1", "f1", "threshold", "roc_auc", "ece")
@@ -153,7 +143,7 @@ class OneLabel(Objective):
         }
 
     def _counts(self, targets: Tensor, predicted: Tensor) -> Sums:
-        """What decisions come to, [B] each."""
+        """Sums over predicted and true labels, [B] each."""
         import torch
         from torch.nn.functional import one_hot
 
@@ -269,7 +259,8 @@ def _reliability(probabilities: np.ndarray, true: np.ndarray) -> objective.Relia
 
 
 class SeveralLabels(Objective):
-    """Each label is a question of yes or no."""
+    """Each label is a question of yes or no: binary cross-entropy, smoothed or focal, weighted; F1, average precision.
+    The loss of an example is the mean over its labels, as transformers' BCEWithLogitsLoss has it."""
 
     problem = "multi_label_classification"
     metric_names = ("loss", "micro_f1", "macro_f1", "average_precision", "roc_auc", "ece", "threshold")
@@ -424,7 +415,8 @@ _DRAWN = 500  # examples of a scatter, at most
 
 
 class RegressionObjective(Objective):
-    """The logits are the numbers."""
+    """The logits are the numbers: squared or absolute error; Pearson, Spearman, R2. The loss of an example is the mean
+    over its numbers, as torch's MSELoss and L1Loss have it."""
 
     problem = "regression"
     metric_names = ("loss", "pearson", "spearman", "r2", "mse", "mae")

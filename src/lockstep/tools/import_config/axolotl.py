@@ -26,6 +26,20 @@ _ALPACA = (
     "axolotl writes Alpaca's sentences around instruction and input; here a prompt is one column, as it is: make a "
     "column of the whole prompt and name it, or say task.prompt=instruction"
 )
+# Keys of an entry of `datasets` that are read, and what changes nothing.
+_READ = (
+    *("path", "name", "split", "data_files", "type", "field", "text_column", "skip", "revision", "ds_type"),
+    *(f"field_{name}" for name in ("messages", "chosen", "rejected")),
+)
+_USUAL: dict[str, list[Any]] = {
+    "message_field_role": ["role"],
+    "message_field_content": ["content"],
+    "message_property_mappings": [{"role": "role", "content": "content"}, {"role": "from", "content": "value"}],
+    "roles_to_train": [["assistant"], ["assistant", "gpt"]],
+    "train_on_eos": ["turn"],
+    "chat_template": ["tokenizer_default"],
+}
+_WARM_UP = 0.03, 100  # axolotl's by default: a share of all steps, and the most steps
 _PAIRS = {"prompt": "messages", "chosen": "chosen", "rejected": "rejected"}  # axolotl's columns of pairs
 _LOSSES = ("dpo", "ipo", "simpo")
 
@@ -38,6 +52,7 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> N
     for key, value, origin in (
         ("optim.weight_decay", 0.0, "weight_decay"),
         ("optim.schedule", "cosine", "lr_scheduler"),
+        ("task.block_size", 512, "sequence_len"),
     ):
         if key not in draft.keys:
             draft.set(key, value, f"{origin}, by axolotl's default")
@@ -48,6 +63,8 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> N
     table.batches(draft, each, times, processes, ("micro_batch_size", "gradient_accumulation_steps"))
     table.length(draft, theirs.get("num_epochs", 1), theirs.get("max_steps"), ("num_epochs", "max_steps"))
     table.schedule(draft, theirs, "warmup_steps", "warmup_ratio", theirs.get("lr_scheduler"))
+    if theirs.get("warmup_steps") is None and theirs.get("warmup_ratio") is None:
+        _warm_up(draft)
     table.numbers(draft, theirs, {"optim.learning_rate": "learning_rate"})
     if "adam_beta1" in theirs or "adam_beta2" in theirs:
         betas = [table.number(theirs.get("adam_beta1", 0.9)), table.number(theirs.get("adam_beta2", 0.999))]
@@ -60,6 +77,20 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> N
         draft.set("strategy.name", "fsdp2", "fsdp")
     if theirs.get("deepspeed"):
         draft.drop("deepspeed", theirs["deepspeed"], "`lockstep init --from` that file moves it, too")
+
+
+def _warm_up(draft: RunDraft) -> None:
+    """The one that axolotl has where none is given; transformers' schedule constant leaves it out."""
+    share, most = _WARM_UP
+    origin = f"axolotl's default: {share:.0%} of all steps, at most {most}"
+    if draft.keys.get("optim.schedule") == "constant":
+        return
+    if (steps := draft.keys.get("steps")) is not None:
+        count = min(int(share * steps), most)
+        draft.set("optim.warmup_steps", 2 if count == 1 else count, origin)
+    else:
+        draft.set("optim.warmup_fraction", share, origin)
+        draft.notes.append(f"axolotl's warm-up ends after {most} steps: in a longer run give optim.warmup_steps={most}")
 
 
 def _task(theirs: Mapping[str, Any], draft: RunDraft) -> None:
@@ -126,6 +157,12 @@ def _data(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         draft.set("data.source", entry.get("path"), "datasets: path")
         if entry.get("name"):
             draft.set("data.config", entry["name"], "datasets: name")
+        if entry.get("revision"):
+            draft.set("data.revision", entry["revision"], "datasets: revision")
+        for key, value in entry.items():
+            if key not in _READ and value not in (None, False, *_USUAL.get(key, ())):
+                by = ("data.source", "task.messages", "task.prompt", "task.text")
+                draft.drop(f"datasets: {key}", value, "not a key that is known here", True, by)
         if entry.get("split"):
             draft.set("data.train", entry["split"], "datasets: split")
         if entry.get("data_files"):
@@ -134,8 +171,11 @@ def _data(theirs: Mapping[str, Any], draft: RunDraft) -> None:
             _pairs(entry, draft)
         else:
             _texts(entry, draft)
-    for entry in (theirs.get("test_datasets") or [])[:1]:
-        draft.set("data.validation", entry.get("path"), "test_datasets: path")
+    for place, entry in enumerate(theirs.get("test_datasets") or []):
+        if place:
+            draft.drop("test_datasets", entry.get("path"), "data.validation names the files of one source")
+        else:
+            draft.set("data.validation", entry.get("path"), "test_datasets: path")
     table.share(draft, theirs, "val_set_size")
 
 
@@ -256,7 +296,9 @@ def move_llama_factory(theirs: Mapping[str, Any], draft: RunDraft, processes: in
         )
     task, columns = _STAGES.get(stage, ("language_modeling", {}))
     draft.set("task.name", task, f"stage {stage}")
-    trainer.move(theirs, draft, processes, trainer.TABLE | LLAMA_FACTORY)
+    trainer.move({"cutoff_len": 2048, **theirs}, draft, processes, trainer.TABLE | LLAMA_FACTORY)
+    if "cutoff_len" not in theirs:
+        draft.comments["task.block_size"] = "cutoff_len, by LLaMA-Factory's default"
     for key, column in columns.items():
         draft.set(key, column, f"stage {stage}: LLaMA-Factory's usual column, if dataset_info.json says no other")
     template = theirs.get("template")

@@ -20,10 +20,21 @@ from lockstep.config.run import RunError
 from lockstep.strategies.engines.zero_config import other_arithmetic
 from lockstep.tools.import_config import trainer
 from lockstep.tools.import_config.script import Script
-from lockstep.tools.import_config.table import NAMES, RunDraft, apply, batches, number, read_table, whole
+from lockstep.tools.import_config.table import (
+    NAMES,
+    RunDraft,
+    apply,
+    batches,
+    decays_all,
+    number,
+    read_keys,
+    read_table,
+    whole,
+)
 
 TASKS: Mapping[str, str] = NAMES["example_tasks"]  # an example's name, or what it begins with -> its task
 EXAMPLES = read_table("examples")  # options of those, beside the fields of `TrainingArguments`
+_ENDS = re.compile(r"\d?[&|<>;]")  # words of a shell behind a command: 2>&1, >log, &&
 _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
 
 
@@ -40,7 +51,7 @@ class Command:
 
 
 def read(
-    path: Path, text: str, read_file: Callable[[Path], Any], read_script: Callable[[Script], Any]
+    path: Path, text: str, read_file: Callable[..., Any], read_script: Callable[[Script], Any]
 ) -> Callable[[RunDraft, int | None], None]:
     """Errors: `RunError` for a file with no such command, or with several."""
     commands = [each for each in _commands(text) if each.program]
@@ -120,7 +131,7 @@ def _command(words: list[str], line: int) -> Command:
             rest = _option(rest, command.launcher, NAMES["switches"])
         command.program, rest = (rest[0], rest[1:]) if rest else ("", [])
     while rest:
-        if rest[0] in ("|", "2>&1", "&", ">", ">>", "&&", ";", "||"):
+        if _ENDS.match(rest[0]):
             break
         if rest[0].startswith("--"):
             rest = _option(rest, command.options, set())
@@ -153,7 +164,7 @@ def _option(rest: list[str], into: dict[str, Any], switches: Collection[str]) ->
         return rest
     values = []
     while rest and name not in switches and not rest[0].startswith("--") and not rest[0].endswith(".py"):
-        if rest[0] in ("|", "2>&1", "&", ">", ">>", "&&", ";", "||"):
+        if _ENDS.match(rest[0]):
             break
         values.append(messages.read_yaml(rest[0]) if rest[0] else "")
         rest = rest[1:]
@@ -171,7 +182,7 @@ def _move(
     command: Command,
     draft: RunDraft,
     processes: int | None,
-    read_file: Callable[[Path], Any],
+    read_file: Callable[..., Any],
     read_script: Callable[[Script], Any],
 ) -> None:
     draft.read.append(f"line {command.line}: {command.starter} ... {command.program}")
@@ -188,13 +199,26 @@ def _move(
     program = path.parent / command.program
     stem = Path(command.program).stem
     task = next((task for name, task in TASKS.items() if stem == name or stem.startswith(f"{name}_")), None)
-    if file is not None and (path.parent / file).is_file():
-        read_file(path.parent / file).move(draft, count)
+    settings = path.parent / file if file is not None and (path.parent / file).is_file() else None
+    options = {name: value for name, value in command.options.items() if value != file}
+    options |= {
+        name: messages.read_yaml(text) for name, mark, text in (f.partition("=") for f in command.files) if mark
+    }
+    if settings is not None:
         draft.read.append(f"line {command.line}: {file}")
-    elif command.starter == "trl" or task is not None:
+    if command.starter == "trl" or task is not None:
+        keys = {} if settings is None else read_keys(settings, settings.read_text(encoding="utf-8"))
+        command.options = keys | options
         _example(command, stem, task, draft, count)
+    elif settings is not None:
+        read_file(settings, options).move(draft, count)
     elif program.is_file():
         script = Script(program, program.read_text(encoding="utf-8"), command.options)
+        for name in script.unread_options():
+            where = f"line {command.line}: --{name} {command.options[name]}"
+            draft.unclear(where, "what the script makes of it is not known")
+        for word in command.files:
+            draft.unclear(f"line {command.line}: {word}", "what the script makes of it is not known")
         read = read_script(script)
         draft.read.append(f"{command.program}: {read.called}")
         read.move(draft, count)
@@ -211,7 +235,7 @@ def _move(
         trainer.move(command.options, draft, count)
 
 
-def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable[[Path], Any]) -> int | None:
+def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable[..., Any]) -> int | None:
     """Processes, machines and precision, as the launcher is told. Returns the processes of all machines."""
     options = command.launcher
     file = options.get("config_file")
@@ -239,12 +263,17 @@ def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable
     if options.get("use_fsdp"):
         draft.set("strategy.name", "fsdp2", f"use_fsdp, line {command.line}")
     if options.get("use_deepspeed") or options.get("zero_stage"):
-        stage = int(number(options.get("zero_stage")) or 2)
+        stage = whole(options.get("zero_stage"), 2)
         draft.set("strategy.name", f"zero{stage}" if stage else "ddp", f"use_deepspeed, line {command.line}")
+    for name, key in (("gradient_accumulation_steps", "micro_batches"), ("gradient_clipping", "optim.max_grad_norm")):
+        if options.get(name) not in (None, 1):
+            draft.lacks(f"line {command.line}: --{name} {options[name]}", f"{key} says it", key)
+    if file := options.get("deepspeed_config_file"):
+        draft.drop(f"line {command.line}: --deepspeed_config_file", file, "`lockstep init --from` that file moves it")
     config = command.options.get("deepspeed")
     if isinstance(config, str) and (path.parent / config).is_file():
-        values = messages.read_yaml((path.parent / config).read_text(encoding="utf-8"))
-        move_deepspeed({k: v for k, v in values.items() if not _left_open(v)}, draft, None)
+        values = read_keys(path.parent / config, (path.parent / config).read_text(encoding="utf-8"))
+        move_deepspeed(values, draft, None, completed=True)
         command.options.pop("deepspeed")
     return None if each is None else int(each) * machines
 
@@ -252,8 +281,9 @@ def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable
 def _left_open(value: Any) -> bool:
     """Whether a value is `auto`, or a mapping of such: what the Trainer's own settings say."""
     if isinstance(value, Mapping):
-        return bool(value) and all(_left_open(each) for name, each in value.items() if name not in ("type", "enabled"))
-    return value == "auto"
+        settings = [each for name, each in value.items() if name != "type"]
+        return value.get("enabled") == "auto" or (bool(settings) and all(map(_left_open, settings)))
+    return bool(value == "auto")
 
 
 def _example(command: Command, stem: str, task: str | None, draft: RunDraft, processes: int | None) -> None:
@@ -288,6 +318,8 @@ def _example(command: Command, stem: str, task: str | None, draft: RunDraft, pro
             draft.set("data.max_length", defaults[task], f"by default of {command.program}")
         else:
             draft.unclear("max_seq_length", "it is the tokenizer's own length", "data.max_length")
+    if task in ("translation", "summarization") and "task.target_length" not in draft.keys:
+        draft.set("task.target_length", 128, f"max_target_length, by default of {command.program}")
 
 
 def _glue(name: str, draft: RunDraft) -> None:
@@ -370,10 +402,15 @@ def _of_accelerate(config: Mapping[str, Any], draft: RunDraft, processes: int) -
         draft.drop("zero3_save_16bit_model", True, "the export is whole, and in fp32")
 
 
-def move_deepspeed(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
-    """What only the run file decides is taken out, and the rest goes into `strategy.options`."""
-    rest = {name: value for name, value in theirs.items() if name not in DEEPSPEED}
-    zero = dict(theirs.get("zero_optimization") or {})
+def move_deepspeed(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, completed: bool = False) -> None:
+    """What only the run file decides is taken out, and the rest goes into `strategy.options`. `completed`: what is auto
+    stands in the Trainer's own arguments, which are read, too."""
+    left_open = [name for name in theirs if name in DEEPSPEED and _left_open(theirs[name])]
+    if left_open and not completed:
+        why = "the Trainer's own arguments say it: move those in, by --from"
+        draft.unclear(f"auto: {', '.join(left_open)}", why, "batch_size")
+    rest = {name: value for name, value in theirs.items() if name not in DEEPSPEED and value != "auto"}
+    zero = {name: value for name, value in (theirs.get("zero_optimization") or {}).items() if value != "auto"}
     stage = whole(zero.pop("stage", 0), 0)
     draft.set("strategy.name", f"zero{stage}" if stage else "ddp", f"zero_optimization: stage {stage}")
     if stage and zero:
@@ -416,15 +453,17 @@ def _optimizer(section: Any, draft: RunDraft) -> None:
     kind, values = str(section.get("type")), section.get("params") or {}
     adam = "AdamW" if kind.lower() == "adam" and values.get("adam_w_mode", True) else kind
     if adam not in NAMES["deepspeed_optimizers"]:
-        draft.drop("optimizer", kind, "with DeepSpeed optim.name is adamw, sgd or lion")
+        draft.drop("optimizer", kind, "with DeepSpeed optim.name is adamw, sgd or lion", True, ("optim.name",))
         return
     draft.set("optim.name", NAMES["deepspeed_optimizers"][adam], f"optimizer {kind}")
-    ours = NAMES["deepspeed_optimizer_options"]
-    for name, value in values.items():
+    ours, defaults = NAMES["deepspeed_optimizer_options"], {"lr": 1e-3, "weight_decay": 0.0}
+    defaults |= {"momentum": 0.0} if adam == "SGD" else {}
+    decays_all(draft, number(values.get("weight_decay")))
+    for name, value in (defaults | values).items():
         if name in ours and value != "auto":
             draft.set(f"optim.{ours[name]}", value if isinstance(value, list) else number(value), f"optimizer: {name}")
         elif name not in (*ours, "adam_w_mode", "torch_adam"):
-            draft.drop(f"optimizer: {name}", value, "optim has no such key")
+            draft.drop(f"optimizer: {name}", value, "optim has no such key", True, ("optim.name",))
 
 
 def _scheduler(section: Any, draft: RunDraft) -> None:
@@ -432,22 +471,20 @@ def _scheduler(section: Any, draft: RunDraft) -> None:
         return
     kind, values = str(section.get("type")), section.get("params") or {}
     if kind not in NAMES["deepspeed_schedules"]:
-        draft.drop("scheduler", kind, "WarmupLR, WarmupDecayLR and WarmupCosineLR have a counterpart")
+        why = "WarmupLR, WarmupDecayLR and WarmupCosineLR have a counterpart"
+        draft.drop("scheduler", kind, why, True, ("optim.schedule",))
         return
     draft.set("optim.schedule", NAMES["deepspeed_schedules"][kind], f"scheduler {kind}")
-    for name, value in values.items():
-        if value == "auto":
+    defaults = {"warmup_num_steps": 1000, "warmup_type": "log"} | NAMES["deepspeed_schedule_defaults"].get(kind, {})
+    keys = NAMES["deepspeed_schedule_options"]
+    for name, value in (defaults | values).items():
+        if value == "auto" or (name, value) == ("warmup_type", "linear"):
             continue
-        if name == "warmup_num_steps":
-            draft.set("optim.warmup_steps", whole(value), "scheduler: warmup_num_steps")
-        elif name == "warmup_max_lr":
-            draft.set("optim.learning_rate", number(value), "scheduler: warmup_max_lr")
-        elif name == "total_num_steps":
-            draft.set("steps", whole(value), "scheduler: total_num_steps")
-        elif not (name == "warmup_min_lr" and not number(value)) and not (name == "warmup_type" and value == "linear"):
-            draft.drop(f"scheduler: {name}", value, "a warm-up is linear, from 0")
-    if values.get("warmup_type", "log") != "linear" and kind != "WarmupCosineLR" and values.get("warmup_num_steps"):
-        draft.drop("scheduler: warmup_type", values.get("warmup_type", "log"), "a warm-up is linear, from 0")
+        if name in keys:
+            ours = whole(value) if name.endswith("_steps") else number(value)
+            draft.set(keys[name], ours, f"scheduler: {name}{'' if name in values else ', by default'}")
+        elif name not in ("warmup_min_lr", "warmup_min_ratio") or number(value):
+            draft.drop(f"scheduler: {name}", value, "a warm-up is linear, from 0", True, ("optim.schedule",))
 
 
 def _enabled(section: Any) -> bool:

@@ -8,22 +8,18 @@ model, unless it is asked for (`--partial`). A further system is one more row of
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.tools.import_config import axolotl, command_line, loops, sagemaker, trainer, trainer_script
+from lockstep.tools.import_config import axolotl, command_line, loops, trainer, trainer_script
 from lockstep.tools.import_config.script import Script
-from lockstep.tools.import_config.table import FILL_IN, RunDraft, decides, only_its_own
+from lockstep.tools.import_config.table import FILL_IN, NAMES, RunDraft, decides, only_its_own, read_keys
 from lockstep.tools.init import columns, detect_layout, init, questions
 from lockstep.tools.init.columns import Look
 from lockstep.tools.init.questions import Ask, Prompter
@@ -109,9 +105,8 @@ def _written(path: Path, text: str, partial: bool, talk: Prompter) -> Run:
         if not partial:
             raise RunError(
                 error.code,
-                "--from: what would be written cannot be planned, so nothing is: "
-                f"{error.message}. Give another value, as "
-                "key=value, or write it all the same with --partial",
+                f"--from: what would be written cannot be planned, so nothing is: {error.message}. Give another value, "
+                "as key=value, or write it all the same with --partial",
             ) from None
         talk.console.note(f"lockstep plan refuses it: {error}")
     return init.checked(path, text, planned=False)
@@ -335,8 +330,22 @@ SOURCES = {
         trainer.move,
     ),
 }
+
+
+def _of_sagemaker(script: Script) -> tuple[str, Mover] | None:
+    """A script that makes an estimator, which the launcher reads. Errors: `RunError` where that is not installed."""
+    if not any(call.name in NAMES["estimators"] and call.origin.startswith("sagemaker.") for call in script.calls):
+        return None
+    try:
+        launcher: Any = plugins.find("launchers", "sagemaker")
+    except plugins.PluginError as error:
+        raise RunError(error.code, f"--from: {script.path}: launch.name: {error.message}") from None
+    result: tuple[str, Mover] | None = launcher.read_script(script)
+    return result
+
+
 # Readers of Python files, in the order in which they are asked; None: it is no script of theirs.
-SCRIPTS: tuple[Callable[[Script], tuple[str, Mover] | None], ...] = (sagemaker.read, trainer_script.read, loops.read)
+SCRIPTS: tuple[Callable[[Script], tuple[str, Mover] | None], ...] = (_of_sagemaker, trainer_script.read, loops.read)
 
 
 @dataclass(frozen=True)
@@ -347,8 +356,8 @@ class Read:
     move: Mover  # given `RunDraft`, and the processes where they were given by hand
 
 
-def read(path: Path) -> Read:
-    """Errors: `RunError`."""
+def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
+    """`more`: keys that a command line has besides those of the file, before which they go. Errors: `RunError`."""
     if path.suffix in (".bin", ".pt", ".pkl"):
         raise RunError(
             "LS8202",
@@ -364,16 +373,9 @@ def read(path: Path) -> Read:
         return script(Script(path, text))
     if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or text.startswith("#!"):
         return Read("a command line", command_line.read(path, text, read, script))
-    try:
-        keys = json.loads(text) if path.suffix == ".json" else messages.read_yaml(text)
-    except json.JSONDecodeError as error:
-        raise RunError("LS8204", f"--from: {path}, line {error.lineno}: {error.msg}") from None
-    except yaml.YAMLError as error:
-        raise RunError("LS8205", f"--from: {path} is not valid YAML: {messages.yaml_fault(error)}") from None
-    if not isinstance(keys, dict):
-        raise RunError("LS8206", f"--from: {path} must contain a mapping of keys, but contains {messages.kind(keys)}")
-    keys = {str(name): value for name, value in keys.items()}
+    keys = read_keys(path, text)
     source = _source_of(path, keys)
+    keys |= more or {}
     return Read(f"{source.called}, {len(keys)} key(s)", lambda draft, processes: source.move(keys, draft, processes))
 
 

@@ -360,6 +360,9 @@ def _tokens(call: Call, function: Scope, at: Reading) -> None:
     arguments = at.script.arguments(call, ("text", "text_pair"))
     task = at.draft.task or "classification"
     _length(call, arguments.known, arguments.unknown, at, task)
+    if arguments.known.get("add_special_tokens", True) is not True or "add_special_tokens" in arguments.unknown:
+        why = "texts get the special tokens that their tokenizer gives them"
+        at.draft.lacks(f"line {call.line}: add_special_tokens", why, "tokenizer.source")
     target = "text_target" in arguments.nodes or _is_target(call, function)
     if any(isinstance(each, ast.Starred) for each in call.node.args):
         names = tuple(f"task.{key}" for key in NAMES["text_keys"].get(task, ("text",)))

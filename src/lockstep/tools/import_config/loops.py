@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.tools.import_config import loading, trainer_script
 from lockstep.tools.import_config.loading import Reading
 from lockstep.tools.import_config.script import Arguments, Call, Script, code_of
-from lockstep.tools.import_config.table import FILL_IN, NAMES, RunDraft, batches, number, trackers
-
-_DECAY = {"AdamW": 0.01, "AdamW8bit": 0.01}  # torch's default, where it is not 0
-_RATE = 1e-3  # torch's default of all of these
+from lockstep.tools.import_config.table import (
+    ADAFACTOR,
+    FILL_IN,
+    NAMES,
+    RunDraft,
+    batches,
+    decays_all,
+    number,
+    schedule_ends,
+    trackers,
+)
 
 
 def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] | None:
@@ -34,7 +42,7 @@ def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] |
 
 
 def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
-    at = Loop(script, draft, processes)
+    at = Loop(script, draft, processes=processes)
     for call in script.calls:
         at.call(call)
     at.constants()
@@ -45,19 +53,16 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
         name(script, draft, at.optimizers, at.loader)
 
 
-class Loop:
+@dataclass
+class Loop(Reading):
     """What a loop's calls say."""
 
-    def __init__(self, script: Script, draft: RunDraft, processes: int | None) -> None:
-        self.script, self.draft, self.processes = script, draft, processes
-        self.batch: int | None = None
-        self.accumulated = 1
-        self.optimizers: list[Call] = []
-        self.loader: Call | None = None
-        self.scheduled = False
-
-    def read(self, call: Call, what: str) -> None:
-        self.draft.read.append(f"{call} -> {what}")
+    processes: int | None = None
+    batch: int | None = None  # examples of a process and a forward pass
+    accumulated: int = 1
+    optimizers: list[Call] = field(default_factory=list)
+    loader: Call | None = None
+    scheduled: bool = False
 
     def call(self, call: Call) -> None:
         name = call.name
@@ -80,6 +85,10 @@ class Loop:
             self._loader(call)
         elif name in ("clip_grad_norm_", "clip_grad_norm") and len(call.node.args) + len(call.node.keywords) > 1:
             self._known(call, "optim.max_grad_norm", ("parameters", "max_norm"), "max_norm")
+        elif name in ("clip_grad_value_", "clip_grads_with_norm_", "clip_gradients"):
+            self.draft.lacks(
+                str(call), "optim.max_grad_norm is the largest norm of all gradients", "optim.max_grad_norm"
+            )
         elif (call.origin == "torch.manual_seed" or name in ("set_seed", "seed_everything")) and call.node.args:
             self._known(call, "seed", ("seed",), "seed")
         elif name in ("autocast", "Accelerator", "GradScaler"):
@@ -129,24 +138,32 @@ class Loop:
             self.draft.unclear(
                 f"line {call.line}: {code_of(node)}", "weights with rates of their own: optim.groups", "optim.groups"
             )
-        decay = arguments.known.get("weight_decay", _DECAY.get(call.name, 0.0))
+        rate, decay = NAMES["optimizer_defaults"][call.name]
+        if call.origin.startswith("transformers."):  # of older releases
+            decay = 0.0
+            if call.name == "Adafactor":
+                self.draft.lacks(f"line {call.line}: the rate of adafactor", ADAFACTOR, "optim.learning_rate")
+        decay = arguments.known.get("weight_decay", decay)
         if call.name in ("Adam", "Adam8bit") and decay:
             why = "Adam adds the decay to the gradient; AdamW, which is here, does not"
             self.draft.lacks(str(call), why, "optim.name")
         self.draft.set("optim.name", NAMES["optimizers"][call.name], f"line {call.line}")
-        self.draft.set("optim.learning_rate", arguments.known.get("lr", _RATE), f"lr, line {call.line}")
+        self.draft.set("optim.learning_rate", arguments.known.get("lr", rate), f"lr, line {call.line}")
         self.draft.set("optim.weight_decay", decay, f"line {call.line}")
-        if decay:
-            self.draft.set(
-                "optim.groups", [{"match": "*", "weight_decay": decay}], "biases and norms decay, too, as torch's do"
-            )
-        for name in ("betas", "eps", "momentum"):
-            if name in arguments.known:
-                self.draft.set(f"optim.{name}", arguments.known[name], f"line {call.line}")
-        if call.name == "SGD":
-            self.draft.keys.setdefault("optim.momentum", 0.0)
-        keys = {"lr": "optim.learning_rate", "weight_decay": "optim.weight_decay", "betas": "optim.betas"}
-        self._unknown(call, arguments, keys | {"momentum": "optim.momentum", "eps": "optim.eps"})
+        decays_all(self.draft, number(decay))
+        keys = {name: f"optim.{name}" for name in ("betas", "eps", "momentum")}
+        defaults: dict[str, Any] = {"momentum": 0.0} if call.name == "SGD" else {}
+        if call.name == "Muon":
+            defaults = {"adjust_lr_fn": "original"}
+            keys = {name: f"optim.{name}" for name in ("momentum", "nesterov", "ns_steps")}
+            keys |= {"adjust_lr_fn": "optim.lr_adjust"}
+        for name, value in (defaults | arguments.known).items():
+            if name in keys and value is not None:
+                self.draft.set(keys[name], value, f"{name}, line {call.line}")
+            elif value and name not in (*keys, *NAMES["optimizer_quiet"]):
+                why = f"{NAMES['optimizers'][call.name]} has no such key"
+                self.draft.lacks(f"line {call.line}: {call.name}({name}={value})", why, "optim.name")
+        self._unknown(call, arguments, keys | {"lr": "optim.learning_rate", "weight_decay": "optim.weight_decay"})
         self.read(call, "optim")
 
     def _loader(self, call: Call) -> None:
@@ -174,12 +191,21 @@ class Loop:
         if call.name == "Accelerator":
             self.accumulated = int(arguments.known.get("gradient_accumulation_steps", 1))
             self._unknown(call, arguments, {"gradient_accumulation_steps": "micro_batches"})
+            for name in ("split_batches", "gradient_accumulation_plugin", "dataloader_config"):
+                if name in arguments.nodes and arguments.known.get(name, True):
+                    where = f"line {call.line}: {name}={code_of(arguments.nodes[name])}"
+                    why = "batch_size is all of a step, and micro_batches what it is cut into"
+                    self.draft.lacks(where, why, "batch_size", "micro_batches")
             if arguments.known.get("log_with"):
                 trackers(self.draft, "log_with", arguments.known["log_with"])
 
     def _lightning(self, call: Call) -> None:
         arguments = self.script.arguments(call)
         keys: Mapping[str, str] = NAMES["lightning_trainer"]
+        for name, usual in NAMES["lightning_deciding"].items():
+            if (value := arguments.known.get(name)) is not None and str(value) not in usual:
+                why = "a step is trained on all examples, and gradients are clipped by their norm"
+                self.draft.lacks(f"line {call.line}: {name}={value}", why)
         for name, key in keys.items():
             if arguments.known.get(name) not in (None, -1) and (name != "num_nodes" or arguments.known[name] > 1):
                 self.draft.set(key, arguments.known[name], f"{name}, line {call.line}")
@@ -235,6 +261,12 @@ class Loop:
             self.draft.set("optim.warmup_steps", int(steps), f"num_warmup_steps, line {call.line}")
         if name != "constant":
             self._unknown(call, arguments, {"num_warmup_steps": "optim.warmup_steps"})
+        ends = {k: v for k, v in arguments.known.items() if k not in ("name", *names, "last_epoch")}
+        ends |= ends.pop("scheduler_specific_kwargs", None) or {}
+        rate = number(self.draft.keys.get("optim.learning_rate")) or 5e-5
+        schedule_ends(self.draft, name, ends, rate, f"{call.name}, line {call.line}")
+        others = dict.fromkeys(arguments.unknown.keys() - {"name", *names, "last_epoch"}, "optim.schedule")
+        self._unknown(call, arguments, others)
         self.read(call, "optim.schedule")
 
     # -- what no call says ---------------------------------------------------------------------------------------------
@@ -313,15 +345,14 @@ class Loop:
 
     def library_task(self) -> None:
         """The model, the tokenizer and the rows, as in a script with a Trainer."""
-        at = Reading(self.script, self.draft)
         loading.task_first(self.script, self.draft)
         for call in self.script.calls:
             # Optimizers, schedules and seeds are read before.
             if call.name not in (*NAMES["optimizers"], "set_seed") and "schedule" not in call.name:
-                trainer_script.read_call(call, at)
-        trainer_script.settings(at)
-        trainer_script.own_tokenizer(at)
-        if not at.mapped:
+                trainer_script.read_call(call, self)
+        trainer_script.settings(self)
+        trainer_script.own_tokenizer(self)
+        if not self.mapped:
             why = "no function was seen that makes tokens of them"
             self.draft.unclear(
                 "which texts are read, and where they are cut", why, "data.max_length", "task.block_size"

@@ -81,6 +81,7 @@ class Script:
         self._set_later: set[str] = set()  # attributes that the script sets itself: args.lr
         self.started: Scope | None = None  # the function that fire makes a command of
         self._parsed: dict[str, Any] = {}  # argparse's options and their defaults
+        self._declared: set[str] = set()  # argparse's options as a command line has them
         self._namespaces: set[str] = set()  # names that parse_known_args gives them to
         self._dataclasses: set[str] = set()  # names that hold options that a parser of dataclasses has read
         self._evaluating: set[int] = set()
@@ -217,13 +218,21 @@ class Script:
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             return self._compared(node)
         if isinstance(node, ast.JoinedStr):
-            return "".join(str(self.value(p.value if isinstance(p, ast.FormattedValue) else p)) for p in node.values)
+            return "".join(map(self._formatted, node.values))
         if isinstance(node, ast.Subscript):
             return self.value(node.value)[self.value(node.slice)]
         if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in FUNCTIONS:
             keywords = {word.arg: self.value(word.value) for word in node.keywords if word.arg}
             return FUNCTIONS[name](*(self.value(each) for each in node.args), **keywords)
         raise Unknown
+
+    def _formatted(self, part: ast.expr) -> str:
+        """A part of an f-string."""
+        if not isinstance(part, ast.FormattedValue):
+            return str(self.value(part))
+        if part.conversion != -1:  # !r and its kin
+            raise Unknown
+        return format(self.value(part.value), "" if part.format_spec is None else self.value(part.format_spec))
 
     def _of_several(self, node: ast.BoolOp) -> Any:
         """`a and b` and `a or b`; one that decides it is enough."""
@@ -335,6 +344,7 @@ class Script:
                 continue
             keywords = {word.arg: word.value for word in node.keywords}
             longest = max(flags, key=len).lstrip("-").replace("-", "_")
+            self._declared.add(longest)
             name = self.known(keywords.get("dest"), longest)
             if longest in self.options:
                 self._parsed[name] = self.options[longest]
@@ -347,6 +357,12 @@ class Script:
                     self._parsed[name] = self.value(keywords["default"]) if "default" in keywords else None
                 except Unknown:
                     continue
+
+    def unread_options(self) -> list[str]:
+        """Options of the command line that no parser of the script's declares, where all of them are seen."""
+        if self.started is not None or self._dataclasses or self._namespaces:
+            return []
+        return [name for name in self.options if name not in self._declared]
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 

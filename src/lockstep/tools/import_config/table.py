@@ -7,12 +7,18 @@ it decides what is trained. docs/reference/coming-from shows the same tables; a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.key_aliases import foreign_keys
+from lockstep.config.run import RunError
 
 EIGHT_BITS = "the base of an adapter can be in 4 bits (model.quantization: nf4 or fp4), and not in 8"
 FILL_IN = "FILL-IN"  # where nothing says what the data, the model or a function is
@@ -57,6 +63,19 @@ def read_table(system: str) -> Table:
         )
         for name, row in foreign_keys(system).items()
     }
+
+
+def read_keys(path: Path, text: str) -> dict[str, Any]:
+    """The keys of a file of JSON or YAML. Errors: `RunError`."""
+    try:
+        keys = json.loads(text) if path.suffix == ".json" else messages.read_yaml(text)
+    except json.JSONDecodeError as error:
+        raise RunError("LS8204", f"--from: {path}, line {error.lineno}: {error.msg}") from None
+    except yaml.YAMLError as error:
+        raise RunError("LS8205", f"--from: {path} is not valid YAML: {messages.yaml_fault(error)}") from None
+    if not isinstance(keys, dict):
+        raise RunError("LS8206", f"--from: {path} must contain a mapping of keys, but contains {messages.kind(keys)}")
+    return {str(name): value for name, value in keys.items()}
 
 
 NAMES: Mapping[str, Any] = foreign_keys("scripts")  # those of scripts and command lines, by their part in a training
@@ -159,7 +178,7 @@ def apply(table: Table, theirs: Mapping[str, Any], draft: RunDraft) -> None:
             continue
         elif row.values is None:
             draft.set(row.here, value, name)
-        elif (word := _of(value)) in row.values:
+        elif isinstance(value, Hashable) and (word := _of(value)) in row.values:
             if (ours := row.values[word]) is not None:
                 draft.set(row.here, ours, f"{name} {value}")
         elif not _is_off(value):
@@ -245,7 +264,9 @@ _ENDS = {key: key for key in ("min_lr_ratio", "power")} | {
 
 def schedule_ends(draft: RunDraft, kind: str, options: Mapping[str, Any], rate: float, name: str) -> None:
     """How a schedule of transformers ends: what `lr_scheduler_kwargs` says, and its own defaults."""
-    kind, options = kind.rpartition(".")[2], dict(options)
+    kind, options = kind.rpartition(".")[2], {key: value for key, value in options.items() if value is not None}
+    if kind == "polynomial":
+        options.setdefault("lr_end", 1e-7)
     if kind == "warmup_stable_decay":
         shape = str(options.pop("decay_type", "cosine"))
         draft.set("optim.decay_shape", {"1-sqrt": "sqrt"}.get(shape, shape), f"{name}: decay_type {shape}")
@@ -254,8 +275,8 @@ def schedule_ends(draft: RunDraft, kind: str, options: Mapping[str, Any], rate: 
             draft.set(f"optim.{_ENDS[key]}", value, f"{name}: {key}")
         elif key in ("min_lr", "lr_end") and (least := number(value)) is not None:
             draft.set("optim.min_lr_ratio", least / rate, f"{name}: {key} {least:g} of {rate:g}")
-        else:
-            draft.drop(f"{name}: {key}", value, "optim has no such key")
+        elif (kind, key, value) != ("cosine", "num_cycles", 0.5):  # half a wave, as it is anyway
+            draft.drop(f"{name}: {key}", value, "optim has no such key", True, ("optim.schedule",))
 
 
 ADAFACTOR = (
@@ -265,9 +286,20 @@ ADAFACTOR = (
 
 
 def optimizer(draft: RunDraft, name: str, value: Any) -> None:
-    """What an optimizer of the same name does otherwise."""
-    if str(value).rpartition(".")[2].lower() == "adafactor":
+    """What Trainer's optimizer of the same name does otherwise, and defaults that it has and ours has not."""
+    kind = str(value).rpartition(".")[2].lower()
+    if kind == "adafactor":
         draft.lacks(f"{name}: the rate of adafactor", ADAFACTOR, "optim.learning_rate")
+    elif kind == "sgd":
+        draft.set("optim.momentum", 0.0, f"{name} sgd: by torch's default")
+    elif "lion" in kind:
+        draft.set("optim.betas", [0.9, 0.999], f"{name} {kind}: by Trainer's default")
+
+
+def decays_all(draft: RunDraft, decay: float | None) -> None:
+    """Weight decay of an optimizer that is given all weights as they are."""
+    if decay:
+        draft.notes.append(f"biases and norms have no decay here, and {decay:g} there")
 
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")

@@ -48,7 +48,7 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, rows
     if isinstance(ends, Mapping):
         table.schedule_ends(draft, kind, ends, table.number(full.get("learning_rate")) or 5e-5, "lr_scheduler_kwargs")
     else:
-        draft.drop("lr_scheduler_kwargs", ends, "expected a mapping")
+        draft.drop("lr_scheduler_kwargs", ends, "expected a mapping", True, ("optim.schedule",))
     if (first := table.number(full.get("adam_beta1"))) is not None or "adam_beta2" in full:
         second = table.number(full.get("adam_beta2", 0.999))
         draft.set("optim.betas", [0.9 if first is None else first, second], "adam_beta1 and adam_beta2")
@@ -82,6 +82,8 @@ def _intervals(full: Mapping[str, Any], draft: RunDraft) -> None:
         draft.set("checkpoint.every", 0, "save_strategy no: at the end, and at a stop")
     elif saving == "steps":
         _interval(draft, "checkpoint.every", full.get("save_steps", 500), "save_steps")
+    else:
+        draft.drop("save_strategy", saving, "checkpoint.every counts steps, or is epoch")
 
 
 def _interval(draft: RunDraft, key: str, every: Any, name: str) -> None:
@@ -99,7 +101,7 @@ def _best(full: Mapping[str, Any], draft: RunDraft) -> None:
             draft.drop("metric_for_best_model", metric, "without load_best_model_at_end it changes nothing")
         return
     greater = full.get("greater_is_better")
-    less = not greater if greater is not None else "loss" in metric
+    less = not greater if greater is not None else metric.endswith("loss")
     draft.set("checkpoint.best", f"-{metric}" if less else metric, f"load_best_model_at_end by {metric}")
 
 
@@ -109,6 +111,9 @@ def _engine(full: Mapping[str, Any], draft: RunDraft) -> None:
         draft.set("strategy.name", "fsdp2", f"fsdp {fsdp}")
     if full.get("deepspeed"):
         draft.drop("deepspeed", full["deepspeed"], "`lockstep init --from` that file moves it, too")
+    if isinstance(accelerator := full.get("accelerator_config"), Mapping) and accelerator.get("split_batches"):
+        why = "batch_size is all of a step, which processes share"
+        draft.drop("accelerator_config: split_batches", True, why, True, ("batch_size",))
     if (size := full.get("ddp_bucket_cap_mb")) is not None:
         draft.set("strategy.options", {"bucket_cap_mb": size}, "ddp_bucket_cap_mb")
     if smoothing := table.number(full.get("label_smoothing_factor")):
@@ -168,11 +173,11 @@ def move_trl(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) 
     _length(theirs, draft, task)
     if task == "language_modeling":
         _texts(theirs, draft)
-    elif task == "preference":
-        _pairs(theirs, draft)
-        draft.notes.append("TRL turns a model's dropout off for pairs; here it is as model.config says")
     else:
-        table.numbers(draft, theirs, {"task.center": "center_rewards_coefficient"})
+        draft.notes.append("TRL turns a model's dropout off for pairs; here it is as model.config says")
+    if task == "preference":
+        _pairs(theirs, draft)
+    table.numbers(draft, theirs, {"task.center": "center_rewards_coefficient"})
     _model(theirs, draft)
     if theirs.get("dataset_test_split") and _word(theirs.get("eval_strategy", "no")) != "no":
         draft.set("data.validation", theirs["dataset_test_split"], "dataset_test_split")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from lockstep.config.run import RunError
 from lockstep.tools.import_config import loading, trainer
 from lockstep.tools.import_config.loading import RUNS, Reading
-from lockstep.tools.import_config.script import Call, Script, code_of, is_trainer, kind_of
+from lockstep.tools.import_config.script import Call, Script, Unknown, code_of, is_trainer, kind_of
 from lockstep.tools.import_config.table import NAMES, RunDraft, decides
 
 Move = Callable[[RunDraft, int | None], None]
@@ -195,15 +195,19 @@ def arguments(call: Call, at: Reading) -> None:
     at.kind = call.name
     arguments = at.script.arguments(call, ("output_dir",))
     at.arguments |= arguments.known
-    table = trainer.TABLE | trainer.TRL
     for name, code in arguments.unknown.items():
-        row = table.get(name)
-        deciding = row is None or row.decides or (bool(row.here) and decides(row.here))
-        by = (row.here,) if row is not None and row.here else ()
-        at.draft.unclear(f"line {call.line}: {name}={code}", f"{RUNS}; a default is taken", *by, decides=deciding)
+        _unknown_setting(at, name, f"line {call.line}: {name}={code}")
     for code in arguments.more:
         at.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
     at.read(call, f"{len(arguments.known)} settings: see the comments of the run file")
+
+
+def _unknown_setting(at: Reading, name: str, where: str) -> None:
+    """A field of TrainingArguments and its kin whose value is not known."""
+    row = (trainer.TABLE | trainer.TRL).get(name)
+    deciding = row is None or row.decides or (bool(row.here) and decides(row.here))
+    by = (row.here,) if row is not None and row.here else ()
+    at.draft.unclear(where, f"{RUNS}; a default is taken", *by, decides=deciding)
 
 
 def stopping(call: Call, at: Reading) -> None:
@@ -369,8 +373,10 @@ def settings(at: Reading) -> None:
 
 def _setting(node: ast.Assign, target: ast.Attribute, at: Reading) -> None:
     kind, where = kind_of(at.script, target.value), f"line {node.lineno}: {code_of(node)}"
-    value = at.script.known(node.value)
-    if kind == "arguments":
+    value = at.script.known(node.value, Unknown)
+    if kind == "arguments" and value is Unknown:
+        _unknown_setting(at, target.attr, where)
+    elif kind == "arguments":
         at.arguments[target.attr] = value
         at.draft.read.append(f"{where} -> {target.attr}")
     elif target.attr == "requires_grad":

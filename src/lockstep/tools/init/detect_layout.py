@@ -233,9 +233,8 @@ def _names(data: DataSection, count: int, talk: Prompter) -> list[str]:
     elif talk.ask is None:
         raise RunError(
             "LS8280",
-            f"the columns of {look.source} have no names, and their values do not determine them; name them "
-            "in order: data.columns=[text,label], [source,target] for translations, [prompt,response] for "
-            "instructions",
+            f"the columns of {look.source} have no names, and their values do not determine them; name them in order: "
+            "data.columns=[text,label], [source,target] for translations, [prompt,response] for instructions",
         )
     rest = [c for c in texts if c not in names_of]
     if talk.ask is None and (rest or len(labels) > 1):

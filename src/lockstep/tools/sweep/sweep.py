@@ -415,9 +415,8 @@ class Slots:
         if self._devices and self._each < int(run.launch.processes):
             raise RunError(
                 "LS8358",
-                f"--parallel: {self._sweep.parallel} trials of {run.launch.processes} process(es) need one GPU "
-                f"per process, and there are {len(self._devices)} GPUs; lower --parallel, or set "
-                "launch.device=cpu",
+                f"--parallel: {self._sweep.parallel} trials of {run.launch.processes} process(es) need one GPU per "
+                f"process, and there are {len(self._devices)} GPUs; lower --parallel, or set launch.device=cpu",
             )
         return {}
 

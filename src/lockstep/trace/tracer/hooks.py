@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from . import fsdp1, workers
 from .fingerprint import measure, whole
 from .placement import is_plain_tensor, local, plain_name
-from .recorder import Recorder, generators
+from .recorder import Recorder
 from .writer import warn
 
 _THREAD = threading.local()
@@ -158,7 +158,7 @@ def _observed(hooks: Hooks, module: nn.Module, output: Any) -> Any:
         first = output
         while isinstance(first, tuple | list) and first:
             first = first[0]
-        if is_plain_tensor(first) and first.is_floating_point() and recorder.measures(min(recorder.steps, default=0)):
+        if is_plain_tensor(first) and first.is_floating_point() and recorder.measures():
             name = next(
                 (n for r in recorder.roots if (m := r()) is not None for n, s in m.named_modules() if s is module), None
             )
@@ -402,7 +402,7 @@ def _began(recorder: Recorder, loader: Any, iterator: Any) -> None:
         drop=bool(getattr(loader, "drop_last", False)),
         workers=getattr(loader, "num_workers", 0),
         size=None if skips else _size(getattr(loader, "dataset", None)),
-        generators=generators(),
+        generators=workers.states(),
         steps=list(recorder.steps),
     )
 

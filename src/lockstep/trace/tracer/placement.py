@@ -110,9 +110,9 @@ def mesh_of(tensor: Any) -> dict[str, Any] | None:
     }
 
 
-def named_parameters(roots: list[nn.Module]) -> tuple[dict[int, str], dict[str, int], list[list[str]]]:
-    """Of all roots: id -> name (the first of its names), name -> id, and the names that one parameter shares. A name
-    that two roots have is prefixed with the class of each."""
+def named_parameters(roots: list[nn.Module]) -> tuple[dict[int, str], list[list[str]]]:
+    """Of all roots: id -> name (the first of its names), and the names that one parameter shares. A name that two
+    roots have is prefixed with the class of each."""
     names: dict[int, str] = {}
     ids: dict[str, int] = {}
     aliases: dict[int, list[str]] = {}
@@ -127,7 +127,7 @@ def named_parameters(roots: list[nn.Module]) -> tuple[dict[int, str], dict[str, 
             names.setdefault(id(parameter), name)
             if name not in aliases.setdefault(id(parameter), []):
                 aliases[id(parameter)].append(name)
-    return names, ids, [each for each in aliases.values() if len(each) > 1]
+    return names, [each for each in aliases.values() if len(each) > 1]
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -149,10 +149,6 @@ def kinds_of(root: nn.Module) -> list[str]:
         module = next(module.children())
     kinds.append(type(module).__name__)
     return kinds
-
-
-def device_of(tensors: list[Tensor]) -> str:
-    return str(tensors[0].device) if tensors else "cpu"
 
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

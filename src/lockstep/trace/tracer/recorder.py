@@ -7,10 +7,7 @@ error, end. Never communicates. What lies on a device is copied once a step and 
 from __future__ import annotations
 
 import itertools
-import random
-import sys
 import weakref
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import fsdp1, placement
+from . import fsdp1, placement, workers
 from .fingerprint import Block, differences, heads, measure, width_of
 from .inputs import CallInputs, call_inputs
 from .pending import Pending, bits_of, number_of
@@ -101,7 +98,7 @@ class Recorder:
         self.pending: list[Any] = []
         self.perturbed = False
         self.loaders = 0
-        self._names: tuple[dict[int, str], dict[str, int], list[list[str]]] = ({}, {}, [])
+        self._names: tuple[dict[int, str], list[list[str]]] = ({}, [])
         self._deciding: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
         self._layouts = 0
         self._before: dict[int, list[Tensor]] = {}
@@ -134,7 +131,7 @@ class Recorder:
         if all(ref() is not module for ref in self.roots):
             self.roots = [ref for ref in self.roots if ref() is not None]
             self.roots.append(weakref.ref(module))
-            self._names = ({}, {}, [])
+            self._names = ({}, [])
             self.write(
                 "model",
                 name=type(module).__name__,
@@ -216,7 +213,7 @@ class Recorder:
         if self.since.scale is not None and not self.since.unscaled:
             clip["scaled"] = True  # unless the scale turns out to be 1
         self.since.clips.append(clip)
-        if self.measures(self._next_step()) and grads:
+        if self.measures() and grads:
             parts = [placement.local(p.grad) for p in grads]
             measured = measure([t for t, _, _ in parts], [b for _, b, _ in parts])
             self.since.clipped = {placement.key(p): v for p, v in zip(grads, measured, strict=True)}
@@ -246,10 +243,9 @@ class Recorder:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _next_step(self) -> int:
-        return min(self.steps, default=0)
-
-    def measures(self, step: int) -> bool:
+    def measures(self, step: int | None = None) -> bool:
+        """Whether tensors of a step are measured. None: of the next one of any optimizer."""
+        step = min(self.steps, default=0) if step is None else step
         return self.settings.level != "losses" and step % self.settings.every == 0
 
     def number_of(self, optimizer: Any) -> int:
@@ -265,7 +261,7 @@ class Recorder:
         roots = [r for ref in self.roots if (r := ref()) is not None]
         return [part for parts in fsdp1.expanded(parameters, roots) for part in parts]
 
-    def names(self, fresh: bool = False) -> tuple[dict[int, str], dict[str, int], list[list[str]]]:
+    def names(self, fresh: bool = False) -> tuple[dict[int, str], list[list[str]]]:
         if fresh or not self._names[0]:
             self._names = placement.named_parameters([r for ref in self.roots if (r := ref()) is not None])
         return self._names
@@ -307,7 +303,6 @@ class Recorder:
         need = not here["clipped"] or any(v is None for v in here["clipped"])
         here["grads"] = measure([t for t, _, _ in grads], [b for _, b, _ in grads], sketch=need)
         here["present"] = present
-        here["grad_dtypes"] = sorted({placement.dtype_name(t) for t, _, _ in grads})
         here["partial"] = [i for i, (_, _, kind) in zip(present, grads, strict=True) if kind]
         scale = getattr(optimizer, "grad_scale", None)
         here["grad_scale"] = None if scale is None else scale.detach().reshape(-1)[:1].clone()
@@ -337,7 +332,7 @@ class Recorder:
 
     def _cheap(self, here: dict[str, Any]) -> dict[str, Any]:
         number, since = here["number"], self.since
-        names, _, _ = self.names()
+        names, _ = self.names()
         outside = {}
         optimized = {
             id(getattr(p, "source", p))
@@ -367,7 +362,7 @@ class Recorder:
             "autocast": since.autocast,
             "groups": here["groups"],
             "outside": outside,
-            "generators": generators(),
+            "generators": workers.states(),
         }
 
     def _measured(self, optimizer: Any, here: dict[str, Any], record: dict[str, Any]) -> dict[str, list[Tensor]]:
@@ -381,7 +376,6 @@ class Recorder:
         params = [p for p, _ in here["parameters"]]
         layout.versions = [written(p) for p in params]
         record["none"], record["partial"] = here["none"], here["partial"]
-        record["grad_dtypes"] = here["grad_dtypes"]
         vectors = {"before": heads(here["before"]), "weights": heads(after), "updates": updates}
         if "start" in here:
             vectors["start"] = here["start"]
@@ -432,7 +426,7 @@ class Recorder:
 
     def _layout_of(self, optimizer: Any, number: int, parameters: list[tuple[Tensor, int]]) -> SketchedLayout:
         fresh = self.steps[number] % 16 == 0
-        names, _, ties = self.names(fresh)
+        names, ties = self.names(fresh)
         known = self.layouts.get(number)
         signature = (
             *((placement.key(p), p.dtype, tuple(p.shape), p.device) for p, _ in parameters),
@@ -599,26 +593,6 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, tuple | list) and all(isinstance(v, int | float) for v in value):
             options[name] = list(value)
     return options
-
-
-def generators() -> dict[str, str]:
-    """Hashes of the states of the generators of random numbers."""
-    state = torch.random.get_rng_state()
-    states = {
-        "torch": f"{zlib.crc32(bytes(memoryview_of(state))):08x}",
-        "random": f"{hash(random.getstate()) & 0xFFFFFFFF:08x}",
-    }
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and hasattr(numpy, "random"):
-        _, keys, position, *_ = numpy.random.get_state()
-        states["numpy"] = f"{zlib.crc32(keys.tobytes() + str(position).encode()):08x}"
-    return states
-
-
-def memoryview_of(tensor: Tensor) -> bytes:
-    import ctypes
-
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
 
 
 def _gradient_versions(parameters: Iterable[Any]) -> list[tuple[weakref.ref[Any], weakref.ref[Any], int]]:

@@ -51,9 +51,9 @@ def _end(write: Callable[..., None], loader: str, number: int, data: Any, before
     write("worker", loader=loader, number=number, generators=rows)
 
 
-def states(data: Any) -> dict[str, str]:
+def states(data: Any = None) -> dict[str, str]:
     """Hashes by name: `torch`, `numpy`, `random`, and `dataset.PATH` of what a data set holds."""
-    digests = {"torch": _hash(torch.random.get_rng_state().tolist()), "random": _hash(random.getstate())}
+    digests = {"torch": _hash(bytes(torch.random.get_rng_state().tolist())), "random": _hash(random.getstate())}
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         digests["numpy"] = _hash(numpy.random.get_state())

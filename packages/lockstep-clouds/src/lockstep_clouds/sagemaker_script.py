@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config import key_aliases, plugins
+from lockstep.config import key_aliases
 from lockstep.config.error_messages import keys_of, secret
 from lockstep.config.key_aliases import foreign_keys
 from lockstep.config.run import Run, RunError
 from lockstep.tools.import_config import trainer
 from lockstep.tools.import_config.script import Script
-from lockstep.tools.import_config.table import RunDraft, number, read_table
+from lockstep.tools.import_config.table import NAMES, RunDraft, number, read_table
+from lockstep_clouds import aws
 
 CALLED = "an estimator of SageMaker"
-ESTIMATORS = ("HuggingFace", "PyTorch", "Estimator", "ModelTrainer")
 TABLE = read_table("sagemaker")
 
 # Where ModelTrainer has it in its configs -> the argument of the older estimators.
@@ -59,12 +59,14 @@ def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] |
 def arguments(script: Script) -> dict[str, Any] | None:
     """The arguments of the one estimator that a script makes, by their names in `TABLE` (others by their own), and
     `inputs`, what it is fitted to; None: it makes none of sagemaker's. Errors: `RunError` for several."""
-    makers = [call for call in script.calls if call.name in ESTIMATORS and call.origin.startswith("sagemaker.")]
+    makers = [
+        call for call in script.calls if call.name in NAMES["estimators"] and call.origin.startswith("sagemaker.")
+    ]
     if not makers:
         return None
     if len(makers) > 1:
         lines = ", ".join(str(call.line) for call in makers)
-        raise RunError("LS8220", f"--from: {script.path} creates estimators on lines {lines}; keep only one")
+        raise RunError("LS7398", f"--from: {script.path} creates estimators on lines {lines}; keep only one")
     values: dict[str, Any] = {}
     for word in makers[0].node.keywords:
         value = _read(script, word.value)
@@ -127,14 +129,6 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> N
     _hyperparameters(read.get("hyperparameters"), draft, processes)
 
 
-def _launcher() -> Any:
-    """The class behind `launch.name: sagemaker`. Errors: `RunError` where it is not installed."""
-    try:
-        return plugins.find("launchers", "sagemaker")
-    except plugins.PluginError as error:
-        raise RunError(error.code, f"launch.name: {error.message}") from None
-
-
 def _where(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     """The instance, its container, and what is in it."""
     instance = theirs.get("instance_type")
@@ -146,10 +140,10 @@ def _where(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         draft.set("launch.instance", instance, "instance_type")
     for name in ("pytorch_version", "framework_version"):
         version = ".".join(str(theirs.get(name) or "").split(".")[:2])
-        if version and version in (known := _launcher().pytorch_versions):
+        if version in aws.TAGS:
             draft.set("launch.pytorch", version, name)
         elif version:
-            draft.drop(name, theirs[name], f"launch.pytorch is one of {', '.join(known)}; its default is taken")
+            draft.drop(name, theirs[name], f"launch.pytorch is one of {', '.join(aws.TAGS)}; its default is taken")
     for name, key in (("environment", "launch.environment"), ("inputs", "launch.inputs")):
         pairs, unread = _pairs(name, theirs.get(name))
         for left in [left for left, right in pairs.items() if secret({"launch": {name: [f"{left}={right}"]}})]:

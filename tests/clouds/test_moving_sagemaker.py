@@ -11,9 +11,9 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import load
-from lockstep.tools.import_config.sagemaker import NEWER, TABLE, arguments, move
 from lockstep.tools.import_config.script import Script
 from lockstep.tools.import_config.table import RunDraft
+from lockstep_clouds.sagemaker_script import NEWER, TABLE, arguments, move
 from support.documents import chapters
 from support.messages import raises
 
@@ -133,7 +133,7 @@ def test_older_containers_and_other_ways_of_working_together_are_listed() -> Non
 def test_what_is_not_sagemaker_s_is_none_and_several_are_refused() -> None:
     assert arguments(Script(Path("launch.py"), "from lightning import PyTorch\nPyTorch(role=1)")) is None
     assert arguments(Script(Path("launch.py"), "import sagemaker\nsagemaker.Session()")) is None
-    with raises("LS8220", "2", "3"):
+    with raises("LS7398", "2", "3"):
         arguments(Script(Path("launch.py"), "from sagemaker.pytorch import PyTorch\nPyTorch(role=1)\nPyTorch(role=2)"))
 
 
