@@ -438,7 +438,7 @@ class Streaming(Keys):
     @model_validator(mode="after")
     def _goes_with_a_stream(self) -> Any:
         if not self.stream:
-            for key in [key for key in ("stream_window", "stream_cache_gb") if key in self.changed_keys]:
+            for key in [key for key in self.changed_keys if key in Streaming.model_fields]:
                 raise InvalidValue(
                     "LS1039", f"{key} has an effect only with data.stream; set data.stream=true, or remove {key}"
                 )
