@@ -29,7 +29,7 @@ OTHERS: dict[str, list[Any]] = {
     "turns": ["each"],
     "prompt": ["answer", "chosen", None],
     "response": ["question"],
-    "template_arguments": [{"a": 1}],
+    "template_arguments": [{"m": 1}],
     "prefix": ["translate: "],
     "target_length": [5],
     "negative": [None],

@@ -249,7 +249,7 @@ def test_the_data_s_key_is_that_of_before_texts_were_counted(tmp_path: Path) -> 
         told = content(rows, ["messages"]), Path(task.prepared.tokenizer).name
         names.append((split, f"{digest('language modelling', VERSION, *told, values, False)}.arrow"))
     assert task.prepared.key == digest(sorted(names))
-    for words in (["task.turns=per_turn"], ["task.template_arguments={x: 1}"]):
+    for words in (["task.turns=per_turn"], ["task.template_arguments={m: 1}"]):
         assert task_of(chats(tmp_path, [{"messages": said("a", "b")}] * 4, *words)).prepared.key != task.prepared.key
 
 

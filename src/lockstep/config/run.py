@@ -138,6 +138,11 @@ class Run(Section):
                 raise InvalidValue(
                     "LS1100", f"{key}.source: {source} cannot be loaded directly; copy the folder to this machine first"
                 )
+        if self.model.trust_remote_code and self.model.source is None and self.tokenizer.source is None:
+            raise InvalidValue(
+                "LS1108",
+                "model.trust_remote_code has an effect only with model.source or tokenizer.source; remove it",
+            )
         if is_address(self.output):
             raise InvalidValue(
                 "LS1101",

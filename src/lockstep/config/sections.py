@@ -272,6 +272,8 @@ class ModelSection(Section):
     def _one_origin(self) -> ModelSection:
         if self.source is not None and self.type is not None:
             raise InvalidValue("LS1135", ONE_ORIGIN)
+        if self.revision is not None and self.source is None:
+            raise InvalidValue("LS1136", "revision has an effect only with model.source, a model of the Hub; remove it")
         return self
 
 
@@ -286,6 +288,10 @@ class TokenizerSection(Section):
     def _one_origin(self) -> TokenizerSection:
         if self.source is not None and self.train is not None:
             raise InvalidValue("LS1133", "source and train are both set; remove one of them")
+        if self.train is None and "vocab_size" in self.changed_keys:
+            raise InvalidValue(
+                "LS1137", "vocab_size has an effect only with tokenizer.train; set it, or remove tokenizer.vocab_size"
+            )
         return self
 
 

@@ -260,6 +260,13 @@ def is_local(data: DataSection) -> bool:
     )
 
 
+def check_document(data: DataSection, document: str | None) -> None:
+    """Errors: `RunError` for `task.document` where no local file is a .txt file."""
+    local = document == "line" and is_local(data) and not any(remote.has_address(each) for each in sections(data))
+    if local and not any(file_formats.plain(file).suffix == ".txt" for file in files_of(data)):
+        raise RunError("LS2256", "task.document: applies to .txt files only, and data names none; remove it")
+
+
 def remote_facts(data: DataSection) -> list[list[remote.Fact]]:
     """Address, size and tag of every file that each source reads from an object store or another server. Asks them.
     Errors: `RunError`."""

@@ -55,6 +55,8 @@ def deduplicate_and_split(
         if len(rows) < len(train):
             facts["duplicates"] = {"train": len(train) - len(rows)}
             splits = splits | {"train": train.select(rows)}
+    if "validation_fraction" in run.data.changed_keys and _came_with_validation(read, splits):
+        facts["unused_fraction"] = f"{run.data.validation_fraction:g}"
     splits = _cut_off(splits, run, cut, read)
     overlaps, overlapping = overlap(splits, texts)
     if overlaps:
@@ -107,6 +109,11 @@ def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> di
         for split, dataset in (_cut_one(groups, run, cut, name, False) if len(groups["train"]) else groups).items():
             pieces.setdefault(split, []).append(dataset)
     return {split: datasets.concatenate_datasets(parts) for split, parts in pieces.items()}
+
+
+def _came_with_validation(read: Source, splits: Mapping[str, Dataset]) -> bool:
+    """Whether nothing is cut off for it: the data, or every source of a mixture, brings some."""
+    return "validation" in splits and (not read.sources or all(_counts(read.splits["validation"], read)))
 
 
 def _cut_one(splits: dict[str, Dataset], run: Run, cut: Cut, name: str, alone: bool) -> dict[str, Dataset]:
@@ -245,6 +252,8 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
         + ". If they mean the same, write them alike"
         for group in facts.get("alike_labels", [])
     ]
+    if share := facts.get("unused_fraction"):
+        messages.append(f"data.validation_fraction: {share} has no effect; the data have a validation split")
     messages += facts.get("notes", [])
     if facts.get("dropped"):
         return messages

@@ -14,6 +14,8 @@ from lockstep.strategies.native import Native
 class Single(Native):
     """The reduction is the root of this process's own tree."""
 
+    chooses_links = False
+
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
         if processes > 1:

@@ -75,6 +75,7 @@ class Strategy(ABC):
     exact: ClassVar[bool] = False  # whether it can give the same bits as `single` at every number of processes
     needs: ClassVar[tuple[str, ...]] = ()  # packages beyond the core, as they are imported; extras have their names
     weight_formats: ClassVar[WeightFormats] = WeightFormats.NONE
+    chooses_links: ClassVar[bool] = True  # whether its exact sums travel as `strategy.all_reduce` says
     flat_parts: ClassVar[bool] = False  # whether an engine hands the optimizer parts of tensors laid end to end
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (`StepTimer`) in which this rank also waits for other ranks."""

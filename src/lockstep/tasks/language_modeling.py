@@ -7,6 +7,7 @@ per byte and per word of the text, all from sums.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,9 @@ class LanguageModelingOptions(Section):
             raise InvalidValue(
                 "LS3051", "prompt and response cannot be combined with messages; set either the pair or messages"
             )
+        if "text" in self.changed_keys and "task.text" not in self.columns:
+            columns = " and ".join(key.removeprefix("task.") for key in self.columns) or "messages"
+            raise InvalidValue("LS3057", f"text has no effect with {columns}; remove task.text")
         defaults: dict[str, Any] = {"chat_template": None, "template_arguments": {}, "tools": None, "turns": "together"}
         for key, default in defaults.items():
             if getattr(self, key) != default and self.messages is None:
@@ -193,6 +197,7 @@ class LanguageModeling(PerToken, Generates):
     def check(cls, data: TextData, folder: Path, tok: Any) -> None:
         if data.options.messages is not None:
             check_template(tok, data.options.chat_template, "messages")
+            _check_template_arguments(data.options.chat_template or tok.chat_template, data.options.template_arguments)
         _check_model(data.run, data.options)
 
     @classmethod
@@ -229,10 +234,12 @@ class LanguageModeling(PerToken, Generates):
         texts = {split: len(rows) for split, rows in data.splits.items()}
         facts: dict[str, Any] = {"texts": texts} | ({"cut_texts": ends} if ends else {})
         length, size = data.run.data.max_length, data.options.block_size
+        notes: list[str] = []
         if "max_length" in data.run.data.changed_keys and length != size:
-            note = f"data.max_length: {length} has no effect; task.block_size ({size}) says where texts are cut"
-            facts["notes"] = [note]
-        return facts
+            notes += [f"data.max_length: {length} has no effect; task.block_size ({size}) says where texts are cut"]
+        if data.options.sample_prompt is not None and not data.options.samples:
+            notes += ["task.sample_prompt has no effect with task.samples: 0"]
+        return facts | ({"notes": notes} if notes else {})
 
     @classmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
@@ -430,6 +437,16 @@ def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[
     if not cut_off["texts"] and not cut_off["nothing"]:
         return {}
     return cut_off | {"most": options.block_size, "key": "task.block_size"}
+
+
+def _check_template_arguments(template: Any, arguments: Mapping[str, Any]) -> None:
+    """Errors: `RunError` for a variable that no chat template names."""
+    for name in arguments:
+        if not re.search(rf"\b{re.escape(name)}\b", str(template)):
+            raise RunError(
+                "LS3058",
+                f"task.template_arguments: the chat template does not read {name!r}; correct its name, or remove it",
+            )
 
 
 def _check_model(run: Run, options: LanguageModelingOptions) -> None:

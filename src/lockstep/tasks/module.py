@@ -106,6 +106,8 @@ class Module(Task):
         if length_inputs:  # of all items, where the rest of the key looks at some
             key = digest(key, {split: dataset.content(file) for split, file in files.items()})
         facts = {"source": run.task.options["data"], "cut": cut, "examples": len(sets["train"][1])} | asdict(probed)
+        if not cut and "validation_fraction" in run.data.changed_keys:
+            facts["unused_fraction"] = f"{run.data.validation_fraction:g}"
         return Prepared(key, files, "", facts)
 
     @classmethod

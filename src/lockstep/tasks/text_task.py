@@ -210,6 +210,7 @@ class TextTask(Task):
         options = cls.options_of(run)
         (texts, labels), targets = cls.compared(options), cls.target_columns(options)
         counts = TokenCounts.of(run, targets)
+        source.check_document(run.data, cls.document(options))
         read = source.load(run.data, run.seed, cls.document(options), cls.columns(options), counts)
         splits = cls.usable_splits(read, run, options)
         rows = cls.stream(run).with_files(splits, texts) if run.data.stream else None

@@ -269,6 +269,11 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
         return encoder, features
 
+    @classmethod
+    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+        unused = "bleu_tokenizer" in data.options.changed_keys and not data.options.bleu
+        return {"notes": ["task.bleu_tokenizer has no effect with task.bleu: false"]} if unused else {}
+
     # -- in every process --------------------------------------------------------------------------------------------
 
     def __init__(self, run: Run, prepared: Prepared) -> None:

@@ -253,14 +253,14 @@ def exported_losses(
         raise OtherExamples(f"its tokenizer makes {len(examples)} examples of texts that were {len(raw_rows.at)}")
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
     device, losses = next(model.parameters()).device, dict[bool, list[float]]()
-    for narrow in (False, True):
+    for narrow in (False, True) if low_precision(run) else (False,):
         if narrow and run.model.trained_in_bfloat16:  # as in the run: autocast keeps more than that in float32
             model.bfloat16()
         with torch.no_grad(), torch.autocast(device.type, low or torch.bfloat16, narrow and low is not None):
             pairs = [batch_loss(job, model, [examples[place]]) for place in places]
             losses[narrow] = [float(total) / count for total, count in pairs]
-    both = list(zip(losses[True], losses[False], strict=True))
-    return losses[True], max((abs(a - b) / max(abs(b), _scale(both)) for a, b in both), default=0.0)
+    both = list(zip(losses.get(True, losses[False]), losses[False], strict=True))
+    return [a for a, _ in both], max((abs(a - b) / max(abs(b), _scale(both)) for a, b in both), default=0.0)
 
 
 def loaded(run: Run, task: Task, folder: Path) -> nn.Module:

@@ -185,7 +185,16 @@ def remarks(run: Run, prepared: Prepared) -> list[str]:
     """Notes on a run's data and on the entries of its model's config, which stop nothing. Errors: `RunError` when the
     cache cannot be written."""
     head = plugins.find("tasks", run.task.name).head  # type: ignore[attr-defined]
-    return [*too_few(run, prepared), *warnings(prepared.facts), *config_checks.notes(run, head)]
+    return [*too_few(run, prepared), *unused_links(run), *warnings(prepared.facts), *config_checks.notes(run, head)]
+
+
+def unused_links(run: Run) -> list[str]:
+    """That no sum travels as `strategy.all_reduce` says."""
+    strategy = run.strategy
+    if strategy.all_reduce == "auto" or (strategy.exact and strategy_class(run).chooses_links):
+        return []
+    how = f"{strategy.name}{' and exact: false' * (not strategy.exact)}"
+    return [f"strategy.all_reduce: {strategy.all_reduce} has no effect with {how}"]
 
 
 def units(feed: StepLoader) -> str:

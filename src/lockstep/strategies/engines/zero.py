@@ -59,6 +59,7 @@ class Sharded(ShardedRecovery, Recomputes):
 
     needs = ("deepspeed",)
     exact = True
+    chooses_links = False
     flat_parts = True
     recomputes_together = True  # whoever computes has weights gathered
     state_needs_all_ranks = True  # its flat cuts are no slices of tensors

@@ -1,0 +1,127 @@
+"""Keys that have no effect beside the others of a run file are refused by name, or noted: none is read in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config import plugins
+from lockstep.config.run import Run, load
+from lockstep.data.prepare import prepare
+from lockstep.data.splitting import warnings
+from lockstep.tasks.language_modeling import LanguageModeling
+from lockstep.tasks.models import model_configs
+from lockstep.training.model_stats import unused_links
+from support.harness import tiny
+from support.messages import raises
+from support.task_runs import make, write
+
+SCRATCH: dict[str, Any] = {"data": "builtin/emotion", "model": {"type": "gpt2"}, "tokenizer": {"train": "bpe"}}
+LM = "task.name=language_modeling"
+# Words of a run file -> the code and the key of its refusal.
+REFUSED: dict[tuple[str, ...], tuple[str, str]] = {
+    ("model.revision=main",): ("LS1136", "revision"),
+    ("model.trust_remote_code=true",): ("LS1108", "model.trust_remote_code"),
+    ("tokenizer.train=null", "tokenizer.source=gpt2", "tokenizer.vocab_size=90"): ("LS1137", "vocab_size"),
+    (LM, "task.text=a", "task.prompt=q", "task.response=r"): ("LS3057", "task.text"),
+    (LM, "task.text=a", "task.messages=m"): ("LS3057", "task.text"),
+}
+TAKEN = [
+    ("model.trust_remote_code=true", "tokenizer.train=null", "tokenizer.source=some/tokenizer"),
+    (LM, "task.text=a"),
+]
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_refused_before_anything_is_read(words: tuple[str, ...]) -> None:
+    with raises(*REFUSED[words]):
+        load(None, words, SCRATCH)
+
+
+@pytest.mark.parametrize("words", TAKEN, ids=" ".join)
+def test_the_control_taken_where_there_is_an_effect(words: tuple[str, ...]) -> None:
+    load(None, words, SCRATCH)
+
+
+def notes(run: Run) -> list[str]:
+    return warnings(prepare(run, LanguageModeling).facts)
+
+
+def test_a_share_for_validation_of_data_that_bring_one_is_noted(tmp_path: Path) -> None:
+    run = make(tmp_path, "packed", "data.validation_fraction=0.3")
+    assert any("data.validation_fraction: 0.3 has no effect" in note for note in notes(run))
+    cut = make(tmp_path, "packed", "data.validation_fraction=0.3", f"data.train={tmp_path}/packed/train.jsonl")
+    cut = cut.model_copy(update={"data": cut.data.model_copy(update={"source": None})})
+    assert not any("validation_fraction" in note for note in notes(cut))
+
+
+def test_of_a_mixture_where_every_source_brings_one(tmp_path: Path) -> None:
+    texts = [{"text": f"text {place} of the source"} for place in range(20)]
+    for name, splits in (("a", ("train", "validation")), ("b", ("train", "validation")), ("c", ("train",))):
+        (tmp_path / name).mkdir()
+        for split in splits:
+            write(tmp_path / name / f"{split}.jsonl", [{"text": f"{name} {split} {row['text']}"} for row in texts])
+
+    def of(*names: str) -> list[str]:
+        sources = [{"name": name, "source": str(tmp_path / name)} for name in names]
+        run = make(tmp_path, "packed")
+        data = {"sources": sources, "validation_fraction": 0.3, "max_length": 24}
+        return notes(load(None, [], run.model_dump() | {"data": data}))
+
+    assert any("validation_fraction" in note for note in of("a", "b"))
+    assert not any("validation_fraction" in note for note in of("a", "c"))
+
+
+def test_a_line_as_a_document_where_no_file_is_text(tmp_path: Path) -> None:
+    with raises("LS2256", "task.document"):
+        prepare(make(tmp_path, "packed", "task.document=line"), LanguageModeling)
+
+
+def test_a_revision_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    run = load(None, ["model.type=null", f"model.source={tmp_path}"], SCRATCH)
+    assert model_configs.local_or_id(run) == str(tmp_path)
+    run = load(None, ["model.type=null", f"model.source={tmp_path}", "model.revision=main"], SCRATCH)
+    with raises("LS3136", "model.revision", str(tmp_path)):
+        model_configs.local_or_id(run)
+
+
+def test_a_variable_that_the_chat_template_does_not_read(tmp_path: Path) -> None:
+    with raises("LS3058", "task.template_arguments", "enable_thinking"):
+        prepare(make(tmp_path, "messages", "task.template_arguments={enable_thinking: false}"), LanguageModeling)
+
+
+@pytest.mark.parametrize(
+    ("words", "noted"),
+    [
+        (("strategy.name=ddp",), False),
+        (("strategy.name=single",), True),
+        (("strategy.name=ddp", "strategy.exact=false"), True),
+        (("strategy.name=zero2",), True),
+        (("strategy.name=fsdp2",), False),
+    ],
+)
+def test_a_way_of_sums_that_do_not_travel_so_is_noted(words: tuple[str, ...], noted: bool) -> None:
+    found = unused_links(tiny(*words, "strategy.all_reduce=hierarchical"))
+    assert any("strategy.all_reduce: hierarchical has no effect" in note for note in found) == noted
+    assert not unused_links(tiny(*words))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "key"),
+    [
+        ("packed", ("task.sample_prompt=the dog", "task.samples=0"), "task.sample_prompt"),
+        ("translation", ("task.bleu_tokenizer=char", "task.bleu=false"), "task.bleu_tokenizer"),
+    ],
+)
+def test_keys_of_what_another_key_turns_off_are_noted(
+    kind: str, words: tuple[str, ...], key: str, tmp_path: Path
+) -> None:
+    for given, noted in ((words, True), (words[:1], False), (words[1:], False)):
+        run = make(tmp_path, kind, *given)
+        task_class: Any = plugins.find("tasks", run.task.name)
+        found = prepare(run, task_class)
+        assert any(note.startswith(f"{key} has no effect") for note in warnings(found.facts)) == noted
+        assert not task_class(run, found).warnings  # nothing by which processes could differ
