@@ -167,6 +167,7 @@ def test_what_is_wrong_is_blamed_on_where_it_came_from(
         ("optim: {name: sgd, momentum: 1}", "optim.momentum: invalid value 1; expected a number less than 1 ("),
         ("data: {source: x, train: [5]}", "data.train: invalid value [5]; expected a text or a list of texts ("),
         ("max_time: 3 hours", "time after which to stop as if asked to"),
+        ("max_time: 0h0.0s", "max_time: 0h0.0s is no time to train in"),
         ("launch: {processes: 1.5}", "launch.processes: invalid value 1.5; expected an integer or 'auto' ("),
         ("task: {label_names: [1]}", "task.label_names: invalid value 1; expected a text ("),
         ("model: {type: x, trust_remote_code: maybe}", "invalid value 'maybe'; expected true or false ("),

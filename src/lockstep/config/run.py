@@ -138,6 +138,8 @@ class Run(Section):
                 raise InvalidValue(
                     "LS1100", f"{key}.source: {source} cannot be loaded directly; copy the folder to this machine first"
                 )
+        if self.max_time is not None and not self.max_time_s:
+            raise InvalidValue("LS1144", f"max_time: {self.max_time} is no time to train in; leave it out for no limit")
         if self.model.trust_remote_code and self.model.source is None and self.tokenizer.source is None:
             raise InvalidValue(
                 "LS1108",
