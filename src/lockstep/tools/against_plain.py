@@ -71,12 +71,12 @@ class StepComparison:
     allowed: dict[str, float]
     where: dict[str, str]  # gradient, change: the parameter that is furthest apart
     gradients: dict[str, float]  # relative difference of each
-    moved: list[str] = field(default_factory=list)  # parameters that change and have no gradient by plain
+    unexpected: list[str] = field(default_factory=list)  # parameters that change and have no gradient by plain
 
     @property
     def differs(self) -> bool:
         """By more than is allowed, or by what is no number, or in what plain leaves as it is."""
-        return bool(self.moved) or not all(size <= self.allowed[key] for key, size in self.differences.items())
+        return bool(self.unexpected) or not all(size <= self.allowed[key] for key, size in self.differences.items())
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _compared(run: Run, folder: Path, draws: int) -> PlainComparison:
         parameters = [name for name, _ in build_model(job, empty=True).named_parameters()]
         for place, (ours, theirs, *rounded) in enumerate(zip(_recorded(record, folder), plain, *others, strict=True)):
             comparison = _compare_step(ours, theirs, rounded, record.steps[place].number, run.precision)
-            comparison.moved.extend(_moved(ours, theirs, parameters))
+            comparison.unexpected.extend(_unexpected_changes(ours, theirs, parameters))
             verdict.steps.append(comparison)
             if lines := _lines(comparison, ours, theirs):
                 verdict.differences.extend(lines)
@@ -385,7 +385,7 @@ def _differences(
     return differences, where, every["gradient"]
 
 
-def _moved(ours: StepRecord, plain: StepRecord, parameters: Iterable[str]) -> list[str]:
+def _unexpected_changes(ours: StepRecord, plain: StepRecord, parameters: Iterable[str]) -> list[str]:
     """Parameters without a gradient by plain, frozen ones among them, that the run changes."""
     still = (name for name in parameters if name not in plain.gradients and name in ours.changes)
     return [name for name in still if bool(ours.changes[name].any())]
@@ -416,7 +416,7 @@ def _lines(comparison: StepComparison, ours: StepRecord, plain: StepRecord) -> l
     if extra := sorted(ours.gradients.keys() - plain.gradients.keys()):
         nonzero = [name for name in extra if bool(ours.gradients[name].any())]
         lines += [f"{at}: {name} gets a gradient, and none by plain" for name in nonzero[:1]]
-    lines += [f"{at}: {name} changes, and by plain it has no gradient" for name in comparison.moved[:1]]
+    lines += [f"{at}: {name} changes, and by plain it has no gradient" for name in comparison.unexpected[:1]]
     return [*lines, f"  likely: {_cause(comparison, ours, plain)}"] if lines else []
 
 
@@ -427,7 +427,7 @@ def _cause(comparison: StepComparison, ours: StepRecord, plain: StepRecord) -> s
     first = next(
         (k for k in ("loss", "gradient", "norm", "change") if comparison.differences[k] > comparison.allowed[k]), ""
     )
-    if not first and comparison.moved:
+    if not first and comparison.unexpected:
         return causes.UPDATE
     if first != "gradient":
         of_kind = {"loss": causes.of_loss_function(), "norm": causes.NORM, "change": causes.UPDATE}
