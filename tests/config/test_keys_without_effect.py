@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.data.splitting import warnings
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import model_configs
+from lockstep.training.beginning import without_effect
 from lockstep.training.model_stats import unused_links
 from support.harness import tiny
 from support.messages import raises
@@ -125,3 +129,21 @@ def test_keys_of_what_another_key_turns_off_are_noted(
         found = prepare(run, task_class)
         assert any(note.startswith(f"{key} has no effect") for note in warnings(found.facts)) == noted
         assert not task_class(run, found).warnings  # nothing by which processes could differ
+
+
+@pytest.mark.parametrize(
+    ("strategy", "keys", "noted"),
+    [
+        (DDP, ("checkpoint.at=[3, 10, 12]",), ["checkpoint.at: 10, 12 come after the last step, 9"]),
+        (DDP, ("launch.replicate_every=2",), ["launch.replicate_every"]),
+        (FSDP2, ("launch.replicate_every=2", "checkpoint.at=[9]"), []),
+    ],
+)
+def test_what_a_length_or_a_strategy_leaves_without_effect_is_noted(
+    strategy: type[Any], keys: tuple[str, ...], noted: list[str]
+) -> None:
+    run = tiny(f"strategy.name={strategy.__name__.lower()}", "launch.on_rank_failure=continue", *keys)
+    session: Any = SimpleNamespace(run=run, feed=SimpleNamespace(total=9), strategy=object.__new__(strategy))
+    lines = without_effect(session)
+    assert len(lines) == len(noted)
+    assert all(line.startswith(words) for line, words in zip(lines, noted, strict=True))

@@ -25,6 +25,7 @@ from lockstep.distributed.event_log import facts as start_facts
 from lockstep.distributed.event_log import launched_by
 from lockstep.distributed.randomness import UNCOVERED, own_generators
 from lockstep.distributed.system_metrics import keep_freed_memory
+from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.models.inference import Decoding
@@ -66,7 +67,7 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
     step, notes = session.checkpoints.resume(session.averaged, state)
     for text in notes:
         console.note(text)
-    for text in enough_room(session, step):
+    for text in [*without_effect(session), *enough_room(session, step)]:
         console.note(text)
     if step:
         console.say(f"resuming after step {step} of {session.feed.total}")
@@ -159,6 +160,18 @@ def _tried(session: Session) -> None:
                 checkpoints.room.export = try_export(run, task, weights, scores)
             except OSError as caught:  # such as a full disk, which training may outlast
                 checkpoints.say(f"the export could not be tried: {caught}")
+
+
+def without_effect(session: Session) -> list[str]:
+    """Notes for the user on keys that change nothing in a run of this length and strategy."""
+    run, total, notes = session.run, session.feed.total, list[str]()
+    if later := [step for step in run.checkpoint.at if step > total]:
+        notes.append(f"checkpoint.at: {', '.join(map(str, later))} come after the last step, {total}")
+    if run.launch.replicate_every and not isinstance(session.strategy, ShardedRecovery):
+        notes.append(
+            f"launch.replicate_every has no effect under {run.strategy.name}, where each rank has a whole copy"
+        )
+    return notes
 
 
 def enough_room(session: Session, step: int) -> list[str]:
