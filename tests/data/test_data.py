@@ -97,6 +97,33 @@ def test_a_folder_of_splits(tmp_path: Path, words: tuple[str, ...]) -> None:
     assert {name: len(split) for name, split in found.items()} == wanted
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.jsonl", "train-2.jsonl"),
+        ("train.jsonl", "train.csv"),
+        ("dev.jsonl", "val.jsonl"),
+        ("test.csv", "test/a.csv"),
+    ],
+)
+def test_files_of_a_split_that_are_named_in_two_ways_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    """Of the first two pairs the datasets library reads both files, and one of them."""
+    (tmp_path / "test").mkdir()
+    for name in ("train.jsonl", *names):
+        write(tmp_path, name, ROWS)
+    with raises("LS2257", *names):
+        source.load(DataSection(source=str(tmp_path)), 0)
+    split = {"d": "validation", "t": "test"}.get(names[0][0], "train") if "train" not in names[0] else "train"
+    one = source.load(DataSection(source=str(tmp_path), **{split: [names[0]]}), 0).splits
+    assert {name: len(rows) for name, rows in one.items()} == {"train": 6} | {split: 6}
+
+
+def test_a_file_of_another_format_beside_those_of_a_split_is_not_of_it(tmp_path: Path) -> None:
+    write(tmp_path, "train.jsonl", ROWS)
+    (tmp_path / "training_log.txt").write_text("step 1\n")
+    assert source.load(DataSection(source=str(tmp_path)), 0).splits["train"].to_list() == ROWS
+
+
 def test_several_files_a_split_and_limit(tmp_path: Path) -> None:
     write(tmp_path, "train-00000.jsonl", ROWS[:2])
     write(tmp_path, "train-00001.jsonl", ROWS[2:])

@@ -387,7 +387,7 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
         return _FILES[data.layout](data)
     root = Path(data.source).expanduser()
     if root.is_dir():
-        splits = {split: in_folder(root, split, data.layout) for split in USUAL}
+        splits = {split: [] if split in named_splits else in_folder(root, split, data.layout) for split in USUAL}
         if not any(splits.values()) and "train" not in named_splits:
             single = sorted(f for f in root.iterdir() if is_rows(f, data.layout))
             if not single:
@@ -408,14 +408,22 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
 
 
 def in_folder(root: Path, split: str, layout: str) -> list[Path]:
-    """The files of a folder whose names, or whose folder's, say that they are of this split."""
+    """The files of a folder whose names, or whose folder's, say that they are of this split. Errors: `RunError` for
+    files of a split that are named in two ways, of which one alone may be meant, or both."""
+    groups = []  # by the way in which they are named
     for word in USUAL[split]:
-        files = sorted(f for f in root.iterdir() if is_rows(f, layout) and f.name.split(".")[0] == word)
-        for pattern in (f"{word}[-_]*", f"{word}/*"):
-            files = files or sorted(f for f in root.glob(pattern) if is_rows(f, layout))
-        if files:
-            return files
-    return []
+        groups.append([f for f in root.iterdir() if f.name.split(".")[0] == word])
+        groups += [list(root.glob(pattern)) for pattern in (f"{word}[-_]*", f"{word}/*")]
+    rows = (sorted(f for f in files if is_rows(f, layout)) for files in groups)
+    files, *others = [each for each in rows if each] or [[]]
+    for file in (*files[1:], *(file for each in others for file in each)) if layout == "rows" else ():
+        same_format = row_files.format_of(file) == row_files.format_of(files[0])
+        if same_format != (file in files):
+            names = " and ".join(str(each.relative_to(root)) for each in (files[0], file))
+            raise RunError(
+                "LS2257", f"data.source: {root} holds {names}; name the files of the split {split}: data.{split}=[...]"
+            )
+    return files
 
 
 def is_rows(file: Path, layout: str) -> bool:
