@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
@@ -28,6 +29,7 @@ REFUSED: dict[tuple[str, ...], tuple[str, str]] = {
     (LM, "task.text=a", "task.prompt=q", "task.response=r"): ("LS3057", "task.text"),
     (LM, "task.text=a", "task.messages=m"): ("LS3057", "task.text"),
 }
+REFUSED[("task.name=image_classification", "tokenizer={}", "data.padding=batch")] = ("LS1119", "data.padding")
 TAKEN = [
     ("model.trust_remote_code=true", "tokenizer.train=null", "tokenizer.source=some/tokenizer"),
     (LM, "task.text=a"),
@@ -77,6 +79,17 @@ def test_of_a_mixture_where_every_source_brings_one(tmp_path: Path) -> None:
 def test_a_line_as_a_document_where_no_file_is_text(tmp_path: Path) -> None:
     with raises("LS2256", "task.document"):
         prepare(make(tmp_path, "packed", "task.document=line"), LanguageModeling)
+
+
+def test_an_encoding_of_files_that_hold_no_text(tmp_path: Path) -> None:
+    run = make(tmp_path, "packed", "data.encoding=latin-1")
+    prepare(run, LanguageModeling)
+    for split in ("train", "validation"):
+        path = tmp_path / "packed" / f"{split}.jsonl"
+        Dataset.from_json(str(path)).to_parquet(path.with_suffix(".parquet"))
+        path.unlink()
+    with raises("LS2189", "data.encoding"):
+        prepare(run, LanguageModeling)
 
 
 def test_a_revision_of_a_folder(tmp_path: Path) -> None:

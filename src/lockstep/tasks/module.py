@@ -136,6 +136,11 @@ class Module(Task):
         return self.options.model
 
     @property
+    def warnings(self) -> list[str]:
+        unused = self.options.generate is None and "samples" in self.options.changed_keys
+        return [*super().warnings, *["task.samples has no effect without task.generate"] * unused]
+
+    @property
     def summary_lines(self) -> dict[str, str]:
         facts, per = self.prepared.facts, "target" if self.options.targets else "example"
         each = f"one number a target, {facts['each']} an example" if not self.options.targets else "one number a target"
