@@ -17,6 +17,7 @@ from lockstep.tasks.models import model_configs
 from lockstep.training.model_stats import unused_links
 from support.harness import tiny
 from support.messages import raises
+from support.own_modules import NET, NET_FUNCTIONS, job
 from support.task_runs import make, write
 
 SCRATCH: dict[str, Any] = {"data": "builtin/emotion", "model": {"type": "gpt2"}, "tokenizer": {"train": "bpe"}}
@@ -28,6 +29,7 @@ REFUSED: dict[tuple[str, ...], tuple[str, str]] = {
     ("tokenizer.train=null", "tokenizer.source=gpt2", "tokenizer.vocab_size=90"): ("LS1137", "vocab_size"),
     (LM, "task.text=a", "task.prompt=q", "task.response=r"): ("LS3057", "task.text"),
     (LM, "task.text=a", "task.messages=m"): ("LS3057", "task.text"),
+    ("task.name=embedding", "task.score=score", "task.corpus=9"): ("LS3024", "corpus"),
 }
 REFUSED[("task.name=image_classification", "tokenizer={}", "data.padding=batch")] = ("LS1119", "data.padding")
 TAKEN = [
@@ -137,3 +139,17 @@ def test_keys_of_what_another_key_turns_off_are_noted(
         task_class: Any = plugins.find("tasks", run.task.name)
         said = task_class(run, prepare(run, task_class)).warnings
         assert any(note.startswith(f"{key} has no effect") for note in said) == noted
+
+
+def test_samples_and_a_share_for_validation_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def said(*words: str) -> str:
+        run = job(tmp_path, NET, "task.generate=null", *words, functions=NET_FUNCTIONS)
+        task_class: Any = plugins.find("tasks", "module")
+        prepared = prepare(run, task_class)
+        return "\n".join([*task_class(run, prepared).warnings, *warnings(prepared.facts)])
+
+    assert "data.validation_fraction: 0.3 has no effect" in said("data.validation_fraction=0.3")  # NET brings a split
+    assert "task.samples has no effect" in said("task.samples=1")
+    assert "no effect" not in said()

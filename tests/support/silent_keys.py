@@ -77,7 +77,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "optim.weight_decay": ("optim.weight_decay=0.7",),
     "optim.groups": ("optim.groups=[{match: '*', learning_rate: 1e-4}]",),
     "optim.layerwise_lr_decay": ("optim.layerwise_lr_decay=0.5",),
-    "optim.max_grad_norm": ("optim.max_grad_norm=0.01",),
+    "optim.max_grad_norm": ("optim.max_grad_norm=1e-5",),
     "optim.betas": ("optim.betas=[0.5, 0.6]",),
     "optim.eps": ("optim.eps=0.1",),
     "evaluate.every": ("evaluate.every=0",),
@@ -188,6 +188,8 @@ IDLE: dict[tuple[str, str], str] = {
     ("module", "data.workers"): "time alone: the same bits",
     ("masked_language_modeling*", "task.whole_word_mask"): "every word is one token",
     ("masked_language_modeling packed", "data.group_by_length"): "every block is full",
+    ("question_answering", "task.stride"): "every context fits into one window",
+    ("question_answering", "task.unanswerable"): "every question has an answer, and none is left out",
     ("translation", "task.bleu_tokenizer"): "a model of two steps writes nothing that is right",
 }
 
