@@ -187,7 +187,6 @@ IDLE: dict[tuple[str, str], str] = {
     ("*", "evaluate.batch_size"): "memory alone: the same scores",
     ("module", "data.workers"): "time alone: the same bits",
     ("masked_language_modeling*", "task.whole_word_mask"): "every word is one token",
-    ("masked_language_modeling packed", "data.group_by_length"): "every block is full",
     ("question_answering", "task.stride"): "every context fits into one window",
     ("question_answering", "task.unanswerable"): "every question has an answer, and none is left out",
     ("translation", "task.bleu_tokenizer"): "a model of two steps writes nothing that is right",
