@@ -232,6 +232,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     """A job of two processes that nobody disturbed, in an interpreter of its own: what is compared with it is not. One
     of pytest's workers runs it for all, each has a copy."""
     from support.command import LOCKSTEP, ended, start_anew, write
+    from support.harness import lean
 
     root = tmp_path_factory.getbasetemp()
     made = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "untouched-once"
@@ -239,9 +240,10 @@ def untouched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
         if not (made / "done").exists():
             shutil.rmtree(made, ignore_errors=True)
-            write(made / "job")
+            write(made / "job", verify={"plain": True})
             # however busy the machine is
-            status, _, err = ended(start_anew([*LOCKSTEP, "train", "run.yaml"], made / "job", cache), 1000)
+            process = start_anew([*LOCKSTEP, "train", "run.yaml"], made / "job", cache, **lean())
+            status, _, err = ended(process, 1000)
             assert status == 0, err
             (made / "done").touch()
     return shutil.copytree(made / "job", tmp_path_factory.mktemp("untouched") / "job", symlinks=True)

@@ -28,6 +28,7 @@ RUN = TINY | {
     "micro_batches": 4,
     "checkpoint": {"every": 5, "keep": 2},
     "track": {"every": 1},
+    "verify": {"plain": False},  # as in `command.RUN`
     "launch": LAUNCH | {"machines": 2, "device": "cpu", "stuck_minutes": 0},
 }
 # A mount namespace of its own with the volumes of the pod; process 1 of a container is the command itself.

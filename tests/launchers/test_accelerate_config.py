@@ -66,6 +66,14 @@ def test_a_configuration_that_agrees(config: Any, overrides: list[str], tmp_path
     plan(tmp_path, config, *overrides)
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    run = tiny("launch.name=accelerate", "launch.processes=2", f"output={tmp_path}")
+    (run.folder / "launch").write_text("no folder")
+    launcher = Accelerate()
+    with raises("LS7388", "launch"):
+        launcher.start(run, launcher.plan(run))
+
+
 def test_the_default_configuration_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     run = tiny("launch.name=accelerate", "launch.processes=2")

@@ -2,9 +2,11 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,7 +141,8 @@ def program(folder: Path, name: str, text: str) -> None:
         ({"time": "2m", "signal_before": "2m"}, ["launch.signal_before", "2m"]),
         ({"partitions": "gpu"}, ["launch.partitions", "partition"]),
         ({"partition": "a b"}, ["launch.partition", "'a b'", "LS7381"]),
-        ({"extra": ["mail-type=END"]}, ["launch.extra", "mail-type=END"]),
+        ({"extra": ["mail-type=END"]}, ["launch.extra", "mail-type=END", "an option such as", "LS7382"]),
+        ({"setup": ["module load a\nmodule load b"]}, ["launch.setup", "expected a single line", "LS7382"]),
         ({"memory": "lots"}, ["launch.memory", "lots"]),
         ({"ranks": "mpi"}, ["launch.ranks", "mpi", "elastic"]),
     ],
@@ -306,6 +309,15 @@ def test_half_of_the_variables_is_told() -> None:
 )
 def test_node_lists(text: str, names: list[str]) -> None:
     assert srun.hosts(text) == names
+
+
+def test_a_node_is_known_by_its_name_where_no_program_of_slurm_knows_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*anything: Any, **named: Any) -> None:
+        raise FileNotFoundError("no such host, no such program")
+
+    monkeypatch.setattr(socket, "getaddrinfo", missing)
+    monkeypatch.setattr(subprocess, "run", missing)  # as in a container
+    assert srun.address("gpu01") == "gpu01"
 
 
 def test_tasks_a_node() -> None:

@@ -19,6 +19,7 @@ from torch.distributed.elastic.events import EventSource
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
+from lockstep.distributed import consistency_check
 from lockstep.distributed.consistency_check import agree, disagreement, facts, fingerprint
 from lockstep.distributed.world import World
 from lockstep.launchers.accelerate import Accelerate
@@ -26,6 +27,8 @@ from lockstep.launchers.processes.elastic import Agent
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 from lockstep.launchers.start import joined, joining
 from lockstep.launchers.torchrun import Torchrun, node_range
+from lockstep.training.resolve import for_rank
+from lockstep.training.session import join_ranks
 from support.command import LOCKSTEP, RUN, bits, ended, free_port, start, step_of, until, write
 from support.documents import chapters
 from support.harness import lean, run_on, tiny
@@ -205,6 +208,28 @@ def test_ranks_that_compute_with_other_threads_do_not_train() -> None:
 
 
 # -- meeting ---------------------------------------------------------------------------------------------------------
+
+
+def _of_other_versions(world: World, run: Run) -> str:
+    if world.rank == 1:
+        installed = consistency_check.version
+        consistency_check.version = lambda name: "0.1" if name == "accelerate" else installed(name)
+    try:
+        join_ranks(for_rank(run, world), world)
+    except RunError as caught:
+        return str(caught)
+    return ""
+
+
+@pytest.mark.processes
+@pytest.mark.extras
+def test_machines_with_other_versions_of_the_engine_do_not_train() -> None:
+    version = pytest.importorskip("accelerate").__version__
+    said = run_on(2, _of_other_versions, tiny("strategy.name=hf_accelerate"), joined=False)
+    assert said[0] == said[1]
+    here = socket.gethostname()
+    assert f"  version of accelerate: {version} on {here} (rank 0), 0.1 on {here} (rank 1)" in said[0]
+    assert run_on(2, _of_other_versions, tiny(), joined=False) == ["", ""]  # ddp computes without it
 
 
 def test_who_comes_first() -> None:

@@ -21,9 +21,12 @@ import transformers
 import lockstep.plain
 from lockstep.config import plugins
 from lockstep.config.run import Run
+from lockstep.data.batch import StepBatch
 from lockstep.distributed.world import World
 from lockstep.plain import rows
 from lockstep.plain.losses import batch_loss
+from lockstep.strategies.native import Native
+from lockstep.strategies.strategy import StepResult
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.embedding import Embedding
 from lockstep.tasks.language_modeling import LanguageModeling
@@ -119,6 +122,22 @@ def test_a_task_is_as_plain_computes_it_and_a_fault_is_found(
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
     FAULTS[kind](monkeypatch)
     assert against_plain.differences(run).differences
+
+
+def test_a_frozen_weight_that_decays_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of("classification", folder, "model.freeze=[transformer.wte.*]")
+    found = against_plain.differences(run)
+    assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
+    whole = Native.train_step
+
+    def decaying(strategy: Native, batch: StepBatch, rate: float) -> StepResult:
+        (frozen,) = (p for n, p in strategy.model.named_parameters() if n.endswith("wte.weight"))
+        with torch.no_grad():
+            frozen.mul_(1 - 0.1 * rate)
+        return whole(strategy, batch, rate)
+
+    monkeypatch.setattr(Native, "train_step", decaying)
+    assert any("wte.weight changes" in line for line in against_plain.differences(run).differences)
 
 
 def test_an_fsmt_learns_its_targets_from_their_end_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from lockstep.config.run import Run
 from lockstep.data import raw_rows
 from lockstep.data.prepare import prepare
 from lockstep.data.raw_rows import RawRows
+from lockstep.distributed import system_metrics
 from lockstep.distributed.world import World
 from lockstep.plain import module as plain_module
 from lockstep.plain.rows import NotCovered
@@ -481,6 +482,19 @@ def test_a_sound_export_passes(overrides: tuple[str, ...], tmp_path: Path) -> No
     compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
     assert compared.agrees
     assert "3 examples" in compared.text
+
+
+def test_an_export_that_a_container_has_no_memory_for_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text("1000")
+    monkeypatch.setattr(system_metrics, "Path", lambda path: limit)
+    run = tiny(*ONE)
+    task, found, folder = exported(run, tmp_path / "out")
+    compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
+    assert compared.agrees
+    assert "this machine has too little memory to load it" in compared.text
 
 
 @pytest.mark.parametrize("export", ["merged", "adapter"])

@@ -59,7 +59,7 @@ def test_a_notebook_has_all_of_its_script_s_code() -> None:
 @pytest.mark.extras
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["exactness", "first_run"])
+@pytest.mark.parametrize("name", [pytest.param("exactness", marks=pytest.mark.long), "first_run"])  # as a script, above
 def test_a_notebook_runs(name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")

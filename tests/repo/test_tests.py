@@ -1,6 +1,7 @@
 """Tests mirror the rooms, and share nothing but what is in `tests/support`, which imports no test."""
 
 import ast
+import re
 from pathlib import Path
 
 from support.places import ROOT, TESTS
@@ -8,6 +9,7 @@ from support.places import ROOT, TESTS
 BESIDE = {"support", "golden"}  # folders that hold no tests
 ROOMS = {path.name for path in (ROOT / "src/lockstep").iterdir() if path.is_dir() and path.name[0] != "_"}
 ROOMS |= {path.name.removeprefix("lockstep-") for path in (ROOT / "packages").iterdir()}
+MARK = re.compile(r"mark\.(processes|slow|cluster|extras)\b")
 WHOLE = {
     "jobs",
     "repo",
@@ -49,6 +51,10 @@ def test_every_file_of_tests_is_in_a_room_and_its_name_is_there_once() -> None:
     } == BESIDE
 
 
-def test_the_mark_of_extras_is_written_where_the_tests_are() -> None:
-    """`.ci/run` looks for the files that have such tests by this word."""
-    assert [file for file in (TESTS / "support").rglob("*.py") if "mark.extras" in file.read_text()] == []
+def test_marks_are_written_where_the_tests_are() -> None:
+    """`.ci/run` looks for the files that have such tests by these words, which names of marks are made of."""
+    found = {file.name: {*MARK.findall(file.read_text())} for file in (TESTS / "support").rglob("*.py")}
+    assert {name: marks for name, marks in found.items() if marks} == {
+        "marks.py": {"slow"},  # by `slow`; those of `long` are not asked
+        "hosts.py": {"cluster", "processes"},  # by `cluster`
+    }

@@ -1,5 +1,7 @@
 """FSDP2's options: hybrid sharding, tensor parallelism, resharding, offload, precision; and what a rank holds."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -7,13 +9,14 @@ import torch
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run
+from lockstep.distributed import torch_internals
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.fsdp import TreeScatter
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.tasks.models import padding
 from lockstep.training.data_loader import StepLoader
 from support.fsdp2_runs import LLAMA, of
-from support.harness import build, run_on, tiny
+from support.harness import TINY, build, run_on, tiny
 from support.messages import raises
 from support.written import Written
 
@@ -54,6 +57,41 @@ def test_what_a_block_and_others_use_is_added_up_as_without_fsdp(family: str) ->
     assert found["digest"] == one["digest"]
     assert found["loss"] == one["loss"]
     assert found["norm"] == one["norm"]
+
+
+def groups_of(world: World, run: Run) -> tuple[int, int]:
+    """How many groups of ranks `build` forms, and how many of them outside of `World.forming`."""
+    forming, within, joined = World.forming, set[Any](), set(torch_internals.groups())
+
+    @contextmanager
+    def noted(world: World) -> Iterator[None]:
+        before = set(torch_internals.groups())
+        with forming(world):
+            yield
+        within.update(set(torch_internals.groups()) - before)
+
+    World.forming = noted  # type: ignore[method-assign]
+    build(run, world)
+    formed = set(torch_internals.groups()) - joined
+    return len(formed), len(formed - within)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"name": "fsdp2", "options": {"replicate": 2}},
+        {"name": "fsdp2", "options": {"tensor_parallel": 2}, "tensor_leaves": 2},
+        {"name": "fsdp2", "options": {"tensor_parallel": 2}, "exact": False},
+        {"name": "pipeline", "options": {"stages": 2}},
+    ],
+)
+def test_no_rank_waits_for_a_lost_one_in_a_group_of_its_strategy(strategy: dict) -> None:
+    """Ranks that go on without a lost one end the connections of the groups that were formed within `forming`."""
+    model = LLAMA if "tensor_parallel" in strategy["options"] else TINY["model"]
+    for formed, outside in run_on(4, groups_of, tiny("micro_batches=4", strategy=strategy, model=model)):
+        assert formed
+        assert outside == 0
 
 
 def order_of(world: World, run: Run) -> list[str]:

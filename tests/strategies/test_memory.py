@@ -49,13 +49,14 @@ OF_ENGINE = {
 
 
 WHOLE = ("allreduce", "ddp", "hf_accelerate", "hf_trainer")  # what they hold does not depend on n: one or four by hand
+BY_HAND = [(name, 1) for name in ("fsdp2", "zero1", "zero2")]  # two numbers of ranks determine a formula of two terms
 ASKED = [(name, n) for name in AT_UPDATE for n in (1, 2, 4) if n == 1 or name != "single"]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [long(name, n) if name in WHOLE and n != 2 else slow(name, n) if n > 2 else (name, n) for name, n in ASKED],
+    [long(*c) if c in BY_HAND or (c[0] in WHOLE and c[1] != 2) else slow(*c) if c[1] > 2 else c for c in ASKED],
 )
 def test_what_is_held_at_the_update(name: str, ranks: int) -> None:
     options: dict[str, Any] = {}

@@ -282,7 +282,7 @@ def test_a_number_has_the_same_bits_wherever_its_tensor_is_cut(name: str) -> Non
         parts = [torch.nn.Parameter(part.clone()) for part in whole.split(cuts)]
         section = run_of(f"optim={name}", "optim.weight_decay=0.1").optim
         group = {"params": parts, "names": [str(i) for i in range(len(parts))], "lr": 0.0, "scale": 1.0, "kind": ""}
-        stepper = optim.of_groups(section, [group | {"weight_decay": 0.1}])
+        stepper = optim.Stepper(section, [group | {"weight_decay": 0.1}])
         for gradient in slopes:
             for p, g in zip(parts, gradient.split(cuts), strict=True):
                 p.grad = g.clone()
@@ -328,6 +328,15 @@ def test_the_control_a_bare_kernel_hangs_on_the_cut() -> None:
         (
             ["optim=muon", "strategy=fsdp2", "strategy.options={cpu_offload: true}", "launch.device=auto"],
             "strategy.options.cpu_offload: muon updates whole tensors",
+        ),
+        (
+            [
+                "optim=muon",
+                "strategy=hf_accelerate",
+                "strategy.options={fsdp: {cpu_offload: true}}",
+                "launch.device=auto",
+            ],
+            "strategy.options.fsdp.cpu_offload: muon updates whole tensors",
         ),
     ],
 )

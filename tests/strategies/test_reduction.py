@@ -138,7 +138,7 @@ def test_uneven_shares_give_the_bits_of_the_bracket() -> None:
 
 def test_buckets_hold_everything_in_order() -> None:
     tensors = [torch.zeros(n) for n in (10, 500, 3, 900, 1)]
-    groups = buckets(tensors, 2000)
+    groups = buckets(dict(enumerate(tensors)), 2000)
     assert [i for g in groups for i in g] == [0, 1, 2, 3, 4]
     assert len(groups) == 3
 

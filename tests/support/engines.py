@@ -2,6 +2,7 @@
 of what they leave for their first use, and what every rank or command would import anew of lockstep."""
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -9,6 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import plugins, user_code
+
+LARGE, COLLAPSE = 2 << 20, 25  # bytes of a large page, MADV_COLLAPSE of <linux/mman.h>
+
+
+def in_large_pages() -> None:
+    """Put the memory of this process into large pages, where Linux can (6.1 and later): a fork copies the table of all
+    pages, and its end walks through it once more, which is up to a tenth of what a small job takes."""
+    maps = Path("/proc/self/maps")
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        span, access, _, _, file, *_ = line.split()
+        first, end = (int(place, 16) for place in span.split("-"))
+        first, end = -(-first // LARGE) * LARGE, end // LARGE * LARGE
+        if access == "rw-p" and file == "0" and first < end:
+            size = ctypes.c_size_t(end - first)
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, COLLAPSE)  # where it fails all stays as it is
+
 
 gc.disable()  # as in `lockstep.training.preload`
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -55,3 +72,4 @@ for kind in ("tasks", "strategies", "optimizers"):
                 user_code.fingerprint(Path(importlib.import_module(plugin.__module__).__file__ or ""))
 gc.freeze()
 gc.enable()
+in_large_pages()

@@ -243,6 +243,7 @@ def programs(folder: Path) -> Path:
 
 def _serve(listener: socket.socket, variables: dict[str, str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which multiprocessing ends it, whatever runs before have ignored
     while True:
         connection, _ = listener.accept()
         if os.fork() == 0:

@@ -23,6 +23,7 @@ SMALL = TINY | {
     "launch": {"device": "cpu", "threads": 1, "processes": 1, "hang_timeout_s": 0},
     "checkpoint": {"every": 6, "keep": 2},
     "track": {"every": 1},
+    "verify": {"plain": False},  # as in `command.RUN`
 }
 # A machine that shares two cores with others may not get one of them for six seconds, and would count as lost.
 LOST_S = 12

@@ -27,6 +27,7 @@ RUN = TINY | {
     "name": "feelings",
     "output": "out",
     "steps": 2,
+    "verify": {"plain": False},  # as in `command.RUN`
     "launch": {"device": "cpu", "threads": 1, "processes": 1},
 }
 

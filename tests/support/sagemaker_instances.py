@@ -28,6 +28,7 @@ RUN = TINY | {
     "micro_batches": 4,
     "checkpoint": {"every": 5, "keep": 2},
     "track": {"every": 1},
+    "verify": {"plain": False},  # as in `command.RUN`
     "launch": LAUNCH | {"machines": 2, "timeout_s": 60},
 }
 

@@ -10,7 +10,6 @@ import yaml
 
 from lockstep.cli import main
 from lockstep.config import error_messages as messages
-from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.tools.import_config import axolotl, command_line, trainer
 from lockstep.tools.import_config.table import KeyTranslation, Table
@@ -31,10 +30,7 @@ OURS = {
     text.partition("\n")[0].removeprefix("# lockstep, "): text for _, text in BLOCKS if text.startswith("# lockstep")
 }
 # Keys that a run file may have.
-KEYS = {key for key, section in messages._fields(Run).items() if section is None or key in ("optim", "strategy")}
-for kind, section in (("tasks", "task"), ("launchers", "launch"), ("optimizers", "optim")):
-    for name in plugins.names(kind):
-        KEYS |= {f"{section}.{key}" for key in plugins.find(kind, name).Options.model_fields}  # type: ignore[attr-defined]
+KEYS = messages.keys_of(Run)
 
 
 def moved(path: Path, *words: str) -> Run:
@@ -75,7 +71,7 @@ def test_every_key_that_the_page_names_is_one(called: str) -> None:
 
 @pytest.mark.parametrize("called", TABLES)
 def test_every_key_of_a_table_is_one(called: str) -> None:
-    known = KEYS | {"track.wandb.project", "track.wandb.entity"}
+    known = {*KEYS, "track.wandb.project", "track.wandb.entity"}
     assert [name for name, of in TABLES[called].items() if of.here and of.here not in known] == []
     assert [name for name, of in TABLES[called].items() if not of.here and not of.how] == []
 

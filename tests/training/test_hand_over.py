@@ -191,7 +191,8 @@ def trained(world: World, run: Run, slow: int) -> dict[str, Any]:
         journal=SimpleNamespace(event=lambda name, step, **facts: events.append({"step": step, **facts})),
         checkpoints=SimpleNamespace(say=said.append),
     )
-    for batch in LoadBalancer(session).steps(0, lambda caught: None):
+    balanced = LoadBalancer(session) if run.launch.rebalance_every else feed
+    for batch in balanced.steps(0, lambda caught: None):
         clock.step = batch.step
         ran.append([micro.index for micro in batch.micro_batches])
         strategy.train_step(batch, 1e-3)

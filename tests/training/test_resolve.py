@@ -104,7 +104,7 @@ def test_every_command_asks_the_same_function(monkeypatch: pytest.MonkeyPatch, t
         scopes.append(scope)
         return right(run, machine, processes, scope, *rest)
 
-    monkeypatch.setattr(resolve, "resolve", seen)
+    monkeypatch.setattr(start, "resolve", seen)
     run = tiny(f"output={tmp_path / 'out'}", "launch.processes=1")
     launcher = start.launcher_of(run)
     plan = launcher.plan(run)

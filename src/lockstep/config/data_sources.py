@@ -177,6 +177,16 @@ Count = Annotated[int, Field(ge=0)]
 _MAY_BE = "a value, a list of values, or a mapping with some of"
 
 
+class Keys(BaseModel):
+    """Keys that have defaults."""
+
+    @property
+    def changed_keys(self) -> list[str]:
+        """Keys whose values are not their defaults."""
+        fields = type(self).model_fields.items()
+        return [k for k, f in fields if getattr(self, k) != f.get_default(call_default_factory=True)]
+
+
 class Condition(BaseModel):
     """What a value has to be, for its row to be used: all that is given."""
 
@@ -257,7 +267,7 @@ _READING = ("layout", "columns", "separator", "quote", "encoding", "filter", "sp
 OWN = ("source", "config", "revision", "train", "validation", "test", *_READING)
 
 
-class OneSource(BaseModel):
+class OneSource(Keys):
     """A source of a mixture. Its keys, besides `name`, `weight` and `rename`, are those of `data`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -408,7 +418,7 @@ _REFUSED = {
 }
 
 
-class Streaming(BaseModel):
+class Streaming(Keys):
     """The keys of `data` about streaming."""
 
     stream: bool = Field(
@@ -428,22 +438,19 @@ class Streaming(BaseModel):
     @model_validator(mode="after")
     def _goes_with_a_stream(self) -> Any:
         if not self.stream:
-            for key, default in (("stream_window", WINDOW), ("stream_cache_gb", CACHE_GB)):
-                if getattr(self, key) != default:
-                    raise InvalidValue(
-                        "LS1039", f"{key} has an effect only with data.stream; set data.stream=true, or remove {key}"
-                    )
+            for key in [key for key in self.changed_keys if key in Streaming.model_fields]:
+                raise InvalidValue(
+                    "LS1039", f"{key} has an effect only with data.stream; set data.stream=true, or remove {key}"
+                )
             return self
-        for key, why in _REFUSED.items():
-            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
-                raise InvalidValue("LS1040", f"{key} cannot be combined with data.stream: {why}")
+        for key in [key for key in _REFUSED if key in self.changed_keys]:
+            raise InvalidValue("LS1040", f"{key} cannot be combined with data.stream: {_REFUSED[key]}")
         _check_filter(self, "")
         for entry in getattr(self, "sources", None) or []:
-            for key in [key for key in _REFUSED if key in type(entry).model_fields]:
-                if getattr(entry, key) != type(entry).model_fields[key].get_default(call_default_factory=True):
-                    raise InvalidValue(
-                        "LS1041", f"sources: {entry.name}: {key} cannot be combined with data.stream: {_REFUSED[key]}"
-                    )
+            for key in [key for key in _REFUSED if key in entry.changed_keys]:
+                raise InvalidValue(
+                    "LS1041", f"sources: {entry.name}: {key} cannot be combined with data.stream: {_REFUSED[key]}"
+                )
             _check_filter(entry, f"sources: {entry.name}: ")
         return self
 

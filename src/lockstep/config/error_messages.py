@@ -189,19 +189,6 @@ def _described(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]
     return fields
 
 
-def _fields(model: type[BaseModel], prefix: str = "") -> dict[str, type[BaseModel] | None]:
-    sections: dict[str, type[BaseModel] | None] = {}
-    for name, field in model.model_fields.items():
-        key = f"{prefix}{name}"
-        section = (
-            field.annotation if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else None
-        )
-        sections[key] = section
-        if section is not None:
-            sections |= _fields(section, f"{key}.")
-    return sections
-
-
 _SECTIONS = {"tasks": "task", "launchers": "launch", "optimizers": "optim"}
 
 
@@ -222,7 +209,7 @@ def _siblings(model: type[BaseModel], parent: str) -> list[str]:
     depth = parent.count(".") + 1 if parent else 0
     return [
         k.rpartition(".")[2]
-        for k in _fields(model)
+        for k in _described(model)
         if k.count(".") == depth and k.startswith(f"{parent}." if parent else "")
     ]
 

@@ -132,7 +132,7 @@ def described(kind: str, name: str, *attributes: str) -> tuple[str, dict[str, An
 def _literal(file: Path, name: str, attribute: str) -> Any:
     """A class attribute, as Python would find it. Errors: `LookupError`, `ValueError` where it is not a literal."""
     for home, ancestor in _ancestors(file, name):
-        for line in _class(home, ancestor).body:
+        for line in _heads(home)[ancestor].body:
             targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
             value = getattr(line, "value", None)
             if value is not None and attribute in [each.id for each in targets if isinstance(each, ast.Name)]:
@@ -144,7 +144,7 @@ def _ancestors(file: Path, name: str) -> list[tuple[Path, str]]:
     """A class of lockstep and those that it inherits from, in the order in which Python looks for attributes (C3)."""
     own = [
         (_home(file, base.id, anywhere=True), base.id)
-        for base in _class(file, name).bases
+        for base in _heads(file)[name].bases
         if isinstance(base, ast.Name)
     ]
     bases = [(home, base) for home, base in own if base in _heads(home)]
@@ -154,10 +154,6 @@ def _ancestors(file: Path, name: str) -> list[tuple[Path, str]]:
         order.append(first)
         rows = [[each for each in row if each != first] for row in rows]
     return order
-
-
-def _class(file: Path, name: str) -> ast.ClassDef:
-    return _heads(file)[name]
 
 
 @lru_cache(maxsize=512)
@@ -199,6 +195,16 @@ def find(kind: str, name: str) -> type:
             "LS1092", f"lockstep/{kind}/{name}.py must define exactly one plug-in class, but defines {len(classes)}"
         )
     return classes[0]
+
+
+def of_key(key: str, kind: str, name: str) -> type:
+    """`find` for the value of a key of the run file. Errors: `RunError`, naming the key."""
+    try:
+        return find(kind, name)
+    except PluginError as error:
+        raise RunError(error.code, f"{key}: {error.message}") from error
+    except ImportError as error:
+        raise RunError("LS1143", f"{key}: {error}") from error
 
 
 def _refuse_ambiguous(kind: str, name: str) -> None:
@@ -283,23 +289,23 @@ def lacking(packages: Sequence[str]) -> list[str]:
     return [package for package, spec in specs.items() if spec is None or spec.origin is None]
 
 
-def require(packages: Sequence[str], key: str, extra: str = "", distribution: str = "lockstep-train") -> None:
+def require(packages: Sequence[str], key: str, extra: str = "") -> None:
     """Refuse a plug-in whose packages are not installed. `key`: of the run file, and its value, which need them.
-    `extra`: what installs them, of a `distribution`; by default it is named as the package. Errors: `RunError`."""
+    `extra`: what installs them; by default it is named as the package. Errors: `RunError`."""
     for package in lacking(packages):
         raise RunError(
-            "LS1120", f"{key} needs {package}, which is not installed: pip install '{distribution}[{extra or package}]'"
+            "LS1120", f"{key} needs {package}, which is not installed: pip install 'lockstep-train[{extra or package}]'"
         )
 
 
-def refuse_old(packages: Sequence[str], distribution: str = "lockstep-train") -> None:
+def refuse_old(packages: Sequence[str]) -> None:
     """Refuse packages that are installed in a version below what lockstep was tried with: pip would not have taken it.
-    The least version is that of the `distribution`'s own metadata. Errors: `RunError`."""
+    The least version is that of lockstep's own metadata. Errors: `RunError`."""
     from packaging.version import Version
 
     for package in packages:
         try:
-            requirements, installed = _requirements(distribution), Version(importlib.metadata.version(package))
+            requirements, installed = _requirements(), Version(importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:  # or lockstep is on a path of its own
             continue
         for least in (bound for each in requirements if each.name == package for bound in each.specifier):
@@ -312,10 +318,10 @@ def refuse_old(packages: Sequence[str], distribution: str = "lockstep-train") ->
 
 
 @cache
-def _requirements(distribution: str) -> tuple[Requirement, ...]:
+def _requirements() -> tuple[Requirement, ...]:
     from packaging.requirements import Requirement
 
-    return tuple(Requirement(line) for line in importlib.metadata.requires(distribution) or ())
+    return tuple(Requirement(line) for line in importlib.metadata.requires("lockstep-train") or ())
 
 
 # -- what is the user's own ------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -204,12 +204,8 @@ class Run(Section):
         for key in ("trust_remote_code", "checkpoint_activations", "offload_activations"):
             del values["model"][key]
         task: Any = plugins.find("tasks", self.task.name)
-        for key in (
-            "follow_links",
-            "workers",
-            "stream_cache_gb",
-            *(("padding",) if task.own_model else ()),
-        ):  # its own collate pads
+        pads = ("padding",) if task.own_model else ()  # its own collate does
+        for key in ("follow_links", "workers", "stream_cache_gb", *pads):
             del values["data"][key]
         for key in task.display_keys:
             values["task"].pop(key, None)
@@ -598,16 +594,23 @@ def led_away(folder: Path) -> str | None:
     return f"{folder} was replaced by a link to {now}, where nothing is written"
 
 
-def replace_text(path: Path, text: str) -> None:
-    """A small file, aside and then renamed. Errors: `OSError`; then what was there is there, and nothing else."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A context in which a file is written aside, at the path that it yields; afterwards that is renamed. Errors:
+    `OSError`; then what was there is there, and nothing else."""
     aside = path.with_name(aside_of(path.name))
     try:
-        aside.write_text(text, encoding="utf-8")
+        yield aside
         os.replace(aside, path)
-    except OSError:
+    finally:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
-        raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """A small file, aside and then renamed. Errors: `OSError`; then what was there is there, and nothing else."""
+    with replacing(path) as aside:
+        aside.write_text(text, encoding="utf-8")
 
 
 def aside_of(name: str) -> str:

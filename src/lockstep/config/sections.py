@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from lockstep.config import key_aliases
 from lockstep.config.data_sources import (
@@ -17,6 +17,7 @@ from lockstep.config.data_sources import (
     QUOTE,
     SEPARATOR,
     Filter,
+    Keys,
     Layout,
     Mixture,
     PathText,
@@ -68,17 +69,11 @@ Names = Annotated[list[str], BeforeValidator(_listed)]
 ONE_ORIGIN = "give either source (pretrained) or type (from scratch), and not both"
 
 
-class Section(BaseModel):
+class Section(Keys):
     """A mapping of the run file: unknown keys are errors, values never change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
     section: ClassVar[str | None] = None  # its name in the run file, "" for the whole; None: it has no renamed keys
-
-    @property
-    def changed_keys(self) -> list[str]:
-        """Keys whose values are not their defaults."""
-        fields = type(self).model_fields.items()
-        return [k for k, f in fields if getattr(self, k) != f.get_default(call_default_factory=True)]
 
     @model_validator(mode="before")
     @classmethod
@@ -317,8 +312,8 @@ class StrategySection(Section):
     all_reduce: Literal["auto", "flat", "hierarchical"] = Field(
         "auto",
         description="how exact sums travel: flat, from every process to every other; hierarchical, in stages, first "
-        "within a "
-        "machine; auto: hierarchical on several machines or above 8 processes. The same bits",
+        "within a machine; auto: hierarchical on several machines or above 8 processes. The same bits. Under "
+        "ZeRO they always travel flat",
     )
     tensor_leaves: Positive = Field(
         1,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,13 +49,18 @@ def facts(run: Run, data: str) -> dict[str, str]:
     own = user_code.hashes_of(user_code.named(run).values())
     values_of |= {f"the code of {file}": seal for file, seal in own.items()}
     values_of["the code of lockstep"] = user_code.hash_of_lockstep()
-    values_of["version of lockstep"] = __version__
-    for package in _PACKAGES:
+    return values_of | {"version of lockstep": __version__} | versions_of(_PACKAGES)
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """The installed versions of packages, as facts."""
+    versions = {}
+    for package in packages:
         try:
-            values_of[f"version of {package}"] = version(package)
+            versions[f"version of {package}"] = version(package)
         except PackageNotFoundError:
-            values_of[f"version of {package}"] = "not installed"
-    return values_of
+            versions[f"version of {package}"] = "not installed"
+    return versions
 
 
 def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:

@@ -2,8 +2,8 @@
 
 In: the launchers' store, and who this process is. Out: the members of the newest generation, in the order of their
 ranks; and an end of all that this process waits for in a generation that has lost somebody.
-docs/explanation/lost-rank.md tells the whole protocol; `training/recovery.py` is the ranks' part of it,
-`launchers/processes/elastic_ranks.py` the launcher's of one machine, `elastic_machines.py` that of several.
+docs/explanation/lost-rank.md tells the whole protocol; `training/elastic/recovery.py` is the ranks' part of it,
+`launchers/processes/elastic_ranks.py` the launcher's.
 
 A generation is never taken back or changed: the next one has the next number, and the store takes each number once.
 Ranks act on the newest they can see and meet there; one that is still at an older one finds the newer one and follows.
@@ -139,25 +139,21 @@ class Membership:
         """Errors: `NetworkError`."""
         place = self.place
         self._limit_s = limit_s
-        room = f"{place.room}"
         self._connection = rendezvous.connect_store(place.host, place.port, limit_s, limit_s)
-        self._store = Sealed(dist.PrefixStore(room, self._connection), room, network.secret_from_environment())
+        rank_store = dist.PrefixStore(place.room, self._connection)
+        self._store = Sealed(rank_store, place.room, network.secret_from_environment())
         if not place.joining:
-            self.take(self.generation_of(0))
+            self.take(_generation(self._store, 0))
 
     def stop(self) -> None:
         """Listen no more."""
         self._over.set()
 
-    def generation_of(self, number: int) -> Generation:
-        """One that is there. Errors: `RendezvousStateError`."""
-        return _generation(self._store, number)
-
     def newest(self) -> Generation:
         """The newest one that there is; this rank's own where there is no newer one."""
         generation = self.generation
         while self._store.check([f"generation/{generation.number + 1}"]):
-            generation = self.generation_of(generation.number + 1)
+            generation = _generation(self._store, generation.number + 1)
         return generation
 
     def ready(self) -> None:
@@ -261,7 +257,7 @@ class Membership:
                 if not self._store.check([f"generation/{newer + 1}"]):
                     continue
                 newer += 1
-                generation = self.generation_of(newer)
+                generation = _generation(self._store, newer)
                 lost = generation.lost or self.me not in generation.members
                 groups: list[Any] = []
                 with self._turn:

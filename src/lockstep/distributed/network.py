@@ -21,7 +21,7 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from lockstep.config.errors import CodedError
 from lockstep.config.run import RunError
@@ -31,6 +31,15 @@ OUTSIDE = "192.0.2.1"  # TEST-NET-1 (RFC 5737): nothing is sent there, it only a
 
 class NetworkError(CodedError):
     """A host that has no address, cannot be reached, or an interface that is not there: one message for the user."""
+
+
+@contextlib.contextmanager
+def under_key(key: str) -> Iterator[None]:
+    """A context in which a `NetworkError` becomes a `RunError` that names a key of the run file."""
+    try:
+        yield
+    except NetworkError as caught:
+        raise RunError(caught.code, f"{key}: {caught.message}") from None
 
 
 def endpoint(text: str) -> tuple[str, int]:

@@ -11,7 +11,6 @@ torch's generator, as before.
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
 import warnings
@@ -27,7 +26,7 @@ from torch.library import Library
 from lockstep.distributed import splitmix
 
 
-@functools.cache
+@cache
 def draw_wide() -> Library:
     """Draw dropout masks on the CPU with the wide generator from now on, in this process, for every tensor. A second
     call does nothing. The returned library has to be kept: the replacement ends with it."""

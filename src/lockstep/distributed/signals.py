@@ -12,15 +12,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # The last one is sent by a terminal that closes; nohup ignores it.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Of one Ctrl-C a process may hear several times: from the terminal, and from a torchrun or a timeout that passes it on.
 AGAIN_S = 1.0
+
+
+Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 
 class Stopped(BaseException):
@@ -30,6 +33,19 @@ class Stopped(BaseException):
 def heard() -> list[signal.Signals]:
     """The stop signals that whoever started this process has not had ignored; only SIGHUP ever is on purpose."""
     return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+
+
+@contextmanager
+def handled(handler: Handler, numbers: Iterable[int] | None = None) -> Iterator[None]:
+    """A context in which `handler` has these signals (default: those that are `heard`). In another thread than the main
+    one, which may not set any, it changes nothing."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {n: signal.signal(n, handler) for n in (heard() if numbers is None else numbers)} if main else {}
+    try:
+        yield
+    finally:
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before or signal.SIG_DFL)
 
 
 def say_what_ended() -> None:

@@ -7,7 +7,6 @@ bytes at the moments that matter, between steps and at the update.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import math
@@ -95,15 +94,13 @@ def resident() -> int:
 
 def peak_resident() -> int:
     """The most memory this process ever held, in bytes, as the operating system tells it; 0 where it does not."""
-    with contextlib.suppress(OSError, StopIteration, ValueError):  # Linux: getrusage would count what the parent held
+    with suppress(OSError, StopIteration, ValueError):  # Linux: getrusage would count what the parent held
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024
     try:
         import resource
     except ImportError:  # Windows
         return 0
-    import sys
-
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -116,7 +113,7 @@ def capacity(device: torch.device, sharing: int) -> int:
         return torch.cuda.get_device_properties(device).total_memory // each
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        with suppress(OSError, ValueError):  # "max": no limit
             sizes.append(int(Path(path).read_text()))
     return min(sizes) // sharing
 

@@ -166,9 +166,8 @@ class Watchdog:
             self._end_silent(beats, silent)
         if silent and self.world.members is not None and not self._left:
             self._left = True
-            self._over.wait(
-                self.world.members.place.soon_s
-            )  # until ranks have met again, with another watch; else as ever
+            # until ranks have met again, with another watch; else as ever
+            self._over.wait(self.world.members.place.soon_s)
             return
         if not first:
             time.sleep(self.interval_s)  # whoever speaks shall have spoken before the launcher ends us all

@@ -50,7 +50,7 @@ class World:
         self.log = run.folder.resolve() / LOG
         self.device = pick_device(run, self.local_rank, self.local_size)
         self.threads = threads_of(run, self.local_size)
-        self.agreed = ""  # the hash of what is the same on every rank: agreement.py
+        self.agreed = ""  # the hash of what is the same on every rank: consistency_check.py
         self.stop = StopRequest(run.max_time_s)
         self.refusal: str | None = None  # why this rank may not write into OUTPUT, until all ranks know
         timeout = timedelta(seconds=run.launch.timeout_s)
@@ -217,9 +217,8 @@ class World:
             return stop_requested
         answer, self._asking = self._asking, None
         earlier = 0 if answer is None else answer()
-        self._asking = self.all_reduce_max(
-            int(stop_requested) + 2 * offered
-        )  # a stop is heard once the ranks have met again
+        # a stop is heard once the ranks have met again
+        self._asking = self.all_reduce_max(int(stop_requested) + 2 * offered)
         self.grows = self.grows or earlier > 1
         return earlier == 1
 

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,8 +28,8 @@ from lockstep.config.sections import Positive, Section, Steps
 from lockstep.distributed import job_record, network
 from lockstep.distributed.hardware import gpus_of
 from lockstep.distributed.job_record import JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TRAIN
-from lockstep.distributed.signals import Interrupts, heard
-from lockstep.launchers.launcher import Launcher, LaunchPlan
+from lockstep.distributed.signals import Interrupts, handled
+from lockstep.launchers.launcher import Launcher, LaunchPlan, write_files
 from lockstep.launchers.local import check_gpus, memory_here, processes_of
 from lockstep.launchers.processes import accelerate_config
 from lockstep.track.console import error
@@ -89,10 +88,8 @@ class Accelerate(Launcher):
             raise RunError(
                 "LS7201", "launch.rendezvous: missing; set host:port of machine 0, the same value on every machine"
             )
-        try:
+        with network.under_key("launch.rendezvous"):
             return network.endpoint(options.rendezvous)
-        except network.NetworkError as caught:
-            raise RunError(caught.code, f"launch.rendezvous: {caught.message}") from None
 
     def leads(self, run: Run, plan: LaunchPlan) -> bool:
         return bool(self.options(run).machine_rank == 0)
@@ -107,9 +104,7 @@ class Accelerate(Launcher):
             )
         check_gpus(run, processes_of(run))
         self.check_address(run)
-        for path, text in plan.files.items():
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(text, encoding="utf-8")
+        write_files(plan)
         for left in range(run.launch.max_restarts, -1, -1):
             status, stop_requested = once(run, plan, words)
             if status != 1 or stop_requested or not left:
@@ -124,7 +119,7 @@ class Accelerate(Launcher):
         if options.machines == 1:
             return
         host, port = self.rendezvous(run)
-        try:
+        with network.under_key("launch.rendezvous"):
             own = network.route_to(host) == network.address_of(host)
             if own != (options.machine_rank == 0):
                 is_its = "is this machine's" if own else "is not this machine's"
@@ -141,8 +136,6 @@ class Accelerate(Launcher):
                     f"launch.rendezvous: port {port} of {host} is in use, perhaps by a process of an earlier job; "
                     "stop that process, or use another port",
                 )
-        except network.NetworkError as caught:
-            raise RunError(caught.code, f"launch.rendezvous: {caught.message}") from None
 
 
 def once(run: Run, plan: LaunchPlan, words: Sequence[str]) -> tuple[int, bool]:
@@ -167,13 +160,8 @@ def once(run: Run, plan: LaunchPlan, words: Sequence[str]) -> tuple[int, bool]:
                     raise KeyboardInterrupt
                 process.send_signal(signal.SIGTERM)
 
-        main = threading.current_thread() is threading.main_thread()
-        before = {number: signal.signal(number, forward) for number in heard()} if main else {}
-        try:
+        with handled(forward):
             code = process.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
         with suppress(OSError, ValueError):
             return int(answer.read_text()), stop_requested
         if stop_requested and newest_whole(run) is not None:

@@ -106,17 +106,6 @@ class Launcher(ABC):
         path = job_record.inside(run.folder / LOG, run.folder)
         return job_record.lines_of(path, follow, lambda: self.state(run, record).live)
 
-    def follow(self, run: Run, record: JobRecord) -> None:
-        """Show the log until the job has ended. An interrupt ends the showing, and not the job."""
-        try:
-            for line in self.logs(run, record, follow=True):
-                Console(True).say(line)
-        except KeyboardInterrupt:
-            Console(True).say(
-                f"the job goes on. lockstep logs {run.folder} shows it, lockstep stop {run.folder} ends it"
-            )
-            raise
-
     def stop(self, run: Run, record: JobRecord) -> str:
         """Ask it to save a checkpoint and end with status 75, and not to be started again by its scheduler. Returns at
         once, with what was done ("SIGTERM sent to process 12"); whoever called asks for the `state`. Errors:
@@ -165,8 +154,16 @@ class SubmittedJob(Launcher):
         return 0
 
     def watch(self, run: Run, record: JobRecord) -> int:
-        """Show the log of a submitted job, and wait for its end. Returns the exit status."""
-        self.follow(run, record)
+        """Show the log of a submitted job, and wait for its end; an interrupt ends the showing, and not the job.
+        Returns the exit status."""
+        try:
+            for line in self.logs(run, record, follow=True):
+                Console(True).say(line)
+        except KeyboardInterrupt:
+            Console(True).say(
+                f"the job goes on. lockstep logs {run.folder} shows it, lockstep stop {run.folder} ends it"
+            )
+            raise
         while (state := self.state(run, record)).live:
             time.sleep(self.every_s)
         if state.word == "done":

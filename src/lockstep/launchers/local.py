@@ -19,7 +19,7 @@ from lockstep.config.sections import LaunchSection
 from lockstep.distributed import network
 from lockstep.distributed.hardware import available_cores, gpus_of
 from lockstep.distributed.job_record import TRAIN
-from lockstep.distributed.signals import STOP_SIGNALS
+from lockstep.distributed.signals import STOP_SIGNALS, handled
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 
 LOOPBACK = "127.0.0.1"  # whoever is on this machine; nobody else
@@ -113,24 +113,20 @@ def prestart() -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lockstep.training.preload"])
     # Schedulers and terminals signal every process of a job, also this server, whose end would be that of the ranks.
-    # Only the main thread may set a handler.
-    ignored = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
-    resource_tracker.ensure_running()  # which unblocks some of them
-    # What comes to a rank that is forked from it, before `entry` has said what is done with signals, waits until then.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        forkserver.ensure_running()
-    except OSError as caught:
-        raise RunError(
-            "LS7291",
-            f"TMPDIR: no socket can be opened in {tempfile.gettempdir()} ({caught}), which starting several processes "
-            "needs; set TMPDIR to another folder that exists, with a name of less than 80 characters",
-        ) from caught
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+    with handled(signal.SIG_IGN, STOP_SIGNALS):
+        resource_tracker.ensure_running()  # which unblocks some of them
+        # What comes to a rank that is forked from it, before `entry` has said what is done with signals, waits for it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            forkserver.ensure_running()
+        except OSError as caught:
+            raise RunError(
+                "LS7291",
+                f"TMPDIR: no socket can be opened in {tempfile.gettempdir()} ({caught}), which starting several "
+                "processes needs; set TMPDIR to another folder that exists, with a name of less than 80 characters",
+            ) from caught
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def entry(run: str | Run, words: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
@@ -141,9 +137,7 @@ def entry(run: str | Run, words: Sequence[str], variables: Mapping[str, str] | N
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this rank's parent is the fork server,
     threading.Thread(target=_follow_launcher, name="lockstep-launcher", daemon=True).start()  # not the launcher
-    for (
-        number
-    ) in STOP_SIGNALS:  # until the rank listens itself; what a terminal sends, the launcher passes on as SIGTERM
+    for number in STOP_SIGNALS:  # until the rank listens; what a terminal sends, the launcher passes on as SIGTERM
         signal.signal(number, signal.SIG_IGN if number in (signal.SIGINT, signal.SIGHUP) else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     for name, value in (variables or {}).items():

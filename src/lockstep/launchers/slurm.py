@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,11 +92,11 @@ class Slurm(SubmittedJob):
         @field_validator("extra", "setup")
         @classmethod
         def _lines(cls, value: list[str], info: Any) -> list[str]:
+            option = info.field_name == "extra"
             for line in value:
-                if "\n" in line or (info.field_name == "extra" and not line.startswith("-")):
-                    raise InvalidValue(
-                        "LS7382", f"{line!r} is not {'an option such as --mail-type=END' if '-' else 'a line'}"
-                    )
+                if "\n" in line or (option and not line.startswith("-")):
+                    expected = "an option such as --mail-type=END" if option else "a single line"
+                    raise InvalidValue("LS7382", f"invalid value {line!r}; expected {expected}")
             return value
 
     def plan(self, run: Run) -> LaunchPlan:
@@ -219,8 +219,6 @@ def array_plan(run: Run, runs: Sequence[Path], folder: Path, at_most: int | None
     """
     if not runs:
         raise RunError("LS7385", "an array job needs at least one run file")
-    from dataclasses import replace
-
     job = replace(
         Slurm()._job(run, ["$run"]), folder=_absolute(folder), array=[_absolute(p) for p in runs], at_most=at_most
     )
@@ -248,9 +246,8 @@ def submit(plan: LaunchPlan) -> str:
     is queued then."""
     check(plan)
     write_files(plan)
-    os.environ.setdefault(
-        network.SECRET_VARIABLE, network.secret_or_new()
-    )  # sbatch hands its environment to the job's tasks
+    # sbatch hands its environment to the job's tasks
+    os.environ.setdefault(network.SECRET_VARIABLE, network.secret_or_new())
     return _ask(*plan.command).strip().partition(";")[0]
 
 
@@ -280,7 +277,6 @@ def processes_of(run: Run, options: Any) -> int:
 def agent_of(run: Run, task: SlurmTask) -> int:
     """This process as the torch elastic agent of one node of a job; the nodes meet as those of `torchrun` do. Returns
     the exit status, the same on every node."""
-    from lockstep.distributed import network
     from lockstep.launchers.local import prestart
     from lockstep.launchers.torchrun import Torchrun
 

@@ -17,21 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep._version import __version__
 from lockstep.checkpoint import exported
-from lockstep.checkpoint.manifest import Manifest, ended, newest_first
+from lockstep.checkpoint.manifest import Manifest, ended, export_of, finished, newest_first, other_export
 from lockstep.config import plugins
 from lockstep.config.errors import EXCLUDED, coded
 from lockstep.config.optim import REVISION
 from lockstep.config.run import Run, RunError, keep, load
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
+from lockstep.distributed.job_record import JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TRAIN
 from lockstep.distributed.signals import listen_no_more
 from lockstep.launchers.processes import accelerate_config, output_lock, srun
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
+from lockstep.training.resolve import Job, Machine, Scope, resolve, resolve_launch
 
 if TYPE_CHECKING:
     from lockstep.launchers.launcher import Launcher, LaunchPlan
-    from lockstep.training.resolve import Job
 
 
 def train(run: Run) -> int:
@@ -44,9 +45,8 @@ def train(run: Run) -> int:
     if joining():
         return joined(run)
     console = Console(True, voice=run.track.console)
-    console.facts(
-        {"lockstep": f"{__version__}, {run.name} -> {run.folder}"}
-    )  # before anything is imported that takes long
+    # before anything is imported that takes long
+    console.facts({"lockstep": f"{__version__}, {run.name} -> {run.folder}"})
     run = further(run, console.say)
     job_record.refuse_evicted(run.folder)
     ACTIVITY.at("importing torch")
@@ -72,15 +72,11 @@ def train(run: Run) -> int:
 def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> tuple[LaunchPlan, int | None]:
     """The plan with the resolved job, and the steps of a run that is finished already, else None. Errors: `RunError`
     for everything that can be refused before a process starts."""
-    from lockstep.training.resolve import Machine, Scope, resolve, resolve_launch
-
-    machine = Machine(not launcher.submits, launcher=launcher, plan=plan)
+    machine = machine_of(launcher, plan)
     if looked_at_there(launcher):
         resolve_launch(run, machine, plan.processes, Scope.START)
         return plan, None
     ACTIVITY.at("importing torch and transformers")
-    from lockstep.checkpoint import exported
-    from lockstep.checkpoint.manifest import ended, export_of, finished, other_export
 
     def tell(label: str, text: str) -> None:
         (console.detail if text.startswith("from the cache") else console.facts)({label: text})
@@ -179,8 +175,6 @@ def joined(run: Run) -> int:
     number of ranks than a launcher of ours wanted."""
     with plugins.importing():
         from lockstep.training import rank as worker
-    from lockstep.distributed.job_record import JOB_WORDS, PLANNED_SIZE, RESOLVED, TRAIN
-    from lockstep.training.resolve import Job
 
     accelerate_config.check_variables(run, os.environ)
     came, planned_size = os.environ["WORLD_SIZE"], os.environ.get(PLANNED_SIZE)
@@ -209,8 +203,6 @@ def joined(run: Run) -> int:
 
 def leave_status(status: int) -> None:
     """Tell the launcher of ours that is behind whoever started this rank, if there is one."""
-    from lockstep.distributed.job_record import STATUS
-
     if (path := os.environ.get(STATUS)) and os.environ.get("LOCAL_RANK", "0") == "0":
         Path(path).write_text(str(status), encoding="utf-8")
 
@@ -250,13 +242,13 @@ def joining() -> bool:
 
 def launcher_of(run: Run) -> Launcher:
     """The launcher of a run. Errors: `RunError`."""
-    return _find("launch.name", "launchers", run.launch.name)()
+    return plugins.of_key("launch.name", "launchers", run.launch.name)()
 
 
 def launcher_named(name: str) -> Launcher:
     """The launcher that OUTPUT/launch.json names; what was started by hand is looked after as `local` is. Errors:
     `RunError`."""
-    return _find("launcher", "launchers", name or "local")()
+    return plugins.of_key("launcher", "launchers", name or "local")()
 
 
 def planned(run: Run) -> tuple[Launcher, LaunchPlan]:
@@ -273,6 +265,11 @@ def planned(run: Run) -> tuple[Launcher, LaunchPlan]:
     return launcher, plan
 
 
+def machine_of(launcher: Launcher, plan: LaunchPlan) -> Machine:
+    """What this process knows of the machines that the ranks of a plan run on."""
+    return Machine(not launcher.submits, launcher=launcher, plan=plan)
+
+
 def looked_at_there(launcher: Launcher) -> bool:
     """Whether only the ranks look at data and model: a machine that only submits may have no torch."""
     return launcher.submits and not (launcher.shares_files and importlib.util.find_spec("torch") is not None)
@@ -281,10 +278,8 @@ def looked_at_there(launcher: Launcher) -> bool:
 def resolved(run: Run) -> tuple[Launcher, LaunchPlan, Job]:
     """The launcher, and its plan with the job, for commands that start ranks and leave OUTPUT alone: the data are
     prepared. Errors: `RunError`."""
-    from lockstep.training.resolve import Machine, resolve
-
     launcher, plan = planned(run)
-    job = resolve(run, Machine(not launcher.submits, launcher=launcher, plan=plan), plan.processes)
+    job = resolve(run, machine_of(launcher, plan), plan.processes)
     return launcher, replace(plan, job=job), job
 
 
@@ -296,19 +291,15 @@ def start_ranks(launcher: Launcher, job: Job, words: Sequence[str]) -> int:
 
 def resolve_options(run: Run) -> None:
     """Refuse what needs neither the data nor a process. Errors: `RunError`."""
-    from lockstep.training.resolve import Machine, Scope, resolve
-
     launcher = launcher_of(run)
     plan = launcher.plan(run)
-    resolve(run, Machine(not launcher.submits, launcher=launcher, plan=plan), plan.processes, Scope.OPTIONS)
+    resolve(run, machine_of(launcher, plan), plan.processes, Scope.OPTIONS)
 
 
 def examined(run: Run, launcher: Launcher, plan: LaunchPlan) -> Job | str:
     """What `lockstep plan` shows: the job, after everything that `train` refuses before it starts a process; or why
     nothing can be told of it here. OUTPUT is not written to; the cache is. Errors: `RunError`."""
-    from lockstep.training.resolve import Machine, Scope, resolve, resolve_launch
-
-    machine = Machine(not launcher.submits, launcher=launcher, plan=plan)
+    machine = machine_of(launcher, plan)
     if looked_at_there(launcher):
         resolve_launch(run, machine, plan.processes, Scope.OUTPUT)
         return "data and model are looked at where the job runs"
@@ -320,15 +311,6 @@ def examined(run: Run, launcher: Launcher, plan: LaunchPlan) -> Job | str:
         if unreached(error):  # of no mistake in the run file
             return str(error)
         raise
-
-
-def _find(key: str, kind: str, name: str) -> type:
-    try:
-        return plugins.find(kind, name)
-    except plugins.PluginError as error:
-        raise RunError(error.code, f"{key}: {error.message}") from error
-    except ImportError as error:
-        raise RunError("LS7414", f"{key}: {error}") from error
 
 
 def further(run: Run, say: Callable[[str], object]) -> Run:

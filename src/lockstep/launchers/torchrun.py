@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated
 
 from pydantic import Field
@@ -91,10 +90,8 @@ class Torchrun(Launcher):
             raise RunError(
                 "LS7433", "launch.rendezvous: missing; set host:port of one of the machines, the same value on all"
             )
-        try:
+        with network.under_key("launch.rendezvous"):
             host, port = network.endpoint(options.rendezvous or "localhost:29400")
-        except network.NetworkError as caught:
-            raise RunError(caught.code, f"launch.rendezvous: {caught.message}") from None
         variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if options.interface is not None:
             variables |= {"GLOO_SOCKET_IFNAME": options.interface, "NCCL_SOCKET_IFNAME": options.interface}
@@ -119,10 +116,8 @@ class Torchrun(Launcher):
         if (rank := self.options(run).node_rank) is not None:
             return bool(rank == 0)
         host = network.endpoint(self.options(run).rendezvous or "localhost:29400")[0]
-        try:
+        with network.under_key("launch.rendezvous"):
             return network.route_to(host) == network.address_of(host)
-        except network.NetworkError as caught:
-            raise RunError(caught.code, f"launch.rendezvous: {caught.message}") from None
 
     def memory(self, run: Run, plan: LaunchPlan) -> float | None:
         return memory_here(run, processes_of(run))  # the other machines are like this one
@@ -161,7 +156,7 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
     variables = dict(plan.variables)
     host, port = network.endpoint(options.rendezvous or "localhost:29400")
     fewest, most = node_range(options.machines)
-    say = partial(Console(True).say)
+    say = Console(True).say
     address = network.address_on(options.interface) if options.interface else network.route_to(host)
     holds = network.holds(host, port)
     interface = options.interface or network.interface_to(host, several=most > 1)

@@ -6,13 +6,11 @@ nothing else.
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.exact.reduction import Exchange, buckets
+from lockstep.strategies.exact.reduction import Exchange, all_reduce_flat, buckets
 from lockstep.strategies.native import WholeStateRecovery
 from lockstep.tasks.task import Task
 
@@ -38,12 +36,12 @@ class AllReduce(WholeStateRecovery):
     def build(self, task: Task) -> None:
         super().build(task)
         cap_bytes = int(self.run.strategy.options.get("bucket_cap_mb", 25) * 2**20)
-        dense = [i for i in range(len(self.parameters)) if i not in self.rows]
-        self.buckets = [[dense[j] for j in b] for b in buckets([self.parameters[i] for i in dense], cap_bytes)]
+        self.buckets = buckets(self.dense, cap_bytes)
 
     def reduce(self) -> list[Tensor]:
         if not self.run.strategy.exact:
-            return self.sum_as_it_comes(self.leaves.pop())
+            own = self.leaves.pop()
+            return own if self.world.size == 1 else all_reduce_flat(own, self.buckets)
         return self.leaves.tree.root if self.world.size == 1 else self.sum_in_tree_order()
 
     def sum_in_tree_order(self) -> list[Tensor]:
@@ -60,15 +58,3 @@ class AllReduce(WholeStateRecovery):
         for positions, tensors in zip(self.buckets, exchange.finish(), strict=True):
             gradients |= dict(zip(positions, tensors, strict=True))
         return [gradients[i] for i in range(len(self.parameters))]
-
-    def sum_as_it_comes(self, own: list[Tensor]) -> list[Tensor]:
-        """The textbook way, equal to rounding: one all-reduce a bucket of what autograd has added up on this rank."""
-        if self.world.size == 1:
-            return own
-        gradients: list[Tensor] = []
-        for positions in self.buckets:
-            flat = torch.cat([own[i].reshape(-1) for i in positions])
-            dist.all_reduce(flat)
-            parts = flat.split([own[i].numel() for i in positions])
-            gradients += [part.view_as(own[i]) for i, part in zip(positions, parts, strict=True)]
-        return gradients

@@ -45,7 +45,15 @@ from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.optim import ParamGroupSpec, make_model
 from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, links
-from lockstep.strategies.exact.reduction import ReductionTree, Scatter, buckets, layout_of, most_held, share
+from lockstep.strategies.exact.reduction import (
+    ReductionTree,
+    Scatter,
+    buckets,
+    layout_of,
+    most_held,
+    most_held_in_turns,
+    share,
+)
 from lockstep.strategies.exact.rows import RowSlots, rows_between
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
@@ -86,10 +94,9 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
                     self.world.device.type, (self.world.size,), mesh_dim_names=(self.axis("rank"),)
                 )
         super().build(task)
-        dense = [i for i in reversed(range(len(self.parameters))) if i not in self.rows]  # as backward meets them
-        self.buckets = [[dense[j] for j in b] for b in buckets([self.parameters[i] for i in dense], BUCKET_BYTES)]
-        cut = [p for p in self.parameters if p.dim()]  # a single number is updated by every rank
-        self.gathered = [[cut[j] for j in b] for b in buckets(cut, BUCKET_BYTES)]
+        self.buckets = buckets(dict(reversed(self.dense.items())), BUCKET_BYTES)  # as backward meets them
+        cut = {i: p for i, p in enumerate(self.parameters) if p.dim()}  # a single number is updated by every rank
+        self.gathered = [[cut[i] for i in b] for b in buckets(cut, BUCKET_BYTES)]
         self.links = links(self.run, self.world)
         self.slots = [self.slots_of([self.parameters[i] for i in b]) for b in self.buckets]
 
@@ -208,7 +215,7 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
     @torch.no_grad()
     def gather(self) -> None:
         """Every rank's new rows, to every rank. Collective."""
-        arriving, gathering = InFlight(), Gather(self.world.rank, self.world.size, links=self.links)
+        arriving, gathering = InFlight(), Gather(self.world.rank, self.world.size, self.links)
         for parameters in self.gathered:
             slots = self.slots_of(parameters)
             own = parameters[0].new_zeros(slots.length)
@@ -246,12 +253,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             return 0.0
         if shards == 1:
             return 4.0 * (most_held(leaves, replicas, whole_leaf=True) - 1)
-        tree, most, block = ReductionTree(leaves), 1, share(leaves, replicas - 1, replicas)  # the largest share
-        for turn in range(block.start, block.stop, shards):
-            for leaf in range(turn, min(turn + shards, block.stop)):  # a block's slices of these come together
-                tree.add(leaf, [])
-            most = max(most, len(tree.nodes))
-        return 4.0 * (most - 1) / shards
+        block = share(leaves, replicas - 1, replicas)  # the largest share
+        return 4.0 * (most_held_in_turns(leaves, block, shards) - 1) / shards
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
@@ -306,9 +309,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     def build(self, task: Task) -> None:
         self.task = task
         self.mesh = self.make_mesh()
-        source = (
-            make_model(task) if self.world.is_main and not self.build_empty else None
-        )  # the only whole copy of the model, gone when build ends
+        # the only whole copy of the model, gone when build ends
+        source = make_model(task) if self.world.is_main and not self.build_empty else None
         self.model = make_model(task, empty=True)
         refuse_own_tensors(self.model, "strategy.options.gather: FSDP", fsdp.INSTEAD)
         if self.run.model.trained_in_bfloat16:  # what is cut up are the masters; gathered they are bfloat16
@@ -354,14 +356,11 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         sizes = {self.axis(name): size for name, size in sizes.items() if size > 1 or name == "shard"}
         with self.world.forming():
             mesh = init_device_mesh(self.world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        if self.tensor > 1:
-            groups = [
-                dist.new_group([r for r in range(self.world.size) if r % self.tensor == t]) for t in range(self.tensor)
-            ]
-            group = groups[self.world.rank % self.tensor]
-            self.data_parallel = DataParallel(
-                self.world.rank // self.tensor, self.world.size // self.tensor, summing(group)
-            )
+            if self.tensor > 1:
+                size, rank = self.world.size, self.world.rank
+                groups = [self.world.group(range(first, size, self.tensor)) for first in range(self.tensor)]
+                add = summing(groups[rank % self.tensor])
+                self.data_parallel = DataParallel(rank // self.tensor, size // self.tensor, add)
         return mesh
 
     def leaf_ranks(self) -> LeafRanks | None:
@@ -401,7 +400,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     def make_stepper(self, treated: Mapping[str, ParamGroupSpec]) -> optim.Stepper:
         groups = optim.groups(self.run.optim, self.model.named_parameters(), treated)
-        self.stepper = optim.of_groups(self.run.optim, groups)
+        self.stepper = optim.Stepper(self.run.optim, groups)
         return self.stepper
 
     def receive(self, source: nn.Module | None) -> None:
@@ -424,7 +423,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
+        losses = self.no_losses(batch)
         rounds = max(-(-len(share(batch.count, r, self.replicas)) // self.shards) for r in range(self.replicas))
         blanks = [batch.micro_batches[0].blank()] * (rounds - len(batch.micro_batches))  # all ranks take equal turns
         self.tree = ReductionTree(batch.count)
@@ -446,10 +445,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
                 self.statistics.reset()
         with self.phases("reduction"):
             losses, uses = self.agree(losses, self.uses.counts)
-        with self.phases("optimizer"):
-            norm, used = self.optimizer_step(batch.step, self.whole_gradient(), learning_rate, losses, uses)
-        self.statistics.finish(self.data_parallel.sum, used)
-        return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
+        return self.optimizer_step(batch, self.whole_gradient(), learning_rate, losses, uses)
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         """Forward and backward, the gradient being that of loss sum / divisor. Returns the loss sum, detached."""

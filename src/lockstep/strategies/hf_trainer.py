@@ -97,7 +97,7 @@ class HFTrainer(Accelerated, Hooked):
         )
 
     def loss(self, outputs: Any, targets: Tensor, num_items_in_batch: float) -> Tensor:
-        """Trainer's `compute_loss_func`; `num_items_in_batch` is the divisor that `run_piece` was given."""
+        """Trainer's `compute_loss_func`; `num_items_in_batch` is the divisor that `run_micro_batch` was given."""
         loss = self.loss_sum(outputs, self.micro)
         self.loss_of_micro = loss.detach()
         with self.autocast(False):

@@ -71,13 +71,18 @@ class Native(Recomputes):
         self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.stepped.items()) if n in sparse}
         self.leaves = LeafGradients(self.parameters, self.rows)
         groups = optim.groups(self.run.optim, self.stepped.items(), optim.assigned(self.run.optim, self.model))
-        self.optimizer = self.stepper = optim.of_groups(self.run.optim, groups, self.spread)
+        self.optimizer = self.stepper = optim.Stepper(self.run.optim, groups, self.spread)
         # A weight that is used three times and more gets its gradient's terms in an order that depends on when autograd
         # saw its low copy being made: then it is made anew for every micro-batch, and the order is the same for all.
         self.fresh_casts = exact and self.run.precision != "fp32" and max(uses.values(), default=0) > 2
         self.statistics = Statistics(self.model)
         self.model.train()
         self.wrapped = self.model
+
+    @property
+    def dense(self) -> dict[int, nn.Parameter]:
+        """By position, the trained parameters whose gradients are not row-sparse."""
+        return {i: p for i, p in enumerate(self.parameters) if i not in self.rows}
 
     def make(self, task: Task) -> nn.Module:
         """The model, on the host."""
@@ -89,7 +94,7 @@ class Native(Recomputes):
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         self.leaves.start(batch.count, batch.shares)
-        losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
+        losses = self.no_losses(batch)
         self.statistics.start(batch.count)
         with self.autocast():  # around the whole step: weights are cast once, not once a micro-batch
             for micro in batch.micro_batches:
@@ -103,10 +108,7 @@ class Native(Recomputes):
             gradients = self.reduce()
             losses, uses = self.agree(losses, self.leaves.uses)
             self.leaves.let_go()
-        with self.phases("optimizer"):
-            norm, used = self.optimizer_step(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
-        self.statistics.finish(self.world.sum, used)
-        return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
+        return self.optimizer_step(batch, self.whole_gradient(gradients), learning_rate, losses, uses)
 
     def compute(self, step: int, micro: MicroBatch, backward: Callable[[], Tensor]) -> Tensor:
         """One micro-batch of a step, forward and backward, by `backward`, which returns its loss sum. Dropout depends

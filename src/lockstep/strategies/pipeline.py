@@ -43,7 +43,7 @@ from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.exact.reduction import Exchange, buckets, most_held, share
+from lockstep.strategies.exact.reduction import Exchange, all_reduce_flat, buckets, most_held, share
 from lockstep.strategies.native import call_on_cpu
 from lockstep.strategies.strategy import DataParallel, summing
 from lockstep.tasks.task import Task
@@ -173,7 +173,7 @@ class Pipeline(ShardedRecovery):
         stepped = {id(p): (n, p) for weights in self.stage_weights for n, p in weights.parameters.items()}  # each once
         treated = optim.assigned(self.run.optim, self.cut.whole)
         groups = optim.groups(self.run.optim, stepped.values(), treated)
-        self.optimizer = self.stepper = optim.of_groups(self.run.optim, groups)
+        self.optimizer = self.stepper = optim.Stepper(self.run.optim, groups)
         bytes_of_state = random_state(self.world.device).numel()
         self.engine = [
             Stage(
@@ -216,7 +216,7 @@ class Pipeline(ShardedRecovery):
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         self.batch = batch
-        self.losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others'
+        self.losses = self.no_losses(batch)
         micro_batches = batch.micro_batches
         for stage in self.engine:
             stage.expect(micro_batches, batch.count, bool(self.run.strategy.exact), self.observer)
@@ -226,9 +226,7 @@ class Pipeline(ShardedRecovery):
             gradients = self.reduce()
             own = [sum(weights.uses.get(name, 0) for weights in self.stage_weights) for name in self.order]
             losses, uses = self.agree(self.losses, own)
-        with self.phases("optimizer"):
-            norm, used = self.optimizer_step(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
-        return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
+        return self.optimizer_step(batch, self.whole_gradient(gradients), learning_rate, losses, uses)
 
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
         return []  # each rank calls a part of the model
@@ -264,7 +262,7 @@ class Pipeline(ShardedRecovery):
         Collective."""
         if self.pipelines == 1:
             return [weights.tree.root for weights in self.stage_weights]
-        groups = [buckets(list(weights.owned.values()), BUCKET_BYTES) for weights in self.stage_weights]
+        groups = [buckets(dict(enumerate(weights.owned.values())), BUCKET_BYTES) for weights in self.stage_weights]
         if self.run.strategy.exact:
             how = links(self.run, self.world, self.across)
             exchange = Exchange(self.batch.count, self.pipeline, self.pipelines, self.across, how)
@@ -274,16 +272,8 @@ class Pipeline(ShardedRecovery):
                 exchange.submit({node: [tensors[i] for i in positions] for node, tensors in weights.tree.nodes.items()})
             done = iter(exchange.finish())
             return [[tensor for _ in group for tensor in next(done)] for group in groups]
-        totals = []
-        for weights, group in zip(self.stage_weights, groups, strict=True):
-            own, total = weights.tree.root, []
-            for positions in group:
-                flat = torch.cat([own[i].reshape(-1) for i in positions])
-                dist.all_reduce(flat, group=self.across)
-                parts = flat.split([own[i].numel() for i in positions])
-                total += [part.view_as(own[i]) for i, part in zip(positions, parts, strict=True)]
-            totals.append(total)
-        return totals
+        own = [weights.tree.root for weights in self.stage_weights]
+        return [all_reduce_flat(each, group, self.across) for each, group in zip(own, groups, strict=True)]
 
     def whole_gradient(self, gradients: list[dict[str, Tensor]]) -> Gradient:
         """Each stage holds its own weights'; a tied weight counts where its owner is."""

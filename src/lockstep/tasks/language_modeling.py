@@ -234,10 +234,12 @@ class LanguageModeling(PerToken, Generates):
         texts = {split: len(rows) for split, rows in data.splits.items()}
         facts: dict[str, Any] = {"texts": texts} | ({"cut_texts": ends} if ends else {})
         length, size = data.run.data.max_length, data.options.block_size
+        notes: list[str] = []
         if "max_length" in data.run.data.changed_keys and length != size:
-            note = f"data.max_length: {length} has no effect; task.block_size ({size}) says where texts are cut"
-            facts["notes"] = [note]
-        return facts
+            notes += [f"data.max_length: {length} has no effect; task.block_size ({size}) says where texts are cut"]
+        if data.options.sample_prompt is not None and not data.options.samples:
+            notes += ["task.sample_prompt has no effect with task.samples: 0"]
+        return facts | ({"notes": notes} if notes else {})
 
     @classmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
@@ -263,11 +265,6 @@ class LanguageModeling(PerToken, Generates):
     @property
     def chat_template(self) -> str | None:
         return self.options.chat_template
-
-    @property
-    def warnings(self) -> list[str]:
-        unused = self.options.sample_prompt is not None and not self.options.samples
-        return [*super().warnings, *["task.sample_prompt has no effect with task.samples: 0"] * unused]
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
         """Where texts of a block are read by themselves, positions begin anew with each, which is what transformers

@@ -269,6 +269,11 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
         return encoder, features
 
+    @classmethod
+    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+        unused = "bleu_tokenizer" in data.options.changed_keys and not data.options.bleu
+        return {"notes": ["task.bleu_tokenizer has no effect with task.bleu: false"]} if unused else {}
+
     # -- in every process --------------------------------------------------------------------------------------------
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
@@ -360,11 +365,6 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         ids = self.tokenizer(prefix, add_special_tokens=False)["input_ids"] if prefix else []
         prefixes = (prefix.strip(), str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip())
         return next((text.removeprefix(each) for each in prefixes if text.startswith(each)), text).strip()
-
-    @property
-    def warnings(self) -> list[str]:
-        unused = "bleu_tokenizer" in self.options.changed_keys and not self.options.bleu
-        return [*super().warnings, *["task.bleu_tokenizer has no effect with task.bleu: false"] * unused]
 
     @property
     def usage(self) -> str:

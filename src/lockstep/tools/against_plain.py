@@ -71,11 +71,12 @@ class StepComparison:
     allowed: dict[str, float]
     where: dict[str, str]  # gradient, change: the parameter that is furthest apart
     gradients: dict[str, float]  # relative difference of each
+    moved: list[str] = field(default_factory=list)  # parameters that change and have no gradient by plain
 
     @property
     def differs(self) -> bool:
-        """By more than is allowed, or by what is no number."""
-        return not all(size <= self.allowed[key] for key, size in self.differences.items())
+        """By more than is allowed, or by what is no number, or in what plain leaves as it is."""
+        return bool(self.moved) or not all(size <= self.allowed[key] for key, size in self.differences.items())
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,10 @@ def _compared(run: Run, folder: Path, draws: int) -> PlainComparison:
             others.append(exact)
         else:
             plain, *others = (_trained(run, job, record, folder, draw) for draw in range(1 + draws))
+        parameters = [name for name, _ in build_model(job, empty=True).named_parameters()]
         for place, (ours, theirs, *rounded) in enumerate(zip(_recorded(record, folder), plain, *others, strict=True)):
             comparison = _compare_step(ours, theirs, rounded, record.steps[place].number, run.precision)
+            comparison.moved.extend(_moved(ours, theirs, parameters))
             verdict.steps.append(comparison)
             if lines := _lines(comparison, ours, theirs):
                 verdict.differences.extend(lines)
@@ -325,7 +328,7 @@ def _recorded(record: PlainRecord, folder: Path) -> Iterator[StepRecord]:
     for place, step in enumerate(record.steps):
         tensors = load_file(folder / f"step-{place}.safetensors")
         gradients, after = _named("gradient.", tensors), _named("model.", tensors)
-        changes = {name: after[name] - before[name] for name in gradients}
+        changes = {name: after[name] - before[name] for name in after if after[name].is_floating_point()}
         yield StepRecord(step.loss, 0.0, step.norm, gradients, changes)
         before = after
 
@@ -382,6 +385,12 @@ def _differences(
     return differences, where, every["gradient"]
 
 
+def _moved(ours: StepRecord, plain: StepRecord, parameters: Iterable[str]) -> list[str]:
+    """Parameters without a gradient by plain, frozen ones among them, that the run changes."""
+    still = (name for name in parameters if name not in plain.gradients and name in ours.changes)
+    return [name for name in still if bool(ours.changes[name].any())]
+
+
 def _sizes(tensors: Mapping[str, Tensor]) -> tuple[dict[str, float], float]:
     """The 2-norm of each, and of all together."""
     sizes = {name: float(tensor.double().norm()) for name, tensor in tensors.items()}
@@ -407,6 +416,7 @@ def _lines(comparison: StepComparison, ours: StepRecord, plain: StepRecord) -> l
     if extra := sorted(ours.gradients.keys() - plain.gradients.keys()):
         nonzero = [name for name in extra if bool(ours.gradients[name].any())]
         lines += [f"{at}: {name} gets a gradient, and none by plain" for name in nonzero[:1]]
+    lines += [f"{at}: {name} changes, and by plain it has no gradient" for name in comparison.moved[:1]]
     return [*lines, f"  likely: {_cause(comparison, ours, plain)}"] if lines else []
 
 
@@ -417,6 +427,8 @@ def _cause(comparison: StepComparison, ours: StepRecord, plain: StepRecord) -> s
     first = next(
         (k for k in ("loss", "gradient", "norm", "change") if comparison.differences[k] > comparison.allowed[k]), ""
     )
+    if not first and comparison.moved:
+        return causes.UPDATE
     if first != "gradient":
         of_kind = {"loss": causes.of_loss_function(), "norm": causes.NORM, "change": causes.UPDATE}
         return of_kind.get(first, causes.MISSING_GRADIENT)

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -31,13 +31,6 @@ from lockstep.track.console import error
 
 AHEAD = 2  # steps made before they are asked for
 FORESEEN = 2  # of a stream, steps made before one is given out: ranks agree on a stop a step after it is asked for
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An error of the feeding thread, to be raised where the batch is wanted."""
-
-    error: BaseException
 
 
 def stopping(world: World) -> Callable[[Unreadable], None]:
@@ -161,9 +154,7 @@ class StepLoader:
         return np.array(counts, dtype=np.float64)
 
     def _collated(self, step: int, rows: np.ndarray, index: int) -> MicroBatch:
-        if (
-            not self.task.collates_in_thread()
-        ):  # it may draw; in a thread it does not, and what is seeded here is the model's
+        if not self.task.collates_in_thread():  # it may draw; in a thread, beside the model's numbers, it does not
             seed_everything(self.seed, step, index, 1)
         micro = self.task.collate_at(self.columns, rows, index, step)
         if self.mixed is None:
@@ -203,33 +194,33 @@ class StepLoader:
         return batch if self.device.type == "cpu" else batch.to(self.device)
 
     def _foreseen(
-        self, ahead: Generator[StepBatch | Failure], ends: Callable[[Unreadable], None]
+        self, ahead: Generator[StepBatch | BaseException], ends: Callable[[Unreadable], None]
     ) -> Iterator[StepBatch]:
         """Yield batches when they are needed; of a stream, prepare several in advance."""
         foreseen = FORESEEN if isinstance(self.columns, Streamed) else 0
-        waiting: deque[StepBatch | Failure] = deque()
+        waiting: deque[StepBatch | BaseException] = deque()
         over = False
         try:
             while waiting or not over:
                 while not over and len(waiting) <= foreseen:
                     item = next(ahead, None)
-                    over = item is None or isinstance(item, Failure)
+                    over = item is None or isinstance(item, BaseException)
                     waiting += [] if item is None else [item]
-                    if len(waiting) > 1 and isinstance(item, Failure) and isinstance(item.error, Unreadable):
-                        ends(item.error)
+                    if len(waiting) > 1 and isinstance(item, Unreadable):
+                        ends(item)
                 if waiting:
                     item = waiting.popleft()
-                    if isinstance(item, Failure):
-                        raise item.error
+                    if isinstance(item, BaseException):
+                        raise item
                     yield self._there(item)
         finally:
             ahead.close()
 
-    def _made_ahead(self, after: int) -> Generator[StepBatch | Failure]:
-        ready: queue.Queue[StepBatch | Failure] = queue.Queue(maxsize=AHEAD)
+    def _made_ahead(self, after: int) -> Generator[StepBatch | BaseException]:
+        ready: queue.Queue[StepBatch | BaseException] = queue.Queue(maxsize=AHEAD)
         over = threading.Event()
 
-        def put(item: StepBatch | Failure) -> bool:
+        def put(item: StepBatch | BaseException) -> bool:
             while not over.is_set():
                 try:
                     ready.put(item, timeout=0.2)
@@ -244,7 +235,7 @@ class StepLoader:
                     if not put(self.make(step)):
                         return
             except BaseException as error:  # raised where the batch is wanted
-                put(Failure(error))
+                put(error)
 
         thread = threading.Thread(target=produce, name="lockstep-feed", daemon=True)
         thread.start()

@@ -8,7 +8,6 @@ kept when the data were prepared, and their losses are computed by `lockstep.pla
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import nn
 from lockstep.config.run import Run
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.activity import ACTIVITY
+from lockstep.distributed.system_metrics import capacity
 from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
@@ -33,9 +33,8 @@ from lockstep.training import plain_check, plain_sides
 from lockstep.training.evaluation import evaluate
 
 EXAMPLES = 3
-SAME_PRECISION = (
-    1e-4  # of a loss, relatively: both in float32; docs/how-to/verify.md says how far healthy ones are apart
-)
+# Of a loss, relatively: both in float32; docs/how-to/verify.md says how far healthy ones are apart.
+SAME_PRECISION = 1e-4
 ROUNDED_BASE = 1e-2  # an adapter beside a model that is loaded in bfloat16 whole; here its linear layers alone are
 ROUNDING, DRAWS = 1e-6, 8  # of outputs, relatively to the largest; draws that show which scores it moves
 LOW_PRECISION = 2e-3  # both in half precision, or what that makes of the export's own losses, FACTOR times
@@ -117,7 +116,7 @@ def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: tor
     if expected.why_not:
         return ExportComparison(f"the export was not compared: {expected.why_not}")
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if 2 * size > _memory():
+    if 2 * size > capacity(torch.device("cpu"), 1):
         return ExportComparison("the export was not compared: this machine has too little memory to load it")
     ACTIVITY.at("comparing the export with the run")
     try:
@@ -254,14 +253,14 @@ def exported_losses(
         raise OtherExamples(f"its tokenizer makes {len(examples)} examples of texts that were {len(raw_rows.at)}")
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
     device, losses = next(model.parameters()).device, dict[bool, list[float]]()
-    for narrow in (False, True):
+    for narrow in (False, True) if low_precision(run) else (False,):
         if narrow and run.model.trained_in_bfloat16:  # as in the run: autocast keeps more than that in float32
             model.bfloat16()
         with torch.no_grad(), torch.autocast(device.type, low or torch.bfloat16, narrow and low is not None):
             pairs = [batch_loss(job, model, [examples[place]]) for place in places]
             losses[narrow] = [float(total) / count for total, count in pairs]
-    both = list(zip(losses[True], losses[False], strict=True))
-    return losses[True], max((abs(a - b) / max(abs(b), _scale(both)) for a, b in both), default=0.0)
+    both = list(zip(losses.get(True, losses[False]), losses[False], strict=True))
+    return [a for a, _ in both], max((abs(a - b) / max(abs(b), _scale(both)) for a, b in both), default=0.0)
 
 
 def loaded(run: Run, task: Task, folder: Path) -> nn.Module:
@@ -290,8 +289,3 @@ def _without_cache(model: Any) -> nn.Module:
         config.use_cache = False
     evaluating: nn.Module = model.float().eval()
     return evaluating
-
-
-def _memory() -> int:
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,8 +41,7 @@ LOOKED_AT = 32  # steps, evenly spread, whose tokens are counted
 
 def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
     """Rows of a table."""
-    task_class: Any = plugins.find("tasks", run.task.name)
-    task: Task = task_class(run, prepared)
+    task: Task = plugins.find("tasks", run.task.name)(run, prepared)
     feed = StepLoader(run, task, [], torch.device("cpu"))
     of = model_facts(run, task)
     of_them = f", of which {of.trained / 1e6:.2f}M are trained" if of.trained < of.every else ""
@@ -122,8 +120,8 @@ def resolve_options(run: Run, task: Task, world: World) -> Run:
 def check_names(run: Run, prepared: Prepared) -> None:
     """Refuse patterns of weights' names that match none, before any process starts. Errors: `RunError`."""
     if run.model.freeze or run.optim.groups or run.optim.layerwise_lr_decay < 1:
-        task_class: Any = plugins.find("tasks", run.task.name)
-        assigned(run.optim, freeze(run, task_class(run, prepared).model(empty=True)))
+        task: Task = plugins.find("tasks", run.task.name)(run, prepared)
+        assigned(run.optim, freeze(run, task.model(empty=True)))
 
 
 def treatment(run: Run, model: nn.Module) -> str:
@@ -151,8 +149,7 @@ def check_average(run: Run, prepared: Prepared) -> None:
     """Errors: `RunError`, where a run writes fewer checkpoints than `average.last` takes the mean of."""
     if run.average.last is None:
         return
-    task_class: Any = plugins.find("tasks", run.task.name)
-    feed = StepLoader(run, task_class(run, prepared), [], torch.device("cpu"))
+    feed = StepLoader(run, plugins.find("tasks", run.task.name)(run, prepared), [], torch.device("cpu"))
     every = feed.interval(run.checkpoint.every)
     if (there := len(averaged(run, feed.total, every))) < run.average.last:
         raise RunError(
@@ -267,8 +264,7 @@ def shortage(run: Run, prepared: Prepared, processes: int, there: float) -> str 
     it may. What an engine keeps in the host's memory instead of a GPU's is not looked at."""
     if "offload" in str(run.strategy.options):
         return None
-    task_class: Any = plugins.find("tasks", run.task.name)
-    of = model_facts(run, task_class(run, prepared))
+    of = model_facts(run, plugins.find("tasks", run.task.name)(run, prepared))
     needed = sum(bytes_by_kind(run, processes, of.every, of.trained, of.packed, of.state_bytes)[0].values())
     if needed <= there:
         return None

@@ -338,20 +338,14 @@ def all_of(
 ) -> tuple[list[PlainDifference], list[PlainDifference]]:
     """Two computations of the same examples beside each other: the numbers of all, and those of each weight."""
     whole = max(plain.norm, 1e-30)
-    pairs = [
-        PlainDifference(
-            of, "the number of targets", own.targets, plain.targets, relative(own.targets, plain.targets), 1e-9
-        ),
-        PlainDifference(of, "the loss", own.loss, plain.loss, relative(own.loss, plain.loss), within.loss),
-        PlainDifference(
-            of, "the gradient's norm", own.norm, plain.norm, relative(own.norm, plain.norm), within.gradient
-        ),
+    numbers = [
+        ("the number of targets", own.targets, plain.targets, 1e-9),
+        ("the loss", own.loss, plain.loss, within.loss),
+        ("the gradient's norm", own.norm, plain.norm, within.gradient),
     ]
     if own.evaluated is not None and plain.evaluated is not None:
-        size = relative(own.evaluated, plain.evaluated)
-        pairs.append(
-            PlainDifference(of, "the loss in evaluation mode", own.evaluated, plain.evaluated, size, within.loss)
-        )
+        numbers.append(("the loss in evaluation mode", own.evaluated, plain.evaluated, within.loss))
+    pairs = [PlainDifference(of, what, a, b, relative(a, b), allowed) for what, a, b, allowed in numbers]
     of_weights = []
     for name in dict.fromkeys([*plain.gradient, *own.gradient]):
         (norm, along), (norms, alongs) = (side.gradient.get(name, (0.0, 0.0)) for side in (own, plain))

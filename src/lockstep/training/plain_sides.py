@@ -338,7 +338,7 @@ def record_plain(job: Job, world: World, count: str = "2") -> int:
 def save_untrained(session: Session) -> None:
     """The weights before any training into OUTPUT/plain, for a task whose loss compares with them. Collective."""
     if isinstance(session.task, UsesReference):
-        _save(session.run.folder / FOLDER / UNTRAINED, session.strategy.state_dict(), session.world)
+        save_on_main(session.run.folder / FOLDER / UNTRAINED, session.strategy.state_dict(), session.world)
 
 
 def record_session(session: Session, count: int = 2) -> None:
@@ -346,7 +346,7 @@ def record_session(session: Session, count: int = 2) -> None:
     are rank 0's. Collective."""
     strategy, feed, world = session.strategy, session.feed, session.world
     folder, recorder = session.run.folder / FOLDER, GradientRecorder(world)
-    _save(folder / "start.safetensors", strategy.state_dict(), world)
+    save_on_main(folder / "start.safetensors", strategy.state_dict(), world)
     held_out = session.task.splits["validation"]
     rows = np.arange(min(EVALUATED, len(held_out)))
     rows = rows[np.argsort(-held_out.lengths[rows], kind="stable")]  # as evaluations have them in a batch
@@ -364,7 +364,7 @@ def record_session(session: Session, count: int = 2) -> None:
             micro_batches = [group.tolist() for group in groups]
             steps.append(PlainStep(number, float(result.loss), float(result.grad_norm), micro_batches, masked))
             gradients = {f"gradient.{name}": tensor for name, tensor in recorder.gradients.items()}
-            _save(folder / f"step-{place}.safetensors", gradients | strategy.state_dict(), world)
+            save_on_main(folder / f"step-{place}.safetensors", gradients | strategy.state_dict(), world)
     if world.is_main:
         tokenizer = session.task.prepared.tokenizer
         record = PlainRecord(tokenizer, feed.total, steps, rows.tolist(), scores, masked_ids)
@@ -407,7 +407,8 @@ def _masked(
     return tokens
 
 
-def _save(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
+def save_on_main(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
+    """A safetensors file of tensors, which only rank 0 writes."""
     if world.is_main:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, path)

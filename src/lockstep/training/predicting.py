@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lockstep.config import plugins
-from lockstep.config.run import Run, RunError, aside_of
+from lockstep.config.run import Run, RunError, replacing
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, file_formats, row_files, source
 from lockstep.distributed.activity import ACTIVITY
@@ -179,13 +179,8 @@ def _dump(file: TextIO, columns: Sequence[str], answers: Iterator[tuple[tuple[st
 
 def _written(out: Path, columns: Sequence[str], answers: Iterator[tuple[tuple[str, ...], dict[str, Any]]]) -> None:
     """JSON lines, aside and then renamed. Errors: `RunError`."""
-    aside = out.with_name(aside_of(out.name))
     try:
-        try:
-            with open(aside, "w", encoding="utf-8") as file:
-                _dump(file, columns, answers)
-            os.replace(aside, out)
-        finally:
-            aside.unlink(missing_ok=True)
+        with replacing(out) as aside, open(aside, "w", encoding="utf-8") as file:
+            _dump(file, columns, answers)
     except OSError as error:
         raise RunError("LS5079", f"predict: {out} cannot be written: {error.strerror or error}") from error

@@ -320,9 +320,8 @@ def export_and_publish(
     with suppress(OSError):
         if ours:  # the export that is there, if any, is not what these are of
             exported.withdraw(run.folder)
-    for name, values in (
-        records.items() if ours else ()
-    ):  # before the export, which is what says that the run is finished
+    # before the export, which is what says that the run is finished
+    for name, values in records.items() if ours else ():
         try:
             replace_text(run.folder / name, json.dumps(redact_all(values, printable)))
         except OSError as caught:

@@ -25,9 +25,8 @@ from lockstep.training.session import Session
 PAYS = 0.10  # of the time of computing: what other shares must be expected to save
 BACK = 0.05  # the same, where they are the even ones
 NEAR = 0.05  # how much longer than with the best shares even ones may take, and be preferred
-ALIKE = (
-    0.10  # how much longer than the quickest rank all may take, and share evenly again: short texts cost more a token
-)
+# how much longer than the quickest rank all may take, and share evenly again: short texts cost more a token
+ALIKE = 0.10
 
 
 class LoadBalancer:
@@ -36,28 +35,27 @@ class LoadBalancer:
     def __init__(self, session: Session) -> None:
         """Errors: `RunError` for a strategy whose ranks hold parts of the model."""
         self._session, self._world, self._feed = session, session.world, session.feed
-        self._every = session.run.launch.rebalance_every if session.world.size > 1 else 0
+        self._every = session.run.launch.rebalance_every
         self._even: Shares = even(session.run.micro_batches, session.world.size)
         self._shares = self._even
         self._rates: deque[list[float]] = deque(maxlen=2)  # seconds a token of each rank, of the last two looks
         self._pending: Callable[[], list[list[float]]] | None = None
         self._tokens, self._seconds = 0, 0.0
-        if self._every and not isinstance(session.strategy, Native):
+        if not isinstance(session.strategy, Native):
             raise RunError(
                 "LS5100",
                 f"launch.rebalance_every: {session.run.strategy.name} shards this model; {WHOLE_COPIES}",
             )
 
     def steps(self, after: int, ends: Callable[[Unreadable], None]) -> Iterator[StepBatch]:
-        """`Feed.steps`. A step is over when the next batch is asked for. Collective."""
+        """`StepLoader.steps`. A step is over when the next batch is asked for. Collective."""
         if self._feed.shares is not None:  # those of ranks that trained before
             self._feed.deal(self._even, self._world.rank)
         self._seconds = self._session.strategy.phases.computed()
         with closing(self._feed.steps(after, ends)) as batches:
             for batch in batches:
                 yield batch
-                if self._every:
-                    self._look(batch)
+                self._look(batch)
 
     def _look(self, batch: StepBatch) -> None:
         """Called after each step: read the numbers that were requested after the last look, decide on new shares, and

@@ -48,9 +48,8 @@ class RecordedStep:
     norm: float  # of the gradient before clipping
     seen: float  # targets that went through the model, over all ranks
     targets: float  # that the step has
-    hashes: dict[str, str] = field(
-        default_factory=dict
-    )  # of gradients and weights after it, by `gradient.` or `weight.`
+    # of gradients and weights after it, by `gradient.` or `weight.`
+    hashes: dict[str, str] = field(default_factory=dict)
     not_finite: tuple[str, ...] = ()  # names of those that hold numbers which are not; weights may be infinite
 
 

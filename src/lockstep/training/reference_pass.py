@@ -8,7 +8,6 @@ from there.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from lockstep.checkpoint.manifest import candidates
-from lockstep.config.run import Run, RunError, aside_of
+from lockstep.config.run import Run, RunError, replacing
 from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
@@ -48,12 +47,8 @@ def provide(run: Run, world: World, task: Task, strategy: Strategy, prepared: Pr
     if known is None:
         known = {split: _scores_of_split(run, world, task, strategy, split) for split in task.splits}
         if world.is_main and run.folder.is_dir():
-            aside = run.folder / aside_of(FILE)
-            try:
+            with replacing(path) as aside:
                 save_file(known, aside, {"data": prepared.key})
-                os.replace(aside, path)
-            finally:
-                aside.unlink(missing_ok=True)
     task.reference_outputs.update(known)
 
 

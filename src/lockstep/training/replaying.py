@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lockstep.checkpoint.checkpoint import Checkpoints
@@ -40,6 +39,7 @@ from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 from lockstep.training.errors import not_finite
+from lockstep.training.plain_sides import save_on_main
 from lockstep.training.resolve import Job
 from lockstep.training.session import Session, build_session, join_ranks
 
@@ -110,16 +110,14 @@ class _Looker:
         self._losses = _losses(session, batch.ids)
         strategy, world = session.strategy, session.world
         state = strategy.state_dict()
-        if world.is_main:
-            weights = {n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")}
-            _save(weights, session.run.folder / WEIGHTS)
+        weights = {n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")}
+        save_on_main(session.run.folder / WEIGHTS, weights, world)
         strategy.observer = self._recorder = GradientRecorder(world)
 
     def step_facts(self, batch: StepBatch, rate: float, line: dict[str, Any]) -> dict[str, Any]:
         """Of the step that was computed; rank 0 only has the norms."""
         run, feed, gradients = self._session.run, self._session.feed, self._recorder.gradients
-        if self._session.world.is_main:
-            _save(gradients, run.folder / GRADIENTS)
+        save_on_main(run.folder / GRADIENTS, gradients, self._session.world)
         norms = {name: float(g.double().norm()) for name, g in gradients.items()}
         norm, limit = line["grad_norm"], run.optim.max_grad_norm
         return {
@@ -144,11 +142,6 @@ def layers(norms: Mapping[str, float]) -> dict[str, float]:
         layer = numbered.group() if numbered else name.rpartition(".")[0] or name
         squares[layer] = squares.get(layer, 0.0) + norm**2
     return {layer: square**0.5 for layer, square in squares.items()}
-
-
-def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, path)
 
 
 def _losses(session: Session, rows: np.ndarray) -> np.ndarray:

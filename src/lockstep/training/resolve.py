@@ -128,8 +128,9 @@ class Job:
 
         values: dict[str, Any] = json.loads(text)
         run = load(None, [], values["run"], "the job")
-        task: Any = _class("task.name", "tasks", run.task.name)
-        _class("strategy.name", "strategies", run.strategy.name)  # a module of the user's is imported by its own rules
+        task: Any = plugins.of_key("task.name", "tasks", run.task.name)
+        # a module of the user's is imported by its own rules
+        plugins.of_key("strategy.name", "strategies", run.strategy.name)
         module, name = values["strategy"]
         strategy: Any = getattr(importlib.import_module(module), name)
         own = {"run": run, "task": task, "strategy": strategy, "prepared": Prepared(**values["prepared"])}
@@ -179,9 +180,9 @@ def _refuse_placeholders(run: Run) -> None:
 
 def _options(run: Run, machine: Machine, processes: int) -> Job:
     """What the run file and the installed packages decide. Errors: `RunError`."""
-    _class("strategy.name", "strategies", run.strategy.name)
+    plugins.of_key("strategy.name", "strategies", run.strategy.name)
     for name in run.track.to if machine.has_rank_0 else ():
-        tracker: Any = _class("track.to", "track", name)
+        tracker: Any = plugins.of_key("track.to", "track", name)
         tracker.check()
     from lockstep.checkpoint import remote_sync
     from lockstep.strategies.engines import blocks
@@ -228,8 +229,7 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
             "processes; set strategy.exact=false to have it so, or leave it out",
         )
     tensor_plans.check(run)
-    model_packages = ["peft"] * bool(run.model.adapter) + ["bitsandbytes"] * bool(run.model.quantization)
-    plugins.refuse_old(["torch", "transformers", "tokenizers", *strategy.needs, *model_packages])
+    plugins.refuse_old(["torch", "transformers", "tokenizers", *packages_of(run, strategy)])
     task: Any = plugins.find("tasks", run.task.name)
     if strategy.generate is Strategy.generate and issubclass(task, Generates) and not task.decodes_greedily(run):
         raise RunError(
@@ -238,6 +238,14 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
             "task.temperature to 0, or turn generation off (task.samples=0, task.bleu=false)",
         )
     return strategy
+
+
+def packages_of(run: Run, strategy: type[Strategy]) -> list[str]:
+    """What a run computes with, beside torch, transformers and tokenizers."""
+    from lockstep.strategies.optimizers import optimizer as optimizers
+
+    of_model = ["peft"] * bool(run.model.adapter) + ["bitsandbytes"] * bool(run.model.quantization)
+    return [*strategy.needs, *of_model, *optimizers.rule(run.optim).packages]
 
 
 RECOMPUTES = "use ddp or a strategy like it, fsdp2 with gather: step, or zero with strategy.exact=true"
@@ -375,12 +383,3 @@ def for_rank(job: Run | Job, world: World, data: Run | None = None) -> Job:
             return job
         job = job.run  # fewer machines than planned, or a cache that was cleared since
     return resolve(job, Machine(has_rank_0=world.rank == 0), 0 if world.joining else world.size, data=data)
-
-
-def _class(key: str, kind: str, name: str) -> type:
-    try:
-        return plugins.find(kind, name)
-    except plugins.PluginError as error:
-        raise RunError(error.code, f"{key}: {error.message}") from error
-    except ImportError as error:
-        raise RunError("LS5137", f"{key}: {error}") from error

@@ -46,7 +46,7 @@ class SdcCheck:
     def __init__(self, session: Session) -> None:
         """Errors: `RunError` for what cannot be guarded. Collective."""
         self._run, self._world, self._feed = session.run, session.world, session.feed
-        self._session, self.retried = session, 0  # steps that were computed once more
+        self._session = session
         strategy: Any = session.strategy
         if not isinstance(strategy, Recomputes) or not strategy.recomputes(self._run):
             raise RunError("LS5150", f"sdc_check.every: {self._run.strategy.name} shards this model; {RECOMPUTES}")
@@ -67,7 +67,6 @@ class SdcCheck:
         except CorruptionDetected as caught:
             if self._run.sdc_check.on_difference != "retry" or not caught.sound:
                 raise
-            self.retried += 1
             self._session.journal.event("guard", batch.step, retried=True)
             if self._world.is_main:
                 self._session.checkpoints.say(f"{caught}. The step is computed once more")

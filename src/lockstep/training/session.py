@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run
-from lockstep.distributed.consistency_check import agree
+from lockstep.distributed.consistency_check import agree, versions_of
 from lockstep.distributed.event_log import EventLog
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.system_metrics import tensor_bytes
@@ -26,7 +26,7 @@ from lockstep.track.tracker import Sample
 from lockstep.training import reference_pass
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import resolve_options
-from lockstep.training.resolve import Job
+from lockstep.training.resolve import Job, packages_of
 from lockstep.training.train_state import TrainState
 
 
@@ -81,7 +81,8 @@ def join_ranks(job: Job, world: World) -> None:
     """Join the other ranks, and agree with them that all have the same. Collective. Errors: `RunError`, `Unreached`."""
     world.gloo_threads = gloo_threads(job.run, job.strategy)
     world.join()
-    agree(job.run, world, job.data.key, {"what is padded": job.padding or "nothing"} if job.task.head else {})
+    more = {"what is padded": job.padding or "nothing"} if job.task.head else {}
+    agree(job.run, world, job.data.key, more | versions_of(packages_of(job.run, job.strategy)))
 
 
 def build_session(
@@ -94,9 +95,8 @@ def build_session(
     not the one that training starts from. Collective. Errors: `RunError`."""
     before, run, prepared = tensor_bytes(), job.run, job.data
     task = job.task(run, prepared)
-    later = (
-        world.joining and issubclass(job.strategy, ShardedRecovery) and job.strategy.supports_reshard
-    )  # built with those that it comes to
+    # built with those that it comes to
+    later = world.joining and issubclass(job.strategy, ShardedRecovery) and job.strategy.supports_reshard
     whole = run if later else resolve_options(run, task, world)  # by the memory of all machines
     strategy_class = job.strategy if whole is run else strategies.strategy_class(whole)
     strategy = strategy_class(whole, world)

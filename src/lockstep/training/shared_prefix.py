@@ -19,6 +19,8 @@ from lockstep.config.run import Run
 from lockstep.config.user_code import is_own
 from lockstep.data.arrow_cache import Prepared
 from lockstep.data.order import Order
+from lockstep.strategies.strategy import strategy_class
+from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
 
 # Keys that affect a step only through its learning rate.
@@ -40,8 +42,8 @@ class Course:
 
 def course(run: Run, prepared: Prepared) -> Course:
     """Errors: `RunError`."""
-    task_class: Any = plugins.find("tasks", run.task.name)
-    feed = StepLoader(run, task_class(run, prepared), range(run.micro_batches), torch.device("cpu"))
+    task: Task = plugins.find("tasks", run.task.name)(run, prepared)
+    feed = StepLoader(run, task, range(run.micro_batches), torch.device("cpu"))
     rates = np.array([learning_rate(run.optim, step, feed.total) for step in range(feed.total)])
     scales = tuple(
         (g.match, g.weight_decay, None if g.learning_rate is None else g.learning_rate / run.optim.learning_rate)
@@ -70,8 +72,7 @@ def parting(a: Course, b: Course) -> tuple[int, str]:
 def shares_nothing(run: Run, differing: Mapping[str, Any]) -> str | None:
     """Why a run cannot begin with another one's steps, whatever these are; None: it can. `differing`: the keys in which
     their arithmetic is not the same."""
-    cls: Any = plugins.find("strategies", run.strategy.name)
-    if not cls.gives_bits(run):
+    if not strategy_class(run).gives_bits(run):
         return f"strategy.name: {run.strategy.name} promises no bits with these options, so nothing can be shared"
     for key, kind, name in (
         ("task.name", "tasks", run.task.name),

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.config.run import Run, RunError, override_of
-from lockstep.data.splitting import left_out
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.abilities import ChoosesByMemory
@@ -26,8 +25,8 @@ from lockstep.tasks.abilities import Predicts
 from lockstep.tasks.task import Task
 from lockstep.track.console import Console, clock
 from lockstep.training.data_loader import StepLoader
+from lockstep.training.model_stats import data, selection_lines
 from lockstep.training.model_stats import padding as padding_of
-from lockstep.training.model_stats import selection_lines
 from lockstep.training.resolve import resolve_strategy
 
 if TYPE_CHECKING:
@@ -36,14 +35,12 @@ if TYPE_CHECKING:
 
 def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoader) -> dict[str, str]:
     """The opening lines."""
-    sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
     cuda = world.device.type == "cuda"
     device = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {world.threads} thread(s) each"
-    mean = f"; mean {task.splits['train'].mean_length:.1f} {task.unit}" if task.unit else ""
     choice = strategy.summary_suffix if isinstance(strategy, ChoosesByMemory) else ""
     return {
         "run": f"{run.name} -> {run.folder}",
-        "data": f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task.prepared.facts)}",
+        "data": data(task),
         **feed.mixture,
         "model": f"{task.origin}, {parameters(strategy)}; {precisions(run, strategy)}",
         **padding_of(run, task),

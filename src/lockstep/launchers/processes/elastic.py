@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED,
 from lockstep.config.run import Run
 from lockstep.distributed import job_record, network
 from lockstep.distributed.membership import SOON_S, MemberAddress
-from lockstep.distributed.signals import Interrupts, heard
+from lockstep.distributed.signals import Interrupts, handled
 from lockstep.distributed.watchdog import MARKER
 from lockstep.launchers.processes.elastic_ranks import Machines, Ranks, RanksAmongMachines, lives
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End
@@ -50,17 +49,198 @@ ANNOUNCED_S = 30.0
 MARGIN_S = 15.0  # from when a machine counts as lost until its peers' ranks have heard of it
 
 
-class Survivors(LocalElasticAgent):
-    """What the agent of a machine does with its ranks."""
+def name_of(number: int) -> str:
+    """The name of a signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
-    rendezvous: ElasticRendezvous
-    job: Run
-    say: Callable[[str], None]
-    memory: Memory
-    stop_requested: bool  # to stop
+
+# seconds that ranks have to end by themselves: when another rank died, and when their peers are gone for sure
+GRACE_S, NO_GRACE_S = 30, 2
+
+
+def run_agent(
+    run: Run,
+    processes: int,
+    rendezvous: ElasticRendezvous,
+    entry: Callable[..., None],
+    arguments: Sequence[Any],
+    say: Callable[[str], None],
+) -> int:
+    """Start `processes` ranks of this machine, each a call of `entry(*arguments)`, and see them to their end."""
+    for name in [n for n in logging.root.manager.loggerDict if n.startswith(("torch.distributed", "torch.multiproc"))]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the agent below speaks for them
+    spec = WorkerSpec(
+        role="lockstep",
+        local_world_size=processes,
+        entrypoint=entry,
+        args=tuple(arguments),
+        rdzv_handler=rendezvous,  # type: ignore[arg-type]
+        max_restarts=run.launch.max_restarts,
+        monitor_interval=0.1,
+    )
+    agent = Agent(spec, rendezvous, run, say)
+    rendezvous.continues = run.launch.on_rank_failure == "continue" and max(processes, rendezvous.most) > 1
+    spec.monitor_interval = 0.01 if rendezvous.continues else 0.1  # `Ranks` waits by itself
+    # Torch elastic would pass a signal on as it came, look no more at how ranks end, and wait even for those that have
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
+    status = FAILED
+    with handled(agent.hear):
+        try:
+            status = _seen_to_end(run, agent, rendezvous)
+            return status
+        finally:
+            agent.over = True  # nothing is left to interrupt
+            with contextlib.suppress(RendezvousError):
+                if status == EXCLUDED:  # the job is not over
+                    rendezvous.hold(lambda: agent.stop_requested)
+                else:
+                    rendezvous.end(status)
+                    rendezvous.shutdown()
+            for marker in Path(tempfile.gettempdir()).glob(f"{MARKER}{rendezvous.get_run_id()}-*"):
+                marker.unlink(missing_ok=True)
+
+
+def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
+    try:
+        result = agent.run()
+    except SignalException:
+        status = _unheard(run, agent)
+        rendezvous.end(FAILED if status == FAILED else STOPPED, "stopped on request")
+        rendezvous.leave_together(GRACE_S)
+        return status
+    except RendezvousTimeoutError:
+        there = ", ".join(rendezvous.there()) or "none"
+        error(
+            coded(
+                "LS7314",
+                f"too few machines joined at {rendezvous.at}:{rendezvous.port} within {rendezvous.limits.join:g} s: "
+                f"expected {rendezvous.fewest}, got {there}. Start the same command on the other machines, or lower "
+                "launch.machines",
+            )
+        )
+        return FAILED
+    except RendezvousClosedError:
+        return agent.left_out()
+    except RendezvousConnectionError as caught:
+        error(
+            coded(
+                "LS7315",
+                f"{socket.gethostname()} lost contact with the rendezvous of this job at "
+                f"{rendezvous.at}:{rendezvous.port} ({' '.join(str(caught.__cause__ or caught).split())[:120]}). "
+                "The job ends here; start the same command again on every machine, and it resumes from its last "
+                "checkpoint",
+            )
+        )
+        return FAILED
+    except RendezvousError as caught:  # forged or damaged: what torch elastic raises for it, and what is raised here
+        error(coded("LS7316", f"the rendezvous at {rendezvous.at}:{rendezvous.port} failed: {caught}"))
+        return FAILED
+    if result is None:  # the job ended while this machine was one too many
+        return agent.left_out()
+    if agent.verdict is not None:
+        return agent.verdict
+    if result.is_failed():
+        return next((f.exitcode for f in result.failures.values() if f.exitcode == BAD), FAILED)
+    status = max((status or 0 for status in result.return_values.values()), default=DONE)
+    return _unheard(run, agent) if status == STOPPED and not agent.saved else status
+
+
+def _unheard(run: Run, agent: Agent) -> int:
+    """The exit status of a job whose ranks were not there, or did not listen yet, when it was asked to stop. Errors:
+    `KeyboardInterrupt` for one that does not train, such as that of `lockstep verify`: it has nothing to go on from."""
+    if not agent.trains:
+        raise KeyboardInterrupt
+    if newest_whole(run) is not None:
+        return STOPPED
+    error(coded("LS7317", "stopped before the first checkpoint; the same command begins from the start"))
+    # by this one, job.sbatch knows that it may put the job back into the queue
+    return 128 + signal.SIGTERM if os.environ.get(job_record.VARIABLE) == "slurm" else FAILED
+
+
+class Agent(LocalElasticAgent):
+    """Torch elastic's own, told what our exit statuses mean, saying who died, and looking after the other machines."""
+
     goes_on = False  # whether ranks may be lost one by one in this formation
     _room = "", 0  # that this machine comes into, and how many machines formed the job there
     _in = _dead = ""  # the room of this machine's ranks; an empty one
+
+    def __init__(self, spec: WorkerSpec, rendezvous: ElasticRendezvous, run: Run, say: Callable[[str], None]) -> None:
+        super().__init__(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver")
+        self._shutdown_timeout = int(run.launch.timeout_s)  # which torch before 2.13 does not take
+        self.rendezvous, self.job, self.say, self.memory = rendezvous, run, say, Memory()
+        self.trains = len(spec.args) < 2 or tuple(spec.args[1]) == job_record.TRAIN  # else it records some steps
+        self.verdict: int | None = None  # another machine's exit status, once this one follows it
+        self.saved = False  # whether ranks, or another machine, said that they stopped with a checkpoint
+        self.over = False
+        self._hopeless = False  # a peer is gone for sure: ranks that wait for it will not end by themselves
+        self.stop_requested = False  # to stop: by a signal, or on another machine
+        self._meets = True  # no ranks are there that could stop by themselves
+        self._interrupts = Interrupts()
+        self._signalled_at, self._limit = 0.0, math.inf  # when ranks were last told to stop, and have to have stopped
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """A stop signal. Ranks are told by `_monitor_workers`; a second Ctrl-C ends them and this process at once."""
+        if self._interrupts.again(number):
+            self._signal(signal.SIGKILL)
+            raise KeyboardInterrupt
+        self.stop_requested = True
+        if self._meets and not self.over:
+            raise SignalException("asked to stop", sigval=signal.Signals(number))
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+
+    def _pass_on(self) -> None:
+        """Tell the ranks to stop, once a second: one that is just starting hears nothing. They come to an end by
+        themselves, which may be the run's; only the limit for a collective ends them otherwise."""
+        now = time.monotonic()
+        self._limit = min(self._limit, now + self._shutdown_timeout)
+        if now > self._limit:
+            error(
+                coded(
+                    "LS7318",
+                    f"some ranks did not end within {self._shutdown_timeout} s (launch.timeout_s) of being asked to "
+                    "stop",
+                )
+            )
+            self._signal(signal.SIGKILL)
+        elif now - self._signalled_at >= 1.0:
+            self._signalled_at = now
+            self._signal(signal.SIGTERM)
+
+    def follow(self, end: object) -> int:
+        """End as another machine did; says so. Returns the exit status."""
+        if not isinstance(end, End):
+            error(
+                coded(
+                    "LS7319",
+                    f"the job at {self.rendezvous.at}:{self.rendezvous.port} has ended without {socket.gethostname()}",
+                )
+            )
+            return FAILED
+        if end.status in (FAILED, BAD):
+            error(
+                coded(
+                    "LS7320",
+                    f"the job has ended on {end.host} with status {end.status}{f': {end.text}' if end.text else ''}",
+                )
+            )
+        else:
+            self.say(f"the job has ended on {end.host} ({end.text or 'done'})")
+        return end.status
+
+    def left_out(self) -> int:
+        """End with the job's status where it has ended while this machine waited to join it."""
+        status = self.follow(self.rendezvous.ended())
+        self.rendezvous.acknowledge_end()
+        return status
+
+    # -- ranks that may be lost one by one ---------------------------------------------------------------------------
 
     @property
     def several(self) -> bool:
@@ -251,197 +431,6 @@ class Survivors(LocalElasticAgent):
         with self.rendezvous.reading():
             end = (STOPPED, "stopped on request") if self._pcontext.stopped else (DONE, "")
             return self._pcontext.leave(self.rendezvous.holds, lambda: self.rendezvous.end(*end))
-
-
-def name_of(number: int) -> str:
-    """The name of a signal."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-# seconds that ranks have to end by themselves: when another rank died, and when their peers are gone for sure
-GRACE_S, NO_GRACE_S = 30, 2
-
-
-def run_agent(
-    run: Run,
-    processes: int,
-    rendezvous: ElasticRendezvous,
-    entry: Callable[..., None],
-    arguments: Sequence[Any],
-    say: Callable[[str], None],
-) -> int:
-    """Start `processes` ranks of this machine, each a call of `entry(*arguments)`, and see them to their end."""
-    for name in [n for n in logging.root.manager.loggerDict if n.startswith(("torch.distributed", "torch.multiproc"))]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the agent below speaks for them
-    spec = WorkerSpec(
-        role="lockstep",
-        local_world_size=processes,
-        entrypoint=entry,
-        args=tuple(arguments),
-        rdzv_handler=rendezvous,  # type: ignore[arg-type]
-        max_restarts=run.launch.max_restarts,
-        monitor_interval=0.1,
-    )
-    agent = Agent(spec, rendezvous, run, say)
-    rendezvous.continues = run.launch.on_rank_failure == "continue" and max(processes, rendezvous.most) > 1
-    spec.monitor_interval = 0.01 if rendezvous.continues else 0.1  # `Ranks` waits by itself
-    # Torch elastic would pass a signal on as it came, look no more at how ranks end, and wait even for those that have
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
-    main = threading.current_thread() is threading.main_thread()  # no other may set a handler
-    before = {number: signal.signal(number, agent.hear) for number in heard()} if main else {}
-    status = FAILED
-    try:
-        status = _seen_to_end(run, agent, rendezvous)
-        return status
-    finally:
-        agent.over = True  # nothing is left to interrupt
-        with contextlib.suppress(RendezvousError):
-            if status == EXCLUDED:  # the job is not over
-                rendezvous.hold(lambda: agent.stop_requested)
-            else:
-                rendezvous.end(status)
-                rendezvous.shutdown()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for marker in Path(tempfile.gettempdir()).glob(f"{MARKER}{rendezvous.get_run_id()}-*"):
-            marker.unlink(missing_ok=True)
-
-
-def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
-    try:
-        result = agent.run()
-    except SignalException:
-        status = _unheard(run, agent)
-        rendezvous.end(FAILED if status == FAILED else STOPPED, "stopped on request")
-        rendezvous.leave_together(GRACE_S)
-        return status
-    except RendezvousTimeoutError:
-        there = ", ".join(rendezvous.there()) or "none"
-        error(
-            coded(
-                "LS7314",
-                f"too few machines joined at {rendezvous.at}:{rendezvous.port} within {rendezvous.limits.join:g} s: "
-                f"expected {rendezvous.fewest}, got {there}. Start the same command on the other machines, or lower "
-                "launch.machines",
-            )
-        )
-        return FAILED
-    except RendezvousClosedError:
-        return agent.left_out()
-    except RendezvousConnectionError as caught:
-        error(
-            coded(
-                "LS7315",
-                f"{socket.gethostname()} lost contact with the rendezvous of this job at "
-                f"{rendezvous.at}:{rendezvous.port} ({' '.join(str(caught.__cause__ or caught).split())[:120]}). "
-                "The job ends here; start the same command again on every machine, and it resumes from its last "
-                "checkpoint",
-            )
-        )
-        return FAILED
-    except RendezvousError as caught:  # forged or damaged: what torch elastic raises for it, and what is raised here
-        error(coded("LS7316", f"the rendezvous at {rendezvous.at}:{rendezvous.port} failed: {caught}"))
-        return FAILED
-    if result is None:  # the job ended while this machine was one too many
-        return agent.left_out()
-    if agent.verdict is not None:
-        return agent.verdict
-    if result.is_failed():
-        return next((f.exitcode for f in result.failures.values() if f.exitcode == BAD), FAILED)
-    status = max((status or 0 for status in result.return_values.values()), default=DONE)
-    return _unheard(run, agent) if status == STOPPED and not agent.saved else status
-
-
-def _unheard(run: Run, agent: Agent) -> int:
-    """The exit status of a job whose ranks were not there, or did not listen yet, when it was asked to stop. Errors:
-    `KeyboardInterrupt` for one that does not train, such as that of `lockstep verify`: it has nothing to go on from."""
-    if not agent.trains:
-        raise KeyboardInterrupt
-    if newest_whole(run) is not None:
-        return STOPPED
-    error(coded("LS7317", "stopped before the first checkpoint; the same command begins from the start"))
-    # by this one, job.sbatch knows that it may put the job back into the queue
-    return 128 + signal.SIGTERM if os.environ.get(job_record.VARIABLE) == "slurm" else FAILED
-
-
-class Agent(Survivors):
-    """Torch elastic's own, told what our exit statuses mean, saying who died, and looking after the other machines."""
-
-    def __init__(self, spec: WorkerSpec, rendezvous: ElasticRendezvous, run: Run, say: Callable[[str], None]) -> None:
-        super().__init__(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver")
-        self._shutdown_timeout = int(run.launch.timeout_s)  # which torch before 2.13 does not take
-        self.rendezvous, self.job, self.say, self.memory = rendezvous, run, say, Memory()
-        self.trains = len(spec.args) < 2 or tuple(spec.args[1]) == job_record.TRAIN  # else it records some steps
-        self.verdict: int | None = None  # another machine's exit status, once this one follows it
-        self.saved = False  # whether ranks, or another machine, said that they stopped with a checkpoint
-        self.over = False
-        self._hopeless = False  # a peer is gone for sure: ranks that wait for it will not end by themselves
-        self.stop_requested = False  # to stop: by a signal, or on another machine
-        self._meets = True  # no ranks are there that could stop by themselves
-        self._interrupts = Interrupts()
-        self._signalled_at, self._limit = 0.0, math.inf  # when ranks were last told to stop, and have to have stopped
-
-    def hear(self, number: int, frame: FrameType | None) -> None:
-        """A stop signal. Ranks are told by `_monitor_workers`; a second Ctrl-C ends them and this process at once."""
-        if self._interrupts.again(number):
-            self._signal(signal.SIGKILL)
-            raise KeyboardInterrupt
-        self.stop_requested = True
-        if self._meets and not self.over:
-            raise SignalException("asked to stop", sigval=signal.Signals(number))
-
-    def _signal(self, number: signal.Signals) -> None:
-        for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
-            with contextlib.suppress(OSError):
-                os.kill(pid, number)
-
-    def _pass_on(self) -> None:
-        """Tell the ranks to stop, once a second: one that is just starting hears nothing. They come to an end by
-        themselves, which may be the run's; only the limit for a collective ends them otherwise."""
-        now = time.monotonic()
-        self._limit = min(self._limit, now + self._shutdown_timeout)
-        if now > self._limit:
-            error(
-                coded(
-                    "LS7318",
-                    f"some ranks did not end within {self._shutdown_timeout} s (launch.timeout_s) of being asked to "
-                    "stop",
-                )
-            )
-            self._signal(signal.SIGKILL)
-        elif now - self._signalled_at >= 1.0:
-            self._signalled_at = now
-            self._signal(signal.SIGTERM)
-
-    def follow(self, end: object) -> int:
-        """End as another machine did; says so. Returns the exit status."""
-        if not isinstance(end, End):
-            error(
-                coded(
-                    "LS7319",
-                    f"the job at {self.rendezvous.at}:{self.rendezvous.port} has ended without {socket.gethostname()}",
-                )
-            )
-            return FAILED
-        if end.status in (FAILED, BAD):
-            error(
-                coded(
-                    "LS7320",
-                    f"the job has ended on {end.host} with status {end.status}{f': {end.text}' if end.text else ''}",
-                )
-            )
-        else:
-            self.say(f"the job has ended on {end.host} ({end.text or 'done'})")
-        return end.status
-
-    def left_out(self) -> int:
-        """End with the job's status where it has ended while this machine waited to join it."""
-        status = self.follow(self.rendezvous.ended())
-        self.rendezvous.acknowledge_end()
-        return status
 
     # -- what torch elastic calls ------------------------------------------------------------------------------------
 

@@ -36,11 +36,8 @@ from lockstep.distributed.membership import MemberAddress, Roster
 from lockstep.distributed.rendezvous import Sealed
 
 POLL_S = 0.1
-STOP_STATUSES = (
-    STOPPED,
-    -signal.SIGTERM,
-    -signal.SIGUSR1,
-)  # how one ends that was asked to stop: listening, or not yet
+# How one ends that was asked to stop: listening, or not yet.
+STOP_STATUSES = (STOPPED, -signal.SIGTERM, -signal.SIGUSR1)
 
 
 class Ranks:

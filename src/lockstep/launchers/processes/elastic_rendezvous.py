@@ -201,51 +201,6 @@ def _time(text: str) -> datetime:
     return moment
 
 
-class EvictionMethods:
-    """This part of `ElasticRendezvous`."""
-
-    _node: Any
-    _job: Sealed
-    _backend: Backend
-    _inner: DynamicRendezvousHandler
-    _call: Callable[[Callable[[], Any]], Any]
-    limits: Any
-    num_nodes_waiting: Callable[[], int]
-    is_closed: Callable[[], bool]
-    end: Callable[[int, str], None]
-
-    def leave(self) -> None:
-        """This machine leaves, and is not let in again."""
-        inner: Any = self._inner
-        self._call(lambda: self._job.add(f"excluded/{self._node.host}", 1))
-        self._call(lambda: self._backend.exclude(self._node.host))
-        inner._stop_heartbeats()
-        until = inner._get_deadline(timedelta(seconds=10))
-        self._call(lambda: inner._op_executor.run(_RendezvousExitOp(), until))
-
-    def refuse(self) -> None:
-        """Errors: `RunError`, if this machine has left the job."""
-        if self._call(lambda: self._job.check([f"excluded/{self._node.host}"])):
-            raise RunError(
-                "LS7330", f"{self._node.host} was evicted from this job, because it computed wrong values (sdc_check)"
-            )
-
-    def hold(self, stop_requested: Callable[[], bool]) -> None:
-        """After `leave`: keep the store, and OUTPUT, where they are this machine's to keep, until the job is over.
-        `stop_requested`: whether somebody here wants it to stop."""
-        inner: Any = self._inner
-        last_activity = time.monotonic()
-        while (self._node.holds or self._node.place == 0) and not self.is_closed():
-            if self.num_nodes_waiting() or inner._state_holder.state.participants:
-                last_activity = time.monotonic()
-            elif time.monotonic() - last_activity > self.limits.join:
-                return  # nobody is left
-            if stop_requested():
-                self.end(STOPPED, "stopped on request")
-            time.sleep(0.5)
-        time.sleep(2)  # until the last of them has read that
-
-
 @dataclass(frozen=True)
 class Node:
     """What a machine says of itself when the job forms."""
@@ -283,7 +238,7 @@ class End:
     text: str = ""
 
 
-class ElasticRendezvous(EvictionMethods):
+class ElasticRendezvous:
     """A rendezvous handler as torch elastic wants one. Its methods raise `RendezvousError`s where torch's own do."""
 
     use_agent_store = False  # each formation has a store of its own, on the machine of rank 0 (pytorch#135712)
@@ -334,7 +289,7 @@ class ElasticRendezvous(EvictionMethods):
             fewest,
             most,
             node.address,
-            RendezvousTimeout(_seconds(limits.join), _seconds(limits.more), _seconds(10), _seconds(5)),
+            RendezvousTimeout(*(timedelta(seconds=each) for each in (limits.join, limits.more, 10, 5))),
             keep_alive_interval=max(1, round(limits.lost / 3)),
             keep_alive_max_attempt=3,
         )
@@ -530,6 +485,39 @@ class ElasticRendezvous(EvictionMethods):
         self._call(lambda: self._round.set(f"machine/{info.rank}", json.dumps(mine)))
         return [f"machine/{rank}" for rank in range(info.world_size)]
 
+    # -- a machine that is evicted -----------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """This machine leaves, and is not let in again."""
+        inner: Any = self._inner
+        self._call(lambda: self._job.add(f"excluded/{self._node.host}", 1))
+        self._call(lambda: self._backend.exclude(self._node.host))
+        inner._stop_heartbeats()
+        until = inner._get_deadline(timedelta(seconds=10))
+        self._call(lambda: inner._op_executor.run(_RendezvousExitOp(), until))
+
+    def refuse(self) -> None:
+        """Errors: `RunError`, if this machine has left the job."""
+        if self._call(lambda: self._job.check([f"excluded/{self._node.host}"])):
+            raise RunError(
+                "LS7330", f"{self._node.host} was evicted from this job, because it computed wrong values (sdc_check)"
+            )
+
+    def hold(self, stop_requested: Callable[[], bool]) -> None:
+        """After `leave`: keep the store, and OUTPUT, where they are this machine's to keep, until the job is over.
+        `stop_requested`: whether somebody here wants it to stop."""
+        inner: Any = self._inner
+        last_activity = time.monotonic()
+        while (self._node.holds or self._node.place == 0) and not self.is_closed():
+            if self.num_nodes_waiting() or inner._state_holder.state.participants:
+                last_activity = time.monotonic()
+            elif time.monotonic() - last_activity > self.limits.join:
+                return  # nobody is left
+            if stop_requested():
+                self.end(STOPPED, "stopped on request")
+            time.sleep(0.5)
+        time.sleep(2)  # until the last of them has read that
+
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _state(self) -> Any:
@@ -594,12 +582,6 @@ def _facts(host: str, facts: dict[str, str]) -> tuple[str, dict[str, str]]:
 
 def _told_key(address: str, process: int) -> str:
     return f"told/{address}/{process}"
-
-
-def _seconds(seconds: float) -> Any:
-    from datetime import timedelta
-
-    return timedelta(seconds=seconds)
 
 
 def _number(address: str) -> tuple[int, int]:

@@ -257,9 +257,8 @@ def _wait_for_the_end(
         if now.alive is False or watched_s >= patience_s:
             _take_away(path, now)
             return
-        if not announced and (
-            now.holder is not None or watched_s > beat_s / 2
-        ):  # else it may be about to write its name
+        # else it may be about to write its name
+        if not announced and (now.holder is not None or watched_s > beat_s / 2):
             announced = True
             say(
                 f"{path.parent} is held by {now.holder or 'a process that cannot be read'}, which cannot be asked from "

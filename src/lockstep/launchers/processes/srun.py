@@ -13,6 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,6 +153,9 @@ def address(node: str) -> str:
         socket.getaddrinfo(node, None)
         return node
     except OSError:
-        reply = subprocess.run(["scontrol", "-o", "show", "node", node], capture_output=True, text=True, check=False)
-        match = re.search(r"\bNodeAddr=(\S+)", reply.stdout)
-        return match[1] if match else node
+        with suppress(OSError):  # no scontrol, as in a container
+            words = ["scontrol", "-o", "show", "node", node]
+            reply = subprocess.run(words, capture_output=True, text=True, check=False)
+            if match := re.search(r"\bNodeAddr=(\S+)", reply.stdout):
+                return match[1]
+        return node

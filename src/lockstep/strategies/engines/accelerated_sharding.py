@@ -107,10 +107,11 @@ class AcceleratedZero(Accelerated, Sharded):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("accelerate", "deepspeed")  # type: ignore[assignment]
+    options_key = "strategy.options.deepspeed"
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
-        key = "strategy.options.deepspeed"
+        key = cls.options_key
         section = only(run, "deepspeed")
         require(cls.needs, key)
         layers.check_layers(run, "DeepSpeed")
@@ -121,15 +122,15 @@ class AcceleratedZero(Accelerated, Sharded):
         if section["zero_stage"] == 3:
             layers.check_gathered(run)
             layers.check_writes(run, f"{key}.zero_stage", "ZeRO-3", "stage 2")
-        options = {k: v for k, v in section.items() if k != "zero_stage"}
-        zero_config.check(run, processes, section["zero_stage"], options, key)
+        zero_config.check(run, processes, section["zero_stage"], cls.options_of(run), key)
 
     @classmethod
     def stage_of(cls, run: Run) -> int:
         return int(run.strategy.options["deepspeed"]["zero_stage"])
 
-    def options(self) -> Mapping[str, Any]:
-        return {k: v for k, v in self.run.strategy.options["deepspeed"].items() if k != "zero_stage"}
+    @classmethod
+    def options_of(cls, run: Run) -> Mapping[str, Any]:
+        return {k: v for k, v in run.strategy.options["deepspeed"].items() if k != "zero_stage"}
 
     def start_engine(self) -> Any:
         from accelerate import DeepSpeedPlugin, InitProcessGroupKwargs

@@ -89,15 +89,8 @@ def check(run: Run, here: bool) -> None:
 
 def _check_model(run: Run, layer_options: list[str]) -> None:
     """Look at the family's layers, without memory. What cannot be built so is found out when it is built."""
-    from transformers import AutoModel
-
-    config = with_architectures(load_config(run))
-    try:
-        with torch.device("meta"):
-            model = AutoModel.from_config(config, trust_remote_code=run.model.trust_remote_code)
-    except Exception:  # code from the Hub, sizes that do not fit: each has a message of its own later
-        return
-    _layers_of(model, layer_options)
+    if (model := layers.empty_model(run, with_architectures(load_config(run)))) is not None:
+        _layers_of(model, layer_options)
 
 
 def _check_traced(run: Run) -> None:

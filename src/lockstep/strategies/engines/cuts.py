@@ -268,10 +268,7 @@ class StagePart(nn.Module):
     def tensor(self, name: str) -> Tensor:
         """A parameter or buffer of this part, by first name."""
         module, attribute = self._places[name][0]
-        tensor = module._parameters.get(attribute)
-        if tensor is None:
-            tensor = module._buffers[attribute]  # type: ignore[assignment]
-        assert tensor is not None
+        tensor: Tensor = getattr(module, attribute)
         return tensor
 
     # -- running -----------------------------------------------------------------------------------------------------

@@ -369,8 +369,8 @@ class Uses:
 
 
 def sums_in_float32(model: nn.Module) -> None:
-    """Let gradients of gathered bfloat16 weights be float32, as `masters.sums_in_float32` has those of whole ones: the
-    terms of a weight that a micro-batch uses twice (tied embeddings) would else be added up in bfloat16."""
+    """Let gradients of gathered bfloat16 weights be float32, as `held_state.sums_in_float32` has those of whole ones:
+    the terms of a weight that a micro-batch uses twice (tied embeddings) would else be added up in bfloat16."""
 
     def widen(module: FSDPModule, _: Any) -> None:
         for group in _groups_of(module):

@@ -63,11 +63,10 @@ class Hooked(WholeStateRecovery):
         self.wrapped = self.wrap()
         self.ddp = self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
         assert (self.ddp is not None) == (self.world.size > 1), f"{type(self.wrapped)} at {self.world.size} processes"
-        dense = [i for i in reversed(range(len(self.parameters))) if i not in self.rows]  # as backward meets them
         narrow = self.run.model.trained_in_bfloat16
         if self.ddp is not None:
-            cap_bytes = self.ddp.bucket_bytes_cap
-            self.buckets = [[dense[j] for j in b] for b in buckets([self.parameters[i] for i in dense], cap_bytes)]
+            backwards = dict(reversed(self.dense.items()))  # as backward meets them
+            self.buckets = buckets(backwards, self.ddp.bucket_bytes_cap)
             self.ddp.register_comm_hook(None, self.on_bucket)
             # DDP's buckets would be of bfloat16, like the weights
             if narrow or layers.leaves_out_layers(getattr(self.model, "config", None)) is not None:

@@ -156,19 +156,27 @@ def check_writes(run: Run, key: str, engine: str, instead: str) -> None:
         )
 
 
+def empty_model(run: Run, config: Any, auto: str = "AutoModel") -> Any:
+    """A model of transformers of this config, by one of its Auto classes, on the meta device; None where it cannot be
+    built: code from the Hub, sizes that do not fit, each of which has a message of its own later."""
+    import transformers
+
+    try:
+        with torch.device("meta"):
+            return getattr(transformers, auto).from_config(config, trust_remote_code=run.model.trust_remote_code)
+    except Exception:
+        return None
+
+
 def sharing_embeddings(run: Run) -> list[str]:
     """The modules of a run's model that hold weights of its input or output embeddings besides these: an encoder's and
     a decoder's embeddings that are one, or a head with the bias of its last layer. None where the model cannot be
-    built without memory."""
-    import transformers
-
+    built without memory, or does not say which its embeddings are."""
     task: Any = plugins.find("tasks", run.task.name)
     try:
-        with torch.device("meta"):
-            auto = getattr(transformers, heads.of(task.head).auto)
-            model = auto.from_config(load_config(run), trust_remote_code=run.model.trust_remote_code)
+        model = empty_model(run, load_config(run), heads.of(task.head).auto)
         embeddings = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
-    except Exception:  # code from the Hub, sizes that do not fit: each has a message of its own later
+    except Exception:
         return []
     weights = {id(p) for module in embeddings for p in module.parameters(recurse=False)}
     others = [(name, module) for name, module in model.named_modules() if all(module is not e for e in embeddings)]

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from types import FunctionType
 from typing import Any
@@ -65,9 +65,8 @@ class Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
-        ):  # FSDP gathers by operations of its own
+        # FSDP gathers by operations of its own
+        if isinstance(func, torch._ops.OpOverload) and func.namespace == "aten":
             for place, name in _written(func):
                 for tensor in _pytree.tree_leaves(args[place] if place < len(args) else kwargs.get(name)):
                     if isinstance(tensor, Tensor):
@@ -320,18 +319,10 @@ class SideEffects:
         """Those of all ranks. Collective."""
         effects = all_gather(self)
         same = set.intersection(*(set(each.alike.items()) for each in effects))
-
-        def union(sets: Iterable[frozenset[str]]) -> frozenset[str]:
-            return frozenset().union(*sets)
-
+        kinds = [kind.name for kind in fields(self) if kind.name != "alike"]
         return SideEffects(
-            union(each.written for each in effects),
-            union(each.new_memory for each in effects),
-            union(each.replaced for each in effects),
-            union(each.switched for each in effects),
-            union(each.hooked for each in effects),
-            union(each.evaluated for each in effects),
-            dict(same),
+            **{kind: frozenset[str]().union(*(getattr(each, kind) for each in effects)) for kind in kinds},
+            alike=dict(same),
         )
 
 

@@ -116,13 +116,8 @@ def check(run: Run) -> None:
         raise RunError("LS4313", f"{KEY}: transformers has no plan for a model of your own; leave it out")
     config = load_config(run)
     plan = plan_of(config, leaves)
-    with torch.device("meta"):
-        try:
-            from transformers import AutoModel
-
-            model = AutoModel.from_config(config, trust_remote_code=run.model.trust_remote_code)
-        except Exception:  # code from the Hub, sizes that do not fit: looked at when the model is there
-            return
+    if (model := layers.empty_model(run, config)) is None:  # looked at when the model is there
+        return
     list(_products(plan, leaves, model))
     task: Any = plugins.find("tasks", run.task.name)
     tried = task.head is not None and heads.of(task.head).reads_texts

@@ -35,7 +35,7 @@ from lockstep.strategies.engines.zero_sums import CutGradient, FlatCuts, LocalSu
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.gradient import Part
 from lockstep.strategies.exact.optim import make_model
-from lockstep.strategies.exact.reduction import ReductionTree, most_held
+from lockstep.strategies.exact.reduction import most_held, most_held_in_turns
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.native import call_on_cpu
 from lockstep.strategies.observer import listening, observing
@@ -64,20 +64,19 @@ class Sharded(ShardedRecovery, Recomputes):
     recomputes_together = True  # whoever computes has weights gathered
     state_needs_all_ranks = True  # its flat cuts are no slices of tensors
     stage: int  # of ZeRO
+    options_key: ClassVar[str] = "strategy.options"
     statistics: Statistics
     waits_inside: ClassVar[tuple[str, ...]] = ("forward", "backward", "reduction", "optimizer")
 
     @classmethod
     def rounding(cls, run: Run) -> float:
-        if keeps_bf16_weights(run.strategy.options.get("deepspeed", run.strategy.options)):
+        if keeps_bf16_weights(cls.options_of(run)):
             return 0.1
         return 1e-4 if run.precision == "fp32" else 1e-3
 
     @classmethod
     def inexact_options(cls, run: Run) -> list[str]:
-        key = "strategy.options.deepspeed" if "deepspeed" in run.strategy.options else "strategy.options"
-        options = run.strategy.options.get("deepspeed", run.strategy.options)
-        return [f"{key}.{name}" for name in zero_config.other_arithmetic(options)]
+        return [f"{cls.options_key}.{name}" for name in zero_config.other_arithmetic(cls.options_of(run))]
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
@@ -85,11 +84,7 @@ class Sharded(ShardedRecovery, Recomputes):
             return 0.0
         if cls.stage_of(run) == 1:
             return 4.0 * (most_held(run.micro_batches, processes) - 1)
-        tree, most = ReductionTree(run.micro_batches), 1
-        for turn in range(0, run.micro_batches, processes):
-            for leaf in range(turn, min(turn + processes, run.micro_batches)):
-                tree.add(leaf, [])
-            most = max(most, len(tree.nodes))
+        most = most_held_in_turns(run.micro_batches, range(run.micro_batches), processes)
         return 4.0 * (most - 1) / processes
 
     @classmethod
@@ -106,17 +101,18 @@ class Sharded(ShardedRecovery, Recomputes):
         return cls.stage
 
     @classmethod
+    def options_of(cls, run: Run) -> Mapping[str, Any]:
+        """The user's part of DeepSpeed's config, which is under `options_key` in the run file."""
+        return run.strategy.options
+
+    @classmethod
     def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
-        low = keeps_bf16_weights(run.strategy.options.get("deepspeed", run.strategy.options))
+        low = keeps_bf16_weights(cls.options_of(run))
         return zero_config.shared_out(super().bytes_held(run, processes, state), processes, cls.stage_of(run), low)
 
     @abstractmethod
     def start_engine(self) -> Any:
         """A `deepspeed.DeepSpeedEngine` around `self.model` and `self.optimizer`, of `self.config`."""
-
-    @abstractmethod
-    def options(self) -> Mapping[str, Any]:
-        """The user's part of DeepSpeed's config."""
 
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)
@@ -136,8 +132,9 @@ class Sharded(ShardedRecovery, Recomputes):
         receives = self.stage == 3 and not self.world.is_main  # gets its shards from rank 0, parameter by parameter
         self.model = make_model(task, empty=receives)
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
-        self.low_precision = keeps_bf16_weights(self.options())
-        self.config = zero_config.config(self.run, self.stage, self.parameter_count, self.options())
+        options = self.options_of(self.run)
+        self.low_precision = keeps_bf16_weights(options)
+        self.config = zero_config.config(self.run, self.stage, self.parameter_count, options)
         if self.in_tree_order:
             self.config["zero_optimization"]["memory_efficient_linear"] = False  # `SavedByName` takes its place
         if self.stage == 3:
@@ -193,7 +190,7 @@ class Sharded(ShardedRecovery, Recomputes):
         bucket = 4 * int(self.config["zero_optimization"]["reduce_bucket_size"])
         self.sums = sums(self.world, [*leaves.values()], self.flat_cuts.by_rank, bucket)
         groups = optim.groups(self.run.optim, self.flat_cuts.parts.items(), treated)
-        self.optimizer = self.stepper = optim.of_groups(self.run.optim, groups)
+        self.optimizer = self.stepper = optim.Stepper(self.run.optim, groups)
 
     def _owned(self, trained: Mapping[str, Any]) -> list[Owned]:
         """Which numbers of each parameter DeepSpeed has each rank update, and where it keeps them there; by rank."""
@@ -260,7 +257,7 @@ class Sharded(ShardedRecovery, Recomputes):
             return step(batch, learning_rate)
 
     def _step_in_tree_order(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
+        losses = self.no_losses(batch)
         self.sums.start(batch.count)
         self.statistics.start(batch.count)
         for micro in batch.micro_batches:
@@ -279,17 +276,14 @@ class Sharded(ShardedRecovery, Recomputes):
             self._refuse_unequal_uses(dict(zip(self.flat_cuts.parts, uses, strict=True)), batch.count)
         parts = [Part(n, p, g) for (n, p), g in zip(self.flat_cuts.parts.items(), gradients, strict=True)]
         gradient = CutGradient(parts, list(self.flat_cuts.parts), self.flat_cuts, self.world)
-        with self.phases("optimizer"):
-            norm, used = self.optimizer_step(batch.step, gradient, learning_rate, losses, uses)
-        self.statistics.finish(self.data_parallel.sum, used)
-        return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
+        return self.optimizer_step(batch, gradient, learning_rate, losses, uses)
 
     def _level(self, batch: StepBatch) -> None:
         """A turn in which other ranks run a micro-batch and this one has none: it receives what they send. Under stage
         3 it also gathers the weights with them. Collective."""
         self.sums.begin(None)
         if self.stage == 3:
-            with listening(self, None), self.sources.preserved():
+            with listening(self, None):
                 self.run_micro_batch(batch.micro_batches[-1].blank(), batch.targets)
             self.statistics.reset()
         self.sums.end()
@@ -313,7 +307,7 @@ class Sharded(ShardedRecovery, Recomputes):
             self._refresh_model()
 
     def _step_of_engine(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
+        losses = self.no_losses(batch)
         micro_batches = self._levelled(batch)
         self.uses = dict.fromkeys(self.uses, 0)
         self.statistics.start(batch.count)
@@ -629,9 +623,6 @@ class Zero(Sharded):
             layers.check_gathered(run)
             layers.check_writes(run, "strategy.name", "ZeRO-3", "strategy.name=zero2 or ddp")
         zero_config.check(run, processes, cls.stage, run.strategy.options)
-
-    def options(self) -> Mapping[str, Any]:
-        return self.run.strategy.options
 
     def start_engine(self) -> Any:
         import deepspeed

@@ -127,7 +127,6 @@ _SAME_NUMBERS = {
     "bf16": {"enabled"},
     "bfloat16": {"enabled"},
     "fp16": {"enabled"},
-    "zero_stage": None,  # of Accelerate
     "flops_profiler": None,
     "comms_logger": None,
     "tensorboard": None,

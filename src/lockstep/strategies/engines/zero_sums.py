@@ -103,9 +103,8 @@ class CutSums(ABC):
         travel at a time, about. Sizes are asked of the cuts: an engine may have taken the parameters' memory away."""
         self.world, self.parameters, self.cuts = world, list(parameters), cuts
         self.sizes = [sum(of_rank[i].length for of_rank in cuts) for i in range(len(self.parameters))]
-        like = [torch.empty(size, device="meta") for size in self.sizes]
-        backwards = list(reversed(range(len(like))))  # about as backward meets them
-        self.buckets = [[backwards[j] for j in b] for b in buckets([like[i] for i in backwards], bucket)]
+        like = {i: torch.empty(size, device="meta") for i, size in enumerate(self.sizes)}
+        self.buckets = buckets(dict(reversed(like.items())), bucket)  # about as backward meets them
         self.owned = [[sum(of_rank[i].length for i in b) for b in self.buckets] for of_rank in cuts]  # by rank, bucket
         self._aside = False
         for i, parameter in enumerate(self.parameters):

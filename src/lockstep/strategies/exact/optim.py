@@ -27,7 +27,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.sharded import Saved, fill, local, whole
 from lockstep.distributed.torch_internals import is_dtensor
 from lockstep.strategies.engines.side_effects import first_few, hooks
-from lockstep.strategies.optimizers.optimizer import Optimizer, State, Weight, rule
+from lockstep.strategies.optimizers.optimizer import State, Weight, rule
 from lockstep.tasks.task import Task
 
 ALIGNED = 64  # bytes: where torch puts what it allocates on a CPU
@@ -195,7 +195,7 @@ def groups(
 
 def build(optim: OptimSection, model: nn.Module) -> Stepper:
     """The stepper of a model; its rate is set anew at every step."""
-    return of_groups(optim, groups(optim, model.named_parameters(), assigned(optim, model)))
+    return Stepper(optim, groups(optim, model.named_parameters(), assigned(optim, model)))
 
 
 def state_bytes(optim: OptimSection, model: nn.Module) -> float:
@@ -214,22 +214,16 @@ def as_it_is(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def of_groups(
-    optim: OptimSection, parts: list[dict[str, Any]], spread: Callable[[str, Tensor], Tensor] = as_it_is
-) -> Stepper:
-    """A stepper for parameter groups that are there already. `spread`: a parameter's name and this rank's plain part of
-    it, of its gradient or of a moment -> the DTensor that it is a part of."""
-    return Stepper(rule(optim), parts, spread)
-
-
 class Stepper(torch.optim.Optimizer):
     """A rule, on whole tensors or on this rank's parts of them."""
 
     def __init__(
-        self, rule_of_groups: Optimizer, parts: list[dict[str, Any]], spread: Callable[[str, Tensor], Tensor] = as_it_is
+        self, optim: OptimSection, parts: list[dict[str, Any]], spread: Callable[[str, Tensor], Tensor] = as_it_is
     ) -> None:
+        """`parts`: parameter groups. `spread`: a parameter's name and this rank's plain part of it, of its gradient or
+        of a moment -> the DTensor that it is a part of."""
         super().__init__(parts, {})
-        self.rule, self.spread = rule_of_groups, spread
+        self.rule, self.spread = rule(optim), spread
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -51,18 +51,34 @@ def links(run: Run, world: World, group: dist.ProcessGroup | None = None) -> Lin
     return LinkSpeeds(run.strategy.all_reduce, tuple(world.hosts[rank] for rank in ranks))
 
 
+def lift(node: Node, leaves: int) -> Node:
+    """Raise a partial sum to the level at which it has a sibling, or to the root: where the sibling covers no leaf, a
+    node is its parent already."""
+    level, index = node
+    while (1 << level) < leaves <= (index ^ 1) << level:
+        level, index = level + 1, index >> 1
+    return level, index
+
+
+def sibling(node: Node) -> Node:
+    """The other child of its parent."""
+    return node[0], node[1] ^ 1
+
+
+def parent(node: Node) -> Node:
+    """The node that it makes with its sibling."""
+    return node[0] + 1, node[1] >> 1
+
+
 def merged(nodes: Iterable[Node], leaves: int) -> tuple[Node, ...]:
     """Merge siblings among partial sums as far as possible, in leaf order."""
     nodes_after: set[Node] = set()
-    for level, index in nodes:
-        while (1 << level) < leaves:
-            sibling = index ^ 1
-            if sibling << level < leaves:  # the sibling covers leaves; otherwise this node is its parent already
-                if (level, sibling) not in nodes_after:
-                    break
-                nodes_after.remove((level, sibling))
-            level, index = level + 1, index >> 1
-        nodes_after.add((level, index))
+    for node in nodes:
+        node = lift(node, leaves)
+        while sibling(node) in nodes_after:
+            nodes_after.remove(sibling(node))
+            node = lift(parent(node), leaves)
+        nodes_after.add(node)
     return tuple(sorted(nodes_after, key=lambda node: node[1] << node[0]))
 
 
@@ -306,13 +322,10 @@ def gather_in_stages(
 
 
 class Gather:
-    """Every rank's slot to every rank, in rank order."""
+    """Every rank's slot to every rank of the job, in rank order."""
 
-    def __init__(
-        self, rank: int, ranks: int, group: dist.ProcessGroup | None = None, links: LinkSpeeds | None = None
-    ) -> None:
-        links = links or LinkSpeeds()
-        self._rank, self._ranks, self._group = rank, ranks, group
+    def __init__(self, rank: int, ranks: int, links: LinkSpeeds) -> None:
+        self._rank, self._ranks = rank, ranks
         self._plan = plan(ranks, tuple(((0, r),) for r in range(ranks)), links.hosts) if links.tree(ranks) else None
 
     def bucket(self, own: Tensor, then: Callable[[Tensor], None]) -> Bucket:
@@ -320,14 +333,14 @@ class Gather:
         if self._plan is None:
             total = own.new_empty(self._ranks, own.numel())
             total[self._rank] = own
-            work = all_gather(total.view(-1), total[self._rank], group=self._group, async_op=True)
+            work = all_gather(total.view(-1), total[self._rank], async_op=True)
             yield
             work.wait()
             then(total)
         else:
             places = places_of(self._plan.order(self._rank), own.device)
             yield from gather_in_stages(
-                own, self._plan, self._rank, self._group, lambda total: then(total.index_select(0, places))
+                own, self._plan, self._rank, None, lambda total: then(total.index_select(0, places))
             )
 
 

@@ -23,8 +23,11 @@ from lockstep.strategies.exact.reduce_schedule import (
     ReduceStage,
     all_gather,
     gather_in_stages,
+    lift,
     merged,
+    parent,
     plan,
+    sibling,
 )
 from lockstep.strategies.exact.reduce_schedule import Node as Node
 
@@ -41,36 +44,22 @@ class ReductionTree:
 
     def add(self, leaf: int, tensors: Sequence[Tensor]) -> None:
         """Add the tensors of one leaf. The tree owns them from now on and may write into them."""
-        self._place((0, leaf), list(tensors))
+        self.place((0, leaf), tensors)
 
     def place(self, node: Node, tensors: Sequence[Tensor]) -> None:
         """Add a partial sum that another tree made."""
-        self._place(node, list(tensors))
+        partial, node = list(tensors), lift(node, self.leaves)
+        while (other := self.nodes.pop(sibling(node), None)) is not None:
+            partial = _added(partial, other) if node < sibling(node) else _added(other, partial)
+            node = lift(parent(node), self.leaves)
+        self.nodes[node] = partial
 
     def take_sibling(self, leaf: int) -> tuple[Node, list[Tensor] | None]:
         """The partial sum that a leaf is added to first, which the tree gives up, or None while it is not there; and
         the node that the two make, or else the leaf alone."""
-        level, index = 0, leaf
-        while (1 << level) < self.leaves:
-            sibling = index ^ 1
-            if sibling << level < self.leaves:
-                waiting = self.nodes.pop((level, sibling), None)
-                return ((0, leaf), None) if waiting is None else ((level + 1, index >> 1), waiting)
-            level, index = level + 1, index >> 1
-        return (0, leaf), None
-
-    def _place(self, node: Node, tensors: list[Tensor]) -> None:
-        level, index = node
-        while (1 << level) < self.leaves:
-            sibling = index ^ 1
-            if sibling << level < self.leaves:  # the sibling covers leaves; otherwise this node is its parent already
-                other = self.nodes.pop((level, sibling), None)
-                if other is None:
-                    break
-                left, right = (tensors, other) if index < sibling else (other, tensors)
-                tensors = _added(left, right)
-            level, index = level + 1, index >> 1
-        self.nodes[level, index] = tensors
+        node = lift((0, leaf), self.leaves)
+        waiting = self.nodes.pop(sibling(node), None)
+        return ((0, leaf), None) if waiting is None else (parent(node), waiting)
 
     @property
     def root(self) -> list[Tensor]:
@@ -124,15 +113,26 @@ def most_held(leaves: int, ranks: int, whole_leaf: bool = False, uneven: bool = 
     return most
 
 
+def most_held_in_turns(leaves: int, own: range, ranks: int) -> int:
+    """The most partial sums of the leaves `own` that ranks hold together, each a slice of every one, where in a turn
+    each rank makes one leaf and neighbours come together at once."""
+    tree, most = ReductionTree(leaves), 1
+    for turn in range(own.start, own.stop, ranks):
+        for leaf in range(turn, min(turn + ranks, own.stop)):
+            tree.add(leaf, [])
+        most = max(most, len(tree.nodes))
+    return most
+
+
 class Scatter:
     """Gives each rank its slot of the sum of partial nodes over ranks, in tree order, bucket by bucket, while the
     caller goes on computing.
 
     A bucket goes through one all-to-all (each rank gets its slot of everybody's partial nodes) and a sum in tree order;
-    or, as `links` says, through the stages of a plan (`routes.py`), each with its own sum in tree order. Either way
-    (W-1)/W of its bytes a rank, as a ring reduce-scatter (more when shares are not whole subtrees). `layout`: each
-    rank's partial nodes, where they are not those of its share of the leaves. `then` is given the slot of each bucket
-    by the node that it is of: the root where every leaf is there; it may return messages that follow.
+    or, as `links` says, through the stages of a plan (`reduce_schedule.py`), each with its own sum in tree order.
+    Either way (W-1)/W of its bytes a rank, as a ring reduce-scatter (more when shares are not whole subtrees).
+    `layout`: each rank's partial nodes, where they are not those of its share of the leaves. `then` is given the slot
+    of each bucket by the node that it is of: the root where every leaf is there; it may return messages that follow.
     """
 
     def __init__(
@@ -336,17 +336,30 @@ def unlaid(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def buckets(tensors: Sequence[Tensor], cap_bytes: int) -> list[list[int]]:
-    """Positions of tensors in consecutive groups of about `cap_bytes`."""
+def buckets(tensors: Mapping[int, Tensor], cap_bytes: int) -> list[list[int]]:
+    """The positions of tensors, in their order, in groups of about `cap_bytes`."""
     groups: list[list[int]] = [[]]
     size = 0
-    for i, tensor in enumerate(tensors):
+    for i, tensor in tensors.items():
         size += tensor.numel() * tensor.element_size()
         groups[-1].append(i)
         if size >= cap_bytes:
             groups.append([])
             size = 0
     return [g for g in groups if g]
+
+
+def all_reduce_flat(
+    tensors: Sequence[Tensor], groups: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None
+) -> list[Tensor]:
+    """The textbook way, equal to rounding: the sums of tensors over ranks, by one all-reduce for each of `groups`,
+    which hold all positions. Collective."""
+    summed: dict[int, Tensor] = {}
+    for positions in groups:
+        flat = torch.cat([tensors[i].reshape(-1) for i in positions])
+        dist.all_reduce(flat, group=group)
+        summed |= zip(positions, unlaid(flat, [tensors[i].shape for i in positions]), strict=True)
+    return [summed[i] for i in range(len(tensors))]
 
 
 def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float | None) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
-from lockstep.data.batch import MicroBatch, StepBatch
+from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.world import World
@@ -94,19 +94,27 @@ class GradientUpdate(Strategy):
         return self.data_parallel.sum(tensor)
 
     def optimizer_step(
-        self, step: int, gradient: Gradient, learning_rate: float, losses: Tensor, uses: Sequence[int]
-    ) -> tuple[Tensor, Tensor | bool]:
-        """Look at the gradient, see that it is finite, clip, set the rate, one step of the optimizer. `losses` and
-        `uses` are what `agree` gave. Returns the norm before clipping, and whether the update was made: on CUDA that is
-        still on the device, which then leaves the weights as they are by itself, and the host hears of it in the next
-        update. Collective. Errors: `NotFinite`, also of the update before."""
-        scale = None
-        if self.scaling is not None:
-            gradient.scale_(1 / (scale := self.scaling.value))
-        norm = gradient.norm()
-        if self.observer is not None:
-            self.observer.reduced(gradient)
-        return norm.to(self.world.device), self.apply_gradient(step, gradient, norm, scale, learning_rate, losses, uses)
+        self, batch: StepBatch, gradient: Gradient, learning_rate: float, losses: Tensor, uses: Sequence[int]
+    ) -> StepResult:
+        """Look at the gradient, see that it is finite, clip, set the rate, one step of the optimizer; then update the
+        running statistics. `losses` and `uses` are what `agree` gave. Whether the update was made is on CUDA still on
+        the device, which then leaves the weights as they are by itself, and the host hears of it in the next update.
+        Collective. Errors: `NotFinite`, also of the update before."""
+        with self.phases("optimizer"):
+            scale = None
+            if self.scaling is not None:
+                gradient.scale_(1 / (scale := self.scaling.value))
+            norm = gradient.norm()
+            if self.observer is not None:
+                self.observer.reduced(gradient)
+            used = self.apply_gradient(batch.step, gradient, norm, scale, learning_rate, losses, uses)
+        if self.statistics is not None:
+            self.statistics.finish(self.data_parallel.sum, used)
+        return StepResult(losses.sum() / batch.targets, norm.to(self.world.device), used, self.sources.of_step)
+
+    def no_losses(self, batch: StepBatch) -> Tensor:
+        """Zero for every micro-batch of a step [M]: a rank fills in those that it runs."""
+        return torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)
 
     def apply_gradient(
         self,

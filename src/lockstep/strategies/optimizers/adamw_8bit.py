@@ -7,6 +7,7 @@ with Trainer. 2 bytes a parameter. Needs the extra `lockstep-train[quantization]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +48,8 @@ class AdamW8bit(Optimizer):
         return 2.0
 
     def kind(self, weight: Weight) -> str:
-        count = 1
-        for size in weight.shape:
-            count *= size
-        return EIGHT if count >= self.options.min_8bit_size and not weight.embedding else ""
+        large = math.prod(weight.shape) >= self.options.min_8bit_size
+        return EIGHT if large and not weight.embedding else ""
 
     def whole(self, group: GroupOf) -> bool:
         return bool(group["kind"] == EIGHT)  # blocks are counted from the first number

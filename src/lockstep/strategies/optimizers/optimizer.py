@@ -116,10 +116,13 @@ def check(run: Run, flat: bool) -> None:
             f"optim.name: {name} {why}, but under {run.strategy.name} DeepSpeed holds shards of flat ones; "
             "use strategy.name=fsdp2, or optim.name=adamw, lion or sgd",
         )
-    if run.strategy.options.get("cpu_offload") and not cls.any_part and run.launch.device != "cpu":
+    key = "strategy.options.fsdp" if "fsdp" in run.strategy.options else "strategy.options"
+    options = run.strategy.options.get("fsdp", run.strategy.options)
+    offloads = isinstance(options, Mapping) and options.get("cpu_offload")
+    if offloads and not cls.any_part and run.launch.device != "cpu":
         raise RunError(
             "LS4221",
-            f"strategy.options.cpu_offload: {name} updates whole tensors, which are gathered on the device; "
+            f"{key}.cpu_offload: {name} updates whole tensors, which are gathered on the device; "
             "remove it, or use optim.name=adamw, lion or sgd",
         )
 

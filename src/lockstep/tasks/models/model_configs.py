@@ -11,6 +11,7 @@ import difflib
 import importlib.util
 import inspect
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -36,19 +37,20 @@ _ELSEWHERE = {
 def names(config: Any) -> list[str]:
     """The entries that a config's class knows: its fields, what it derives from them, other names of these, and
     properties that can be set."""
+    kind: Any = type(config)
+    return sorted({name for name in vars(config) if not name.startswith("_")} | _names_of_class(kind))
+
+
+@lru_cache(maxsize=128)
+def _names_of_class(kind: Any) -> frozenset[str]:
     from transformers import PreTrainedConfig
 
-    kind = type(config)
-    settable = [name for name, value in inspect.getmembers_static(kind, _is_settable) if not name.startswith("_")]
+    members = [(name, value) for name, value in inspect.getmembers_static(kind) if not name.startswith("_")]
+    settable = [name for name, value in members if _is_settable(value)]
     # a constant of the class is an entry where the instance has none of its own (a family that fixes one)
     fixed = [name for name in vars(PreTrainedConfig) if not name.startswith("_")]
-    constants = [
-        name
-        for name, value in inspect.getmembers_static(kind)
-        if not name.startswith("_") and name not in fixed and isinstance(value, bool | int | float | str)
-    ]
-    attributes = [name for name in vars(config) if not name.startswith("_")]
-    return sorted({*attributes, *kind.attribute_map, *settable, *constants})
+    constants = [name for name, value in members if name not in fixed and isinstance(value, bool | int | float | str)]
+    return frozenset([*kind.attribute_map, *settable, *constants])
 
 
 def _is_config(value: Any) -> TypeGuard[PreTrainedConfig]:

@@ -79,7 +79,6 @@ class PeerCheckpoints:
         self.versions: list[Version] = []  # newest last
         self._flight: _Flight | None = None
         self._shapes: Any = None
-        self.bytes_sent = 0
 
     def form(self, session: Session, state: TrainState) -> None:
         """The ranks have met: connections of their own, and a first copy. Collective."""
@@ -138,7 +137,6 @@ class PeerCheckpoints:
                 work.append(dist.isend(buffer, self._next, group=self._group))
             if len(box):
                 work.append(dist.irecv(box, self._before, group=self._group))
-            self.bytes_sent += len(buffer)
         assert world.members is not None
         key = (state.step, world.members.generation.number, "copied")
         version = Version(key, {world.rank: own}, world.size, state.state_dict())

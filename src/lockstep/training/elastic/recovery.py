@@ -94,7 +94,7 @@ class Recovery:
         while True:
             try:
                 if self._resharder is not None:
-                    self._resharder.begin(self.session, self._state)
+                    self._resharder.copies.form(self.session, self._state)
                 members.trains()
                 train(self.session, self._state)
                 members.over()
@@ -117,7 +117,7 @@ class Recovery:
         if session.world.grows:
             session.checkpoints.settle()
             if self._resharder is not None:
-                self._resharder.before_join(state)
+                self._resharder.copies.before_join(state)
             session.world.barrier()
             raise Regroup
         if self._resharder is not None:

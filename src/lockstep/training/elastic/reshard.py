@@ -39,18 +39,10 @@ class Resharder:
         self._live: Version | None = None  # the same: its part as it is
         self._before: Version | None = None  # its part as it was, until all ranks train with the new one
 
-    def begin(self, session: Session, state: TrainState) -> None:
-        """The ranks train from here on. Collective."""
-        self.copies.form(session, state)
-
     def after_step(self, state: TrainState) -> None:
         """Collective."""
         self._before = None
         self.copies.after_step(state)
-
-    def before_join(self, state: TrainState) -> None:
-        """Others are to come in. Collective."""
-        self.copies.before_join(state)
 
     def detach_group(self, session: Session, state: TrainState) -> None:
         """The group is about to go: note what this rank has. Once only, however often ranks meet until that has gone
