@@ -41,9 +41,7 @@ from support.silent_keys import FUNCTIONS, KINDS, keys_of, words_of  # noqa: E40
 LIMIT_S = 120
 LOGS = ("metrics.jsonl", "fingerprints.jsonl", "samples.jsonl", "scores.json")
 RUN_FILE = re.compile(r"(`{3,})yaml.*?\1", re.DOTALL)  # in the model card, and with every key in it
-TIMES = re.compile(
-    r"\d[\d.,]* ?(s|ms|min|h|[MGK]iB|[kMG]B|\w+/s|/s|%)\b|\d+:\d\d(:\d\d)?|\d{4}-\d\d-\d\d[T ][\d:.]+Z?"
-)
+TIMES = re.compile(r"\d[\d.,]* ?(s|ms|min|h|[MGK]iB|[kMG]B|\w+/s|/s|%)\b|\d+:\d\d(:\d\d)?|\d{4}-\d\d-\d\d[T ][\d:.]+Z?")
 TIMED = re.compile(r"second|time|per_s|memory|_s$|speed|gib|share|wait")
 # Lines of the terminal that hang on times, the cache, or the name of the run.
 UNALIKE = re.compile(r"(repeat|report|next) |\w+ +made in |.*(Writing model shards|it/s\])")
