@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
@@ -20,6 +21,7 @@ from lockstep.training.beginning import without_effect
 from lockstep.training.model_stats import unused_links
 from support.harness import tiny
 from support.messages import raises
+from support.own_modules import NET, NET_FUNCTIONS, job
 from support.task_runs import make, write
 
 SCRATCH: dict[str, Any] = {"data": "builtin/emotion", "model": {"type": "gpt2"}, "tokenizer": {"train": "bpe"}}
@@ -31,7 +33,9 @@ REFUSED: dict[tuple[str, ...], tuple[str, str]] = {
     ("tokenizer.train=null", "tokenizer.source=gpt2", "tokenizer.vocab_size=90"): ("LS1137", "vocab_size"),
     (LM, "task.text=a", "task.prompt=q", "task.response=r"): ("LS3057", "task.text"),
     (LM, "task.text=a", "task.messages=m"): ("LS3057", "task.text"),
+    ("task.name=embedding", "task.score=score", "task.corpus=9"): ("LS3024", "corpus"),
 }
+REFUSED[("task.name=image_classification", "tokenizer={}", "data.padding=batch")] = ("LS1119", "data.padding")
 TAKEN = [
     ("model.trust_remote_code=true", "tokenizer.train=null", "tokenizer.source=some/tokenizer"),
     (LM, "task.text=a"),
@@ -83,6 +87,17 @@ def test_a_line_as_a_document_where_no_file_is_text(tmp_path: Path) -> None:
         prepare(make(tmp_path, "packed", "task.document=line"), LanguageModeling)
 
 
+def test_an_encoding_of_files_that_hold_no_text(tmp_path: Path) -> None:
+    run = make(tmp_path, "packed", "data.encoding=latin-1")
+    prepare(run, LanguageModeling)
+    for split in ("train", "validation"):
+        path = tmp_path / "packed" / f"{split}.jsonl"
+        Dataset.from_json(str(path)).to_parquet(path.with_suffix(".parquet"))
+        path.unlink()
+    with raises("LS2189", "data.encoding"):
+        prepare(run, LanguageModeling)
+
+
 def test_a_revision_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     run = load(None, ["model.type=null", f"model.source={tmp_path}"], SCRATCH)
@@ -131,6 +146,7 @@ def test_keys_of_what_another_key_turns_off_are_noted(
         assert not task_class(run, found).warnings  # nothing by which processes could differ
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("strategy", "keys", "noted"),
     [
@@ -147,3 +163,18 @@ def test_what_a_length_or_a_strategy_leaves_without_effect_is_noted(
     lines = without_effect(session)
     assert len(lines) == len(noted)
     assert all(line.startswith(words) for line, words in zip(lines, noted, strict=True))
+=======
+def test_samples_and_a_share_for_validation_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def said(*words: str) -> str:
+        run = job(tmp_path, NET, "task.generate=null", *words, functions=NET_FUNCTIONS)
+        task_class: Any = plugins.find("tasks", "module")
+        prepared = prepare(run, task_class)
+        assert not task_class(run, prepared).warnings
+        return "\n".join(warnings(prepared.facts))
+
+    assert "data.validation_fraction: 0.3 has no effect" in said("data.validation_fraction=0.3")  # NET brings a split
+    assert "task.samples has no effect" in said("task.samples=1")
+    assert "no effect" not in said()
+>>>>>>> main

@@ -79,6 +79,8 @@ def check_columns(local: dict[str, list[Path]], data: DataSection) -> None:
     for key in ("separator", "quote"):
         if getattr(data, key) is not None and others == files:
             raise RunError("LS2192", f"data.{key}: applies to .csv and .tsv files only, and there are none; remove it")
+    if "encoding" in data.changed_keys and all(format_of(file) in file_formats.BINARY for file in files):
+        raise RunError("LS2189", "data.encoding: applies to files of text only, and there are none; remove it")
 
 
 def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> Dataset:

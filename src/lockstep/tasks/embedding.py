@@ -65,7 +65,7 @@ class EmbeddingOptions(Section):
             raise InvalidValue(
                 "LS3020", "score rates pairs of texts, so negative cannot be used with it; remove task.negative"
             )
-        for key, scored in (("similarity_scale", False), ("score_range", True)):
+        for key, scored in (("similarity_scale", False), ("corpus", False), ("score_range", True)):
             if key in self.changed_keys and scored != (self.score is not None):
                 raise InvalidValue("LS3024", f"{key} has no effect with{'out' * scored} score; remove task.{key}")
         if not self.score_range[0] < self.score_range[1]:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _AS_IT_IS = {"do_resize": False, "do_center_crop": False}  # for images that have their size already
-_UNUSED = ("max_length", "group_by_length", "stream_window")  # keys of `data`
+_UNUSED = ("max_length", "padding", "group_by_length", "stream_window")  # keys of `data`
 
 
 class ImageClassificationOptions(LabelOptions):

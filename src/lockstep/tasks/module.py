@@ -108,6 +108,9 @@ class Module(Task):
         facts = {"source": run.task.options["data"], "cut": cut, "examples": len(sets["train"][1])} | asdict(probed)
         if not cut and "validation_fraction" in run.data.changed_keys:
             facts["unused_fraction"] = f"{run.data.validation_fraction:g}"
+        options = ModuleOptions.model_validate(run.task.options)
+        if options.generate is None and "samples" in options.changed_keys:
+            facts["notes"] = ["task.samples has no effect without task.generate"]
         return Prepared(key, files, "", facts)
 
     @classmethod
