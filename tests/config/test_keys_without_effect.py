@@ -146,7 +146,6 @@ def test_keys_of_what_another_key_turns_off_are_noted(
         assert not task_class(run, found).warnings  # nothing by which processes could differ
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("strategy", "keys", "noted"),
     [
@@ -163,7 +162,8 @@ def test_what_a_length_or_a_strategy_leaves_without_effect_is_noted(
     lines = without_effect(session)
     assert len(lines) == len(noted)
     assert all(line.startswith(words) for line, words in zip(lines, noted, strict=True))
-=======
+
+
 def test_samples_and_a_share_for_validation_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -177,4 +177,3 @@ def test_samples_and_a_share_for_validation_of_a_module(tmp_path: Path, monkeypa
     assert "data.validation_fraction: 0.3 has no effect" in said("data.validation_fraction=0.3")  # NET brings a split
     assert "task.samples has no effect" in said("task.samples=1")
     assert "no effect" not in said()
->>>>>>> main
