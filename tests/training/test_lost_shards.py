@@ -73,7 +73,10 @@ def test_one_replica_of_each_shard_is_enough_to_finish_the_step(
 ) -> None:
     """Four ranks, two replicas: nothing is gone back, also where another rank had not heard that all could make the
     update (`late`), and makes it by itself."""
-    words = (*REPLICATED, "evaluate.every=10")  # a loss in the evaluation after the last step starts again
+    words: tuple[str, ...] = REPLICATED
+    if phase == "evaluation":  # a loss in the one after the last step starts again
+        words += ("evaluate.every=10",)
+        alone = untouched(tmp_path / "alone", cache, "evaluate.every=10")
     done = striking.carried_out(struck("StruckFSDP2", 4, (3, 2, phase, 4)), tmp_path / "job", cache, alone, *words)
     assert [each["phase"] for each in done.done] == [phase]
     assert done.restarted == 0
