@@ -41,6 +41,8 @@ def main() -> int:
     fixed = {feature: values.split(",") for feature, _, values in (each.partition("=") for each in asked.fix)}
     if unknown := fixed.keys() - draw.FEATURES.keys():
         parser.error(f"--fix: unknown feature {', '.join(sorted(unknown))}; expected of {', '.join(draw.FEATURES)}")
+    if undrawn := draw.never_drawn(fixed):
+        parser.error(f"--fix: no run has {', '.join(undrawn)}")
     counts = {"promised": 0, "refused": 0, "finding": 0}
     done = _recorded(asked.record)
     for number, case in enumerate(itertools.islice(draw.cases(asked.seed, fixed), asked.n)):

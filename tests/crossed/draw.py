@@ -304,6 +304,17 @@ def one(draw: random.Random, free: bool, fixed: Fixed | None = None) -> Case:
     return case
 
 
+def never_drawn(fixed: Fixed) -> list[str]:
+    """FEATURE=VALUE of which no case comes, as of a value that is misspelt."""
+    draw = random.Random(0)
+    drawn = [one(draw, True, fixed) for _ in range(1000)]
+    return [
+        f"{feature}={value}"
+        for feature, values in fixed.items()
+        for value in sorted(set(values) - {str(case[feature]) for case in drawn})
+    ]
+
+
 def pairs(case: Case) -> set[tuple[str, str]]:
     """Pairs of a feature's value with another's, but for those of two plain ones, and for families."""
     plain = plainest(case)

@@ -81,6 +81,7 @@ def test_a_seed_and_a_number_are_a_case() -> None:
 def test_values_that_are_fixed_are_all_that_is_drawn() -> None:
     tasks = [case["task"] for case in itertools.islice(draw.cases(SEED, {"task": ["module", "classification"]}), 12)]
     assert set(tasks) == {"module", "classification"}
+    assert draw.never_drawn({"task": ["module", "modul"], "adapter": ["lora"]}) == ["task=modul"]
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)

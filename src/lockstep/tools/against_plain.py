@@ -328,7 +328,8 @@ def _recorded(record: PlainRecord, folder: Path) -> Iterator[StepRecord]:
     for place, step in enumerate(record.steps):
         tensors = load_file(folder / f"step-{place}.safetensors")
         gradients, after = _named("gradient.", tensors), _named("model.", tensors)
-        changes = {name: after[name] - before[name] for name in after if after[name].is_floating_point()}
+        changed_names = [name for name in after if name in gradients or not torch.equal(after[name], before[name])]
+        changes = {name: after[name] - before[name] for name in changed_names if after[name].is_floating_point()}
         yield StepRecord(step.loss, 0.0, step.norm, gradients, changes)
         before = after
 

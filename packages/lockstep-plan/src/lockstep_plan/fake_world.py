@@ -59,6 +59,7 @@ class Simulated:
 
     @property
     def messages(self) -> float:
+        """Collectives and sends of a step."""
         return sum(count for *_, count in self.sent)
 
 

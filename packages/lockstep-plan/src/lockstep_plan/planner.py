@@ -81,13 +81,14 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
 
 
 def task_of(run: Run) -> Task:
+    """With its data prepared. Errors: `RunError`."""
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepare(run, task_class))
     return task
 
 
 def feed_of(run: Run) -> StepLoader:
-    """Of a run that has been resolved."""
+    """All micro-batches of a run that has been resolved, on the host. Errors: `RunError`."""
     return StepLoader(run, task_of(run), [], torch.device("cpu"))
 
 
