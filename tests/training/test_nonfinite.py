@@ -22,10 +22,12 @@ from lockstep.tools.sweep.sweep_file import read as read_sweep
 from lockstep.trace.step_writer import RankStep, StepWriter, WholeStep
 from lockstep.track.best import Best
 from lockstep.track.console import Console
-from lockstep.training import fingerprints
+from lockstep.training import beginning, fingerprints
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.recording import TRACE, Recording, _recorded
 from lockstep.training.recording import read as read_recording
+from lockstep.training.resolve import for_rank
+from lockstep.training.session import build_session
 from lockstep.training.throughput import Spikes
 from lockstep_plan import calibrate
 from support.command import CommandJob, bits, lines, train, write
@@ -80,6 +82,62 @@ def test_memory_that_does_not_suffice_is_told_before_the_first_step(job: Command
     assert "more micro_batches" in err
     assert "restarting" not in err
     assert job.lines() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for peaks")
+@pytest.mark.parametrize(
+    ("free", "tried"),
+    [
+        pytest.param(1 << 40, [8, 4, 4], id="plenty"),
+        pytest.param(1 << 20, [8, 4, 4, 64, 64, 64], id="little"),
+        pytest.param(0, [8, 4, 4, 64, 64, 64], id="unknown"),
+    ],
+)
+def test_few_of_the_longest_examples_are_tried_where_memory_surely_suffices_for_all(
+    free: int, tried: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of 16 in each of 4 micro-batches, and of 64 in an evaluation of each split; all where that is not sure."""
+    run = tiny("strategy.name=single", "batch_size=64", "micro_batches=4", f"output={tmp_path}", "launch.device=cpu")
+    world = World(run)
+    session = build_session(for_rank(run, world), world)
+    seen, evaluate, step = list[int](), beginning.evaluate_with_tables, session.strategy.train_step
+
+    def evaluated(*given: Any, **more: Any) -> Any:
+        seen.append(len(given[5]))
+        return evaluate(*given, **more)
+
+    def trained(batch: Any, rate: float) -> Any:
+        longest = session.feed.columns.longest(len(batch.ids))
+        assert sorted(batch.ids) == sorted(longest)
+        seen.append(len(batch.ids))
+        return step(batch, rate)
+
+    monkeypatch.setattr(beginning, "free_memory", lambda sharing: free)
+    monkeypatch.setattr(beginning, "evaluate_with_tables", evaluated)
+    monkeypatch.setattr(session.strategy, "train_step", trained)
+    beginning.try_before_training(session)
+    world.close()
+    assert seen == tried
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for peaks")
+def test_what_few_examples_take_bounds_what_all_take() -> None:
+    """16 MiB for each of so many examples, beside 64 MiB of the optimizer's state."""
+
+    def took(examples: int) -> float:
+        bound = beginning.MemoryBound()
+        held = [bytearray(b"x") * (64 << 20), *(bytearray(b"x") * (16 << 20) for _ in range(examples))]
+        bound.end(1, 64 << 20)
+        assert len(held) == examples + 1
+        return bound.bytes
+
+    few, every = took(2), took(16)
+    assert every == pytest.approx((64 + 16 * 16) << 20, rel=0.1)
+    bound = beginning.MemoryBound()
+    held = [bytearray(b"x") * (64 << 20), *(bytearray(b"x") * (16 << 20) for _ in range(2))]
+    bound.end(8, 64 << 20)
+    assert bound.bytes >= 0.95 * every > few
+    assert len(held) == 3
 
 
 def dry_run(world: World, run: Run) -> tuple[str, str]:

@@ -118,6 +118,45 @@ def capacity(device: torch.device, sharing: int) -> int:
     return min(sizes) // sharing
 
 
+def restart_peak() -> int | None:
+    """Give memory that is free back to the kernel, and let `peak_resident` count from now on. Returns `resident`; None
+    where the kernel or the allocator cannot do so. Linux and glibc only."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is None:
+        return None
+    trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return resident()
+
+
+def free_memory(sharing: int) -> int:
+    """Bytes of host memory that are free now, for one of so many processes of this machine; at most what a container
+    may still use. 0: unknown, or this process has a limit of its own."""
+    try:
+        import resource
+
+        if any(
+            resource.getrlimit(which)[0] != resource.RLIM_INFINITY
+            for which in (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+        ):
+            return 0
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = [int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))) * 1024]
+    except (ImportError, OSError, StopIteration, ValueError):
+        return 0
+    folder = Path("/sys/fs/cgroup")
+    for most, now in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # "max": no limit
+            sizes.append(int((folder / most).read_text()) - int((folder / now).read_text()))
+    return max(0, min(sizes)) // sharing
+
+
 def keep_freed_memory() -> None:
     """Let this process keep the memory that it frees from now on, for its next allocations. A step makes the same
     gradients, buckets and activations as the step before; what went back to the kernel comes back zeroed and page by

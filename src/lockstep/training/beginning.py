@@ -8,6 +8,7 @@ checkpoint's memory, an evaluation, samples and the export.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -24,7 +25,8 @@ from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import facts as start_facts
 from lockstep.distributed.event_log import launched_by
 from lockstep.distributed.randomness import UNCOVERED, own_generators
-from lockstep.distributed.system_metrics import keep_freed_memory
+from lockstep.distributed.sharded import local
+from lockstep.distributed.system_metrics import free_memory, keep_freed_memory, peak_resident, restart_peak
 from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.strategy import NotFinite, Strategy
@@ -55,7 +57,7 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
     for text in (*session.task.warnings, *remarks(run, prepared)):
         console.note(text)
     ACTIVITY.at("trying a step with the longest examples")
-    try_a_step(session, lambda: try_the_end(session))
+    try_before_training(session)
     if names := strategy.effects.per_process:  # several processes were refused
         console.note(side_effects.one_process(names))
     compared = plain_check.check(session, plain_check.cause)
@@ -83,14 +85,63 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
 
 
 EXPORTED_TWICE = 100_000_000  # parameters up to which an export is tried before training: a second or two
+FEW, SHARE = 2, 16  # of the longest examples: at least so many, and one of so many, where memory is surely there
+ROOM = 0.5  # of the free memory: more than that is not surely there
 
 
-def try_a_step(session: Session, then: Callable[[], None] = lambda: None) -> None:
-    """Try the longest examples before the first step, and `then` what else takes memory. Ends the process, with advice,
-    where memory does not suffice. Errors: `TrainingFailed` for a loss or gradient that is no number."""
+def few_of(examples: int) -> int:
+    """How many of a micro-batch's examples, or of an evaluation batch's, are tried."""
+    return min(examples, max(FEW, -(-examples // SHARE)))
+
+
+class MemoryBound:
+    """The most memory, in bytes, that what was tried with few examples may take with all of them: as if all of it but
+    the optimizer's state grew with the examples."""
+
+    def __init__(self) -> None:
+        self.bytes = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Measure from now on."""
+        self._before = restart_peak()
+
+    def end(self, times: float, state: int = 0) -> None:
+        """What came since `begin` was done with so many times fewer examples; so many bytes of it are the optimizer's
+        state."""
+        if self._before is None:
+            self.bytes = math.inf
+        else:
+            self.bytes = max(self.bytes, state + times * max(0, peak_resident() - self._before - state))
+
+
+def try_before_training(session: Session) -> None:
+    """Try a step, and what comes after the last one. On a CPU, where a step may take seconds, with few of the longest
+    examples; with as many as there will be only where memory may not suffice for these. Collective. Errors: those of
+    `try_a_step` and `try_the_end`."""
+    run, world, strategy = session.run, session.world, session.strategy
+    few = few_of(run.batch_size // run.micro_batches) * run.micro_batches
+    if world.device.type == "cpu" and 2 * few <= run.batch_size and not session.task.own_model:
+        free, bound = free_memory(world.local_size), MemoryBound()
+
+        def then() -> None:
+            state = (local(t) for n, t in strategy.sharded_state_dict().items() if n.startswith("optimizer."))
+            bound.end(run.batch_size / few, sum(tensor.nbytes for tensor in state))
+            try_the_end(session, bound)
+
+        try_a_step(session, then, few)
+        if all(world.all_gather(bound.bytes < ROOM * free)):
+            return
+    try_a_step(session, lambda: try_the_end(session))
+
+
+def try_a_step(session: Session, then: Callable[[], None] = lambda: None, count: int | None = None) -> None:
+    """Try the longest examples before the first step (`count`: only so many of them), and `then` what else takes
+    memory. Ends the process, with advice, where memory does not suffice. Errors: `TrainingFailed` for a loss or
+    gradient that is no number."""
     run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
     keep_freed_memory()  # not before: building a model frees what no step asks for again
-    batch = feed.longest().to(world.device)
+    batch = feed.longest(count).to(world.device)
     try:
         strategy.dry_run(batch, then)
     except NotFinite as caught:
@@ -114,13 +165,13 @@ def try_a_step(session: Session, then: Callable[[], None] = lambda: None) -> Non
         os._exit(BAD)  # the others wait in a collective: the launcher ends them
 
 
-def try_the_end(session: Session) -> None:
+def try_the_end(session: Session, bound: MemoryBound | None = None) -> None:
     """Try everything that comes after the first step: a checkpoint's memory, evaluation of the longest examples,
     samples, and an export unless the model is large. A mistake in a task of one's own is found here and not after
-    hours; nothing is left behind. Collective."""
+    hours; nothing is left behind. `bound`: evaluations have few examples, and their memory goes there. Collective."""
     session.checkpoints.dry_run(session.averaged)
     try:
-        _tried(session)
+        _tried(session, bound)
     except Exception as caught:
         caught.add_note(f"({ACTIVITY.name}, tried before training: it would have failed after it)")
         raise
@@ -134,7 +185,7 @@ def export_bytes(strategy: Strategy) -> int:
     )
 
 
-def _tried(session: Session) -> None:
+def _tried(session: Session, bound: MemoryBound | None) -> None:
     run, world, task, strategy = session.run, session.world, session.task, session.strategy
     checkpoints = session.checkpoints
 
@@ -145,8 +196,13 @@ def _tried(session: Session) -> None:
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         for split in (split for split in ("validation", "test") if split in task.splits):
             columns = task.splits[split]
-            longest = columns.longest(evaluated_at_once(run))
+            at_once = evaluated_at_once(run)
+            longest = columns.longest(at_once if bound is None else few_of(at_once))
+            if bound is not None:
+                bound.begin()
             scores[split], tables = evaluate_with_tables(run, world, task, strategy, columns, longest, generate=briefly)
+            if bound is not None:
+                bound.end(at_once / len(longest))
             json.dumps(tables)
         if run.checkpoint.best:
             checkpoints.is_best(scores["validation"])

@@ -106,9 +106,10 @@ class StepLoader:
         rows = self.order.step(step)
         return self._collated(step, rows[self.task.cut(self.columns, rows)[index]], index)
 
-    def longest(self) -> StepBatch:
-        """The longest examples of all, as a step that is none of the run's: no step needs more memory."""
-        return self._batch(0, np.sort(self.columns.longest(self.order.batch_size)))
+    def longest(self, count: int | None = None) -> StepBatch:
+        """The longest examples of all, as a step that is none of the run's: no step needs more memory. `count`: only so
+        many of them."""
+        return self._batch(0, np.sort(self.columns.longest(count or self.order.batch_size)))
 
     def _batch(self, step: int, rows: np.ndarray, from_workers: Iterator[MicroBatch] | None = None) -> StepBatch:
         lengths = self.columns.lengths[rows]

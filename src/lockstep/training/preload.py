@@ -1,4 +1,4 @@
-"""Imports of a process that ranks fork from: everything that each of them needs, once for all."""
+"""What each rank imports, in the process that ranks fork from, once for all; else in the rank."""
 
 import gc
 
@@ -7,4 +7,5 @@ from lockstep.config.plugins import importing
 with importing():
     from lockstep.tasks.models import unpadded  # noqa: F401
 
-gc.freeze()  # ranks that collect garbage would look through all of this, and copy it to do so
+# who collects garbage would look through all of this, a third of a second each time, and ranks would copy it to do so
+gc.freeze()

@@ -93,6 +93,8 @@ def build_session(
 ) -> Session:
     """Build task, model and feed. `say` prints what happens with checkpoints. `trained`: the model is a trained one,
     not the one that training starts from. Collective. Errors: `RunError`."""
+    if job.task.head:
+        from lockstep.training import preload  # noqa: F401 - in a process that was not forked from one that has it
     before, run, prepared = tensor_bytes(), job.run, job.data
     task = job.task(run, prepared)
     # built with those that it comes to
