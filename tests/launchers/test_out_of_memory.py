@@ -2,6 +2,7 @@
 said to follow."""
 
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+from lockstep.distributed import host_memory, system_metrics
+from lockstep.distributed.host_memory import Sources
 from lockstep.launchers.processes import elastic, out_of_memory
 from lockstep.launchers.processes.elastic import Agent
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
-from lockstep.launchers.processes.out_of_memory import Memory, Sources
+from lockstep.launchers.processes.out_of_memory import Memory
 from support.command import LOCKSTEP, bits, ended, start_anew, until, write
 from support.harness import tiny
 from support.marks import long, slow
@@ -116,6 +119,38 @@ def test_memory_was_nearly_full(
     assert memory.why(PID, -signal.SIGKILL) == ""
 
 
+@pytest.mark.parametrize(("cgroup", "inside"), [(V1, "job/me"), (V2, "job/me"), (V2, "")])
+def test_what_is_free_is_the_least_of_the_machine_and_of_each_cgroup_around(
+    cgroup: str, inside: str, tmp_path: Path
+) -> None:
+    """As a scheduler limits a job's cgroup and not that of its step. Files in memory are free."""
+    kernel = Kernel(tmp_path, cgroup, inside)
+    assert host_memory.available(kernel.sources) == 6_000_000 * KB
+    limited = kernel.group.parent if inside else kernel.group
+    used, cached = ("memory.usage_in_bytes", "total_") if kernel.v1 else ("memory.current", "")
+    kernel.limit(str(3000 * KB), above=bool(inside))
+    (limited / used).write_text(str(2000 * KB))
+    assert host_memory.available(kernel.sources) == 1000 * KB
+    (limited / "memory.stat").write_text(f"anon 7\n{cached}inactive_file {500 * KB}\n")
+    assert host_memory.available(kernel.sources) == 1500 * KB
+    assert host_memory.limit(kernel.sources) == 3000 * KB
+    kernel.memory(8_000_000, 900)
+    assert host_memory.available(kernel.sources) == 900 * KB
+    (limited / used).write_text(str(9000 * KB))
+    assert host_memory.available(kernel.sources) == 0
+    assert host_memory.available(Sources(tmp_path / "none", tmp_path / "none")) == 0
+
+
+@pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_of_a_process_with_a_limit_of_its_own_nothing_is_known(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = system_metrics.free_memory(1)
+    assert whole > 0
+    assert system_metrics.free_memory(4) == pytest.approx(whole / 4, rel=0.2)
+    limits = resource.getrlimit
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: (1 << 30, 1 << 40) if asked == kind else limits(asked))
+    assert system_metrics.free_memory(1) == 0
+
+
 def test_the_kernel_s_log_names_it(tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """/dev/kmsg gives a record a read, and says EAGAIN at the end."""
     kernel = Kernel(tmp_path)
@@ -148,7 +183,7 @@ def test_the_kernel_s_log_names_it(tmp_path: Path, clock: list[float], monkeypat
 def test_where_the_kernel_tells_nothing(tmp_path: Path) -> None:
     memory = Memory(Sources(tmp_path / "a", tmp_path / "b", tmp_path / "c"))
     memory.look([PID])
-    assert memory.limit() == 0
+    assert host_memory.limit(memory.sources) == 0
     assert memory.why(PID, -signal.SIGKILL) == ""
 
 

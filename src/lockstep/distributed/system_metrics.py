@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lockstep.distributed import host_memory
 from lockstep.distributed.torch_internals import is_dtensor, values_of
 from lockstep.distributed.world import World
 
@@ -111,11 +112,7 @@ def capacity(device: torch.device, sharing: int) -> int:
     if device.type == "cuda":
         each = -(-sharing // torch.cuda.device_count())
         return torch.cuda.get_device_properties(device).total_memory // each
-    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # "max": no limit
-            sizes.append(int(Path(path).read_text()))
-    return min(sizes) // sharing
+    return (host_memory.limit() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) // sharing
 
 
 def restart_peak() -> int | None:
@@ -133,28 +130,15 @@ def restart_peak() -> int | None:
 
 
 def free_memory(sharing: int) -> int:
-    """Bytes of host memory that are free now, for one of so many processes of this machine; at most what a container
-    may still use. 0: unknown, or this process has a limit of its own."""
+    """Bytes of host memory that are free now, for one of so many processes of this machine. 0: unknown, or this process
+    has a limit of its own."""
     try:
         import resource
-
-        if any(
-            resource.getrlimit(which)[0] != resource.RLIM_INFINITY
-            for which in (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-        ):
-            return 0
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        sizes = [int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))) * 1024]
-    except (ImportError, OSError, StopIteration, ValueError):
+    except ImportError:  # Windows
         return 0
-    folder = Path("/sys/fs/cgroup")
-    for most, now in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        with suppress(OSError, ValueError):  # "max": no limit
-            sizes.append(int((folder / most).read_text()) - int((folder / now).read_text()))
-    return max(0, min(sizes)) // sharing
+    kinds = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    limited = any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in kinds)
+    return 0 if limited else host_memory.available() // sharing
 
 
 def keep_freed_memory() -> None:

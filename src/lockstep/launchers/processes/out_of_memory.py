@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from lockstep.distributed import host_memory
+from lockstep.distributed.host_memory import Sources, folders, numbers
 from lockstep.track.report.charts import size
 
 LOOK_S = 1.0
@@ -26,20 +27,11 @@ FULL = 0.95  # of the memory that there is
 KILLED = re.compile(r"[Kk]illed process (\d+) .*?anon-rss:(\d+)kB, file-rss:(\d+)kB(?:, shmem-rss:(\d+)kB)?")
 
 
-@dataclass(frozen=True)
-class Sources:
-    """Where the kernel tells of memory."""
-
-    proc: Path = Path("/proc")
-    cgroups: Path = Path("/sys/fs/cgroup")
-    log: Path = Path("/dev/kmsg")
-
-
 @dataclass
 class Memory:
     """The memory of one machine's ranks, and of the cgroup that they run in."""
 
-    sources: Sources = Sources()
+    sources: Sources = host_memory.KERNEL
     _peaks: dict[int, int] = field(default_factory=dict)  # the most that each process was seen to hold, in bytes
     _kills: deque[tuple[float, int, int]] = field(default_factory=deque)  # when; in the cgroup, on the machine
     _filled: float = 0.0  # when memory was last seen to be nearly full
@@ -58,11 +50,11 @@ class Memory:
         self._looked = now
         resident = 0
         for pid in pids:
-            status = self._numbers(self.sources.proc / str(pid) / "status")
+            status = numbers(self.sources.proc / str(pid) / "status")
             self._peaks[pid] = max(self._peaks.get(pid, 0), status.get("VmHWM", 0))
             resident += status.get("RssAnon", 0)
-        whole = self._numbers(self.sources.proc / "meminfo")
-        most, total = self.limit(), whole.get("MemTotal", 0)
+        whole = numbers(self.sources.proc / "meminfo")
+        most, total = host_memory.limit(self.sources), whole.get("MemTotal", 0)
         left = whole.get("MemAvailable", total)
         if (most and resident > FULL * most) or left < (1 - FULL) * total:
             self._filled = now
@@ -86,7 +78,7 @@ class Memory:
         else:
             return ""
         peak_bytes = max(named or 0, self._peaks.get(pid, 0))
-        limit = self.limit()
+        limit = host_memory.limit(self.sources)
         peak = f"; it held {size(peak_bytes)}" if peak_bytes else ""
         peak += f" of {size(limit)} that there are for all ranks of this machine" if peak_bytes and limit else ""
         return (
@@ -95,44 +87,18 @@ class Memory:
             "machine, or one with more memory)"
         )
 
-    def limit(self) -> int:
-        """Bytes that all processes of this cgroup may hold; of the machine, where that is less. 0: unknown."""
-        sizes = [self._numbers(self.sources.proc / "meminfo").get("MemTotal", 0)]
-        for folder in self._folders(above=True):
-            for name in ("memory.max", "memory.limit_in_bytes"):
-                with suppress(OSError, ValueError):  # "max": no limit
-                    sizes.append(int((folder / name).read_text()))
-        return min(sizes)
-
     # -- what the kernel tells ---------------------------------------------------------------------------------------
 
     def _count(self, now: float) -> None:
         """Processes that the kernel has killed for memory, now. Keeps what is older than `RECENT_S` once."""
         inside = 0
-        for folder in self._folders():
+        for folder in folders(self.sources):
             for name in ("memory.events", "memory.oom_control"):
-                inside += self._numbers(folder / name).get("oom_kill", 0)
-        machine = self._numbers(self.sources.proc / "vmstat").get("oom_kill", 0)
+                inside += numbers(folder / name).get("oom_kill", 0)
+        machine = numbers(self.sources.proc / "vmstat").get("oom_kill", 0)
         self._kills.append((now, inside, machine))
         while len(self._kills) > 1 and now - self._kills[1][0] > RECENT_S:
             self._kills.popleft()
-
-    def _folders(self, above: bool = False) -> Iterator[Path]:
-        """The folders of the memory cgroups that this process is in; with `above` also those of the cgroups around
-        them."""
-        with suppress(OSError):
-            for line in (self.sources.proc / "self/cgroup").read_text().splitlines():
-                _, kinds, path = line.split(":", 2)
-                if kinds and "memory" not in kinds.split(","):
-                    continue
-                root = self.sources.cgroups / ("memory" if kinds else "")
-                here = root / path.lstrip("/")
-                if not here.is_dir():  # a container that sees its own cgroup as the root
-                    here = root
-                yield here
-                while above and here != root:
-                    here = here.parent
-                    yield here
 
     def _named(self, pid: int) -> int | None:
         """Bytes that this process held when the kernel killed it for memory, by the kernel's log."""
@@ -159,14 +125,3 @@ class Memory:
             return
         finally:
             os.close(descriptor)
-
-    @staticmethod
-    def _numbers(path: Path) -> dict[str, int]:
-        """The numbers of a file with a name and a number in each line, in bytes where the file counts in kB."""
-        numbers = {}
-        with suppress(OSError):
-            for line in path.read_text(errors="replace").splitlines():
-                words = line.replace(":", " ").split()
-                if len(words) > 1 and words[1].isdigit():
-                    numbers[words[0]] = int(words[1]) * (1024 if words[2:] == ["kB"] else 1)
-        return numbers

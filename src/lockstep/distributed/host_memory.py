@@ -1,0 +1,78 @@
+"""Host memory as the kernel tells it: what there is for this process, and what is free, within its cgroups.
+
+In: files of the kernel. Out: bytes. Linux; elsewhere nothing is known. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the kernel tells of memory."""
+
+    proc: Path = Path("/proc")
+    cgroups: Path = Path("/sys/fs/cgroup")
+    log: Path = Path("/dev/kmsg")
+
+
+KERNEL = Sources()
+
+
+def limit(sources: Sources = KERNEL) -> int:
+    """Bytes that all processes of this cgroup may use; of the machine, where that is less. 0: unknown."""
+    sizes = [numbers(sources.proc / "meminfo").get("MemTotal", 0)]
+    return min([*sizes, *(most for most, _ in _limits(sources))])
+
+
+def available(sources: Sources = KERNEL) -> int:
+    """Bytes that this process can still get: of the machine, and of what each cgroup around it has left. Files that the
+    kernel keeps in memory count as free. 0: unknown."""
+    sizes = [numbers(sources.proc / "meminfo").get("MemAvailable", 0)]
+    return max(0, min([*sizes, *(most - used for most, used in _limits(sources))]))
+
+
+def _limits(sources: Sources) -> Iterator[tuple[int, int]]:
+    """Of each cgroup around this process that has a limit: the bytes that it may use, and those that it uses."""
+    for folder in folders(sources, above=True):
+        files = numbers(folder / "memory.stat")
+        cached = files.get("total_inactive_file", files.get("inactive_file", 0))
+        for most, now in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with suppress(OSError, ValueError):  # "max": no limit
+                bytes_of = int((folder / most).read_text())
+                with suppress(OSError, ValueError):
+                    yield bytes_of, max(0, int((folder / now).read_text()) - cached)
+                    continue
+                yield bytes_of, 0
+
+
+def folders(sources: Sources, above: bool = False) -> Iterator[Path]:
+    """The folders of the memory cgroups that this process is in; with `above` also those of the cgroups around them."""
+    with suppress(OSError):
+        for line in (sources.proc / "self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds and "memory" not in kinds.split(","):
+                continue
+            root = sources.cgroups / ("memory" if kinds else "")
+            here = root / path.lstrip("/")
+            if not here.is_dir():  # a container that sees its own cgroup as the root
+                here = root
+            yield here
+            while above and here != root:
+                here = here.parent
+                yield here
+
+
+def numbers(path: Path) -> dict[str, int]:
+    """The numbers of a file with a name and a number in each line, in bytes where the file counts in kB."""
+    by_name = {}
+    with suppress(OSError):
+        for line in path.read_text(errors="replace").splitlines():
+            words = line.replace(":", " ").split()
+            if len(words) > 1 and words[1].isdigit():
+                by_name[words[0]] = int(words[1]) * (1024 if words[2:] == ["kB"] else 1)
+    return by_name
