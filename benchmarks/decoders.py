@@ -18,7 +18,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 from checks import memory_baseline, peak_memory
+from run import processor
 
 LENGTH, BATCH, STEPS, SKIP, RATE, CLIP = 256, 16, 8, 2, 5e-4, 1.0
 MODELS: dict[str, dict[str, Any]] = {
@@ -383,7 +383,7 @@ def main() -> None:
                             raise SystemExit(f"other losses after the same steps: {losses}")
     print(table(runs))
     if known.out is not None:
-        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        machine = {"processor": processor(), "cores": os.cpu_count()}
         found = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "runs": runs}
         known.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
 

@@ -87,7 +87,11 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         if self.run.precision == "bf16" and not precision:
             storage_dtype.keep_narrow(self.model)
         section = dict(self.run.strategy.options["fsdp"])
-        embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+        try:
+            embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+        except NotImplementedError:  # transformers knows none of many image models, and Accelerate asks, too
+            embedding = None
+            self.model.get_input_embeddings = lambda: None  # type: ignore[assignment]
         # Accelerate 1.15 shards this one by itself, and would shard it twice inside of a block
         inner = [b for b in self.blocks if embedding not in b.modules()]
         section.setdefault("transformer_cls_names_to_wrap", sorted({type(b).__name__ for b in inner}))
