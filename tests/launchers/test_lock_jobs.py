@@ -88,7 +88,12 @@ def test_output_that_is_deleted_in_training_is_no_success(processes: int, tmp_pa
     found = output_lock.look(tmp_path / "out" / output_lock.FILE)
     assert found is not None
     assert found.alive
-    shutil.rmtree(tmp_path / "out")
+
+    def deleted() -> bool:
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)  # the job may just be writing a file there
+        return not (tmp_path / "out").exists()
+
+    until(deleted, "OUTPUT is gone")
     status, out, err = ended(process)
     assert status == 1, (out, err)
     assert err.count("was deleted or moved away") == 1
