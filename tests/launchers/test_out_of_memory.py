@@ -143,11 +143,11 @@ def test_what_is_free_is_the_least_of_the_machine_and_of_each_cgroup_around(
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
 def test_of_a_process_with_a_limit_of_its_own_nothing_is_known(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = system_metrics.free_memory(1)
-    assert whole > 0
-    assert system_metrics.free_memory(4) == pytest.approx(whole / 4, rel=0.2)
-    limits = resource.getrlimit
-    monkeypatch.setattr(resource, "getrlimit", lambda asked: (1 << 30, 1 << 40) if asked == kind else limits(asked))
+    limits = dict.fromkeys((resource.RLIMIT_AS, resource.RLIMIT_DATA), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(host_memory, "available", lambda: 4000)
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: limits[asked])
+    assert [system_metrics.free_memory(sharing) for sharing in (1, 4)] == [4000, 1000]
+    limits[kind] = (1 << 30, resource.RLIM_INFINITY)
     assert system_metrics.free_memory(1) == 0
 
 

@@ -42,12 +42,16 @@ def _limits(sources: Sources) -> Iterator[tuple[int, int]]:
         files = numbers(folder / "memory.stat")
         cached = files.get("total_inactive_file", files.get("inactive_file", 0))
         for most, now in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            with suppress(OSError, ValueError):  # "max": no limit
-                bytes_of = int((folder / most).read_text())
-                with suppress(OSError, ValueError):
-                    yield bytes_of, max(0, int((folder / now).read_text()) - cached)
-                    continue
-                yield bytes_of, 0
+            if (limited := _number(folder / most)) is not None:
+                yield limited, max(0, (_number(folder / now) or 0) - cached)
+
+
+def _number(path: Path) -> int | None:
+    """The one number of a file; None where it has none, such as "max" for no limit, or is not there."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def folders(sources: Sources, above: bool = False) -> Iterator[Path]:

@@ -121,8 +121,9 @@ def try_before_training(session: Session) -> None:
     `try_a_step` and `try_the_end`."""
     run, world, strategy = session.run, session.world, session.strategy
     few = few_of(run.batch_size // run.micro_batches) * run.micro_batches
-    if world.device.type == "cpu" and 2 * few <= run.batch_size and not session.task.own_model:
-        free, bound = free_memory(world.local_size), MemoryBound()
+    free = free_memory(world.local_size) if world.device.type == "cpu" and not session.task.own_model else 0
+    if 2 * few <= run.batch_size and all(world.all_gather(free > 0)):
+        bound = MemoryBound()
 
         def then() -> None:
             state = (local(t) for n, t in strategy.sharded_state_dict().items() if n.startswith("optimizer."))
