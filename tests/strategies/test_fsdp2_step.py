@@ -174,7 +174,7 @@ def test_a_weight_that_is_one_number_counts_once_in_the_norm(ranks: int) -> None
             world=SimpleNamespace(size=ranks, sum=lambda tensor: tensor),
             stepped={"matrix": rows, "number": number},
             named={"matrix": matrix, "number": number},
-            rows={},
+            rows=[],
             spread=None,
         )
         squares += FSDP2Step.whole_gradient(held, [rows, number]).norm().square()

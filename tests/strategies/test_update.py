@@ -11,7 +11,7 @@ from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.gradient import FiniteCheck, Gradient, NotFinite, Part
 from lockstep.strategies.exact.reduction import clip_
-from lockstep.strategies.exact.rows import DenseRows
+from lockstep.strategies.exact.rows import by_row, dense
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.single import Single
 from lockstep.training.data_loader import StepLoader
@@ -71,13 +71,19 @@ def test_a_norm_that_is_no_number_makes_no_update(norm: float) -> None:
         stopping.check(3, losses, torch.tensor(norm))
 
 
-def test_rows_of_one_step_are_gone_in_the_next() -> None:
-    rows = DenseRows(torch.zeros(6, 2))
-    for touched in ([1, 4], [0, 4], [5]):
-        gradient = torch.zeros(6, 2)
-        gradient[touched] = torch.tensor([[1.0, 2.0]])
-        assert torch.equal(rows.filled(gradient.to_sparse(1).coalesce()), gradient)
-        rows.wipe()
+def test_a_gradient_by_row_is_given_whole_and_lives_as_long_as_the_update() -> None:
+    weight = nn.Parameter(torch.zeros(6, 2))
+    for touched in ([1, 4], [0, 4], [5], []):
+        whole = torch.zeros(6, 2)
+        whole[touched] = torch.tensor([[1.0, 2.0]])
+        rows = by_row(whole)
+        assert torch.equal(dense(rows), rows.to_dense())
+        gradient = Gradient([Part("weight", weight, rows)], ["weight"])
+        gradient.give([1])
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, whole)
+        gradient.take_back()
+        assert weight.grad is None
 
 
 # -- whole steps of one process --------------------------------------------------------------------------------------

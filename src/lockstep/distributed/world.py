@@ -28,8 +28,9 @@ from lockstep.distributed.signals import StopRequest
 from lockstep.track.console import LOG
 
 # Kernels that oneDNN keeps in a process, made for the sizes of a product: every micro-batch without padding has its
-# own, and the 1,024 that are its default take some 350 MiB. A micro-batch of a usual model uses about 20 of them.
-ONEDNN_KERNELS = "256"
+# own, and the 1,024 that are its default take some 350 MiB. A micro-batch of a usual text model uses about 20 of them.
+# torch keeps 1,024 more of products and attention by itself, from which a kernel that oneDNN has let go of lives on.
+KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "64"}
 SIX = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -92,7 +93,8 @@ class World:
             torch.set_num_threads(self.threads)
             if self._exact:  # torch's own encoder layers compute evaluations another way, unless an engine hooks them
                 torch.backends.mha.set_fastpath_enabled(False)
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # it is read with the first product
+        for name, kernels in KEPT_KERNELS.items():
+            os.environ.setdefault(name, kernels)  # it is read with the first product
         torch_internals.gloo_threads(self.gloo_threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

@@ -183,7 +183,7 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
         while self.sent < len(self.buckets):
             self.send()
         rows = self.leaves.sum_rows(
-            self.leaves.with_last_leaf(list(self.rows), [self.leaves.take(i) for i in self.rows]), self.world
+            self.leaves.with_last_leaf(self.rows, [self.leaves.take(i) for i in self.rows]), self.world
         )
         gradients = {i: self.own_rows(summed) for i, summed in rows.items()}
         for positions, slots, sums in zip(self.buckets, self.slots, self.scatter.finish(), strict=True):
@@ -202,8 +202,8 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
         if self.alone:
             return super().whole_gradient(gradients)
         parts = [
-            Part(n, p, g, 1.0 if p.dim() else 1 / self.world.size, self.rows.get(i), self.spread)
-            for i, ((n, p), g) in enumerate(zip(self.stepped.items(), gradients, strict=True))
+            Part(n, p, g, 1.0 if p.dim() else 1 / self.world.size, self.spread)
+            for (n, p), g in zip(self.stepped.items(), gradients, strict=True)
         ]
         return Gradient(parts, list(self.named), self.world.sum)
 

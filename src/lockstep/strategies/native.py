@@ -26,7 +26,7 @@ from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
 from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.exact.reduction import most_held
-from lockstep.strategies.exact.rows import DenseRows, row_sparse
+from lockstep.strategies.exact.rows import row_sparse
 from lockstep.strategies.exact.statistics import SourceSums, Statistics
 from lockstep.strategies.observer import observing
 from lockstep.strategies.strategy import DataParallel, WeightFormats
@@ -68,7 +68,7 @@ class Native(Recomputes):
         self.stepped = held_state.masters_of(self.places) if held_state.keeps_masters(self.run) else self.places
         if narrow:
             held_state.sums_in_float32([*self.parameters, *self.stepped.values()])
-        self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.stepped.items()) if n in sparse}
+        self.rows = [i for i, name in enumerate(self.stepped) if name in sparse]
         self.leaves = LeafGradients(self.parameters, self.rows)
         groups = optim.groups(self.run.optim, self.stepped.items(), optim.assigned(self.run.optim, self.model))
         self.optimizer = self.stepper = optim.Stepper(self.run.optim, groups, self.spread)
@@ -167,9 +167,7 @@ class Native(Recomputes):
     def whole_gradient(self, gradients: list[Tensor]) -> Gradient:
         """Every rank holds all of it."""
         updated = zip(self.stepped.items(), gradients, strict=True)
-        return Gradient(
-            [Part(n, p, g, rows=self.rows.get(i)) for i, ((n, p), g) in enumerate(updated)], list(self.named)
-        )
+        return Gradient([Part(n, p, g) for (n, p), g in updated], list(self.named))
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         with self.evaluating():

@@ -129,7 +129,7 @@ class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
 
 def losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """The cross-entropy of each target [B, T], from float32 logits [B, T, V]; 0 where there is no target."""
-    from torch.nn.functional import cross_entropy
+    from lockstep.tasks.cross_entropy import cross_entropy
 
     each = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=smoothing)
     return each.view(targets.shape)
@@ -142,7 +142,7 @@ def of_examples(each: Tensor | None) -> Tensor | None:
 
 def summed_losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """The sum of `losses`."""
-    from torch.nn.functional import cross_entropy
+    from lockstep.tasks.cross_entropy import cross_entropy
 
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=smoothing)
 

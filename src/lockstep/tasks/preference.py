@@ -23,6 +23,7 @@ from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.tasks.abilities import UsesReference
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs
 from lockstep.tasks.models import heads
+from lockstep.tasks.per_token import losses
 from lockstep.tasks.task import Forward
 from lockstep.tasks.text_task import Arrays, TextData
 
@@ -203,8 +204,5 @@ class Preference(AnswerPairs, UsesReference):
 def _summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The log-probability of each row's targets: float32 [2B], and how many they are: int64 [2B]. `logits` [2B, T, V],
     `targets` [2B, T + 1], of which the last column is none."""
-    from torch.nn.functional import cross_entropy
-
     labels = targets[:, :-1]
-    lost = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
-    return -lost.view(labels.shape).sum(1), (labels >= 0).sum(1)
+    return -losses(logits.float(), labels).sum(1), (labels >= 0).sum(1)

@@ -136,7 +136,7 @@ class Hooked(WholeStateRecovery):
             while self.sent < len(self.buckets):
                 self.send()
             rows = self.leaves.sum_rows(
-                self.leaves.with_last_leaf(list(self.rows), [gradients[i] for i in self.rows]), self.world
+                self.leaves.with_last_leaf(self.rows, [gradients[i] for i in self.rows]), self.world
             )
             for i, tensor in rows.items():
                 gradients[i] = tensor

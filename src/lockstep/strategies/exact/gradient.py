@@ -22,7 +22,7 @@ from lockstep.distributed.torch_internals import ToHost, on_device, to_device, v
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import as_it_is
 from lockstep.strategies.exact.reduction import clip_
-from lockstep.strategies.exact.rows import DenseRows
+from lockstep.strategies.exact.rows import dense
 
 FIRST_SCALE = 2.0**16
 SCALE_INTERVAL = 2000  # steps in a row without an overflow, after which it is doubled
@@ -119,7 +119,6 @@ class Part:
     parameter: Tensor  # as the optimizer has it
     gradient: Tensor  # whole, row-sparse, or a DTensor
     counted: float = 1.0  # of its squares, in the norm: 1 / copies, or 0 where another rank answers for it
-    rows: DenseRows | None = None  # where the dense form of a row-sparse gradient lies while the optimizer steps
     spread: Callable[[str, Tensor], Tensor] = as_it_is  # its name and a plain part -> the DTensor it is a part of
 
     @property
@@ -171,11 +170,9 @@ class Gradient:
             if not uses[place]:
                 part.parameter.grad = None
             else:
-                part.parameter.grad = part.rows.filled(part.gradient) if part.rows else part.gradient
+                part.parameter.grad = dense(part.gradient) if part.gradient.is_sparse else part.gradient
 
     def take_back(self) -> None:
         """The parameters hold none any more."""
         for part in self.parts:
             part.parameter.grad = None
-            if part.rows is not None:
-                part.rows.wipe()

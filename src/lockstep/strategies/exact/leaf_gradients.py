@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import Node, ReductionTree, Shares, layout_of
-from lockstep.strategies.exact.rows import DenseRows, by_row, exchange_rows
+from lockstep.strategies.exact.rows import by_row, exchange_rows
 
 
 class LeafGradients:
     """The partial sums of one rank's gradients, step by step."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], rows: Mapping[int, DenseRows]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], rows: Sequence[int]) -> None:
         """`rows`: the positions of those whose gradients are row-sparse."""
         self.parameters, self.rows = parameters, rows
         self.with_gradient: set[int] = set()  # positions that this micro-batch gave a gradient

@@ -99,21 +99,10 @@ def exchange_rows(
     return tree.root[0]
 
 
-class DenseRows:
-    """A dense gradient with few nonzero rows, written and cleared row by row."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        self._dense = torch.zeros_like(parameter)
-        self._rows = torch.empty(0, dtype=torch.int64, device=parameter.device)  # those that are other than zero
-
-    def filled(self, gradient: Tensor) -> Tensor:
-        """The dense form of a coalesced gradient; valid until `wipe`."""
-        self._rows = rows_of(gradient)
-        return self._dense.index_add_(0, self._rows, values_of(gradient))
-
-    def wipe(self) -> None:
-        """All zero again."""
-        self._dense.index_fill_(0, self._rows, 0)
+def dense(gradient: Tensor) -> Tensor:
+    """The dense form of a coalesced gradient, in new memory."""
+    values = values_of(gradient)
+    return values.new_zeros(gradient.shape).index_add_(0, rows_of(gradient), values)
 
 
 def _sparse(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
