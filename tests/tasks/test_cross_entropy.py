@@ -75,32 +75,45 @@ def test_small_matrices_and_smoothed_labels_are_left_to_torch(smoothing: float) 
         assert torch.equal(gradient, right)
 
 
-def test_logits_of_less_precision_get_their_gradient_in_it() -> None:
-    """As a task has them: made float32 first."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_logits_of_less_precision_are_made_float32(reduction: str, dtype: torch.dtype) -> None:
     logits, targets = drawn(30_522)
-    gradients = []
-    for function in (cross_entropy, functional.cross_entropy):
-        leaf = logits.bfloat16().requires_grad_()
-        function(leaf.float(), targets, reduction="sum").backward()
-        assert leaf.grad is not None
-        gradients.append(leaf.grad)
-    assert gradients[0].dtype is torch.bfloat16
-    assert torch.equal(*gradients)
+    leaf, theirs = (logits.to(dtype).requires_grad_() for _ in range(2))
+    loss = cross_entropy(leaf, targets, reduction)
+    right = functional.cross_entropy(theirs.float(), targets, reduction=reduction)
+    assert loss.dtype is torch.float32
+    assert torch.equal(loss, right)
+    loss.backward(torch.full_like(loss, 0.3))
+    right.backward(torch.full_like(right, 0.3))
+    assert leaf.grad is not None
+    assert theirs.grad is not None
+    assert leaf.grad.dtype is dtype
+    assert torch.equal(leaf.grad, theirs.grad)
 
 
-def most(function: object, logits: Tensor, targets: Tensor) -> float:
-    """The memory that losses and gradient took at most, as multiples of the logits."""
-    assert callable(function)
+def test_small_logits_of_less_precision_are_made_float32() -> None:
+    logits, targets = drawn(4099)
+    small = logits[:5].bfloat16()
+    assert torch.equal(cross_entropy(small, targets[:5], "sum"), cross_entropy(small.float(), targets[:5], "sum"))
+
+
+def most(ours: bool, logits: Tensor, targets: Tensor) -> float:
+    """The memory that losses and gradient took at most, as multiples of the logits in float32."""
     leaf = logits.clone().requires_grad_()
     with Written() as memory:
-        function(leaf, targets, reduction="sum").backward()
+        if ours:
+            cross_entropy(leaf, targets, "sum").backward()
+        else:
+            functional.cross_entropy(leaf.float(), targets, reduction="sum").backward()
     return memory.most / (logits.numel() * 4)
 
 
-def test_one_matrix_is_made_and_not_three() -> None:
+@pytest.mark.parametrize(("dtype", "more"), [(torch.float32, 0.0), (torch.bfloat16, 0.5)])
+def test_one_matrix_is_made_and_not_three(dtype: torch.dtype, more: float) -> None:
     logits, targets = drawn(50_257)
-    assert 1.0 <= most(cross_entropy, logits, targets) < 1.3
-    assert most(functional.cross_entropy, logits, targets) > 2.9  # the control
+    assert 1.0 + more <= most(True, logits.to(dtype), targets) < 1.4 + more
+    assert most(False, logits.to(dtype), targets) > 2.9  # the control
 
 
 def test_a_second_backward_is_refused() -> None:

@@ -1,15 +1,16 @@
-"""Cross-entropy over a vocabulary, with one matrix of the logits' size in memory where torch has three.
+"""Cross-entropy over a vocabulary, with one float32 matrix of the logits' size in memory where torch has three.
 
-In: float32 logits [N, V] and targets int64 [N]. Out: the losses, or their sum; the bits of
-`torch.nn.functional.cross_entropy`, and of its gradient.
+In: logits [N, V], float32 or less, and targets int64 [N]. Out: float32 losses, or their sum; the bits of
+`torch.nn.functional.cross_entropy` of `logits.float()`, and of its gradient.
 
-torch's backward keeps the log-probabilities and makes two more matrices: one of zeros with a number a row, and the
-gradient. Here a few rows at a time go through torch's own two operations, and the gradient takes the place of the
-log-probabilities. Every row's gradient depends on that row alone, so its bits are the same.
+torch makes the logits float32, keeps their log-probabilities, and in backward makes two more matrices: one of zeros
+with a number a row, and the gradient. Here a few rows at a time go through torch's own operations, and the gradient
+takes the place of the log-probabilities. Every row depends on that row alone, so its bits are the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,35 +23,48 @@ from lockstep.distributed.torch_internals import is_dtensor
 
 LARGE = 1 << 21  # numbers of a matrix (8 MiB); operations on a smaller one cost more than its memory
 PART = 1 << 18  # numbers that go through at once, and stay in the processor's cache
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _REDUCTIONS = {"none": 0, "sum": 2}
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str, label_smoothing: float = 0.0) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of logits [N, V] and targets [N], where IGNORED counts for nothing.
-    `reduction`: none ([N]) or sum. The gradient can be asked for once."""
-    by_parts = logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.numel() >= LARGE
+    """`torch.nn.functional.cross_entropy` of logits [N, V], as float32, and targets [N], where IGNORED counts for
+    nothing. `reduction`: none ([N]) or sum. The gradient can be asked for once."""
+    by_parts = logits.device.type == "cpu" and logits.dtype in _DTYPES and logits.numel() >= LARGE
     if by_parts and not label_smoothing and not is_dtensor(logits) and not has_torch_function_unary(logits):
-        return _ByParts.apply(logits, targets, _REDUCTIONS[reduction])  # type: ignore[no-untyped-call, no-any-return]
-    return torch.nn.functional.cross_entropy(logits, targets, reduction=reduction, label_smoothing=label_smoothing)
+        return _ByParts.apply(logits, targets, _REDUCTIONS[reduction])
+    return torch.nn.functional.cross_entropy(
+        logits.float(), targets, reduction=reduction, label_smoothing=label_smoothing
+    )
 
 
 class _ByParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, reduction: int) -> Tensor:
-        logs = torch.log_softmax(logits, 1)
+        logs = torch.empty(logits.shape, dtype=torch.float32)
+        for part in _parts(logs):
+            torch.ops.aten._log_softmax.out(logits[part].float(), 1, False, out=logs[part])
         losses, weight = torch.ops.aten.nll_loss_forward(logs, targets, None, reduction, IGNORED)
         ctx.save_for_backward(logs, targets, weight)
-        ctx.reduction = reduction
-        return losses  # type: ignore[no-any-return]
+        ctx.reduction, ctx.dtype = reduction, logits.dtype
+        return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor, None, None]:
         logs, targets, weight = ctx.saved_tensors
-        rows = max(1, PART // logs.shape[1])
-        for start in range(0, len(logs), rows):
-            part, labels = logs[start : start + rows], targets[start : start + rows]
-            each = gradient[start : start + rows] if gradient.dim() else gradient
-            sparse = torch.ops.aten.nll_loss_backward(each, part, labels, None, ctx.reduction, IGNORED, weight)
-            torch.ops.aten._log_softmax_backward_data.out(sparse, part, 1, part.dtype, out=part)
-        return logs, None, None
+        gradient = logs if ctx.dtype is torch.float32 else torch.empty(logs.shape, dtype=ctx.dtype)
+        for part in _parts(logs):
+            each = above[part] if above.dim() else above
+            rows = logs[part]
+            of_logs = torch.ops.aten.nll_loss_backward(each, rows, targets[part], None, ctx.reduction, IGNORED, weight)
+            torch.ops.aten._log_softmax_backward_data.out(of_logs, rows, 1, torch.float32, out=rows)
+            if gradient is not logs:
+                gradient[part] = rows
+        return gradient, None, None
+
+
+def _parts(matrix: Tensor) -> Iterator[slice]:
+    """Rows that go through at once."""
+    rows = max(1, PART // matrix.shape[1])
+    return (slice(start, start + rows) for start in range(0, len(matrix), rows))

@@ -46,12 +46,12 @@ class TokenLosses(TextTask):
         self.loss_chunk = self.options.loss_chunk if self.chunks_loss else None
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
-        return outputs.loss if self.loss_chunk else summed_losses(outputs.logits.float(), targets, self.smoothing)
+        return outputs.loss if self.loss_chunk else summed_losses(outputs.logits, targets, self.smoothing)
 
     def loss_each(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.loss_chunk:
             return outputs.loss, of_examples(outputs.logits)
-        each = losses(outputs.logits.float(), targets, self.smoothing)
+        each = losses(outputs.logits, targets, self.smoothing)
         return each.sum(), of_examples(each)
 
     def score(self, forward: Forward, batch: MicroBatch) -> Sums:
@@ -128,7 +128,7 @@ class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
 
 
 def losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """The cross-entropy of each target [B, T], from float32 logits [B, T, V]; 0 where there is no target."""
+    """The cross-entropy of each target [B, T], float32, from logits [B, T, V]; 0 where there is no target."""
     from lockstep.tasks.cross_entropy import cross_entropy
 
     each = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=smoothing)

@@ -205,4 +205,4 @@ def _summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The log-probability of each row's targets: float32 [2B], and how many they are: int64 [2B]. `logits` [2B, T, V],
     `targets` [2B, T + 1], of which the last column is none."""
     labels = targets[:, :-1]
-    return -losses(logits.float(), labels).sum(1), (labels >= 0).sum(1)
+    return -losses(logits, labels).sum(1), (labels >= 0).sum(1)
