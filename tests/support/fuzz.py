@@ -292,7 +292,7 @@ def alarm() -> Any:
 def without_ranks(patch: Callable[[Any, str, Any], None]) -> None:
     """`lockstep train` does all that comes before ranks are started, and nothing after it."""
     patch(local.Local, "start", lambda *_: 0)
-    patch(local, "prestart", lambda: None)
+    patch(local, "prestart", lambda run: None)
 
 
 def _by_hand(seed: int, seconds: float) -> None:

@@ -280,7 +280,7 @@ def agent_of(run: Run, task: SlurmTask) -> int:
     from lockstep.launchers.local import prestart
     from lockstep.launchers.torchrun import Torchrun
 
-    prestart()
+    prestart(run)
     common: dict[str, Any] = {name: getattr(run.launch, name) for name in LaunchSection.model_fields}
     common |= {"name": "torchrun", "processes": processes_of(run, Slurm.options(run))}
     where: dict[str, Any] = {"machines": task.size, "rendezvous": f"{task.host}:{task.port}", "node_rank": task.rank}

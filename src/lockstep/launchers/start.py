@@ -261,7 +261,7 @@ def planned(run: Run) -> tuple[Launcher, LaunchPlan]:
     if plan.processes > 1 and launcher.forks_ranks and not done:
         from lockstep.launchers.local import prestart
 
-        prestart()
+        prestart(run)
     return launcher, plan
 
 

@@ -152,7 +152,7 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
     from lockstep.launchers.processes.elastic import run_agent
     from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 
-    prestart()
+    prestart(run)
     variables = dict(plan.variables)
     host, port = network.endpoint(options.rendezvous or "localhost:29400")
     fewest, most = node_range(options.machines)
