@@ -5,6 +5,7 @@ for, every run as JSON. All contenders train the same blocks, cut here once and 
 a step of 16 blocks each (so 4,096 tokens), fused AdamW with clipping, dropout as the model's class has it. Each run is
 a process of its own with one thread, contenders alternate. A contender whose loss on held-out blocks is further than
 5 % from the bare loop's of that round is refused: it has trained something else.
+All take their memory from the allocator that LD_PRELOAD names, or from glibc; the record says which.
 Example: python benchmarks/decoders.py TEXT TOKENIZER --rounds 3 --out decoders.json
 """
 
@@ -318,6 +319,11 @@ def once(side: str, name: str, precision: str, pieces: int, folder: Path, vocabu
     return said
 
 
+def allocator() -> str:
+    """What the contenders' memory came from: a library in LD_PRELOAD, or glibc and what it was told."""
+    return os.environ.get("LD_PRELOAD") or f"glibc {os.environ.get('GLIBC_TUNABLES', '')}".strip()
+
+
 def table(runs: list[dict[str, Any]]) -> str:
     """Medians over rounds; each contender at its better number of pieces, beside the bare loop of the same round."""
     cells: dict[tuple[str, str], dict[str, dict[int, list[dict[str, Any]]]]] = {}
@@ -384,7 +390,7 @@ def main() -> None:
                             raise SystemExit(f"other losses after the same steps: {losses}")
     print(table(runs))
     if known.out is not None:
-        machine = {"processor": processor(), "cores": os.cpu_count()}
+        machine = {"processor": processor(), "cores": os.cpu_count(), "allocator": allocator()}
         found = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "runs": runs}
         known.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
 

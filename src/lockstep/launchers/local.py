@@ -114,6 +114,8 @@ def prestart(run: Run) -> None:
     import tempfile
     from multiprocessing import forkserver, resource_tracker
 
+    # a launcher that has not imported torch so far does not wait for it here
+    on_cpus = run.launch.device == "cpu" or ("torch" in sys.modules and gpus_of(run) == 0)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lockstep.training.preload"])
     # Schedulers and terminals signal every process of a job, also this server, whose end would be that of the ranks.
@@ -122,7 +124,7 @@ def prestart(run: Run) -> None:
         # What comes to a rank that is forked from it, before `entry` has said what is done with signals, waits for it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            with variable("GLIBC_TUNABLES", TUNABLES if gpus_of(run) == 0 else None):
+            with variable("GLIBC_TUNABLES", TUNABLES if on_cpus else None):
                 forkserver.ensure_running()
         except OSError as caught:
             raise RunError(
