@@ -26,6 +26,6 @@ def test_ranks_on_a_cpu_keep_no_small_blocks(
     monkeypatch.setenv(NAME, theirs or "")  # so that it is as before afterwards
     if theirs is None:
         monkeypatch.delenv(NAME)
-    local.prestart(tiny())
+    local.prestart(tiny(launch={"device": "auto"}))
     assert started == [seen]
     assert os.environ.get(NAME) == theirs  # what this process starts besides has none of it

@@ -220,6 +220,8 @@ OTHERS: dict[str, str | tuple[str, ...]] = {
     "tools/commands/run_file.py": "parser._actions",
     # a mode that hears of each operation on the meta device; the operation is the one by which a number leaves a tensor
     "tasks/models/chunked_loss.py": ("from torch.utils._python_dispatch", "torch.ops.aten._local_scalar_dense"),
+    # torch's own operations beneath cross_entropy, which take the memory of what they give
+    "tasks/cross_entropy.py": "torch.ops.aten._log_softmax",
     "tasks/models/storage_dtype.py": "getattr(base, '_keep_in_fp32_modules'",  # what transformers itself loads in fp32
     "tasks/translation.py": "metric._",  # sacrebleu's sums, without which BLEU of parts cannot be added up
     "trace/tracer/hooks.py": "self._scale",  # the loss scale on its device: GradScaler.get_scale waits for it
