@@ -178,7 +178,7 @@ class LocalSums(CutSums):
     def __init__(
         self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[OwnedRange]], bucket: int
     ) -> None:
-        self.local = LeafGradients(parameters, {})
+        self.local = LeafGradients(parameters, ())
         super().__init__(world, parameters, cuts, bucket)
 
     @property
