@@ -321,7 +321,7 @@ def once(side: str, name: str, precision: str, pieces: int, folder: Path, vocabu
 
 def allocator() -> str:
     """What the contenders' memory came from: a library in LD_PRELOAD, or glibc and what it was told."""
-    return os.environ.get("LD_PRELOAD") or f"glibc {os.environ.get('GLIBC_TUNABLES', '')}".strip()
+    return Path(os.environ.get("LD_PRELOAD", "")).name or f"glibc {os.environ.get('GLIBC_TUNABLES', '')}".strip()
 
 
 def table(runs: list[dict[str, Any]]) -> str:
