@@ -22,7 +22,6 @@ from lockstep.distributed.torch_internals import ToHost, on_device, to_device, v
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import as_it_is
 from lockstep.strategies.exact.reduction import clip_
-from lockstep.strategies.exact.rows import dense
 
 FIRST_SCALE = 2.0**16
 SCALE_INTERVAL = 2000  # steps in a row without an overflow, after which it is doubled
@@ -170,7 +169,7 @@ class Gradient:
             if not uses[place]:
                 part.parameter.grad = None
             else:
-                part.parameter.grad = dense(part.gradient) if part.gradient.is_sparse else part.gradient
+                part.parameter.grad = part.gradient.to_dense() if part.gradient.is_sparse else part.gradient
 
     def take_back(self) -> None:
         """The parameters hold none any more."""

@@ -99,12 +99,6 @@ def exchange_rows(
     return tree.root[0]
 
 
-def dense(gradient: Tensor) -> Tensor:
-    """The dense form of a coalesced gradient, in new memory."""
-    values = values_of(gradient)
-    return values.new_zeros(gradient.shape).index_add_(0, rows_of(gradient), values)
-
-
 def _sparse(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
 
