@@ -15,7 +15,6 @@ import datasets  # noqa: F401 - it is read with: imported here, so that it count
 from common import Examples, Meter, parse_arguments, report
 from transformers import AutoTokenizer, GPT2Tokenizer
 
-import lockstep.training.preload  # noqa: F401 - what each rank imports, for the same reason
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run, load
 from lockstep.distributed.system_metrics import keep_freed_memory
