@@ -33,7 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 from checks import memory_baseline, peak_memory
-from run import processor
+from run import allocator, processor
 
 IMPORTED = (
     "accelerate",
@@ -317,11 +317,6 @@ def once(side: str, name: str, precision: str, pieces: int, folder: Path, vocabu
         raise SystemExit(f"{side} failed:\n{run.stderr[-3000:]}")
     said: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
     return said
-
-
-def allocator() -> str:
-    """What the contenders' memory came from: a library in LD_PRELOAD, or glibc and what it was told."""
-    return Path(os.environ.get("LD_PRELOAD", "")).name or f"glibc {os.environ.get('GLIBC_TUNABLES', '')}".strip()
 
 
 def table(runs: list[dict[str, Any]]) -> str:

@@ -92,6 +92,11 @@ def processor() -> str:
     return names[0].partition(":")[2].strip() if names else platform.processor()
 
 
+def allocator() -> str:
+    """What the contenders' memory came from: a library in LD_PRELOAD, or glibc and what it was told."""
+    return Path(os.environ.get("LD_PRELOAD", "")).name or f"glibc {os.environ.get('GLIBC_TUNABLES', '')}".strip()
+
+
 def gpu() -> str | None:
     """Its name, where there is one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -154,7 +159,7 @@ def page(saved: dict, baseline: str) -> str:
     hardware, versions = saved["hardware"], saved["runs"][0]["versions"]
     return (
         f"{hardware['gpu'] + ', ' if hardware.get('gpu') else ''}{hardware['processor']}, {hardware['cores']} cores, "
-        f"{hardware['date']}; "
+        f"{hardware['allocator'] + ', ' if 'allocator' in hardware else ''}{hardware['date']}; "
         f"{', '.join(f'{name} {version}' for name, version in versions.items())}; "
         f"`{' '.join(hardware['arguments'])}`. Medians over runs; ratios are medians of the ratios within a round. "
         "Memory: the most a rank's process held (VmHWM) less what it held after its imports, or on a GPU the most its "
@@ -200,6 +205,7 @@ def main() -> None:
         "processor": processor(),
         "gpu": gpu() if "cuda" in common else None,
         "cores": os.cpu_count(),
+        "allocator": allocator(),
         "date": time.strftime("%Y-%m-%d"),
         "arguments": [Path(a).name if "/" in a else a for a in shown],
     }
