@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 
 from lockstep.config import plugins
@@ -152,16 +153,36 @@ def test_keys_of_what_another_key_turns_off_are_noted(
         (DDP, ("checkpoint.at=[3, 10, 12]",), ["checkpoint.at: 10, 12 come after the last step, 9"]),
         (DDP, ("launch.replicate_every=2",), ["launch.replicate_every"]),
         (FSDP2, ("launch.replicate_every=2", "checkpoint.at=[9]"), []),
+        (DDP, ("launch.processes_per_gpu=2",), ["launch.processes_per_gpu has no effect on CPUs"]),
+        (DDP, ("hub.private=false",), ["hub.private has no effect without hub.push_to"]),
+        (DDP, ("hub.private=false", "hub.push_to=me/mine"), []),
+        (DDP, ("profile.after=1",), ["profile.after has no effect without profile.steps"]),
+        (DDP, ("profile.after=1", "profile.steps=1"), []),
+        (DDP, ("sdc_check.on_difference=retry",), ["sdc_check.on_difference has no effect without sdc_check.every"]),
+        (DDP, ("sdc_check.on_difference=retry", "sdc_check.every=5"), []),
+        (DDP, ("track.close_timeout_s=5",), ["track.close_timeout_s has no effect without a tracker"]),
+        (DDP, ("track.close_timeout_s=5", "track.to=tensorboard"), []),
     ],
 )
-def test_what_a_length_or_a_strategy_leaves_without_effect_is_noted(
-    strategy: type[Any], keys: tuple[str, ...], noted: list[str]
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_a_length_or_other_keys_leave_without_effect_is_noted(
+    strategy: type[Any], keys: tuple[str, ...], noted: list[str], processes: int
 ) -> None:
-    run = tiny(f"strategy.name={strategy.__name__.lower()}", "launch.on_rank_failure=continue", *keys)
-    session: Any = SimpleNamespace(run=run, feed=SimpleNamespace(total=9), strategy=object.__new__(strategy))
-    lines = without_effect(session)
+    lines = without_effect(session_of(strategy, processes, *keys))
     assert len(lines) == len(noted)
     assert all(line.startswith(words) for line, words in zip(lines, noted, strict=True))
+
+
+def session_of(strategy: type[Any], processes: int, *keys: str) -> Any:
+    """What `without_effect` asks of a session: nine steps on CPUs."""
+    run = tiny(f"strategy.name={strategy.__name__.lower()}", "launch.on_rank_failure=continue", *keys)
+    world = SimpleNamespace(size=processes, device=torch.device("cpu"))
+    return SimpleNamespace(run=run, world=world, feed=SimpleNamespace(total=9), strategy=object.__new__(strategy))
+
+
+def test_micro_batches_are_handed_over_between_several() -> None:
+    alone, two = (without_effect(session_of(DDP, n, "launch.rebalance_every=2")) for n in (1, 2))
+    assert (alone, two) == (["launch.rebalance_every has no effect on one process"], [])
 
 
 def test_samples_and_a_share_for_validation_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,7 +220,7 @@ def _tried(session: Session, bound: MemoryBound | None) -> None:
 
 
 def without_effect(session: Session) -> list[str]:
-    """Notes for the user on keys that change nothing in a run of this length and strategy."""
+    """Notes for the user on keys that change nothing in a run of this length, on these processes, with these others."""
     run, total, notes = session.run, session.feed.total, list[str]()
     if later := [step for step in run.checkpoint.at if step > total]:
         notes.append(f"checkpoint.at: {', '.join(map(str, later))} come after the last step, {total}")
@@ -228,6 +228,18 @@ def without_effect(session: Session) -> list[str]:
         notes.append(
             f"launch.replicate_every has no effect under {run.strategy.name}, where each rank has a whole copy"
         )
+    lacking = {
+        "launch.rebalance_every": "on one process" if session.world.size == 1 else None,
+        "launch.processes_per_gpu": "on CPUs" if session.world.device.type == "cpu" else None,
+        "hub.private": None if run.hub.push_to else "without hub.push_to",
+        "profile.after": None if run.profile.steps else "without profile.steps",
+        "sdc_check.on_difference": None if run.sdc_check.every else "without sdc_check.every",
+        "track.close_timeout_s": None if run.track.to else "without a tracker (track.to)",
+    }
+    for key, what in lacking.items():
+        section, _, name = key.partition(".")
+        if what and name in getattr(run, section).changed_keys:
+            notes.append(f"{key} has no effect {what}")
     return notes
 
 
