@@ -37,7 +37,7 @@ from support.first import AT_FIRST
 from support.places import TESTS_PATH
 
 PRELOADED = [
-    "lockstep.training.preload",
+    "lockstep.training.fork_server",
     "transformers.models.gpt2.modeling_gpt2",
     "tokenizers",
     "support.harness",

@@ -117,7 +117,7 @@ def prestart(run: Run) -> None:
     # a launcher that has not imported torch so far does not wait for it here
     on_cpus = run.launch.device == "cpu" or ("torch" in sys.modules and gpus_of(run) == 0)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lockstep.training.preload"])
+    context.set_forkserver_preload(["lockstep.training.fork_server"])
     # Schedulers and terminals signal every process of a job, also this server, whose end would be that of the ranks.
     with handled(signal.SIG_IGN, STOP_SIGNALS):
         resource_tracker.ensure_running()  # which unblocks some of them

@@ -6,7 +6,6 @@ from lockstep.config.plugins import importing
 
 with importing():
     from lockstep.tasks.models import unpadded  # noqa: F401
-    from lockstep.training import rank  # noqa: F401 - which each of them would compile and import by itself
 
 # who collects garbage would look through all of this, a third of a second each time, and ranks would copy it to do so
 gc.freeze()
