@@ -224,17 +224,15 @@ def without_effect(session: Session) -> list[str]:
     run, total, notes = session.run, session.feed.total, list[str]()
     if later := [step for step in run.checkpoint.at if step > total]:
         notes.append(f"checkpoint.at: {', '.join(map(str, later))} come after the last step, {total}")
-    if run.launch.replicate_every and not isinstance(session.strategy, ShardedRecovery):
-        notes.append(
-            f"launch.replicate_every has no effect under {run.strategy.name}, where each rank has a whole copy"
-        )
+    whole = f"under {run.strategy.name}, where each rank has a whole copy"
     lacking = {
+        "launch.replicate_every": None if isinstance(session.strategy, ShardedRecovery) else whole,
         "launch.rebalance_every": "on one process" if session.world.size == 1 else None,
         "launch.processes_per_gpu": "on CPUs" if session.world.device.type == "cpu" else None,
         "hub.private": None if run.hub.push_to else "without hub.push_to",
         "profile.after": None if run.profile.steps else "without profile.steps",
         "sdc_check.on_difference": None if run.sdc_check.every else "without sdc_check.every",
-        "track.close_timeout_s": None if run.track.to else "without a tracker (track.to)",
+        "track.close_timeout_s": None if {*run.track.to} - {"jsonl"} else "without a tracker (track.to)",
     }
     for key, what in lacking.items():
         section, _, name = key.partition(".")

@@ -1,4 +1,4 @@
-"""Imported by the process that the ranks of a machine fork from: all that each of them would import by itself."""
+"""What the process that the ranks of a machine fork from imports: all that each of them would import by itself."""
 
 import gc
 
