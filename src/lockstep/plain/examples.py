@@ -7,6 +7,7 @@ what the task's loss compares with.
 import base64
 import io
 import json
+import re
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -235,36 +236,38 @@ def _documents(job: Any, row: Row, task: dict) -> list[tuple[list[int], list[boo
 
 
 def _turns(job: Any, row: list[dict], tools: Any, arguments: dict) -> list[tuple[list[int], list[bool]]]:
-    """A conversation by the chat template, once, or once for each turn of the assistant; its turns are learned, from
-    behind what asks for them."""
+    """Tokens of a conversation as the chat template renders it, and which are learned: what the template marks by
+    `{% generation %}`, or else the assistant's turns from behind the prompt for each. Of a pair of answers only the
+    last turn is learned. With turns: per_turn, one example for each turn."""
     task, tokenizer, conversations = job.run["task"], job.tokenizer, []
     messages = [
         {"role": ROLES.get(str(m.get("from")), m.get("from")), "content": m.get("value") or ""}
         | {key: value for key, value in m.items() if value is not None and key not in ("from", "value")}
         for m in row
     ]
+    how = {"tools": tools, "chat_template": task["chat_template"]} | arguments
+    marked = (
+        re.search(r"{%-?\s*generation\s*-?%}", tokenizer.get_chat_template(task["chat_template"], tools)) is not None
+    )
 
-    def text(count: int, opened: bool = False) -> str:
-        return tokenizer.apply_chat_template(
-            messages[:count],
-            tools=tools,
-            chat_template=task["chat_template"],
-            add_generation_prompt=opened,
-            tokenize=False,
-            **arguments,
-        )
+    def length(count: int, **options: bool) -> int:
+        return len(tokenizer.apply_chat_template(messages[:count], tokenize=False, **options, **how)) if count else 0
 
     at = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    at = at[-1:] if task["name"] != "language_modeling" else at
-    wholes = [(text(len(messages)), at)]
+    examples = [(len(messages), at if task["name"] == "language_modeling" else at[-1:])]
     if task.get("turns") == "per_turn":
-        wholes = [(text(place + 1), [place]) for place in at]
-    for whole, places in wholes:
-        spans = [(len(text(place, True)), len(text(place + 1))) for place in places]
-        encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        known = [any(begin < end <= stop for begin, stop in spans) for _, end in encoded["offset_mapping"]]
-        ids = closed(tokenizer, list(encoded["input_ids"]))
-        conversations.append((ids, known + known[-1:] * (len(ids) - len(known))))
+        examples = [(place + 1, [place]) for place in at]
+    for count, places in examples:
+        offsets = {"return_offsets_mapping": True}
+        encoded = tokenizer.apply_chat_template(
+            messages[:count], return_assistant_tokens_mask=marked, tokenizer_kwargs=offsets, **how
+        )
+        spans = [(length(place, add_generation_prompt=True), length(place + 1)) for place in places]
+        if marked:  # marks are enough, but for those of earlier turns
+            spans = [(length(places[0]), length(count))]
+        marks = encoded.get("assistant_masks", [1] * len(encoded["input_ids"]))
+        ends = [end if mark else 0 for mark, (_, end) in zip(marks, encoded["offset_mapping"], strict=True)]
+        conversations.append((encoded["input_ids"], [any(a < end <= b for a, b in spans) for end in ends]))
     return conversations
 
 
