@@ -50,6 +50,10 @@ class Codes:
         self.column, self.names, self.values = column, names, list(values)
         self.place = {value: code for code, value in enumerate(values)}
 
+    def reordered(self, names: list[str], values: list) -> Codes:
+        """The same labels in another order, or beside others that no row has."""
+        return Codes(self.column, names, values)
+
     def of(self, rows: dict[str, list]) -> np.ndarray:
         """The codes of the labels of some rows: int64, one for each row."""
         labels = rows[self.column]
@@ -213,6 +217,10 @@ class LabelNumbers:
         self.columns, self.names, self.lists = columns, names, lists
         self.values: list[Any] = []  # nothing is counted of numbers
 
+    def reordered(self, names: list[str], values: list) -> LabelNumbers:
+        """The numbers as they are: their order is that of their columns."""
+        return self
+
     def of(self, rows: dict[str, list]) -> list[list[float]]:
         """The numbers of each of some rows."""
         if self.lists:
@@ -284,11 +292,16 @@ class LabelLists:
         self.columns, self.names, self.values = columns, names, list(values)
         self.place = {value: code for code, value in enumerate(values)}
 
+    def reordered(self, names: list[str], values: list) -> LabelLists:
+        """The same labels in another order, or beside others that no row has."""
+        return LabelLists(self.columns, names, values)
+
     def of(self, rows: dict[str, list]) -> list[list[int]]:
         """The codes of each of some rows, in order, each once."""
         if len(self.columns) > 1:
+            codes = [self.place[column] for column in self.columns]
             indicators = zip(*(rows[column] for column in self.columns), strict=True)
-            return [[code for code, value in enumerate(row) if value] for row in indicators]
+            return [sorted(code for code, value in zip(codes, row, strict=True) if value) for row in indicators]
         return [sorted({self.place[label] for label in row}) for row in rows[self.columns[0]]]
 
     def counts(self, dataset: Dataset) -> list[int]:

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
+import transformers
+
 from lockstep.plain import module
-from lockstep.plain.rows import SOURCE, Row, columns, get, same
+from lockstep.plain.rows import SOURCE, TASKS, NotCovered, Row, columns, get, same
 
 IGNORED = -100  # no label, as in transformers
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "observation": "tool"}
@@ -53,7 +55,27 @@ def opened(tokenizer: Any, ids: list[int]) -> list[int]:
 
 
 def values_of_labels(run: dict, rows: list[Row]) -> list[Any]:
-    """What labels are called in the data, in the order of their codes: sorted, or as the run file names them."""
+    """What labels are called in the data, in the order of their codes: that of a pretrained model whose config names
+    them all, up to case and blanks (and has such a head, where it names more); else their own. A label that the data
+    lack is called as in the model. Errors: `NotCovered`."""
+    values, task, section = _own_order(run, rows), run["task"], run["model"]
+    if not (values and section["source"]):
+        return values
+    config = transformers.AutoConfig.from_pretrained(section["source"], revision=section["revision"])
+    theirs = [name for _, name in sorted(config.id2label.items())]
+    head = any(name.endswith(TASKS[task["name"]][1]) for name in config.architectures or ())
+    for read in (str, lambda name: " ".join(name.split()).casefold()):
+        ours = {read(name): v for name, v in zip(task.get("label_names") or map(str, values), values, strict=True)}
+        codes = [read(name) for name in theirs]
+        if {*ours} <= {*codes} and (head or len(ours) == len(codes)) and len({*codes}) == len(codes):
+            return [ours.get(code, name) for code, name in zip(codes, theirs, strict=True)]
+    if isinstance(values[0], int) and not task["label_names"] and "LABEL_0" not in theirs:
+        raise NotCovered("task.label: plain does not know the names that a data set itself gives to numbers")
+    return values
+
+
+def _own_order(run: dict, rows: list[Row]) -> list[Any]:
+    """What labels are called in the data: sorted, or as the run file names them."""
     task, (_, names) = run["task"], columns(run["task"])
     if task["name"] == "token_classification":
         return sorted({str(tag) for row in rows for tag in get(row, names[0])})

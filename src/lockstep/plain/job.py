@@ -57,7 +57,13 @@ class Plain:
         if not setting:
             return None
         if isinstance(setting, dict):
-            weights: Any = [setting.get(name, 1.0) for name in task["label_names"] or map(str, self.labels)]
+            known = (
+                task["label"]
+                if isinstance(task["label"], list)
+                else sorted(v for v in self.labels if isinstance(v, int))
+            )
+            names = dict(zip(known, task["label_names"] or (), strict=False))
+            weights: Any = [setting.get(names.get(value, str(value)), 1.0) for value in self.labels]
         else:  # balanced, as of scikit-learn
             encoded = [each["labels"] for each in self.examples("train")]
             of = np.sum(encoded, 0) if task["multi_label"] else np.bincount(encoded, minlength=len(self.labels))

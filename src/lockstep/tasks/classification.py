@@ -23,7 +23,7 @@ from lockstep.data.builtin import best_accuracy
 from lockstep.data.stream import Stream
 from lockstep.tasks.abilities import Streams
 from lockstep.tasks.label_task import LabelTask
-from lockstep.tasks.models import heads
+from lockstep.tasks.models import head_labels, heads
 from lockstep.tasks.objectives.objective import ClassificationOptions, LabelCodes, Objective
 from lockstep.tasks.objectives.objectives import OneLabel, RegressionObjective, SeveralLabels, whole_numbers
 from lockstep.tasks.text_task import Arrays, Encoder, TextData, TextTask
@@ -99,9 +99,9 @@ class Classification(TextTask, Streams, LabelTask):
     @classmethod
     def read_labels(cls, data: TextData) -> Learned:
         options = data.options
-        if data.rows is None:
-            return Learned(objective_of(options).codes(data.splits, options, data.name))
-        return _of(data.rows, options, data.splits)
+        if data.rows is not None:
+            return _of(data.rows, data.run, options, data.splits)
+        return Learned(*_as_the_model(data.run, options, objective_of(options).codes(data.splits, options, data.name)))
 
     @classmethod
     def cut_of(cls, data: TextData) -> splitting.Cut:
@@ -134,6 +134,7 @@ class Classification(TextTask, Streams, LabelTask):
         else:
             facts |= {"labels": codes.names, "of_label": counts}
             facts |= labels.alike(dict(zip(codes.names, counts, strict=False)))
+        facts |= {"notes": data.labels.notes} if data.labels.notes else {}
         if (
             data.name == source.BUILTIN
             and list(data.options.labels.values()) == ["label"]
@@ -181,7 +182,7 @@ class Classification(TextTask, Streams, LabelTask):
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
         column = cls.options_of(run).labels["task.label"]
         codes = labels.Codes(column, facts["labels"], facts["label_values"])
-        make = stream.maker(*cls.encoder(run, folder, Learned(codes), "train", "the stream"))
+        make = stream.maker(*cls.encoder(run, folder, Learned(codes, []), "train", "the stream"))
 
         def known(rows: Dataset) -> pa.RecordBatch:
             if unknown := set(labels.distinct(rows, codes.column, "train")) - codes.place.keys():
@@ -261,6 +262,7 @@ class Learned:
     """The labels of the splits."""
 
     codes: LabelCodes
+    notes: list[str]  # about labels that are not as the model's config has them
     counts: list[int] | None = None  # examples of each in a stream
 
     def counts_in(self, data: TextData) -> list[int]:
@@ -268,13 +270,23 @@ class Learned:
         return self.codes.counts(data.splits["train"]) if self.counts is None else self.counts
 
 
-def _of(rows: Stream, options: ClassificationOptions, others: dict[str, Dataset]) -> Learned:
+def _as_the_model(run: Run, options: ClassificationOptions, codes: LabelCodes) -> tuple[LabelCodes, list[str]]:
+    """Labels in the order of the model's outputs, and notes about them. Errors: `RunError`."""
+    notes = head_labels.problem_notes(run, heads.CLASSIFICATION, objective_of(options).problem, len(codes.names))
+    if options.regression:
+        return codes, notes
+    ordered = head_labels.in_model_order(run, heads.CLASSIFICATION, codes.names, codes.values)
+    return codes.reordered(ordered.names, ordered.values), ordered.notes + notes
+
+
+def _of(rows: Stream, run: Run, options: ClassificationOptions, others: dict[str, Dataset]) -> Learned:
     """The labels of a stream and of the other splits. Errors: `RunError`."""
     column = options.labels["task.label"]
     counts = rows.gather(partial(labels.count_labels, column=column), "labels", "looking for the labels of the shards")
     train, examples = labels.merge_counts(counts, column)
     codes = labels.codes_of({"train": train} | others, column, options.label_names, rows.files[0].name)
-    return Learned(codes, [examples[value] for value in codes.place])
+    ordered, notes = _as_the_model(run, options, codes)
+    return Learned(ordered, notes, [examples[value] for value in ordered.values])
 
 
 def _instead_of_none(tok: Any) -> int:

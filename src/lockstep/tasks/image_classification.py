@@ -27,7 +27,7 @@ from lockstep.data.cache import cached, folder_of
 from lockstep.data.hub import explained, model_folder
 from lockstep.data.stream import names_of
 from lockstep.tasks.label_task import LabelTask
-from lockstep.tasks.models import heads
+from lockstep.tasks.models import head_labels, heads
 from lockstep.tasks.objectives.objective import LabelOptions
 from lockstep.tasks.objectives.objectives import OneLabel
 from lockstep.tasks.task import refuse_lone_examples
@@ -108,6 +108,9 @@ class ImageClassification(LabelTask):
                 continue  # benchmarks hide the labels of their test split
             splits[split] = _whole(rows, options, split, data.name, run.data.drop_missing)
         codes = labels.codes_of(splits, options.label, options.label_names, data.name)
+        ordered = head_labels.in_model_order(run, cls.head, codes.names, codes.values)
+        codes = codes.reordered(ordered.names, ordered.values)
+        notes = ordered.notes + head_labels.problem_notes(run, cls.head, OneLabel.problem, len(codes.names))
 
         def cut(train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
             return OneLabel.cut(codes, train, share, seed, key)
@@ -126,6 +129,7 @@ class ImageClassification(LabelTask):
             files[split] = _encode(rows, options, codes, processor, shape, split, key)
         facts |= {"source": data.name, "labels": codes.names, "label_values": codes.values, "of_label": counts}
         facts |= labels.alike(dict(zip(codes.names, counts, strict=True))) | {"shape": list(shape)}
+        facts |= {"notes": notes} if notes else {}
         return Prepared(digest(names_of(files), codes.names, folder.name), files, str(folder), facts)
 
     @classmethod

@@ -22,9 +22,10 @@ from pydantic import Field
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import labels, source, tokenizer, usable_rows
-from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
-from lockstep.tasks.models import heads
+from lockstep.tasks.models import head_labels, heads
+from lockstep.tasks.models.head_labels import HeadLabels
 from lockstep.tasks.own_metrics import listed
 from lockstep.tasks.per_token import PerToken
 from lockstep.tasks.task import Forward, Generate
@@ -172,19 +173,20 @@ class TokenClassification(PerToken):
         return ["words"], ["tags"]
 
     @classmethod
-    def read_labels(cls, data: TextData) -> list[str]:
+    def read_labels(cls, data: TextData) -> HeadLabels:
         if data.rows is None:
             names = sorted(_tags(data.splits["train"]))
         else:
             of_chunks = data.rows.gather(lambda some: sorted(_tags(some)), "tags", "looking for the tags of the shards")
             names = sorted({tag for tags in of_chunks for tag in tags})
-        parts(names)  # refuses tags of no scheme
-        return names
+        tags = head_labels.in_model_order(data.run, cls.head, names, names)
+        parts(tags.names)  # refuses tags of no scheme
+        return tags
 
     @classmethod
     def check_labels(cls, data: TextData) -> None:
         for split, rows in data.splits.items():
-            if unknown := _tags(rows) - set(data.labels):
+            if unknown := _tags(rows) - set(data.labels.names):
                 raise RunError(
                     "LS3361",
                     f"task.tags: the {split} split of {data.name} has the tag {min(unknown)!r}, which is not in the "
@@ -198,7 +200,7 @@ class TokenClassification(PerToken):
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
-        return [data.run.data.max_length, data.labels]
+        return [data.run.data.max_length, data.labels.names]
 
     @classmethod
     def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
@@ -213,19 +215,24 @@ class TokenClassification(PerToken):
 
     @classmethod
     def label_names(cls, data: TextData) -> list[str]:
-        names: list[str] = data.labels
+        names: list[str] = data.labels.names
         return names
 
     @classmethod
     def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
-        facts: dict[str, Any] = {"labels": data.labels}
-        if data.rows is None and labels.alike(dict.fromkeys(data.labels, 0)):
+        tags: HeadLabels = data.labels
+        facts: dict[str, Any] = {"labels": tags.names} | ({"notes": tags.notes} if tags.notes else {})
+        if data.rows is None and labels.alike(dict.fromkeys(tags.names, 0)):
             scanned = usable_rows.lists(data.splits["train"], "tags")
             facts |= labels.alike(Counter(tag for _, part in scanned for tags in part for tag in tags))
         return facts
 
     @classmethod
-    def encoder(cls, run: Run, folder: str, labels: list[str], split: str, name: str) -> tuple[Encoder, Features]:
+    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
+        return super().example_maker(run, folder, {"labels": HeadLabels(facts["labels"], facts["labels"])})
+
+    @classmethod
+    def encoder(cls, run: Run, folder: str, labels: HeadLabels, split: str, name: str) -> tuple[Encoder, Features]:
         """The function that makes tokens and tags of rows, and the columns of these."""
         import datasets
 
@@ -236,7 +243,7 @@ class TokenClassification(PerToken):
                 "tokenizer: it does not report the words of its tokens (no fast tokenizer); choose a model with "
                 "a fast tokenizer",
             )
-        place_of = {name: code for code, name in enumerate(labels)}
+        place_of = {name: code for code, name in enumerate(labels.names)}
         numbers = datasets.List(datasets.Value("int32"))
         features = datasets.Features({"input_ids": numbers, "targets": numbers, "count": datasets.Value("int64")})
 

@@ -65,7 +65,7 @@ class OneLabel(Objective):
         of_rows = codes.of_all(train)
         chosen = []
         random = np.random.default_rng(seed)
-        for code in np.unique(of_rows):
+        for code in sorted(np.unique(of_rows).tolist(), key=lambda code: codes.values[code]):  # in the data's order
             rows = random.permutation(np.flatnonzero(of_rows == code))
             chosen.append(rows[: round(len(rows) * share)])
         held_out = np.sort(np.concatenate(chosen))

@@ -1,0 +1,158 @@
+"""The labels of the data beside those that a pretrained model's config names: which output of its head is which.
+
+In: a run, and names and values of labels in the order of the data. Out: both in the order of the model's outputs where
+its names are the data's, and notes about what is not as the config of the model says. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.config.run import Run
+from lockstep.tasks.models.heads import Head
+from lockstep.tasks.models.model_configs import load_config
+
+_SHOWN = 6  # labels of a list in a note
+
+
+@dataclass(frozen=True)
+class HeadLabels:
+    """Labels of a task in the order of the outputs that learn them."""
+
+    names: list[str]
+    values: list[Any]  # as rows hold them
+    notes: list[str] = field(default_factory=list)
+
+
+def in_model_order(run: Run, head: Head, names: Sequence[str], values: Sequence[Any]) -> HeadLabels:
+    """Order labels as the model's `id2label` has them, if it names all of them: exactly, or else up to case and blanks.
+    A model that names more keeps its head: labels that the data lack have the model's name as their value. Errors:
+    `RunError` for a model whose config cannot be read."""
+    found = _config_labels(run, head)
+    if found is None:
+        return HeadLabels([*names], [*values])
+    model_names, has_head = found
+    place = _places(names, model_names)
+    numbers = all(isinstance(value, int) for value in values)
+    if place is None or not (has_head or len(names) == len(model_names)):
+        counted = numbers and [*values] == [*range(len(model_names))]
+        return HeadLabels([*names], [*values], _different(names, model_names, has_head, counted))
+    ordered_names, ordered_values = [*model_names], [_value(name, numbers) for name in model_names]
+    for name, value in zip(names, values, strict=True):
+        ordered_names[place[name]], ordered_values[place[name]] = name, value
+    notes = []
+    if sorted(place.values()) != [place[name] for name in names]:
+        notes.append(f"labels are in the order of the model's id2label: {_listed(ordered_names)}")
+    if len(names) < len(model_names):
+        notes.append(
+            f"the model names {len(model_names)} labels, and the data have {len(names)} of them; its head is kept, "
+            f"with all {len(model_names)}"
+        )
+    renamed = [(name, ours) for name, ours in zip(model_names, ordered_names, strict=True) if name != ours]
+    if renamed:
+        notes.append(
+            f"the model's id2label has {_listed([name for name, _ in renamed])} where the data have "
+            f"{_listed([ours for _, ours in renamed])}; the export names them as the data do"
+        )
+    return HeadLabels(ordered_names, ordered_values, notes)
+
+
+def problem_notes(run: Run, head: Head, problem: str, outputs: int) -> list[str]:
+    """Notes about a head that was trained for another kind of labels (`problem_type`), or for another number of
+    outputs where these are numbers, which have no labels. Errors: `RunError`."""
+    if run.model.type is not None:
+        return []
+    config = _source_config(run)
+    if not _has_head(config, head):
+        return []
+    notes, trained_for = [], getattr(config, "problem_type", None)
+    if trained_for not in (None, problem):
+        notes.append(
+            f"the model's config has problem_type {trained_for!r}, and this run learns {problem!r}, which the export's "
+            "config has"
+        )
+    if problem == "regression" and config.num_labels != outputs:
+        notes.append(
+            f"the model's head has {config.num_labels} outputs, and the data have {outputs} "
+            f"number{'s' * (outputs != 1)} an example: a new head is drawn from the seed"
+        )
+    return notes
+
+
+def _source_config(run: Run) -> Any:
+    """The config as it is in the model's source."""
+    return load_config(run.model_copy(update={"model": run.model.model_copy(update={"config": {}})}))
+
+
+def _has_head(config: Any, head: Head) -> bool:
+    """Whether the source holds a head of this kind, by the architectures of its config."""
+    suffix = head.auto.removeprefix("AutoModel")
+    return any(name.endswith(suffix) for name in config.architectures or [])
+
+
+def _config_labels(run: Run, head: Head) -> tuple[list[str], bool] | None:
+    """The names of the model's outputs, in order, and whether it has a head of this kind; None if it is built from
+    scratch, or has neither names nor a head."""
+    if run.model.type is not None:
+        return None
+    config = _source_config(run)
+    named = config.id2label or {}
+    names = [str(named[code]) for code in range(len(named)) if code in named]
+    has_head = _has_head(config, head)
+    usable = len(names) == len(named) == len(set(names)) > 0
+    if not usable or not (has_head or not _unnamed(names)):
+        return None
+    return names, has_head
+
+
+def _unnamed(names: Sequence[str]) -> bool:
+    """Whether these are the names that transformers gives labels without any."""
+    return all(re.fullmatch(f"LABEL_{code}", name) for code, name in enumerate(names))
+
+
+def _places(names: Sequence[str], model_names: Sequence[str]) -> dict[str, int] | None:
+    """Name of the data -> output of the model; None if the model does not name all of them."""
+    reads: tuple[Callable[[str], str], ...] = (str, lambda name: " ".join(name.split()).casefold())
+    for read in reads:
+        place = {read(name): code for code, name in enumerate(model_names)}
+        distinct = len(place) == len(model_names) and len({read(name) for name in names}) == len(names)
+        if distinct and all(read(name) in place for name in names):
+            return {name: place[read(name)] for name in names}
+    return None
+
+
+def _value(name: str, numbers: bool) -> Any:
+    """What rows would hold for a label that the data lack."""
+    return int(name) if numbers and re.fullmatch("0|[1-9][0-9]*", name) else name
+
+
+def _different(names: Sequence[str], model_names: Sequence[str], has_head: bool, counted: bool) -> list[str]:
+    """The notes about labels that are not the model's. `counted`: they are the numbers of its outputs."""
+    both = f"the model's id2label has {_listed(model_names)}, and the data have {_listed(names)}"
+    if not has_head:
+        return [f"{both}: the export names the data's"]
+    if len(names) != len(model_names):
+        return [f"{both}: a new head is drawn from the seed, and the export names the data's labels"]
+    if counted and _unnamed(model_names):
+        return []  # LABEL_0 is 0
+    if counted:
+        return [
+            f"{both}: each number is taken as that output of the model's head, and the export names the numbers. If "
+            f"they mean the model's labels, name them, in the order of the numbers: task.label_names: "
+            f"[{', '.join(model_names)}]"
+            if len(names) <= _SHOWN
+            else f"{both}: each number is taken as that output of the model's head, and the export names the numbers; "
+            "task.label_names names them"
+        ]
+    return [
+        f"{both}: its head is kept, with its outputs under the data's names in this order. Where these mean the same "
+        "labels, write them alike, so that each is learned by its own output"
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", ... ({len(names):,})" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
