@@ -51,7 +51,7 @@ class Codes:
         self.place = {value: code for code, value in enumerate(values)}
 
     def reordered(self, names: list[str], values: list) -> Codes:
-        """The same labels in another order, or beside others that no row has."""
+        """Return these labels in another order, or beside others that no row has."""
         return Codes(self.column, names, values)
 
     def of(self, rows: dict[str, list]) -> np.ndarray:
@@ -293,7 +293,7 @@ class LabelLists:
         self.place = {value: code for code, value in enumerate(values)}
 
     def reordered(self, names: list[str], values: list) -> LabelLists:
-        """The same labels in another order, or beside others that no row has."""
+        """Return these labels in another order, or beside others that no row has."""
         return LabelLists(self.columns, names, values)
 
     def of(self, rows: dict[str, list]) -> list[list[int]]:

@@ -15,7 +15,7 @@ from lockstep.config.run import Run
 from lockstep.tasks.models.heads import Head
 from lockstep.tasks.models.model_configs import load_config
 
-_SHOWN = 6  # labels of a list in a note
+_LISTED = 6  # labels of a list in a note
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ def in_model_order(run: Run, head: Head, names: Sequence[str], values: Sequence[
     """Order labels as the model's `id2label` has them, if it names all of them: exactly, or else up to case and blanks.
     A model that names more keeps its head: labels that the data lack have the model's name as their value. Errors:
     `RunError` for a model whose config cannot be read."""
-    found = _config_labels(run, head)
-    if found is None:
+    config_labels = _config_labels(run, head)
+    if config_labels is None:
         return HeadLabels([*names], [*values])
-    model_names, has_head = found
+    model_names, has_head = config_labels
     place = _places(names, model_names)
     numbers = all(isinstance(value, int) for value in values)
     if place is None or not (has_head or len(names) == len(model_names)):
@@ -143,7 +143,7 @@ def _different(names: Sequence[str], model_names: Sequence[str], has_head: bool,
             f"{both}: each number is taken as that output of the model's head, and the export names the numbers. If "
             f"they mean the model's labels, name them, in the order of the numbers: task.label_names: "
             f"[{', '.join(model_names)}]"
-            if len(names) <= _SHOWN
+            if len(names) <= _LISTED
             else f"{both}: each number is taken as that output of the model's head, and the export names the numbers; "
             "task.label_names names them"
         ]
@@ -154,5 +154,5 @@ def _different(names: Sequence[str], model_names: Sequence[str], has_head: bool,
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f", ... ({len(names):,})" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f", ... ({len(names):,})" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

@@ -312,7 +312,7 @@ class LabelCodes(Protocol):
     values: list[Any]  # of labels, as rows hold them, in the order of their codes; none of numbers
 
     def reordered(self, names: list[str], values: list[Any]) -> LabelCodes:
-        """The same labels in another order, or beside others that no row has; numbers as they are."""
+        """Return these labels in another order, or beside others that no row has; numbers as they are."""
 
     def of(self, rows: dict[str, list]) -> Any:
         """The labels or numbers of some rows, by column."""
