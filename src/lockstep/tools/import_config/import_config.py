@@ -47,9 +47,16 @@ def move(
     names = {"data": "data.source", "task": "task.name", "model": "model.source"}
     by_hand = {**{names[flag]: text for flag, text in flags.items() if text is not None}, **overridden}
     draft = RunDraft(by_hand=by_hand)
-    source = read(origin)
     processes = overridden.get("launch.processes")
-    source.move(draft, processes if isinstance(processes, int) else None)
+    try:
+        source = read(origin)
+        source.move(draft, processes if isinstance(processes, int) else None)
+    except (RecursionError, MemoryError):  # the latter of Python's own parser
+        raise RunError(
+            "LS8550",
+            f"--from: {origin} is nested too deeply to be read (thousands of elif, or of brackets): leave out what "
+            "does not train, or write the run file without --from",
+        ) from None
     only_its_own(draft)
     talk.console.say(f"{origin}: {source.called}")
     for line in draft.read:

@@ -12,7 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.tools.import_config import script
-from lockstep.tools.import_config.script import CUT, TOKENIZERS, Arguments, Call, Column, Scope, Script, code_of
+from lockstep.tools.import_config.script import (
+    CUT,
+    TOKENIZERS,
+    Arguments,
+    Call,
+    Column,
+    Scope,
+    Script,
+    Unknown,
+    code_of,
+)
 from lockstep.tools.import_config.table import EIGHT_BITS, NAMES, RunDraft, quantized
 from lockstep.tools.import_config.trainer import set_dtype
 
@@ -141,6 +151,7 @@ def task_first(script: Script, draft: RunDraft) -> None:
 
 
 def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> None:
+    _label_names(call, at, task)
     labels = arguments.known.pop("num_labels", None)
     if labels == 1 and task == "classification":
         at.set(call, "task.regression", True)
@@ -160,6 +171,9 @@ def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> N
             key = {"multi_label_classification": "task.multi_label", "regression": "task.regression"}.get(value)
             if key is not None:
                 at.set(call, key, True)
+        elif name == "subfolder":
+            if value:
+                at.draft.lacks(f"line {call.line}: subfolder={value}", "a model is a folder of its own", "model.source")
         elif name == "load_in_4bit" and value:
             quantized(at.draft, "fp4", False, f"load_in_4bit, line {call.line}")
         elif name == "load_in_8bit" and value:
@@ -172,6 +186,24 @@ def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> N
         arguments,
         {"torch_dtype": "model.dtype", "dtype": "model.dtype", "attn_implementation": "model.attention"},
     )
+
+
+def _label_names(call: Call, at: Reading, task: str | None) -> None:
+    """`id2label`: the names of integer labels; names that are not known are those of the data."""
+    arguments = at.script.arguments(call, ("pretrained_model_name_or_path",))
+    names = arguments.known.get("id2label")
+    numbers = {str(key): value for key, value in names.items()} if isinstance(names, dict) else {}
+    ordered = [numbers.get(str(place)) for place in range(len(numbers))]
+    if task == "classification" and ordered and all(isinstance(each, str) for each in ordered):
+        at.set(call, "task.label_names", ordered)
+        return
+    for name in ("id2label", "label2id"):
+        if name in arguments.nodes and arguments.known.get(name, Unknown) is not None:
+            where = f"line {call.line}: {call.name}({name}={code_of(arguments.nodes[name])})"
+            at.draft.unclear(
+                where, "labels have the names and the order of the data", "task.label_names", decides=False
+            )
+            return
 
 
 def _config(call: Call, at: Reading, arguments: Arguments) -> None:

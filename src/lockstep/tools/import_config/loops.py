@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.tools.import_config import loading, trainer_script
 from lockstep.tools.import_config.loading import Reading
+from lockstep.tools.import_config.loop_statements import Statements
 from lockstep.tools.import_config.script import Arguments, Call, Script, code_of
 from lockstep.tools.import_config.table import (
     ADAFACTOR,
@@ -45,7 +46,13 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     at = Loop(script, draft, processes=processes)
     for call in script.calls:
         at.call(call)
-    at.constants()
+    statements = None
+    lightning = any("LightningModule" in ast.unparse(b) for kind in script.classes.values() for b in kind.bases)
+    if not lightning:
+        nodes = [call.node for call in at.optimizers]
+        statements = Statements(script, draft, at.is_transformers(), nodes)
+        statements.read()
+    at.constants(statements)
     at.settle()
     if at.is_transformers():
         at.library_task()
@@ -126,15 +133,19 @@ class Loop(Reading):
             if name in arguments.unknown:
                 code = f"line {call.line}: {call.name}({name}={arguments.unknown[name]})"
                 self.draft.unclear(code, loading.RUNS, key)
+        for code in arguments.more:
+            self.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is not known")
 
     def _optimizer(self, call: Call) -> None:
         self.optimizers.append(call)
-        arguments = self.script.arguments(call, ("params", "lr"))
+        arguments = self.script.arguments(call, _POSITIONS.get(call.name, ("params", "lr")))
         if len(self.optimizers) > 1:
             self.draft.unclear(str(call), "a second optimizer", "optim.name")
             return
         node = arguments.nodes.get("params")
-        if node is not None and not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("parameters")):
+        owner = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+        whole = isinstance(owner, ast.Name) or (isinstance(owner, ast.Attribute) and owner.attr == "module")
+        if node is not None and not (whole and ast.unparse(node).endswith(".parameters()")):
             self.draft.unclear(
                 f"line {call.line}: {code_of(node)}", "weights with rates of their own: optim.groups", "optim.groups"
             )
@@ -163,7 +174,10 @@ class Loop(Reading):
             elif value and name not in (*keys, *NAMES["optimizer_quiet"]):
                 why = f"{NAMES['optimizers'][call.name]} has no such key"
                 self.draft.lacks(f"line {call.line}: {call.name}({name}={value})", why, "optim.name")
-        self._unknown(call, arguments, keys | {"lr": "optim.learning_rate", "weight_decay": "optim.weight_decay"})
+        by = keys | {"lr": "optim.learning_rate", "weight_decay": "optim.weight_decay"}
+        quiet = {"params", *NAMES["optimizer_quiet"]} - by.keys()
+        others = dict.fromkeys(arguments.unknown.keys() - by.keys() - quiet, "optim.name")
+        self._unknown(call, arguments, others | by)
         self.read(call, "optim")
 
     def _loader(self, call: Call) -> None:
@@ -178,6 +192,17 @@ class Loop(Reading):
         size = arguments.known.get("batch_size", None if "batch_size" in arguments.unknown else 1)
         self.batch = size if isinstance(size, int) and not arguments.more else None
         self._unknown(call, arguments, {"batch_size": "batch_size"})
+        for name, node in arguments.nodes.items():
+            if name not in NAMES["loader_arguments"]:
+                self.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "not an argument that is known here")
+        ordered = not ({"sampler", "batch_sampler"} & arguments.nodes.keys() or arguments.known.get("shuffle"))
+        sampler = next((c for c in self.script.calls if c.name == "DistributedSampler"), None)
+        if sampler is not None and "sampler" in arguments.nodes:
+            names = ("dataset", "num_replicas", "rank", "shuffle")
+            ordered = self.script.arguments(sampler, names).known.get("shuffle", True) is not True
+        if ordered:
+            why = "examples come in the data's order there, or in one that is not known; here every epoch has an order "
+            self.draft.lacks(f"{call}", f"{why}of the seed: give shuffle=True in the script, if that is meant")
         self.read(call, "batch_size")
 
     def _precision(self, call: Call) -> None:
@@ -271,8 +296,13 @@ class Loop(Reading):
 
     # -- what no call says ---------------------------------------------------------------------------------------------
 
-    def constants(self) -> None:
-        """`for epoch in range(3)`, and names such as max_iters."""
+    def constants(self, statements: Statements | None) -> None:
+        """`for epoch in range(3)`; names such as max_iters where no loop over a DataLoader was understood."""
+        if statements is not None and statements.accumulated is not None:
+            self.accumulated = statements.accumulated
+        if statements is not None and statements.batch_loop is not None:
+            self._epochs(statements.epoch_loop)
+            return
         for node in ast.walk(self.script.tree):
             if isinstance(node, ast.For) and isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) == "range":
                 target, last = ast.unparse(node.target).lower(), node.iter.args[-1] if node.iter.args else None
@@ -301,6 +331,20 @@ class Loop(Reading):
                 self.draft.read.append(f"{name} = {times:g} -> micro_batches")
         if self.batch is None and (size := number(self._constant("batch_size"))):
             self.batch = int(size)
+
+    def _epochs(self, loop: ast.For | None) -> None:
+        """The loop around that over the batches; without one, the data are gone through once."""
+        if loop is None:
+            self.draft.set("epochs", 1, "the loop goes through the data once")
+            return
+        node: ast.expr = loop.iter
+        while isinstance(node, ast.Call) and not ast.unparse(node.func).endswith("range") and node.args:
+            node = node.args[0]
+        if isinstance(node, ast.Call) and len(node.args) in (1, 2):
+            first = number(self.script.known(node.args[0])) if len(node.args) == 2 else 0
+            self._count("epochs", node.args[-1] if first is not None else node, int(first or 0), loop.lineno)
+        else:
+            self.draft.unclear(f"line {loop.lineno}: {code_of(loop.iter)}", loading.RUNS, "epochs", "steps")
 
     def _constant(self, name: str) -> Any:
         values = self.script.bindings.get((id(None), name), [])
@@ -363,6 +407,11 @@ def _assignments(script: Script) -> list[ast.Assign]:
     return [node for node in ast.walk(script.tree) if isinstance(node, ast.Assign)]
 
 
+_POSITIONS = {
+    "SGD": ("params", "lr", "momentum", "dampening", "weight_decay", "nesterov"),
+    "Adam": ("params", "lr", "betas", "eps", "weight_decay", "amsgrad"),
+    "AdamW": ("params", "lr", "betas", "eps", "weight_decay", "amsgrad"),
+}
 _PAGE = "docs/how-to/own-module.md"
 
 
@@ -490,13 +539,26 @@ def _loss(script: Script) -> str | None:
     if len(nodes) != 1 or not backward:
         return None
     node: Any = backward[0].node.args[0] if backward[0].node.args else backward[0].receiver
-    value = script.bound(node, last=True) if isinstance(node, ast.Name) else node
+    value = _undivided(script, node)
     if not isinstance(value, ast.Call) or len(value.args) != 2 or value.keywords:
         return None
     outputs = script.bound(value.args[0], last=True) if isinstance(value.args[0], ast.Name) else value.args[0]
     if not isinstance(outputs, ast.Call) or not isinstance(value.args[1], ast.Name):
         return None
     return _function(script, value.func)
+
+
+def _undivided(script: Script, node: ast.expr | None, depth: int = 0) -> ast.expr | None:
+    """What goes backward, without its division by the accumulation and the scale of fp16."""
+    if depth > 10 or node is None:
+        return node
+    if isinstance(node, ast.Name):
+        return _undivided(script, script.bound(node, last=True), depth + 1)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        return _undivided(script, node.left, depth + 1)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "scale" and node.args:
+        return _undivided(script, node.args[0], depth + 1)
+    return node
 
 
 def _function(script: Script, node: ast.expr) -> str | None:

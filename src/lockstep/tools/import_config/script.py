@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -73,6 +75,8 @@ class Script:
             self.tree = ast.parse(text)
         except SyntaxError as error:
             raise RunError("LS8230", f"--from: {path}, line {error.lineno}: {error.msg}") from None
+        except ValueError as error:  # such as a NUL
+            raise RunError("LS8551", f"--from: {path} cannot be parsed as Python: {error}") from None
         self.imports: dict[str, str] = {}
         self.functions: dict[str, Scope] = {}
         self.classes: dict[str, ast.ClassDef] = {}
@@ -85,8 +89,10 @@ class Script:
         self._namespaces: set[str] = set()  # names that parse_known_args gives them to
         self._dataclasses: set[str] = set()  # names that hold options that a parser of dataclasses has read
         self._evaluating: set[int] = set()
+        self._values: dict[int, Any] = {}  # what was evaluated: a name that is used twice is not evaluated twice
         self._bind(self.tree, None, True)
         self._parse_options()
+        self._values.clear()  # before, options were not known yet
         self.calls: list[Call] = list(self._calls(self.tree.body, None))
 
     # -- names ---------------------------------------------------------------------------------------------------------
@@ -174,16 +180,21 @@ class Script:
     # -- values --------------------------------------------------------------------------------------------------------
 
     def value(self, node: ast.expr) -> Any:
-        """Errors: `Unknown`."""
+        """Errors: `Unknown`, also for a value that is larger than those of settings are."""
         if id(node) in self._evaluating:
             raise Unknown
-        self._evaluating.add(id(node))
-        try:
-            return self._value(node)
-        except (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError, SyntaxError, MemoryError):
-            raise Unknown from None
-        finally:
-            self._evaluating.discard(id(node))
+        if id(node) not in self._values:
+            self._evaluating.add(id(node))
+            try:
+                self._values[id(node)] = _bounded(self._value(node))
+            except (*_FAULTS, Unknown):
+                self._values[id(node)] = Unknown
+            finally:
+                self._evaluating.discard(id(node))
+        value = self._values[id(node)]
+        if value is Unknown:
+            raise Unknown
+        return copy(value)
 
     def known(self, node: ast.expr | None, otherwise: Any = None) -> Any:
         """The value, or `otherwise` where it is not known."""
@@ -210,7 +221,9 @@ class Script:
             inner = self.value(node.operand)
             return not inner if isinstance(node.op, ast.Not) else -inner if isinstance(node.op, ast.USub) else inner
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](self.value(node.left), self.value(node.right))
+            left, right = self.value(node.left), self.value(node.right)
+            _affordable(node.op, left, right)
+            return OPERATORS[type(node.op)](left, right)
         if isinstance(node, ast.BoolOp):
             return self._of_several(node)
         if isinstance(node, ast.IfExp):
@@ -232,7 +245,10 @@ class Script:
             return str(self.value(part))
         if part.conversion != -1:  # !r and its kin
             raise Unknown
-        return format(self.value(part.value), "" if part.format_spec is None else self.value(part.format_spec))
+        form = "" if part.format_spec is None else self.value(part.format_spec)
+        if any(len(digits) > 2 for digits in re.findall(r"\d+", form)):  # a width of millions
+            raise Unknown
+        return format(self.value(part.value), form)
 
     def _of_several(self, node: ast.BoolOp) -> Any:
         """`a and b` and `a or b`; one that decides it is enough."""
@@ -386,7 +402,11 @@ class Script:
     def arguments(self, call: Call, names: tuple[str, ...] = ()) -> Arguments:
         """`names`: of its positional arguments."""
         arguments = Arguments()
-        words: list[tuple[str | None, ast.expr]] = list(zip(names, call.node.args, strict=False))
+        plain = [node for node in call.node.args if not isinstance(node, ast.Starred)]
+        if names and (len(plain) > len(names) or len(plain) < len(call.node.args)):
+            rest = [*plain[len(names) :], *(node for node in call.node.args if isinstance(node, ast.Starred))]
+            arguments.more += [code_of(node) for node in rest]
+        words: list[tuple[str | None, ast.expr]] = list(zip(names, plain, strict=False))
         words += [(word.arg, word.value) for word in call.node.keywords]
         for name, node in words:
             if name is None:
@@ -402,6 +422,41 @@ class Script:
             except Unknown:
                 arguments.unknown[name] = code_of(node)
         return arguments
+
+
+_FAULTS = (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError, SyntaxError, MemoryError, OverflowError)
+_MOST = 10_000  # entries of a list or mapping, and all that they hold, characters of a text, bits of a number
+
+
+def _bounded(value: Any) -> Any:
+    """The value. Errors: `Unknown` where it holds more than `_MOST` entries, characters or bits."""
+    count, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        count += 1
+        if isinstance(each, str | bytes):
+            count += len(each)
+        elif isinstance(each, int):
+            count += each.bit_length() // 8
+        elif isinstance(each, dict):
+            waiting += [*each.keys(), *each.values()]
+        elif isinstance(each, list | tuple | set | range):
+            count += len(each)
+            waiting += list(each)[:_MOST]
+        if count + len(waiting) > _MOST:
+            raise Unknown
+    return value
+
+
+def _affordable(operator_: ast.operator, left: Any, right: Any) -> None:
+    """Errors: `Unknown` for a product or a power that would be larger than `_MOST`."""
+    whole = isinstance(left, int) and isinstance(right, int)
+    if isinstance(operator_, ast.Pow) and whole and abs(right) * left.bit_length() > _MOST:
+        raise Unknown
+    for one, times in ((left, right), (right, left)):
+        repeats = isinstance(operator_, ast.Mult) and isinstance(one, str | list) and isinstance(times, int)
+        if repeats and len(one) * times > _MOST:
+            raise Unknown
 
 
 def _within(inner: ast.AST, outer: ast.AST) -> bool:

@@ -1,0 +1,222 @@
+"""`lockstep init --from` of a loop: statements on a closed list are understood, others refused by line."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from support.messages import mentions
+from support.moving_scripts import ACCELERATE, DDP, moved, refused
+
+LOOP = "        for x, y in loader:\n"
+ZERO = "            optimizer.zero_grad()\n"
+OUT = "            out = model(x)\n"
+LOSS = "            loss = criterion(out, y)\n"
+BACK = "            loss.backward()\n"
+STEP = "            optimizer.step()\n"
+COUNTED = (LOOP, "        for i, (x, y) in enumerate(loader):\n")
+
+
+def changed(text: str, *pairs: tuple[str, str]) -> str:
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new, 1)
+    return text
+
+
+def accumulating(condition: str, divisor: str = " / 4") -> str:
+    step = f"            if {condition}:\n                optimizer.step()\n                optimizer.zero_grad()\n"
+    return changed(DDP, COUNTED, (ZERO, ""), (BACK, f"            loss = loss{divisor}\n{BACK}"), (STEP, step))
+
+
+SCORE = """def score(model, loader):
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for x, y in loader:
+            right += (model(x).argmax(1) == y).float().sum().item()
+    print("accuracy", right / len(loader.dataset))
+
+
+"""
+UNDERSTOOD = {
+    "batch": changed(DDP, (LOOP, "        for batch in loader:\n            x, y = batch\n")),
+    "device": changed(DDP, (ZERO, f"            x, y = x.to(device), y.to(device)\n{ZERO}")),
+    "logging": changed(
+        DDP,
+        (LOOP, f"        total = 0.0\n{LOOP}"),
+        (STEP, f"{STEP}            total += loss.item()\n        print(total)\n"),
+    ),
+    "bar": changed(
+        DDP,
+        (LOOP, "        bar = tqdm(loader)\n        for x, y in bar:\n"),
+        (STEP, f"{STEP}            bar.set_description(f'{{loss.item():.3f}}')\n"),
+    ),
+    "every": changed(DDP, COUNTED, (STEP, f"{STEP}            if i % 10 == 0:\n                print(loss.item())\n")),
+    "score": changed(
+        DDP,
+        ("def main", f"{SCORE}def main"),
+        (LOOP, f"        model.train()\n{LOOP}"),
+        (STEP, f"{STEP}        score(model, loader)\n"),
+    ),
+    "saved": changed(DDP, (STEP, f"{STEP}        torch.save(model.state_dict(), 'net.pt')\n")),
+    "other name": changed(DDP, ("for epoch in range(args.epochs)", "for e in range(1, args.epochs + 1)")),
+}
+
+
+@pytest.mark.parametrize("name", UNDERSTOOD)
+def test_statements_that_change_no_weight_are_understood(name: str, here: Path) -> None:
+    run = moved("points.py", UNDERSTOOD[name])
+    assert (run.epochs, run.batch_size, run.micro_batches) == (4, 20, 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        accumulating("(i + 1) % 4 == 0"),
+        accumulating("(i + 1) % 4 == 0 or i + 1 == len(loader)"),
+        changed(accumulating("(i + 1) % accum == 0", " / accum"), ("    data =", "    accum = 4\n    data =")),
+        changed(accumulating("i % 4 == 0"), ("enumerate(loader)", "enumerate(loader, start=1)")),
+    ],
+)
+def test_accumulation_by_a_condition(text: str, here: Path) -> None:
+    run = moved("points.py", text)
+    assert (run.batch_size, run.micro_batches, run.task.options["loss"]) == (80, 4, "torch.nn.CrossEntropyLoss")
+
+
+TWISTS = {
+    "not divided": (accumulating("(i + 1) % 4 == 0", ""), "not divided by 4"),
+    "divided by others": (accumulating("(i + 1) % 4 == 0", " / 2"), "divided by 2, and 4 batch(es)"),
+    "first batch": (accumulating("i % 4 == 0"), "i % 4 == 0 (how many batches make a step"),
+    "rate": (
+        changed(DDP, (LOOP, f"        for g in optimizer.param_groups:\n            g['lr'] = 0.1\n{LOOP}")),
+        "g['lr'] = 0.1",
+    ),
+    "term": (changed(DDP, (BACK, f"            loss = loss + 0.01 * out.mean()\n{BACK}")), "loss + 0.01 * out.mean()"),
+    "added term": (changed(DDP, (BACK, f"            loss += 0.01 * out.mean()\n{BACK}")), "loss += 0.01"),
+    "clamp": (
+        changed(DDP, (BACK, f"{BACK}            for p in model.parameters():\n                p.grad.clamp_(-1, 1)\n")),
+        "p.grad.clamp_(-1, 1)",
+    ),
+    "break": (changed(DDP, (STEP, f"{STEP}            if loss < 0.1:\n                break\n")), "break"),
+    "epochs' break": (changed(DDP, (STEP, f"{STEP}        if epoch == 1:\n            break\n")), "break"),
+    "continue": (changed(DDP, (ZERO, f"            if len(x) < 20:\n                continue\n{ZERO}")), "continue"),
+    "eval": (
+        changed(DDP, ("    for epoch", "    model.eval()\n    for epoch")),
+        "model.eval() (the model",
+    ),
+    "labels": (changed(DDP, (ZERO, f"            y = 2 - y\n{ZERO}")), "y = 2 - y"),
+    "labels in place": (changed(DDP, (ZERO, f"            y[y == 2] = 0\n{ZERO}")), "y[y == 2] = 0"),
+    "eval after": (
+        changed(DDP, ("def main", f"{SCORE}def main"), (STEP, f"{STEP}        score(model, loader)\n")),
+        "model.eval() (the next batches are trained in evaluation mode",
+    ),
+    "eval within": (
+        changed(DDP, (LOOP, f"        model.train()\n{LOOP}"), (STEP, f"{STEP}            model.eval()\n")),
+        "model.eval() (the next batches are trained in evaluation mode",
+    ),
+    "swapped": (changed(DDP, (LOOP, "        for y, x in loader:\n")), "out = model(x)"),
+    "noise": (changed(DDP, (ZERO, f"            x = x + torch.randn_like(x)\n{ZERO}")), "x + torch.randn_like(x)"),
+    "outputs": (changed(DDP, (OUT, "            out = model(x).tanh()\n")), "model(x).tanh()"),
+    "dtype": (changed(DDP, (ZERO, f"            x = x.to(torch.float64)\n{ZERO}")), "x.to(torch.float64)"),
+    "order": (changed(DDP, ("sampler=DistributedSampler(data)", "shuffle=False")), "in the data's order"),
+    "order by default": (changed(DDP, (", sampler=DistributedSampler(data)", "")), "in the data's order"),
+    "sampler's order": (changed(DDP, ("Sampler(data)", "Sampler(data, shuffle=False)")), "in the data's order"),
+    "not cleared": (changed(DDP, (ZERO, "")), "no zero_grad() is in this loop"),
+    "data": (changed(DDP, ("    criterion =", "    data.y = 1 - data.y\n    criterion =")), "data.y = 1 - data.y"),
+    "own function": (
+        changed(
+            DDP,
+            ("def main", "def init(net):\n    net.layers[0].weight.data.zero_()\n\n\ndef main"),
+            ("    criterion =", "    init(model)\n    criterion ="),
+        ),
+        "init(model)",
+    ),
+    "sometimes": (
+        changed(DDP, (STEP, "            if epoch % 2:\n                optimizer.step()\n")),
+        "epoch % 2 (how many batches",
+    ),
+    "twice": (changed(DDP, (STEP, STEP + STEP)), "a second step in the loop"),
+    "part": (changed(DDP, ("model.parameters()", "model.layers[2].parameters()")), "model.layers[2].parameters()"),
+    "positional": (changed(DDP, ("lr=args.lr", "0.1, beta")), "SGD(momentum=beta)"),
+    "more": (changed(DDP, ("lr=args.lr", "lr=0.1, **more")), "SGD(**more)"),
+    "loops": (changed(DDP, ("    for epoch", "    for round in range(2):\n     for epoch")), "range("),
+}
+
+
+@pytest.mark.parametrize("name", TWISTS)
+def test_a_twist_is_refused_by_its_line(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, wanted = TWISTS[name]
+    assert wanted in refused("points.py", text, capsys)
+
+
+def test_a_momentum_by_its_place(here: Path) -> None:
+    assert moved("points.py", changed(DDP, ("lr=args.lr", "0.1, 0.9"))).optim.momentum == 0.9
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        ("model(**batch).loss", "model(**batch).loss + 0.1", "loss = model(**batch).loss + 0.1"),
+        (
+            "            loss = model",
+            "            batch['labels'] = 1 - batch['labels']\n            loss = model",
+            "1 - batch",
+        ),
+        ("model.parameters()", "model.classifier.parameters()", "model.classifier.parameters()"),
+        (
+            "            schedule.step()\n",
+            "            schedule.step()\n            schedule.step()\n",
+            "second scheduler",
+        ),
+    ],
+)
+def test_a_twist_of_a_loop_of_accelerate(
+    old: str, new: str, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert wanted in refused("acc.py", changed(ACCELERATE, (old, new)), capsys)
+
+
+def test_names_of_labels_are_not_lost(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = 'Classification.from_pretrained("acme/encoder"'
+    run = moved("acc.py", changed(ACCELERATE, (load, f"{load}, id2label={{0: 'no', 1: 'yes'}}")))
+    assert run.task.options["label_names"] == ["no", "yes"]
+    moved("acc.py", changed(ACCELERATE, (load, f"{load}, id2label=names")))
+    assert "from_pretrained(id2label=names)" in " ".join((here / "moved.yaml").read_text().split())
+    (here / "moved.yaml").unlink()
+    assert "subfolder=a" in refused("acc.py", changed(ACCELERATE, (load, f"{load}, subfolder='a'")), capsys)
+
+
+def doubled(first: str, each: str) -> str:
+    """Sixty names, each made of the one before twice."""
+    return f"a0 = {first}\n" + "".join(f"a{i + 1} = {each.replace('@', f'a{i}')}\n" for i in range(60)) + "N = a60\n"
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        "N = 10**10**10\n",
+        "N = 'a' * 10**12\n",
+        "N = f'{1:1000000000}'\n",
+        doubled("[1]", "@ + @"),
+        doubled("[1]", "[@, @]"),
+        doubled("'x'", "f'{@}{@}'"),
+        doubled("unknown()", "@ or @"),
+    ],
+)
+def test_constants_are_folded_within_bounds(constant: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun = time.monotonic()
+    said = refused(
+        "points.py", changed(DDP, ("class Net", f"{constant}class Net"), ("batch_size=20", "batch_size=N")), capsys
+    )
+    assert "DataLoader(batch_size=N)" in said
+    assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["if n == 0: pass\n" + "".join(f"elif n == {i}: pass\n" for i in range(3000)), f"n = {'-' * 50000}1\n"],
+    ids=["elif", "minus"],
+)
+def test_a_script_that_is_nested_too_deeply(code: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert mentions(refused("points.py", f"n = 0\n{code}{DDP}", capsys), "LS8550", "points.py")
