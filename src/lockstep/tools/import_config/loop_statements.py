@@ -89,12 +89,12 @@ class Statements:
             waiting += [self.script.scopes.get(id(call.node)) for call in calls]
 
     def _around(self, node: ast.AST) -> list[ast.AST]:
-        found = []
+        enclosing = []
         above = self.parents.get(id(node))
         while above is not None and not isinstance(above, ast.FunctionDef | ast.Lambda | ast.ClassDef):
-            found.append(above)
+            enclosing.append(above)
             above = self.parents.get(id(above))
-        return found
+        return enclosing
 
     def _trains(self, node: ast.AST) -> bool:
         """Whether the loop is in this statement, or a call of the function that it is in."""
@@ -188,7 +188,7 @@ class Statements:
         self._around_loop(node.body)
         self._trained_in_mode(start, self.before_batches)
 
-    def _mode(self, node: ast.AST, seen: tuple[str, ...] = ()) -> None:
+    def _mode(self, node: ast.AST, callers: tuple[str, ...] = ()) -> None:
         """`model.train()` and `model.eval()`, also in the script's functions that are called, in their order."""
         calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
         for call in sorted(calls, key=lambda each: (each.lineno, each.col_offset)):
@@ -197,9 +197,9 @@ class Statements:
             if name in ("train", "eval"):
                 on = name == "train" and (not call.args or self.script.known(call.args[0]) is True)
                 self.modes.append((on, call))
-            elif called in self.script.functions and called not in seen:
+            elif called in self.script.functions and called not in callers:
                 for line in getattr(self.script.functions[called], "body", []) or []:
-                    self._mode(line, (*seen, called))
+                    self._mode(line, (*callers, called))
 
     def _trained_in_mode(self, start: int, stop: int) -> None:
         """A loop, of whose modes those up to `stop` come before its batches: it begins again in its last one."""
@@ -393,8 +393,8 @@ class Statements:
             name = ast.unparse(names[1])
         else:
             value, name = node.elt, ast.unparse(part.target)
-        moved = self._moved(value)
-        return ("batch", "whole") if isinstance(moved, ast.Name) and moved.id == name else None
+        inner = self._moved(value)
+        return ("batch", "whole") if isinstance(inner, ast.Name) and inner.id == name else None
 
     def _part(self, node: ast.Subscript | ast.Attribute) -> Role | None:
         role = self._role(node.value)
@@ -450,10 +450,10 @@ class Statements:
             return ("out", None) if usual else None
         for word in node.keywords:
             role = self._role(word.value)
-            wanted = [word.arg] if word.arg != "labels" else ["labels", "label"]
+            names = [word.arg] if word.arg != "labels" else ["labels", "label"]
             if word.arg is None and role != ("batch", "whole"):
                 return None
-            if word.arg is not None and (role is None or role[1] not in wanted):
+            if word.arg is not None and (role is None or role[1] not in names):
                 return None
         return ("out", None) if not roles and node.keywords else None
 

@@ -142,12 +142,12 @@ class QuietCode:
         """Whether a function of the script's own is quiet: each of its statements is."""
         if name not in self.looked_at:
             self.looked_at[name] = True  # one that calls itself
-            found: list[ast.AST] = []
-            inner = QuietCode(self.script, lambda node, *more: found.append(node), self.is_read, self.looked_at)
+            gaps: list[ast.AST] = []
+            inner = QuietCode(self.script, lambda node, *more: gaps.append(node), self.is_read, self.looked_at)
             function = self.script.functions[name]
             for line in getattr(function, "body", []) if not isinstance(function, ast.Lambda) else []:
                 inner.statement(line, frozenset())
-            self.looked_at[name] = not found
+            self.looked_at[name] = not gaps
         return self.looked_at[name]
 
 
