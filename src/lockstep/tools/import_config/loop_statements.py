@@ -393,7 +393,7 @@ class Statements:
             name = ast.unparse(names[1])
         else:
             value, name = node.elt, ast.unparse(part.target)
-        inner = self._moved(value)
+        inner = self._before_move(value)
         return ("batch", "whole") if isinstance(inner, ast.Name) and inner.id == name else None
 
     def _part(self, node: ast.Subscript | ast.Attribute) -> Role | None:
@@ -407,7 +407,7 @@ class Statements:
             return "loss", None
         return None
 
-    def _moved(self, node: ast.expr) -> ast.expr:
+    def _before_move(self, node: ast.expr) -> ast.expr:
         """What is moved to a device: `x` of `x.to(device, non_blocking=True)`."""
         while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self._moves(node):
             node = node.func.value
