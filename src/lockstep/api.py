@@ -143,9 +143,11 @@ def fit(
 def load(output: Result | Path | str) -> Any:
     """The trained `torch.nn.Module` of a run of the task `module`, in evaluation mode, from an output folder or its
     export. The code that made it is imported and run here. Errors: `RunError`."""
+    from lockstep.checkpoint import exported
     from lockstep.tasks.modules import wrapped_module
 
     folder = _folder(output)
+    exported.require_whole_source(str(folder))
     return wrapped_module.load(folder / "export" if (folder / "export").is_dir() else folder)
 
 

@@ -435,6 +435,7 @@ def push(
         raise RunError(
             "LS6018", f"{link} is a link, and the file behind a link is not pushed; replace it by a copy, or remove it"
         )
+    exported.require_whole(output)
     token = _token(repository)
     check_card((folder / "README.md").read_text(encoding="utf-8"), folder / "README.md")
     for attempt in range(1, patience.tries + 1):

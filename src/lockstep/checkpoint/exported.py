@@ -1,7 +1,7 @@
 """The hashes of an export when it was written, and whether it still has them: `OUTPUT/export.json`.
 
 In: the export's folder. Out: files that are on the disk, readable as the folder's others, and their hashes; later what
-is wrong with one, or nothing. Nothing here imports torch.
+is wrong with one, or nothing, or a `RunError` for who would use it. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+
+from lockstep.config.run import RunError, replace_text
+from lockstep.data.cache import cache_folder
 
 FILE = "export.json"
 
@@ -77,6 +80,47 @@ def damage(output: Path) -> str | None:
         if digest != known and name != "README.md":
             return f"{name} does not match its hash"
     return None
+
+
+def require_whole(output: Path) -> None:
+    """Refuse the export of an output folder that is not as it was written. Its files are read once: the cache keeps
+    their sizes and times, and they are read again when one differs. Errors: `RunError`."""
+    state = _state(output)
+    record = cache_folder() / "exports" / hashlib.sha256(str(output.resolve()).encode()).hexdigest()[:32]
+    with suppress(OSError, UnicodeError):
+        if state is not None and record.read_text(encoding="utf-8") == state:
+            return
+    if (fault := damage(output)) is not None:
+        raise RunError(
+            "LS6130",
+            f"{output}/export cannot be used: {fault}. Restore what was written there; or run lockstep train again, "
+            "which writes the export anew if the last checkpoint is there; or name a checkpoint "
+            f"({output}/checkpoints/latest)",
+        )
+    if state is not None:
+        with suppress(OSError):  # a cache that cannot be written: then the export is read the next time, too
+            record.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(record, state)
+
+
+def require_whole_source(source: str) -> None:
+    """`require_whole` of the export that `model.source` or `tokenizer.source` names: by OUTPUT, or by OUTPUT/export.
+    Anything else is no business of this. Errors: `RunError`."""
+    path = Path(source).expanduser()
+    output = path.parent if path.name == "export" else path
+    if (output / "run.yaml").is_file() and (output / "export").is_dir() and not (output / "config.json").is_file():
+        require_whole(output)
+
+
+def _state(output: Path) -> str | None:
+    """A hash of the names, sizes and times of an export's files, and of their record; None if it has no such files."""
+    try:
+        files = [output / FILE, *sorted((output / "export").rglob("*"))]
+        stats = [(path.as_posix(), path.stat()) for path in files]
+    except OSError:
+        return None
+    facts = [(name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def sha256_of(path: Path) -> str:

@@ -135,7 +135,7 @@ def _beat_of(path: Path) -> int:
 
 
 BLOCK = 4 * 2**20  # bytes that are hashed together
-PARTS = ("locks", "prepared", "tokenizers", "tokens", "models", "padding", "remote", "shards", "sizes")
+PARTS = ("locks", "prepared", "tokenizers", "tokens", "models", "padding", "remote", "shards", "sizes", "exports")
 SAMPLED = 4  # blocks of a file that are looked at when the whole has been since the machine started
 MACHINES = 256  # that a seal remembers to have read the whole
 SAMPLED_FILES = 8  # of a folder that are looked into then; of the others, the size

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import broken, read_manifest
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
@@ -28,11 +29,14 @@ if TYPE_CHECKING:
 
 
 def fetch(run: Run) -> None:
-    """See that the model is there, where `model.source` names a checkpoint. Errors: `RunError`."""
+    """See that the model is there, where `model.source` names a checkpoint, and that it is as it was written, where it
+    names an export. Errors: `RunError`."""
     for source in {run.model.source, run.tokenizer.source} - {None}:
         output, checkpoint = hub.parts(Path(str(source)).expanduser())
         if checkpoint is not None and (output / "run.yaml").is_file():
             exported_checkpoint(output, checkpoint, run.model.trust_remote_code)
+        else:
+            exported.require_whole_source(str(source))
 
 
 def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -> Path:

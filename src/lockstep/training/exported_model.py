@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint import exported
 from lockstep.config.run import Run, RunError, load, overrides_of, require_output
 from lockstep.data import hub
 from lockstep.distributed.world import World
@@ -27,6 +28,8 @@ def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tupl
     output, checkpoint = hub.parts(folder)
     require_output(output)
     export = output / "export"
+    if checkpoint is None and export.is_dir():
+        exported.require_whole(output)
     if checkpoint is None and not (export / "config.json").is_file():
         newest = output / "checkpoints" / "latest"
         also = f", and {newest} is its newest checkpoint" if newest.exists() else ""

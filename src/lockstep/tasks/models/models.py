@@ -304,12 +304,35 @@ def _no_import_of_deepspeed() -> Iterator[None]:
 
 
 def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:
-    """An exported model, ready to be asked, and its tokenizer."""
-    return exported_model(head, folder, run), tokenizers.load(str(folder), run.model.trust_remote_code)
+    """An exported model, ready to be asked, and its tokenizer. Errors: `RunError`."""
+    model = exported_model(head, folder, run)
+    with _loading(folder):
+        return model, tokenizers.load(str(folder), run.model.trust_remote_code)
+
+
+@contextmanager
+def _loading(folder: Path) -> Iterator[None]:
+    """Errors: `RunError` in place of whatever libraries raise of files of an export that cannot be loaded."""
+    try:
+        yield
+    except (RunError, MemoryError):
+        raise
+    except Exception as error:
+        raise RunError(
+            "LS3430",
+            f"{folder}: the model cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:200]}. "
+            "Restore its files, or write it again (of a run: remove the export and run lockstep train again)",
+        ) from error
 
 
 def exported_model(head: str, folder: Path, run: Run) -> Any:
-    """An exported model, in float32 and in evaluation mode."""
+    """An exported model, in float32 and in evaluation mode. Errors: `RunError`."""
+    with _loading(folder):
+        return _exported_model(head, folder, run)
+
+
+def _exported_model(head: str, folder: Path, run: Run) -> Any:
+    """`exported_model`, with errors of the libraries."""
     import transformers
 
     logging.set_verbosity_error()

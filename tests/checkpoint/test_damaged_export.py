@@ -1,0 +1,143 @@
+"""Exports that were damaged after they were written: predict, evaluate, push and model.source refuse them."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from lockstep.checkpoint import exported
+from lockstep.checkpoint.export import push
+from lockstep.cli import main
+from lockstep.config.run import Run, load
+from lockstep.training.checkpoint_model import fetch
+from lockstep.training.exported_model import finished
+from lockstep.training.predicting import predictions
+from support.harness import TINY, tiny
+from support.messages import mentions, raises
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a finished run."""
+    folder = tmp_path_factory.mktemp("sound")
+    keys = ["launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=2"]
+    run = load(None, keys, TINY | {"output": str(folder / "out")})
+    (folder / "run.yaml").write_text(run.dump())
+    assert main(["train", str(folder / "run.yaml")]) == 0
+    return folder / "out"
+
+
+@pytest.fixture
+def output(sound: Path, tmp_path: Path) -> Path:
+    shutil.copytree(sound, tmp_path / "out", symlinks=True)
+    return tmp_path / "out"
+
+
+def turned(folder: Path) -> None:
+    """The signs of one tensor are turned, in a file of the same size."""
+    path = folder / "export" / "model.safetensors"
+    tensors = load_file(path)
+    name = next(iter(sorted(tensors)))
+    tensors[name] = -tensors[name]
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def text(name: str, content: str | None) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.unlink() if content is None else path.write_text(content)
+
+    return change
+
+
+def cut(folder: Path) -> None:
+    os.truncate(folder / "export" / "model.safetensors", 200)
+
+
+DAMAGE = {
+    "signs": (turned, "model.safetensors"),
+    "cut": (cut, "model.safetensors"),
+    "no weights": (text("export/model.safetensors", None), "model.safetensors"),
+    "no config": (text("export/config.json", None), "config.json"),
+    "broken config": (text("export/config.json", "{"), "config.json"),
+    "broken tokenizer": (text("export/tokenizer.json", "{"), "tokenizer.json"),
+    "no tokenizer": (text("export/tokenizer.json", None), "tokenizer.json"),
+    "no hashes": (text("export.json", None), "export.json"),
+}
+
+
+def uses(output: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], object]]:
+    """What takes an export, by the name of its command or key."""
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+
+    def source(where: Path, key: str = "model") -> Run:
+        return tiny(**{key: {"source": str(where)}}) if key == "model" else tiny(tokenizer={"source": str(where)})
+
+    return {
+        "predict": lambda: list(predictions(output, ["some text"], {})),
+        "evaluate": lambda: finished(output, []),
+        "push": lambda: push(output, "someone/model", True, print),
+        "model.source: OUT": lambda: fetch(source(output)),
+        "model.source: OUT/export": lambda: fetch(source(output / "export")),
+        "tokenizer.source": lambda: fetch(source(output, "tokenizer")),
+    }
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_export_is_refused_by_all_that_use_it(
+    kind: str, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, name = DAMAGE[kind]
+    for use in uses(output, monkeypatch).values():
+        exported.require_whole(output)  # and the cache knows it
+        kept = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+        change(output)
+        with raises("LS6130", name):
+            use()
+        for path, content in kept.items():
+            path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_json_that_transformers_cannot_read_is_one_message(
+    name: str, output: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A person may edit these files, so that their hashes are not compared."""
+    (output / "export" / name).write_text("{}")
+    assert main(["predict", str(output), "some text"]) == 2
+    error = capfd.readouterr().err
+    assert mentions(error, "LS3430", str(output / "export"))
+    assert "Traceback" not in error
+
+
+def test_a_sound_export_is_used_and_read_once(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    honest = exported.sha256_of
+    monkeypatch.setattr(exported, "sha256_of", lambda path: read.append(path.name) or honest(path))  # type: ignore[func-returns-value]
+    (answer,) = predictions(output, ["some text"], {})
+    assert answer["label"]
+    first = list(read)
+    assert "model.safetensors" in first
+    finished(output, [])
+    fetch(tiny(model={"source": str(output / "export")}))
+    assert read == first
+    os.utime(output / "export" / "model.safetensors")
+    finished(output, [])
+    assert read == first + first
+
+
+def test_an_edited_card_or_config_is_used(output: Path) -> None:
+    for name in ("README.md", "config.json"):
+        with open(output / "export" / name, "a") as file:
+            file.write("\n")
+    finished(output, [])
+
+
+def test_a_folder_that_is_no_run_is_no_business_of_this(output: Path, tmp_path: Path) -> None:
+    shutil.copytree(output / "export", tmp_path / "plain" / "export")
+    fetch(tiny(model={"source": str(tmp_path / "plain" / "export")}))
+    turned(tmp_path / "plain")
+    fetch(tiny(model={"source": str(tmp_path / "plain" / "export")}))
