@@ -1,15 +1,20 @@
-"""The line `repeat` at the end of a run: a command that can be pasted, and does what it says."""
+"""The lines `repeat` and `best` at the end of a run: commands that can be pasted, and do what they say."""
 
+import json
+import re
 import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
+from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.launchers.start import planned
-from lockstep.training.summary import the_same_elsewhere
-from support.harness import tiny
+from lockstep.track.best import Best
+from lockstep.training.summary import better_step, the_same_elsewhere
+from support.harness import TINY, tiny
 
 
 @pytest.mark.parametrize("output", ["out", "my runs/a $HOME 'run'", "2024", "a: b"])
@@ -58,3 +63,68 @@ def pasted(run: Run, processes: int, command: str = "train") -> tuple[Run, str]:
     assert (name, verb) == ("lockstep", command)
     path, overrides = rest[0], rest[1:]
     return load(path, overrides), said
+
+
+def best_of(by: str | None, **values: float) -> Best:
+    best = Best(by)
+    for name, value in values.items():
+        best.update(int(name.removeprefix("at")), {best.name: value})
+    return best
+
+
+def test_a_better_step_is_named_with_what_would_export_it() -> None:
+    run = tiny(output="out", hub={"push_to": "somebody/model"})
+    scores = {"validation": {"loss": 4.29, "accuracy": 0.5}}
+    found = better_step(run, best_of(None, at34=1.55, at1020=4.29), 1020, scores)
+    assert found["better"] == "step 34: validation loss 1.55; the export (step 1,020) has loss 4.29"
+    assert "export=best output=out-best hub.push_to=null" in found["best"]
+    both = Best()
+    both.update(34, {"loss": 1.55, "accuracy": 0.6})
+    found = better_step(run, both, 1020, scores)
+    assert found["better"].endswith("loss 1.55, accuracy 0.6; the export (step 1,020) has loss 4.29, accuracy 0.5")
+    assert "best" in found
+    both = Best()
+    both.update(34, {"loss": 1.55, "accuracy": 0.4})  # better by its loss alone: nothing is recommended
+    assert set(better_step(run, both, 1020, scores)) == {"better"}
+    by_score = tiny("checkpoint.best=accuracy", "export=last", output="out")
+    found = better_step(by_score, best_of("accuracy", at34=0.75, at1020=0.5), 1020, scores)
+    assert "accuracy 0.75" in found["better"]
+
+
+def test_no_better_step_is_named_where_there_is_none() -> None:
+    run, scores = tiny(output="out"), {"validation": {"loss": 4.29}}
+    assert better_step(run, best_of(None, at34=5.0, at1020=4.29), 1020, scores) == {}  # the last one is the best
+    assert better_step(run, best_of(None, at34=4.29), 34, scores) == {}  # it is exported
+    assert better_step(run, best_of(None, at34=4.2900001), 1020, {"validation": {"loss": 4.2900002}}) == {}
+    assert better_step(run, best_of(None), 1020, scores) == {}  # no evaluation on the way
+    assert better_step(run, best_of(None, at34=1.0), 1020, {"train": {"loss": 2.0}}) == {}
+    mean = tiny("average.last=2", "checkpoint.every=2", output="out")
+    assert set(better_step(mean, best_of(None, at34=1.0), 1020, scores)) == {"better"}  # no single step is exported
+
+
+@pytest.mark.processes
+def test_the_closing_lines_name_it_and_its_command_exports_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    values = TINY | {
+        "task": {"samples": 0},
+        "data": {"source": "builtin/emotion", "max_length": 32, "limit": 40},
+        "steps": 30,
+        "batch_size": 20,
+        "micro_batches": 2,
+        "output": str(tmp_path / "out"),
+        "optim": {"learning_rate": 5e-2, "warmup_steps": 2, "max_grad_norm": 0.5},
+        "strategy": "single",
+        "launch": {"processes": 1, "device": "cpu", "threads": 1},
+        "evaluate": {"every": "epoch"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    better = next(line for line in lines if line.startswith("better"))
+    step = int(re.search(r"step ([\d,]+):", better)[1])
+    words = shlex.split(next(line for line in lines if line.startswith("best  ")).partition("  # ")[0])
+    assert main(words[2:]) == 0
+    scores = json.loads((tmp_path / "out-best" / "scores.json").read_text())
+    assert scores["step"] == step != 30
+    assert not any(line.startswith("better") for line in capfd.readouterr().out.splitlines())

@@ -18,6 +18,11 @@ _LESS = re.compile(r"(\w+_)?(loss|perplexity|mse|mae|rmse|ece)|loss_\w+|bits_per
 _MORE = re.compile(r"(\w+_)?(accuracy|f1|precision|recall|bleu|chrf)")
 
 
+def higher_is_better(name: str) -> bool:
+    """Whether a metric is one of lockstep's own scores, of which more is better."""
+    return _MORE.fullmatch(name) is not None
+
+
 class EvaluateSection(Section):
     every: Interval = Field("epoch", description="steps between evaluations, or epoch; 0: only at the end")
     patience: Positive | None = Field(

@@ -19,16 +19,24 @@ class Best:
         self._less = (by or "-loss").startswith("-")
         self.step: int | None = None
         self.value = 0.0
+        self.numbers: Mapping[str, Any] = {}  # all metrics of that evaluation
 
     def update(self, step: int, numbers: Mapping[str, Any]) -> bool:
         """Whether the evaluation after `step` is better than all before it."""
         value = numbers.get(self.name)
         if not isinstance(value, int | float) or not math.isfinite(value):
             return False
-        if self.step is not None and not (value < self.value if self._less else value > self.value):
+        if self.step is not None and not self._beats(value, self.value):
             return False
-        self.step, self.value = step, float(value)
+        self.step, self.value, self.numbers = step, float(value), dict(numbers)
         return True
+
+    def beats(self, value: float) -> bool:
+        """Whether the best evaluation is better than one with this value."""
+        return self.step is not None and self._beats(self.value, value)
+
+    def _beats(self, value: float, other: float) -> bool:
+        return value < other if self._less else value > other
 
     @property
     def text(self) -> str:

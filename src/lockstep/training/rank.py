@@ -57,7 +57,7 @@ from lockstep.training.loop import train
 from lockstep.training.publish import at_a_stop, publish_until_stopped, write_model
 from lockstep.training.resolve import Job, Scope, for_rank
 from lockstep.training.session import Session, Sinks, build_session, join_ranks
-from lockstep.training.summary import Promised, closing, digest_of, promised
+from lockstep.training.summary import Promised, better_step, closing, digest_of, promised
 from lockstep.training.throughput import Counts
 from lockstep.training.train_state import TrainState
 
@@ -331,7 +331,8 @@ def export_and_publish(
     checked = {"export": compared.text, "export_agrees": compared.agrees}
     sha256 = write_summary(run, task, session.journal, console, steps, weights, checked)
     console.detail({"export": compared.text} if compared.agrees else {})
-    closing(console, run, task, trained.scores, trained.counts, session.world, sha256, known)
+    better = better_step(run, best_so_far(run, steps), trained.exported, trained.scores)
+    closing(console, run, task, trained.scores, trained.counts, session.world, sha256, known, better)
     if not compared.agrees:
         exported.withdraw(run.folder)
         error(coded("LS5182", compared.text), session.world.log)

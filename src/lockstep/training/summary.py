@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.config.model_selection import higher_is_better
 from lockstep.config.run import Run, RunError, override_of
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
@@ -23,6 +25,7 @@ from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Predicts
 from lockstep.tasks.task import Task
+from lockstep.track.best import Best
 from lockstep.track.console import Console, clock
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import data, selection_lines
@@ -93,8 +96,9 @@ def closing(
     world: World,
     weights: str | None,
     promised: Promised,
+    better: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """The closing table, where the results are, and what to try next."""
+    """The closing table, where the results are, and what to try next. `better`: `better_step`."""
     if counts.steps:
         rate = f", {counts.tokens / counts.seconds:,.0f} {task.unit}/s" if task.unit else ""
         speed = f"{clock(counts.seconds)} for {counts.steps:,} steps, {counts.examples / counts.seconds:.0f} examples/s"
@@ -102,6 +106,7 @@ def closing(
     console.columns("", score_rows(scores))
     for name, values in best_possible(task, list(scores)).items():
         console.facts({"limit": f"best possible {name}: {values}"})
+    console.facts(better, whole=True)
     console.last_samples()
     command, does = the_same_elsewhere(run, world, promised)
     console.facts({"model": f"{run.folder}/export ({task.loader} loads it)"} | ({"sha256": weights} if weights else {}))
@@ -110,6 +115,30 @@ def closing(
     console.facts(
         {"repeat": f"{command}  # {does.removeprefix('gives ')}", "next": what_next(task, console.samples)}, whole=True
     )
+
+
+def better_step(run: Run, best: Best, exported: int, scores: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+    """Describe the evaluation that was better than that of the exported model, and the command whose export is its
+    model; empty if there is none. By the loss, a score such as accuracy stands beside it; where the export has the
+    better score no command is recommended. `best`: of all evaluations of the run. `exported`: the step whose model is
+    exported."""
+    final = scores.get("validation", {})
+    value = final.get(best.name)
+    if best.step in (None, exported) or value is None or not best.beats(value) or f"{value:.4g}" == f"{best.value:.4g}":
+        return {}
+    score = next((name for name in final if higher_is_better(name) and name in best.numbers), None)
+    score = None if best.name == score else score
+    both = ["", ""] if score is None else [f", {score} {numbers[score]:.4g}" for numbers in (best.numbers, final)]
+    text = (
+        f"step {best.step:,}: validation {best.name} {best.value:.4g}{both[0]}; the export (step {exported:,}) has "
+        f"{best.name} {value:.4g}{both[1]}"
+    )
+    if run.average.last is not None or (score is not None and final[score] > best.numbers[score]):
+        return {"better": text}  # a mean is exported, and no single step can be; or the step is better by loss alone
+    if run.launch.name != "local":  # this shell may not be able to start its ranks
+        return {"better": f"{text}; export: best in the run file exports the best step"}
+    words = ["lockstep", "train", str(run.folder / "run.yaml"), "export=best", *_in_a_folder_of_its_own(run, "best")]
+    return {"better": text, "best": f"{shlex.join(words)}  # trains again and exports the best step"}
 
 
 def padding_ratio(task: Task, counts: Counts) -> str:
@@ -196,13 +225,17 @@ def the_same_elsewhere(run: Run, world: World, promised: Promised = Promised.YES
             words += [f"launch.processes={processes}"]
             if promised != Promised.YES:
                 return shlex.join(words), f"whether this is the same training on {processes} process(es)"
-            words += [override_of("output", f"{run.folder}-{processes}")]
-            # what belongs to this run, and not to one that is compared with it
-            words += ["max_time=null"] if run.max_time else []
-            words += ["hub.push_to=null"] if run.hub.push_to else []
-            words += ["remote_dir=null"] if run.remote_dir else []
+            words += _in_a_folder_of_its_own(run, str(processes))
             return shlex.join(words), f"gives the same weights on {processes} process(es)"
     return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model once more"
+
+
+def _in_a_folder_of_its_own(run: Run, ending: str) -> list[str]:
+    """Overrides for a run like this one: another output folder, and nothing of what belongs to this run alone."""
+    words = [override_of("output", f"{run.folder}-{ending}")]
+    words += ["max_time=null"] if run.max_time else []
+    words += ["hub.push_to=null"] if run.hub.push_to else []
+    return words + (["remote_dir=null"] if run.remote_dir else [])
 
 
 def digest_of(folder: Path, weights: Mapping[str, torch.Tensor] | None) -> str | None:
