@@ -12,6 +12,8 @@ from lockstep.checkpoint import exported
 from lockstep.checkpoint.export import push
 from lockstep.cli import main
 from lockstep.config.run import Run, load
+from lockstep.data import tokenizer
+from lockstep.tasks.models import models
 from lockstep.training.checkpoint_model import fetch
 from lockstep.training.exported_model import finished
 from lockstep.training.predicting import predictions
@@ -141,3 +143,11 @@ def test_a_folder_that_is_no_run_is_no_business_of_this(output: Path, tmp_path: 
     fetch(tiny(model={"source": str(tmp_path / "plain" / "export")}))
     turned(tmp_path / "plain")
     fetch(tiny(model={"source": str(tmp_path / "plain" / "export")}))
+
+
+def test_a_model_folder_without_weights_is_one_message(output: Path, tmp_path: Path) -> None:
+    shutil.copytree(output / "export", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    run = tiny(model={"source": str(tmp_path / "model")})
+    with raises("LS2430", str(tmp_path / "model"), "model.safetensors"):
+        models.build(run, "classification", tokenizer.load(str(tmp_path / "model")))

@@ -203,6 +203,12 @@ def reading_weights(source: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if isinstance(error, OSError) and re.search(r"no file named|not appear to have a file named", str(error)):
+            raise RunError(
+                "LS2430",
+                f"model.source: {source} holds no weights ({one_line(error, 200).rstrip('.')}). Name a folder or "
+                "repository that save_pretrained wrote, with its model.safetensors",
+            ) from error
         is_pickle = isinstance(error, pickle.UnpicklingError)
         if (
             not is_pickle
