@@ -58,6 +58,11 @@ class StateHash:
     def of(self, parts: Mapping[str, Tensor]) -> dict[str, str]:
         """`weights` and `optimizer`, each of 16 hexadecimal digits. The parts have the same names and shapes at every
         call. Collective; on a GPU the host waits here."""
+        sums = self.sums(parts)
+        return hashed(self._layouts, sums)
+
+    def sums(self, parts: Mapping[str, Tensor]) -> dict[str, int]:
+        """What `summed` gives for each whole tensor, by name. As for `of`. Collective."""
         if self._items is None:
             self._items = share_out(parts, self._world, True)
             layouts = self._world.all_gather({n: (str(t.dtype), tuple(t.shape)) for n, t in parts.items()})
@@ -73,10 +78,7 @@ class StateHash:
                 sums[places[name]] += summed(part, tuple(parts[name].shape), tuple(chunk.offsets))
         if self._world.size > 1:
             self._world.sum(sums)
-        return self._hashed(sums.tolist())
-
-    def _hashed(self, sums: list[int]) -> dict[str, str]:
-        return hashed(self._layouts, dict(zip(self._names, sums, strict=True)))
+        return dict(zip(self._names, sums.tolist(), strict=True))
 
 
 def hashed(layouts: Mapping[str, tuple[str, tuple[int, ...]]], sums: Mapping[str, int]) -> dict[str, str]:

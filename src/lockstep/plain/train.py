@@ -38,21 +38,21 @@ class StepRecord:
 
 def build_model(job: Plain, weights: dict[str, Tensor] | None = None, empty: bool = False) -> nn.Module:
     """The model of the run file, by the Auto class of its task. `weights`: what it starts from, by name; else those of
-    the source, or fresh ones. `empty`: on the meta device, and nothing is read. Errors: `NotCovered`."""
+    the source, or fresh ones. `empty`: on the meta device, and nothing of the source is read. Errors: `NotCovered`."""
     if job.run["task"]["name"] == "module":
         model = module.build(job.run)
     else:
         section, (_, head, kind) = job.run["model"], TASKS[job.run["task"]["name"]]
         if section["quantization"] or (section["dtype"] != "float32" and not section["adapter"]):
             raise NotCovered("model.quantization, model.dtype: plain trains in float32")
-        auto, config = getattr(transformers, f"AutoModel{head}"), _config(job, head)
-        options = {"attn_implementation": section["attention"]} if section["attention"] else {}
         if section["source"] and weights is None and not empty:
-            options |= {"revision": section["revision"], "ignore_mismatched_sizes": True}
-            model = auto.from_pretrained(section["source"], config=config, **options).float()
+            model = load_pretrained(job)[0].float()
         else:
             with torch.device("meta" if empty else "cpu"):
-                model = auto.from_config(config, **options).float()
+                auto, options = getattr(transformers, f"AutoModel{head}"), _attention(section)
+                model = auto.from_config(_config(job, head), **options).float()
+            if weights is not None:
+                _untie(model, weights)
         if section["adapter"]:
             model = _adapted(model, {k: v for k, v in section["adapter"].items() if k != "export"}, kind)
         frozen = [*section["freeze"], *(() if head else ["pooler.*"])]  # vectors are made without a pooler
@@ -61,6 +61,34 @@ def build_model(job: Plain, weights: dict[str, Tensor] | None = None, empty: boo
     if weights is not None:
         load_weights(model, weights)
     return model
+
+
+def load_pretrained(job: Plain, dtype: torch.dtype | None = None) -> tuple[Any, set[str]]:
+    """The model that `from_pretrained` loads, and the names of weights that its files do not hold, or with another
+    shape: these are drawn. `dtype`: None for that of the files. Errors: `NotCovered`."""
+    section, (_, head, _) = job.run["model"], TASKS[job.run["task"]["name"]]
+    options = _attention(section) | {"revision": section["revision"], "ignore_mismatched_sizes": True}
+    options |= {} if dtype is None else {"dtype": dtype}
+    auto = getattr(transformers, f"AutoModel{head}")
+    model, report = auto.from_pretrained(
+        section["source"], config=_config(job, head), output_loading_info=True, **options
+    )
+    others = {each if isinstance(each, str) else each[0] for each in report["mismatched_keys"]}
+    return model, {*report["missing_keys"], *others}
+
+
+def _attention(section: dict) -> dict[str, Any]:
+    return {"attn_implementation": section["attention"]} if section["attention"] else {}
+
+
+def _untie(model: Any, weights: dict[str, Tensor]) -> None:
+    """Give a weight of its own to each name that has one in `weights`, beside the one that it is tied to."""
+    first = {name for name, _ in model.named_parameters()}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        named = {name, f"base_model.model.{name}"}  # the latter with an adapter around it
+        if named & weights.keys() and name not in first:
+            holder, _, last = name.rpartition(".")
+            setattr(model.get_submodule(holder), last, nn.Parameter(torch.empty_like(parameter)))
 
 
 def _adapted(model: nn.Module, adapter: dict, kind: str | None) -> nn.Module:

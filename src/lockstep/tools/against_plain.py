@@ -183,7 +183,8 @@ def _compared(run: Run, folder: Path, draws: int) -> PlainComparison:
             others.append(exact)
         else:
             plain, *others = (_trained(run, job, record, folder, draw) for draw in range(1 + draws))
-        parameters = [name for name, _ in build_model(job, empty=True).named_parameters()]
+        start = _named("model.", load_file(folder / "start.safetensors"))  # which show what is tied
+        parameters = [name for name, _ in build_model(job, start, empty=True).named_parameters()]
         for place, (ours, theirs, *rounded) in enumerate(zip(_recorded(record, folder), plain, *others, strict=True)):
             comparison = _compare_step(ours, theirs, rounded, record.steps[place].number, run.precision)
             comparison.unexpected.extend(_unexpected_changes(ours, theirs, parameters))

@@ -36,7 +36,7 @@ from lockstep.strategies.engines.side_effects import preserved
 from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
-from lockstep.training import plain_sides
+from lockstep.training import plain_sides, source_weights
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.plain_measures import drawn_examples, masked, perturbed, without_dropout
 from lockstep.training.plain_sides import Elsewhere, OtherTokens, PlainFailed, Sides, device_of, plain_path, sides_of
@@ -200,11 +200,14 @@ class PlainDifference:
 
 def check(session: Session, causes: Callable[[Sides, Strategy], str]) -> str:
     """Compare, on rank 0, and say on all ranks what was compared. `causes`: asked for the option that makes a
-    difference. Collective. Errors: `TrainingFailed` on every rank, for a difference."""
+    difference. Weights from a source are compared by name with those that `from_pretrained` loads, on all ranks.
+    Collective. Errors: `TrainingFailed` on every rank, for a difference."""
     run, world = session.run, session.world
     if not run.verify.plain:
         return "not compared with a plain computation (verify.plain is false)"
     ACTIVITY.at("comparing a few examples with a plain computation")
+    if (fault := source_weights.difference(session)) is not None:
+        raise TrainingFailed("LS5220", fault)
     outcome: tuple[bool, str] = (True, "")
     if world.is_main:
         with undrawn(world.device):

@@ -23,7 +23,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data import tokenizer as tokenizers
 from lockstep.data.hub import downloading, reading_weights
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters, config_checks, heads, padding, quantized, storage_dtype
+from lockstep.tasks.models import adapters, config_checks, heads, padding, quantized, source_ties, storage_dtype
 from lockstep.tasks.models.model_configs import entry, load_config, local_or_id, texts, with_architectures
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
@@ -194,6 +194,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     if run.model.type is not None or empty:
         with torch.device("meta" if empty else "cpu"):
             model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code, **options)
+        source_ties.apply(run, model)
     else:
         with downloading(local_or_id(run), "model"), reading_weights(str(run.model.source)):
             model = auto.from_pretrained(
@@ -204,6 +205,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
                 ignore_mismatched_sizes=True,  # a head for other labels is drawn anew
                 **options,
             )
+        source_ties.check(run, model, auto)
         freeze_as_from_config(model, auto)
     settle_block_sparse(model)
     if run.model.adapter:

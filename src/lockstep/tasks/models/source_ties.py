@@ -1,0 +1,232 @@
+"""Which weights a pretrained model ties, as `from_pretrained` decides it: by its config, and by what its files hold.
+
+In: an empty model of the source's config, and the files of the source. Out: the same model with the ties that
+`from_pretrained` would leave. A file may hold a head of its own although its config says `tie_word_embeddings: true` (a
+merge, a resized vocabulary): transformers then leaves head and embedding apart. Ranks that build from the config and
+receive weights by name have to do the same. Only names are read, and tensors where both sides of a tie are there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.run import Run, RunError
+from lockstep.data.hub import downloading, reading_weights
+from lockstep.tasks.models.model_configs import local_or_id
+
+_SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
+
+
+def apply(run: Run, model: Any) -> None:
+    """Untie, in place, what `from_pretrained` does not tie in a model of the run's source; nothing from scratch.
+    `model`: of transformers, made from the config. Errors: `RunError` for files that cannot be read, or that hold a
+    tied weight of another shape."""
+    names = own_weights(run, model)
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        module = model.get_submodule(parent)
+        weight = getattr(module, last)
+        module.register_parameter(last, nn.Parameter(torch.empty_like(weight), weight.requires_grad))
+        model.all_tied_weights_keys.pop(name, None)
+    _write_down(model, names)
+
+
+def check(run: Run, model: Any, auto: Any) -> None:
+    """Compare a model that `from_pretrained` has loaded with what `apply` makes of an empty one, and write down in its
+    config what is not tied. `auto`: its Auto class. Errors: `RunError` where they differ."""
+    if not type(model).__module__.startswith("transformers."):  # code from the Hub may need memory to be built
+        return
+    with torch.device("meta"):
+        empty = auto.from_config(model.config)
+    names = own_weights(run, empty)
+    tied_pairs = _tied(empty)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    apart = {t for t, s in tied_pairs.items() if parameters.get(t) is not parameters.get(s)}
+    if apart != set(names):
+        raise RunError(
+            "LS3420",
+            f"model.source: from_pretrained leaves {_list(apart)} untied, and by the names in the files it would be "
+            f"{_list(names)}; please report this family ({model.config.model_type})",
+        )
+    _write_down(model, names)
+
+
+def _list(names: Any) -> str:
+    return ", ".join(sorted(names)) or "no weight"
+
+
+def _tied(model: Any) -> dict[str, str]:
+    """Weight -> the one that it is tied to; none of a model with other code."""
+    pairs: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {t: s for t, s in pairs.items() if t in parameters and s in parameters}
+
+
+def _write_down(model: Any, names: tuple[str, ...]) -> None:
+    """Let the config say that nothing is tied, where that is so: then every reader of an export gets the same weights,
+    not only transformers, which looks at the files. Left as it is where a forward depends on it (T5 scales)."""
+    if not names or _tied(model).keys() - set(names):
+        return
+    module = sys.modules.get(type(model).__module__)
+    with suppress(OSError, TypeError):
+        if module is not None and "config.tie_word_embeddings" not in inspect.getsource(module):
+            model.config.tie_word_embeddings = False
+
+
+def own_weights(run: Run, model: Any) -> tuple[str, ...]:
+    """The weights that the config ties to another one and `from_pretrained` does not, because the source holds others.
+    `model`: of the config, on the meta device. Errors: `RunError`."""
+    pairs = _tied(model)
+    if run.model.source is None or not pairs:
+        return ()
+    source = local_or_id(run)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    present = _present(model, shapes, _names(source, run.model.revision))
+    both = {t: s for t, s in pairs.items() if t in present and s in present}
+    if not both:
+        return ()
+    tensors = _read(source, run.model.revision, frozenset(present[n] for n in {*both, *both.values()}))
+    for name in sorted({*both, *both.values()}):
+        if tuple(tensors[present[name]].shape) != shapes[name]:
+            raise RunError(
+                "LS3421",
+                f"model.source: {present[name]} has the shape {list(tensors[present[name]].shape)} in the files, and "
+                f"the model's config gives it {list(shapes[name])}; from_pretrained would leave it without values, "
+                "because the config ties it. Save the model again with resize_token_embeddings, or with "
+                "tie_word_embeddings: false in its config.json",
+            )
+    return _decided(model, pairs, both, {name: tensors[present[name]] for name in {*both, *both.values()}})
+
+
+def _decided(
+    model: Any, pairs: Mapping[str, str], both: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> tuple[str, ...]:
+    """Let transformers' own `tie_weights` decide, with these tensors in their places."""
+    before = {name: model.get_parameter(name) for name in {*pairs, *pairs.values()}}
+    mapping = dict(model.all_tied_weights_keys)
+    try:
+        for name, tensor in tensors.items():
+            _put(model, name, nn.Parameter(tensor, requires_grad=False))
+        missing = {name for name in before if name not in tensors}
+        model.tie_weights(missing_keys=missing, recompute_mapping=False)
+        return tuple(sorted(t for t, s in both.items() if model.get_parameter(t) is not model.get_parameter(s)))
+    finally:
+        for name, parameter in before.items():
+            _put(model, name, parameter)
+        model.all_tied_weights_keys = mapping
+
+
+def _put(model: Any, name: str, parameter: nn.Parameter) -> None:
+    parent, _, last = name.rpartition(".")
+    model.get_submodule(parent)._parameters[last] = parameter
+
+
+def _present(model: Any, shapes: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, str]:
+    """Name in the model -> name in the files, renamed as `from_pretrained` renames it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    present: dict[str, str] = {}
+    for name in names:
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(shapes))
+        if renamed not in shapes and name in shapes:
+            renamed = name
+        present[renamed] = name
+    return present
+
+
+def _file(source: str, name: str, revision: str | None, here: bool = False) -> Path | None:
+    """A file of a source; `here`: only where it has been downloaded."""
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return path if path.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(source, name, revision=revision, local_files_only=here))
+    except LocalEntryNotFoundError:
+        if here:
+            return None
+        raise
+    except EntryNotFoundError:
+        return None
+
+
+def _index(source: str, revision: str | None, here: bool) -> tuple[Path, dict[str, str] | None] | None:
+    """The file of weights that `from_pretrained` takes; of one of several, the index, with the file of each weight."""
+    import json
+
+    for name in (_SAFE, _PICKLED):
+        if (path := _file(source, name, revision, here)) is not None:
+            return path, None
+        if (path := _file(source, f"{name}.index.json", revision, here)) is not None:
+            return path, dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    return None
+
+
+def _names(source: str, revision: str | None) -> tuple[str, ...]:
+    """The names of the weights in the files. Headers of a Hub repository that is not here are enough."""
+    local = Path(source).is_dir()
+    found = _index(source, revision, here=True)
+    if found is None and not local:
+        from huggingface_hub import get_safetensors_metadata
+
+        with suppress(Exception):  # no such files, or a server that cannot: then they are downloaded
+            return tuple(get_safetensors_metadata(source, revision=revision).weight_map)
+        with downloading(source, "model"):
+            found = _index(source, revision, here=False)
+    if found is None:
+        return ()
+    path, weight_map = found
+    return tuple(weight_map) if weight_map is not None else _names_in(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _names_in(path: Path, changed: int) -> tuple[str, ...]:
+    with reading_weights(str(path)):
+        if path.suffix == ".safetensors":
+            from safetensors import safe_open
+
+            with safe_open(path, "pt") as file:
+                return tuple(file.keys())
+        return tuple(torch.load(path, map_location="meta", weights_only=True))
+
+
+def _read(source: str, revision: str | None, names: frozenset[str]) -> dict[str, Tensor]:
+    """These weights, read from the files."""
+    with downloading(source, "model"):
+        found = _index(source, revision, here=False)
+        if found is None:
+            return {}
+        path, weight_map = found
+        paths: dict[Path, set[str]] = {}
+        for name in names:
+            file = path if weight_map is None else _file(source, weight_map[name], revision)
+            if file is None:
+                raise RunError("LS3422", f"model.source: {path} names {weight_map and weight_map[name]}, not there")
+            paths.setdefault(file, set()).add(name)
+    tensors: dict[str, Tensor] = {}
+    for file, wanted in paths.items():
+        with reading_weights(str(file)):
+            if file.suffix == ".safetensors":
+                from safetensors import safe_open
+
+                with safe_open(file, "pt") as opened:
+                    tensors |= {name: opened.get_tensor(name) for name in wanted}
+            else:
+                held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                tensors |= {name: held[name] for name in wanted}
+    return tensors

@@ -1,0 +1,98 @@
+"""The weights before the first step, by name, compared with those that plain `from_pretrained` loads.
+
+In: a session whose strategy is built. Out: None, or a message that names the weights that differ. Each rank hashes the
+parts that it holds; rank 0 loads the model once more, as a script of transformers would. Weights that the files do not
+hold are drawn, and not compared; nor are an adapter's own.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.storage import StateHash, summed
+from lockstep.data.raw_rows import RawRows
+from lockstep.plain.rows import NotCovered
+from lockstep.plain.train import load_pretrained
+from lockstep.training.plain_sides import WHOLE, job_of, plain_path
+from lockstep.training.session import Session
+
+_SHOWN = 4  # names in a message
+
+
+def difference(session: Session) -> str | None:
+    """Describe how weights differ from those of the source, on every rank. None where they are the same, and where
+    they are not compared: from scratch, code of the user's or from the Hub, 4-bit weights, more than `WHOLE`
+    parameters. Collective."""
+    run, world, strategy = session.run, session.world, session.strategy
+    other_code = session.task.own_model or run.model.trust_remote_code or "." in run.task.name
+    if run.model.source is None or other_code or run.model.quantization or strategy.parameter_count > WHOLE:
+        return None
+    if RawRows.of(session.task.prepared.facts) is None:  # which the plain path needs to know the labels
+        return None
+    parts = {n: t for n, t in strategy.sharded_state_dict().items() if n.startswith("model.")}
+    layouts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for each in world.all_gather({n: (t.dtype, tuple(t.shape)) for n, t in parts.items()}):
+        layouts |= each
+    own = StateHash(world).sums(parts)
+    fault = None
+    if world.is_main:
+        named = {_plain_name(name): (layouts[name], value) for name, value in own.items()}
+        fault = _difference(session, {name: of for name, of in named.items() if name is not None})
+    return world.broadcast(fault)
+
+
+def _plain_name(name: str) -> str | None:
+    """The name of a weight of the state in the model without its adapter; None of an adapter's."""
+    name = name.removeprefix("model.").removeprefix("base_model.model.").replace(".base_layer.", ".")
+    name = re.sub(r"\.original_module\.", ".", name)
+    return None if re.search(r"\.(lora_|modules_to_save\.|token_adapter)", f".{name}") else name
+
+
+def _difference(session: Session, own: dict[str, tuple[tuple[torch.dtype, tuple[int, ...]], int]]) -> str | None:
+    """`own`: dtype, shape and sum of bits of each weight."""
+    run = session.run
+    low = torch.bfloat16 if run.model.dtype == "bfloat16" else None
+    try:
+        with plain_path(), torch.random.fork_rng(devices=[]):
+            model, drawn = load_pretrained(job_of(run, session.task), low)
+    except NotCovered:
+        return None
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return (
+            f"before the first step: the weights cannot be compared with those of {run.model.source} ({reason}); "
+            "verify.plain=false trains without it; please report this"
+        )
+    parameters = dict(model.named_parameters())
+    wrong: list[str] = []
+    if not run.model.adapter:  # of which peft may replace what it trains
+        wrong += [f"{n} is missing here" for n in parameters if n not in own and n not in drawn]
+    theirs: dict[str, Tensor] = parameters | dict(model.named_buffers())
+    for name, ((dtype, shape), value) in own.items():
+        if name in drawn:
+            continue
+        if name not in theirs:
+            if name in dict(model.named_parameters(remove_duplicate=False)):
+                wrong.append(f"{name} is a weight of its own here, and tied there")
+        elif tuple(theirs[name].shape) != shape:
+            wrong.append(f"{name} has the shape {list(shape)} here, and {list(theirs[name].shape)} there")
+        elif theirs[name].is_floating_point() and int(summed(_in(theirs[name], low, dtype))) != value:
+            wrong.append(f"{name} has other values")
+    if not wrong:
+        return None
+    more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    return (
+        "before the first step: the weights are not those that from_pretrained of transformers loads from "
+        f"{run.model.source}: {'; '.join(wrong[:_SHOWN])}{more}. Nothing was trained; please report this. "
+        "verify.plain=false trains without this comparison"
+    )
+
+
+def _in(tensor: Any, low: torch.dtype | None, dtype: torch.dtype) -> Tensor:
+    """A tensor rounded as it is when it is loaded, in the dtype that it is kept in."""
+    tensor = tensor.detach()
+    return (tensor if low is None else tensor.to(low)).to(dtype).contiguous()

@@ -1,0 +1,146 @@
+"""A pretrained file that holds a head of its own although its config ties it: every way of building has that head."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from lockstep.config.run import Run, load
+from lockstep.distributed.world import World
+from lockstep.tasks.models import models, source_ties
+from lockstep.training import source_weights
+from lockstep.training.resolve import for_rank
+from lockstep.training.session import build_session, join_ranks
+from support import own_heads
+from support.harness import TINY, run_on
+from support.messages import raises
+from support.task_runs import WORDS, trained
+
+AUTOS = {"bert": ("masked", "AutoModelForMaskedLM"), "t5": ("seq2seq", "AutoModelForSeq2SeqLM")}
+CAUSAL = ("causal", "AutoModelForCausalLM")
+
+
+class _Padding:
+    pad_token_id = 0
+
+
+def run_of(folder: Path, kind: str, *overrides: str) -> Run:
+    """A run that trains `folder/model`."""
+    rows = [{"text": " ".join(WORDS[(n + k) % 15] for k in range(6 + n % 7))} for n in range(40)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task: dict[str, Any] = {"name": "language_modeling", "block_size": 24, "samples": 0}
+    if kind == "bert":
+        task = {"name": "masked_language_modeling"}
+    values = TINY | {
+        "data": {"source": str(folder / "texts.jsonl"), "max_length": 24},
+        "model": {"source": str(folder / "model")},
+        "task": task,
+        "output": str(folder / "out"),
+    }
+    values.pop("tokenizer", None)  # the model's own
+    return load(None, list(overrides), values)
+
+
+def groups(model: Any) -> list[tuple[str, ...]]:
+    """Names that share a weight."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return sorted(map(tuple, names.values()))
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["own-head", "same-values"])
+@pytest.mark.parametrize("kind", own_heads.HEADS)
+def test_weights_are_tied_as_from_pretrained_ties_them(kind: str, apart: bool, tmp_path: Path) -> None:
+    own_heads.save(tmp_path / "model", kind, apart)
+    head, auto = AUTOS.get(kind, CAUSAL)
+    plain = getattr(transformers, auto).from_pretrained(tmp_path / "model")
+    run = run_of(tmp_path, kind)
+    whole, empty = (models.build(run, head, _Padding(), empty) for empty in (False, True))
+    assert groups(whole) == groups(empty) == groups(plain)
+    head_name = own_heads.HEADS[kind]
+    assert ((head_name,) in groups(plain)) is apart
+    for model in (whole, empty):  # said where no forward depends on it, and where nothing is tied any more
+        assert model.config.tie_word_embeddings is not (apart and kind in ("gpt2", "llama"))
+    # an export of it, too
+    models.save(empty.to_empty(device="cpu"), plain.state_dict(), None, tmp_path / "export")
+    again = getattr(transformers, auto).from_pretrained(tmp_path / "export")
+    assert all(torch.equal(t, plain.state_dict()[n]) for n, t in again.state_dict().items())
+
+
+@pytest.mark.parametrize("files", ["shards", "pickle"])
+def test_the_head_is_found_in_other_files(files: str, tmp_path: Path) -> None:
+    own_heads.save(tmp_path / "model", "llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    weights = {n.removeprefix("model."): t for n, t in model.state_dict().items()}  # of the base, renamed when read
+    if files == "pickle":
+        torch.save(weights, tmp_path / "model" / "pytorch_model.bin")
+    else:
+        head = {"lm_head.weight": weights.pop("lm_head.weight")}
+        for name, part in (("a.safetensors", head), ("b.safetensors", weights)):
+            save_file({n: t.contiguous() for n, t in part.items()}, tmp_path / "model" / name, {"format": "pt"})
+        index = {"weight_map": dict.fromkeys(weights, "b.safetensors") | {"lm_head.weight": "a.safetensors"}}
+        (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    empty = models.build(run_of(tmp_path, "llama"), "causal", _Padding(), empty=True)
+    assert ("lm_head.weight",) in groups(empty)
+
+
+def test_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:
+    own_heads.save(tmp_path / "model", "gpt2", rows=own_heads.SIZE + 3)
+    with raises("LS3421", "lm_head.weight", f"[{own_heads.SIZE + 3}, 32]", f"[{own_heads.SIZE}, 32]"):
+        models.build(run_of(tmp_path, "gpt2"), "causal", _Padding(), empty=True)
+
+
+STRATEGIES = {
+    "fsdp2": ("gpt2", ["strategy.name=fsdp2", "strategy.options.gather=micro_batch"]),
+    "pipeline": ("gpt2", ["strategy.name=pipeline"]),
+    "zero3": ("gpt2", ["strategy.name=zero3"]),
+    "tensors": ("llama", ["strategy.name=fsdp2", "strategy.options.tensor_parallel=2"]),
+    "bert": ("bert", ["strategy.name=fsdp2", "strategy.options.gather=micro_batch"]),
+}
+
+
+def compared(world: World, run: Run, harm: bool) -> str | None:
+    """What the comparison by name says. `harm`: ranks that build from the config are not told what the files hold."""
+    if harm:
+        source_ties.own_weights = lambda run, model: ()  # type: ignore[assignment]
+        source_ties.check = lambda run, model, auto: None  # type: ignore[assignment]
+    job = for_rank(run, world)
+    join_ranks(job, world)
+    return source_weights.difference(build_session(job, world))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_all_strategies_train_the_head(name: str, tmp_path: Path) -> None:
+    kind, overrides = STRATEGIES[name]
+    own_heads.save(tmp_path / "model", kind)
+    leaves = ["strategy.tensor_leaves=2"] if name == "tensors" else []
+    alone, run = run_of(tmp_path, kind, *leaves), run_of(tmp_path, kind, *leaves, *overrides)
+    (expected,) = run_on(1, trained, alone)
+    assert run_on(2, trained, run)[0]["loss"] == expected["loss"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("harm", [False, True], ids=["right", "dropped"])
+def test_weights_are_compared_by_name_before_the_first_step(harm: bool, tmp_path: Path) -> None:
+    own_heads.save(tmp_path / "model", "gpt2")
+    run = run_of(tmp_path, "gpt2", "strategy.name=fsdp2", "strategy.options.gather=micro_batch")
+    found = run_on(2, compared, run, harm, joined=False)
+    assert found[0] == found[1]
+    if harm:
+        assert "lm_head.weight is missing here" in str(found[0])
+    else:
+        assert found[0] is None
+
+
+def test_the_file_has_a_head_of_its_own(tmp_path: Path) -> None:  # or all of the above would show nothing
+    own_heads.save(tmp_path / "model", "gpt2")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    embedding = next(t for n, t in weights.items() if n.endswith("wte.weight"))
+    assert not torch.equal(weights["lm_head.weight"], embedding)
