@@ -144,3 +144,38 @@ def test_the_file_has_a_head_of_its_own(tmp_path: Path) -> None:  # or all of th
     weights = load_file(tmp_path / "model" / "model.safetensors")
     embedding = next(t for n, t in weights.items() if n.endswith("wte.weight"))
     assert not torch.equal(weights["lm_head.weight"], embedding)
+
+
+@pytest.mark.parametrize("targets", [["wte"], ["lm_head"], ["wte", "lm_head"], "tying"], ids=str)
+def test_an_adapter_on_tied_weights_is_merged_where_it_was_trained(targets: Any, tmp_path: Path) -> None:
+    own_heads.save(tmp_path / "model", "gpt2", apart=False)
+    entries = (
+        {"target_modules": ["wte"], "ensure_weight_tying": True} if targets == "tying" else {"target_modules": targets}
+    )
+    _merged_as_trained(tmp_path, "gpt2", CAUSAL, entries)
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"]], ids=str)
+def test_an_adapter_on_one_of_many_tied_weights(targets: list[str], tmp_path: Path) -> None:
+    own_heads.save(tmp_path / "model", "t5", apart=False)
+    _merged_as_trained(tmp_path, "t5", AUTOS["t5"], {"target_modules": targets})
+
+
+def _merged_as_trained(folder: Path, kind: str, of: tuple[str, str], entries: dict[str, Any]) -> None:
+    """The export of a model whose adapter is no longer nothing computes what the model does."""
+    run = run_of(folder, kind)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"adapter": {"r": 2, **entries}})})
+    model: Any = models.build(run, of[0], _Padding()).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+    ids = torch.arange(1, 9).unsqueeze(0)
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids.flip(1)} if kind == "t5" else {})
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    models.save(model, {n: t.clone() for n, t in model.state_dict().items()}, None, folder / "export", run)
+    again = getattr(transformers, of[1]).from_pretrained(folder / "export").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(**inputs).logits, expected, rtol=1e-4, atol=1e-5)

@@ -67,14 +67,15 @@ def load_pretrained(job: Plain, dtype: torch.dtype | None = None) -> tuple[Any, 
     """The model that `from_pretrained` loads, and the names of weights that its files do not hold, or with another
     shape: these are drawn. `dtype`: None for that of the files. Errors: `NotCovered`."""
     section, (_, head, _) = job.run["model"], TASKS[job.run["task"]["name"]]
-    options = _attention(section) | {"revision": section["revision"], "ignore_mismatched_sizes": True}
-    options |= {} if dtype is None else {"dtype": dtype}
-    auto = getattr(transformers, f"AutoModel{head}")
-    model, report = auto.from_pretrained(
-        section["source"], config=_config(job, head), output_loading_info=True, **options
+    options = {"revision": section["revision"], "ignore_mismatched_sizes": True, "output_loading_info": True}
+    model, report = getattr(transformers, f"AutoModel{head}").from_pretrained(
+        section["source"],
+        config=_config(job, head),
+        **options,
+        **_attention(section),
+        **({"dtype": dtype} if dtype else {}),
     )
-    others = {each if isinstance(each, str) else each[0] for each in report["mismatched_keys"]}
-    return model, {*report["missing_keys"], *others}
+    return model, {*report["missing_keys"], *(n if isinstance(n, str) else n[0] for n in report["mismatched_keys"])}
 
 
 def _attention(section: dict) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def apply(run: Run, model: Any) -> None:
         weight = getattr(module, last)
         module.register_parameter(last, nn.Parameter(torch.empty_like(weight), weight.requires_grad))
         model.all_tied_weights_keys.pop(name, None)
-    _write_down(model, names)
+    if names:
+        write_down(model)
 
 
 def check(run: Run, model: Any, auto: Any) -> None:
@@ -57,7 +58,8 @@ def check(run: Run, model: Any, auto: Any) -> None:
             f"model.source: from_pretrained leaves {_list(apart)} untied, and by the names in the files it would be "
             f"{_list(names)}; please report this family ({model.config.model_type})",
         )
-    _write_down(model, names)
+    if names:
+        write_down(model)
 
 
 def _list(names: Any) -> str:
@@ -71,10 +73,12 @@ def _tied(model: Any) -> dict[str, str]:
     return {t: s for t, s in pairs.items() if t in parameters and s in parameters}
 
 
-def _write_down(model: Any, names: tuple[str, ...]) -> None:
+def write_down(model: Any) -> None:
     """Let the config say that nothing is tied, where that is so: then every reader of an export gets the same weights,
     not only transformers, which looks at the files. Left as it is where a forward depends on it (T5 scales)."""
-    if not names or _tied(model).keys() - set(names):
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    pairs = type(model)._tied_weights_keys and model.get_expanded_tied_weights_keys(all_submodels=True)
+    if not pairs or any(parameters.get(t) is parameters.get(s) for t, s in pairs.items()):
         return
     module = sys.modules.get(type(model).__module__)
     with suppress(OSError, TypeError):

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from lockstep.config.run import Run
-from lockstep.tasks.models import quantized
+from lockstep.tasks.models import quantized, source_ties
 
 
 def loaded_in(run: Run) -> dict[str, Any]:
@@ -114,8 +114,35 @@ def merged(model: Any, low: bool) -> nn.Module:
     dtype = torch.bfloat16 if low else torch.float32
     for parameter in () if low else model.parameters():
         parameter.data = parameter.data.float()
+    apart, tied = _untie_adapted(model), model.get_base_model().config.tie_word_embeddings
     whole = model.merge_and_unload()
     for parameter in whole.parameters():
         parameter.data = parameter.data.to(dtype)
     whole.config.dtype = dtype
+    if apart:
+        whole.config.tie_word_embeddings = tied  # peft looks at two of maybe more weights
+        source_ties.write_down(whole)
     return whole
+
+
+def _shared_and_adapted(model: Any) -> list[Any]:
+    """The layers of a model of peft whose frozen weight is also another module's: merging their adapter would change
+    that one, too, which was trained without it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    weights = [(layer, getattr(layer.get_base_layer(), "weight", None)) for layer in layers]
+    return [layer for layer, weight in weights if isinstance(weight, Tensor) and holders.get(id(weight), 0) > 1]
+
+
+def _untie_adapted(model: Any) -> bool:
+    """Give those of `_shared_and_adapted` weights of their own. Returns whether there are any."""
+    layers = _shared_and_adapted(model)
+    for layer in layers:
+        base = layer.get_base_layer()
+        base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
+    return bool(layers)
