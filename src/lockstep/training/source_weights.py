@@ -20,7 +20,7 @@ from lockstep.plain.train import load_pretrained
 from lockstep.training.plain_sides import WHOLE, job_of, plain_path
 from lockstep.training.session import Session
 
-_SHOWN = 4  # names in a message
+_NAMES = 4  # names in a message
 
 
 def difference(session: Session) -> str | None:
@@ -84,10 +84,10 @@ def _difference(session: Session, own: dict[str, tuple[tuple[torch.dtype, tuple[
             wrong.append(f"{name} has other values")
     if not wrong:
         return None
-    more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    more = f"; and {len(wrong) - _NAMES} more" if len(wrong) > _NAMES else ""
     return (
         "before the first step: the weights are not those that from_pretrained of transformers loads from "
-        f"{run.model.source}: {'; '.join(wrong[:_SHOWN])}{more}. Nothing was trained; please report this. "
+        f"{run.model.source}: {'; '.join(wrong[:_NAMES])}{more}. Nothing was trained; please report this. "
         "verify.plain=false trains without this comparison"
     )
 

@@ -196,17 +196,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
             model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code, **options)
         source_ties.apply(run, model)
     else:
-        with downloading(local_or_id(run), "model"), reading_weights(str(run.model.source)):
-            model = auto.from_pretrained(
-                local_or_id(run),
-                config=config,
-                revision=run.model.revision,
-                trust_remote_code=run.model.trust_remote_code,
-                ignore_mismatched_sizes=True,  # a head for other labels is drawn anew
-                **options,
-            )
-        source_ties.check(run, model, auto)
-        freeze_as_from_config(model, auto)
+        model = _pretrained(run, auto, config, options)
     settle_block_sparse(model)
     if run.model.adapter:
         with torch.device("meta" if empty else "cpu"):
@@ -215,6 +205,22 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     if laid:
         unpadded.install(model)
     return storage_dtype.cast_weights(run, model)
+
+
+def _pretrained(run: Run, auto: Any, config: Any, options: Mapping[str, Any]) -> Any:
+    """The model that `from_pretrained` of an Auto class loads. Errors: `RunError`."""
+    with downloading(local_or_id(run), "model"), reading_weights(str(run.model.source)):
+        model = auto.from_pretrained(
+            local_or_id(run),
+            config=config,
+            revision=run.model.revision,
+            trust_remote_code=run.model.trust_remote_code,
+            ignore_mismatched_sizes=True,  # a head for other labels is drawn anew
+            **options,
+        )
+    source_ties.check(run, model, auto)
+    freeze_as_from_config(model, auto)
+    return model
 
 
 def _prepare(config: Any, tokenizer: Any, pretrained: bool) -> None:

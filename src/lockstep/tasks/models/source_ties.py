@@ -8,8 +8,6 @@ receive weights by name have to do the same. Only names are read, and tensors wh
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.hub import downloading, reading_weights
+from lockstep.tasks.models import tie_entry
 from lockstep.tasks.models.model_configs import local_or_id
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -38,7 +37,7 @@ def apply(run: Run, model: Any) -> None:
         module.register_parameter(last, nn.Parameter(torch.empty_like(weight), weight.requires_grad))
         model.all_tied_weights_keys.pop(name, None)
     if names:
-        write_down(model)
+        tie_entry.write_down(model)
 
 
 def check(run: Run, model: Any, auto: Any) -> None:
@@ -51,15 +50,15 @@ def check(run: Run, model: Any, auto: Any) -> None:
     names = own_weights(run, empty)
     tied_pairs = _tied(empty)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    apart = {t for t, s in tied_pairs.items() if parameters.get(t) is not parameters.get(s)}
-    if apart != set(names):
+    untied = {t for t, s in tied_pairs.items() if parameters.get(t) is not parameters.get(s)}
+    if untied != set(names):
         raise RunError(
             "LS3420",
-            f"model.source: from_pretrained leaves {_list(apart)} untied, and by the names in the files it would be "
+            f"model.source: from_pretrained leaves {_list(untied)} untied, and by the names in the files it would be "
             f"{_list(names)}; please report this family ({model.config.model_type})",
         )
     if names:
-        write_down(model)
+        tie_entry.write_down(model)
 
 
 def _list(names: Any) -> str:
@@ -71,19 +70,6 @@ def _tied(model: Any) -> dict[str, str]:
     pairs: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {t: s for t, s in pairs.items() if t in parameters and s in parameters}
-
-
-def write_down(model: Any) -> None:
-    """Let the config say that nothing is tied, where that is so: then every reader of an export gets the same weights,
-    not only transformers, which looks at the files. Left as it is where a forward depends on it (T5 scales)."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    pairs = type(model)._tied_weights_keys and model.get_expanded_tied_weights_keys(all_submodels=True)
-    if not pairs or any(parameters.get(t) is parameters.get(s) for t, s in pairs.items()):
-        return
-    module = sys.modules.get(type(model).__module__)
-    with suppress(OSError, TypeError):
-        if module is not None and "config.tie_word_embeddings" not in inspect.getsource(module):
-            model.config.tie_word_embeddings = False
 
 
 def own_weights(run: Run, model: Any) -> tuple[str, ...]:
@@ -131,7 +117,7 @@ def _decided(
 
 def _put(model: Any, name: str, parameter: nn.Parameter) -> None:
     parent, _, last = name.rpartition(".")
-    model.get_submodule(parent)._parameters[last] = parameter
+    setattr(model.get_submodule(parent), last, parameter)
 
 
 def _present(model: Any, shapes: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, str]:
@@ -184,17 +170,17 @@ def _index(source: str, revision: str | None, here: bool) -> tuple[Path, dict[st
 def _names(source: str, revision: str | None) -> tuple[str, ...]:
     """The names of the weights in the files. Headers of a Hub repository that is not here are enough."""
     local = Path(source).is_dir()
-    found = _index(source, revision, here=True)
-    if found is None and not local:
+    index = _index(source, revision, here=True)
+    if index is None and not local:
         from huggingface_hub import get_safetensors_metadata
 
         with suppress(Exception):  # no such files, or a server that cannot: then they are downloaded
             return tuple(get_safetensors_metadata(source, revision=revision).weight_map)
         with downloading(source, "model"):
-            found = _index(source, revision, here=False)
-    if found is None:
+            index = _index(source, revision, here=False)
+    if index is None:
         return ()
-    path, weight_map = found
+    path, weight_map = index
     return tuple(weight_map) if weight_map is not None else _names_in(path, path.stat().st_mtime_ns)
 
 
@@ -212,10 +198,10 @@ def _names_in(path: Path, changed: int) -> tuple[str, ...]:
 def _read(source: str, revision: str | None, names: frozenset[str]) -> dict[str, Tensor]:
     """These weights, read from the files."""
     with downloading(source, "model"):
-        found = _index(source, revision, here=False)
-        if found is None:
+        index = _index(source, revision, here=False)
+        if index is None:
             return {}
-        path, weight_map = found
+        path, weight_map = index
         paths: dict[Path, set[str]] = {}
         for name in names:
             file = path if weight_map is None else _file(source, weight_map[name], revision)
@@ -223,14 +209,14 @@ def _read(source: str, revision: str | None, names: frozenset[str]) -> dict[str,
                 raise RunError("LS3422", f"model.source: {path} names {weight_map and weight_map[name]}, not there")
             paths.setdefault(file, set()).add(name)
     tensors: dict[str, Tensor] = {}
-    for file, wanted in paths.items():
+    for file, selected in paths.items():
         with reading_weights(str(file)):
             if file.suffix == ".safetensors":
                 from safetensors import safe_open
 
                 with safe_open(file, "pt") as opened:
-                    tensors |= {name: opened.get_tensor(name) for name in wanted}
+                    tensors |= {name: opened.get_tensor(name) for name in selected}
             else:
-                held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-                tensors |= {name: held[name] for name in wanted}
+                weights = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                tensors |= {name: weights[name] for name in selected}
     return tensors

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from lockstep.config.run import Run
-from lockstep.tasks.models import quantized, source_ties
+from lockstep.tasks.models import quantized, tie_entry
 
 
 def loaded_in(run: Run) -> dict[str, Any]:
@@ -114,14 +114,14 @@ def merged(model: Any, low: bool) -> nn.Module:
     dtype = torch.bfloat16 if low else torch.float32
     for parameter in () if low else model.parameters():
         parameter.data = parameter.data.float()
-    apart, tied = _untie_adapted(model), model.get_base_model().config.tie_word_embeddings
+    untied, tied = _untie_adapted(model), model.get_base_model().config.tie_word_embeddings
     whole = model.merge_and_unload()
     for parameter in whole.parameters():
         parameter.data = parameter.data.to(dtype)
     whole.config.dtype = dtype
-    if apart:
+    if untied:
         whole.config.tie_word_embeddings = tied  # peft looks at two of maybe more weights
-        source_ties.write_down(whole)
+        tie_entry.write_down(whole)
     return whole
 
 

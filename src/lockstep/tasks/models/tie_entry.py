@@ -1,0 +1,24 @@
+"""The entry `tie_word_embeddings` of a config, after weights that it ties have come apart.
+
+In: a model of transformers. Out: its config, which says whether anything is still tied.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from contextlib import suppress
+from typing import Any
+
+
+def write_down(model: Any) -> None:
+    """Let the config say that nothing is tied, where that is so: then every reader of an export gets the same weights,
+    not only transformers, which looks at the files. Left as it is where a forward depends on it (T5 scales)."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if not pairs or any(parameters.get(t) is parameters.get(s) for t, s in pairs.items()):
+        return
+    module = sys.modules.get(type(model).__module__)
+    with suppress(OSError, TypeError):
+        if module is not None and "config.tie_word_embeddings" not in inspect.getsource(module):
+            model.config.tie_word_embeddings = False
