@@ -1,12 +1,13 @@
 """`lockstep init --from` of a loop: statements on a closed list are understood, others refused by line."""
 
+import json
 import time
 from pathlib import Path
 
 import pytest
 
 from support.messages import mentions
-from support.moving_scripts import ACCELERATE, DDP, moved, refused
+from support.moving_scripts import ACCELERATE, DDP, TRAINER, USUAL, moved, refused
 
 LOOP = "        for x, y in loader:\n"
 ZERO = "            optimizer.zero_grad()\n"
@@ -220,3 +221,72 @@ def test_constants_are_folded_within_bounds(constant: str, here: Path, capsys: p
 )
 def test_a_script_that_is_nested_too_deeply(code: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mentions(refused("points.py", f"n = 0\n{code}{DDP}", capsys), "LS8550", "points.py")
+
+
+# -- files that a file names, and settings by a share ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("warmup", "share"),
+    [("int(0.1 * total)", 0.1), ("total // 20", 0.05), ("int(total * RATIO)", 0.2), ("int(0.1 * other)", None)],
+)
+def test_a_warm_up_by_a_share_of_all_steps(
+    warmup: str, share: float | None, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = changed(
+        ACCELERATE,
+        ("schedule = ", "RATIO = 0.2\ntotal = len(train) * 3\nother = len(dev) * 3\nschedule = "),
+        ("num_warmup_steps=100", f"num_warmup_steps={warmup}"),
+        ("num_training_steps=len(train) * 3", "num_training_steps=total"),
+    )
+    if share is None:
+        assert "optim.warmup_fraction=..." in refused("acc.py", text, capsys)
+        return
+    assert moved("acc.py", text).optim.warmup_fraction == share
+
+
+_FACTORY = "stage: sft\nmodel_name_or_path: a/b\ndataset: NAME\ntemplate: qwen\nfinetuning_type: full\n"
+
+
+def test_dataset_info_of_llama_factory_is_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "data").mkdir()
+    entries = {
+        "talks": {"file_name": "t.jsonl", "formatting": "sharegpt", "columns": {"messages": "talk"}},
+        "hub": {"hf_hub_url": "x/y", "subset": "z", "columns": {"prompt": "q", "response": "a"}},
+        "joined": {"hf_hub_url": "x/y", "columns": {"prompt": "q", "query": "more"}},
+    }
+    (here / "data" / "dataset_info.json").write_text(json.dumps(entries))
+    run = moved("lf.yaml", _FACTORY.replace("NAME", "talks"))
+    assert (run.data.source, run.task.options["messages"]) == ("data/t.jsonl", "talk")
+    run = moved("lf.yaml", _FACTORY.replace("NAME", "hub").replace("template: qwen\n", ""))
+    assert (run.data.source, run.data.config) == ("x/y", "z")
+    assert (run.task.options["prompt"], run.task.options["response"]) == ("q", "a")
+    (here / "moved.yaml").unlink()
+    assert "columns: query: more" in refused("lf.yaml", _FACTORY.replace("NAME", "joined"), capsys)
+    assert "has no entry of that name" in refused("lf.yaml", _FACTORY.replace("NAME", "none"), capsys)
+
+
+def test_a_file_of_deepspeed_that_a_file_names(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "deepspeed: ds.json\nper_device_train_batch_size: 4\nlearning_rate: 1.0e-4\n"
+    said = refused("args.yaml", text, capsys, "--task", "classification")
+    assert "deepspeed: ds.json (that file is not here" in said
+    assert "moves it" not in said
+    values = {"zero_optimization": {"stage": 0}, "gradient_clipping": 0.5, "train_batch_size": "auto"}
+    (here / "ds.json").write_text(json.dumps(values))
+    run = moved("args.yaml", text, "--task", "classification")
+    assert (run.strategy.name, run.optim.max_grad_norm, run.batch_size) == ("ddp", 0.5, 4)
+
+
+def test_a_function_of_a_trainers_script_that_changes_its_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = changed(
+        TRAINER.replace("ARGUMENTS", USUAL),
+        ("def compute_metrics", "def prune(m):\n    m.head.data.zero_()\n\nprune(model)\n\ndef compute_metrics"),
+    )
+    assert "prune(model) (what it changes of what it is given" in refused("train.py", text, capsys)
+    moved("train.py", text.replace("m.head.data.zero_()", "print(sum(p.numel() for p in m.parameters()))"))
+
+
+def test_a_message_cites_no_line_of_a_file_that_is_not_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused("points.py", DDP, capsys, "data.source=x/y")
+    assert mentions(said, "LS1119", "data.source")
+    assert "moved.yaml" not in said

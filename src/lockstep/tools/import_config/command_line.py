@@ -269,7 +269,7 @@ def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable
         if options.get(name) not in (None, 1):
             draft.lacks(f"line {command.line}: --{name} {options[name]}", f"{key} says it", key)
     if file := options.get("deepspeed_config_file"):
-        draft.drop(f"line {command.line}: --deepspeed_config_file", file, "`lockstep init --from` that file moves it")
+        draft.deepspeed = file
     config = command.options.get("deepspeed")
     if isinstance(config, str) and (path.parent / config).is_file():
         values = read_keys(path.parent / config, (path.parent / config).read_text(encoding="utf-8"))
@@ -385,7 +385,7 @@ def _compiled(config: Mapping[str, Any], draft: RunDraft) -> None:
 def _of_accelerate(config: Mapping[str, Any], draft: RunDraft, processes: int) -> None:
     stage = whole(config.get("zero_stage"), 2)
     if (path := config.get("deepspeed_config_file")) not in (None, "none"):
-        draft.drop("deepspeed_config_file", path, "`lockstep init --from` that file moves it, too")
+        draft.deepspeed = path
     draft.set("strategy.name", f"zero{stage}" if stage else "ddp", f"zero_stage {stage}")
     if (clip := number(config.get("gradient_clipping"))) is not None:
         draft.set("optim.max_grad_norm", clip, "gradient_clipping")

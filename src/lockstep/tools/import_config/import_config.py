@@ -46,11 +46,12 @@ def move(
     talk, overridden = Prompter(ask, Console(True)), init.keys_of(overrides)
     names = {"data": "data.source", "task": "task.name", "model": "model.source"}
     by_hand = {**{names[flag]: text for flag, text in flags.items() if text is not None}, **overridden}
-    draft = RunDraft(by_hand=by_hand)
+    draft = RunDraft(by_hand=by_hand, folder=origin.parent)
     processes = overridden.get("launch.processes")
     try:
         source = read(origin)
         source.move(draft, processes if isinstance(processes, int) else None)
+        _deepspeed(draft)
     except (RecursionError, MemoryError):  # the latter of Python's own parser
         raise RunError(
             "LS8550",
@@ -81,6 +82,20 @@ def move(
     first = f"fill in {' and '.join(empty)}; then " if empty else ""
     talk.console.say(f"next: {first}lockstep plan {path}; lockstep train {path}")
     return 0
+
+
+def _deepspeed(draft: RunDraft) -> None:
+    """The settings of DeepSpeed that the file names, which go before its own. Errors: `RunError`."""
+    if isinstance(draft.deepspeed, Mapping):
+        command_line.move_deepspeed(draft.deepspeed, draft, None, completed=True)
+    elif draft.deepspeed is not None:
+        if (file := draft.file_named(str(draft.deepspeed))) is None:
+            why = "that file is not here, and may name an optimizer, too: put it there, or give strategy.name"
+            draft.unclear(f"deepspeed: {draft.deepspeed}", why, "strategy.name")
+            return
+        values = read_keys(file, file.read_text(encoding="utf-8"))
+        command_line.move_deepspeed(values, draft, None, completed=True)
+        draft.read.append(f"{file} -> strategy")
 
 
 def _complete(origin: Path, draft: RunDraft, partial: bool) -> None:
@@ -231,6 +246,9 @@ def _settle(path: Path, draft: RunDraft, looked: Look | None, talk: Prompter) ->
     for key in ("checkpoint.best", "evaluate.patience"):
         if draft.keys.get(key) and not draft.keys.get("evaluate.every"):
             draft.drop(key, draft.keys.pop(key), "it needs evaluations: set evaluate.every", True, ("evaluate.every",))
+    if draft.keys.get("strategy.name") == "zero3" and draft.keys.get("task.name") == "language_modeling":
+        draft.keys.setdefault("task.temperature", 0.0)
+        draft.comments.setdefault("task.temperature", "(zero3 writes its samples greedily)")
     if "evaluate.patience" not in draft.keys:
         draft.keys.pop("evaluate.min_delta", None)
     if not {"data.validation", "data.validation_fraction"} & draft.keys.keys():
@@ -270,8 +288,9 @@ def _text(path: Path, origin: Path, called: str, draft: RunDraft, talk: Prompter
             return text
         except RunError as error:
             wrong = [line for line in str(error).splitlines() if draft.comments.get(line.partition(":")[0])]
-            if not wrong:
-                raise
+            if not wrong:  # the file is not there yet: its lines say nothing to anybody
+                text = re.sub(rf" \({re.escape(str(path))}(:|, line )?\d*\)", "", error.message)
+                raise RunError(error.code, f"--from: what would be written cannot be loaded: {text}") from None
             for line in wrong:
                 key, _, why = line.partition(": ")
                 name = draft.comments.pop(key) or key

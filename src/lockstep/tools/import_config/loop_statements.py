@@ -63,7 +63,7 @@ class Statements:
         if not loops or not isinstance(loops[0], ast.For) or not self._is_loader(loops[0].iter):
             node = loops[0] if loops else backward[0].node
             first = node.iter if isinstance(node, ast.For) else node.test if isinstance(node, ast.While) else node
-            self._gap(first, "the loop around backward() is not one over the batches of a DataLoader", "steps")
+            self._gap(first, "the loop around backward() is not one over the batches of a DataLoader")
             return
         self.batch_loop = loops[0]
         self._path(backward[0].node)

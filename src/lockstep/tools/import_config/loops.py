@@ -54,7 +54,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
         statements.read()
     at.constants(statements)
     at.settle()
-    if at.is_transformers():
+    if draft.by_hand.get("task.name", "module" if not at.is_transformers() else "") != "module":
         at.library_task()
     else:
         name(script, draft, at.optimizers, at.loader)
@@ -284,8 +284,12 @@ class Loop(Reading):
             )
         if (steps := arguments.known.get("num_warmup_steps")) and name != "constant":
             self.draft.set("optim.warmup_steps", int(steps), f"num_warmup_steps, line {call.line}")
-        if name != "constant":
-            self._unknown(call, arguments, {"num_warmup_steps": "optim.warmup_steps"})
+        share = self._share(arguments.nodes.get("num_warmup_steps"), arguments.nodes.get("num_training_steps"))
+        if name != "constant" and "num_warmup_steps" in arguments.unknown and share is not None:
+            self.draft.set("optim.warmup_fraction", share, f"num_warmup_steps, line {call.line}")
+        elif name != "constant" and "num_warmup_steps" in arguments.unknown:
+            code = f"line {call.line}: {call.name}(num_warmup_steps={arguments.unknown['num_warmup_steps']})"
+            self.draft.unclear(code, loading.RUNS, "optim.warmup_steps", "optim.warmup_fraction")
         ends = {k: v for k, v in arguments.known.items() if k not in ("name", *names, "last_epoch")}
         ends |= ends.pop("scheduler_specific_kwargs", None) or {}
         rate = number(self.draft.keys.get("optim.learning_rate")) or 5e-5
@@ -293,6 +297,31 @@ class Loop(Reading):
         others = dict.fromkeys(arguments.unknown.keys() - {"name", *names, "last_epoch"}, "optim.schedule")
         self._unknown(call, arguments, others)
         self.read(call, "optim.schedule")
+
+    def _share(self, warmup: ast.expr | None, total: ast.expr | None) -> float | None:
+        """The share of `int(0.1 * total)`, where that is the total of the schedule."""
+        node = self._assigned(warmup)
+        while isinstance(node, ast.Call) and ast.unparse(node.func) in ("int", "round", "math.ceil") and node.args:
+            node = self._assigned(node.args[0])
+        if not isinstance(node, ast.BinOp) or total is None:
+            return None
+        names = {ast.unparse(total), ast.unparse(self._assigned(total) or total)}
+        for of, by in ((node.left, node.right), (node.right, node.left)):
+            same = {ast.unparse(of), ast.unparse(self._assigned(of) or of)} & names
+            value = number(self.script.known(by))
+            if not same or not value:
+                continue
+            if isinstance(node.op, ast.Mult):
+                share = value
+            elif isinstance(node.op, ast.Div | ast.FloorDiv) and of is node.left:
+                share = 1 / value
+            else:
+                return None
+            return share if 0 < share < 1 else None
+        return None
+
+    def _assigned(self, node: ast.expr | None) -> ast.expr | None:
+        return self.script.bound(node) if isinstance(node, ast.Name) else node
 
     # -- what no call says ---------------------------------------------------------------------------------------------
 
@@ -382,7 +411,8 @@ class Loop(Reading):
 
     def is_transformers(self) -> bool:
         """Whether it learns by the loss of a model of transformers'."""
-        loaded = any(c.name == "from_pretrained" and "AutoModelFor" in c.origin for c in self.script.calls)
+        endings = tuple(f"{ending}.from_pretrained" for ending in loading.TASKS)
+        loaded = any(c.origin.startswith("transformers.") and c.origin.endswith(endings) for c in self.script.calls)
         has_loss = any(c.name in NAMES["losses"] or c.name.endswith("Loss") for c in self.script.calls)
         by_model = any(isinstance(n, ast.Attribute) and n.attr == "loss" for n in ast.walk(self.script.tree))
         return loaded and by_model and not has_loss

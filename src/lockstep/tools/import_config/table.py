@@ -130,6 +130,8 @@ class RunDraft:
     notes: list[str] = field(default_factory=list)  # what was taken to be so
     read: list[str] = field(default_factory=list)  # of a script: each line that was read, and what for
     by_hand: dict[str, Any] = field(default_factory=dict)  # dotted keys that were given on the command line
+    folder: Path = Path()  # of the file that is read: other files are looked for there
+    deepspeed: Any = None  # a file of DeepSpeed's that it names, or its mapping
     at_end: list[Callable[[RunDraft], None]] = field(default_factory=list)  # once the data were looked at
 
     def set(self, key: str, value: Any, comment: str) -> None:
@@ -152,6 +154,11 @@ class RunDraft:
     def _gap(self, gap: Gap) -> None:
         if gap not in self.gaps:
             self.gaps.append(gap)
+
+    def file_named(self, name: str) -> Path | None:
+        """A file that the file names, from its own folder or from here; None: it is not there."""
+        places = (self.folder / Path(name).expanduser(), Path(name).expanduser())
+        return next((place for place in places if place.is_file()), None)
 
     @property
     def task(self) -> str | None:

@@ -110,7 +110,7 @@ def _engine(full: Mapping[str, Any], draft: RunDraft) -> None:
     if fsdp and str(fsdp) not in ("[]", "", "None"):
         draft.set("strategy.name", "fsdp2", f"fsdp {fsdp}")
     if full.get("deepspeed"):
-        draft.drop("deepspeed", full["deepspeed"], "`lockstep init --from` that file moves it, too")
+        draft.deepspeed = full["deepspeed"]
     if isinstance(accelerator := full.get("accelerator_config"), Mapping) and accelerator.get("split_batches"):
         why = "batch_size is all of a step, which processes share"
         draft.drop("accelerator_config: split_batches", True, why, True, ("batch_size",))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from lockstep.config.run import RunError
 from lockstep.tools.import_config import loading, trainer
 from lockstep.tools.import_config.loading import RUNS, Reading
+from lockstep.tools.import_config.quiet_code import QuietCode
 from lockstep.tools.import_config.script import Call, Script, Unknown, code_of, is_trainer, kind_of
 from lockstep.tools.import_config.table import NAMES, RunDraft, decides
 
@@ -65,8 +66,13 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     if any(c.name in ("HfArgumentParser", "TrlParser") for c in script.calls):
         at.arguments |= {name: value for name, value in script.options.items() if name in rows}
     loading.task_first(script, draft)
+    quiet = QuietCode(script, lambda *_: None, lambda node: False)
     for call in script.calls:
         read_call(call, at)
+        if _touches(call, script) and not quiet.is_quiet(call.node):
+            draft.unclear(
+                str(call), "what it changes of what it is given is not known: write it out where it is called"
+            )
     for kind in script.classes.values():
         _subclass(kind, at)
     settings(at)
@@ -74,6 +80,14 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     own_tokenizer(at)
     if draft.task is None:
         draft.unclear("the task", "nothing says which one it is", "task.name")
+
+
+def _touches(call: Call, script: Script) -> bool:
+    """Whether a function of the script's own is given a model, rows or a Trainer."""
+    if not isinstance(call.node.func, ast.Name) or call.node.func.id not in script.functions:
+        return False
+    nodes = [*call.node.args, *(word.value for word in call.node.keywords)]
+    return any(kind_of(script, node) in ("model", "rows", "trainer", "arguments") for node in nodes)
 
 
 def read_call(call: Call, at: Reading) -> None:
