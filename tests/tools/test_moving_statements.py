@@ -116,6 +116,21 @@ TWISTS = {
         changed(DDP, (LOOP, f"        model.train()\n{LOOP}"), (STEP, f"{STEP}            model.eval()\n")),
         "model.eval() (the next batches are trained in evaluation mode",
     ),
+    "pruned": (
+        changed(
+            DDP, ("    criterion", "    nn.utils.prune.l1_unstructured(model.layers[0], 'weight', 0.5)\n    criterion")
+        ),
+        "l1_unstructured(model.layers[0]",
+    ),
+    "more rows": (changed(DDP, ("    criterion", "    data.x.append(0)\n    criterion")), "data.x.append(0)"),
+    "groups": (
+        changed(DDP, ("    criterion", "    optimizer.param_groups.append({})\n    criterion")),
+        "optimizer.param_groups.append({})",
+    ),
+    "layer": (
+        changed(DDP, ("    criterion", "    model.layers[0] = nn.Linear(4, 32)\n    criterion")),
+        "model.layers[0] = nn.Linear(4, 32)",
+    ),
     "swapped": (changed(DDP, (LOOP, "        for y, x in loader:\n")), "out = model(x)"),
     "noise": (changed(DDP, (ZERO, f"            x = x + torch.randn_like(x)\n{ZERO}")), "x + torch.randn_like(x)"),
     "outputs": (changed(DDP, (OUT, "            out = model(x).tanh()\n")), "model(x).tanh()"),
@@ -164,6 +179,12 @@ def test_a_momentum_by_its_place(here: Path) -> None:
             "            batch['labels'] = 1 - batch['labels']\n            loss = model",
             "1 - batch",
         ),
+        (
+            "accelerator.backward",
+            "model.bert.layers[0] = None\n            accelerator.backward",
+            "model.bert.layers[0] =",
+        ),
+        ("accelerator.backward", "model.bias.data += 1\n            accelerator.backward", "model.bias.data += 1"),
         ("model.parameters()", "model.classifier.parameters()", "model.classifier.parameters()"),
         (
             "            schedule.step()\n",

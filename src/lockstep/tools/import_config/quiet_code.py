@@ -69,20 +69,20 @@ class QuietCode:
                     if each.id in fixed:
                         self.gap(node, "it changes what the loss is made of")
                         return
-                elif not self._is_own_container(each):
+                elif not self._is_own_container(each, isinstance(node, ast.Assign)):
                     self.gap(node, _MODEL)
                     return
         if node.value is not None:
             self._expression(node.value)
 
-    def _is_own_container(self, target: ast.expr) -> bool:
+    def _is_own_container(self, target: ast.expr, plain: bool) -> bool:
         """A mapping or list of the script's own, or a switch that decides no weight."""
         text = self.script.origin_of(target)
         if text.startswith(("os.environ[", "torch.backends.")):
             return True
         holder = target.value if isinstance(target, ast.Subscript) else target
         kind = kind_of(self.script, holder.value) if isinstance(holder, ast.Attribute) else None
-        if kind in ("tokenizer", "model", "config", "arguments"):
+        if plain and isinstance(target, ast.Attribute) and kind in ("tokenizer", "model", "config", "arguments"):
             return True  # read, or said, by trainer_script
         while isinstance(holder, ast.Subscript):
             holder = holder.value
@@ -114,8 +114,10 @@ class QuietCode:
                 return self._function(call.func.id)
             if call.func.id in self.script.classes:
                 return not any(kind_of(self.script, a) == "model" or root_of(a) == "model" for a in call.args)
-        if any(word.arg == "out" for word in call.keywords):
+        if any(word.arg in ("out", "inplace") for word in call.keywords):
             return False
+        if origin.startswith("torch.nn.") and not origin.startswith("torch.nn.functional."):
+            return name[:1].isupper() and origin.count(".") == 2  # a loss or a layer, and no pruning of a model
         if origin in NAMES["quiet_calls"] or origin.startswith(tuple(NAMES["quiet_modules"])):
             return not (
                 name.endswith("_") or (name.startswith(("set_", "use_")) and origin not in NAMES["quiet_calls"])
@@ -126,8 +128,21 @@ class QuietCode:
             kind = kind_of(self.script, call.func.value)
             if kind in ("rows", "tokenizer", "model") and name not in ("train", "eval"):
                 return True  # likewise
+            if name in NAMES["changing_methods"]:
+                return self._is_of_others(call.func.value)
             return name in NAMES["quiet_methods"]
         return self._is_value(call.func)
+
+    def _is_of_others(self, holder: ast.expr) -> bool:
+        """Whether something may be changed: a list, a bar, a metric, and no data set or optimizer."""
+        if not isinstance(holder, ast.Name):
+            return False
+        value = self.script.bound(holder, last=True)
+        if value is None:
+            return holder.id in NAMES["quiet_names"]
+        if not isinstance(value, ast.Call):
+            return isinstance(value, ast.List | ast.Dict | ast.Set | ast.Tuple)
+        return _last(value) not in (*self.script.classes, *self.script.functions, *NAMES["optimizers"])
 
     def _is_value(self, function: ast.expr) -> bool:
         """A model or a loss that is called, or a value that the script has made."""
