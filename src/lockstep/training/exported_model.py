@@ -28,9 +28,7 @@ def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tupl
     output, checkpoint = hub.parts(folder)
     require_output(output)
     export = output / "export"
-    if checkpoint is None and export.is_dir():
-        exported.require_whole(output)
-    if checkpoint is None and not (export / "config.json").is_file():
+    if checkpoint is None and not export.is_dir():
         newest = output / "checkpoints" / "latest"
         also = f", and {newest} is its newest checkpoint" if newest.exists() else ""
         raise RunError(
@@ -46,7 +44,8 @@ def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tupl
             "model.trust_remote_code=true)",
         )
     if checkpoint is not None:
-        export = exported_checkpoint(output, checkpoint, run.model.trust_remote_code)
+        return run, exported_checkpoint(output, checkpoint, run.model.trust_remote_code)
+    exported.require_whole(output)
     return run, export
 
 
