@@ -114,7 +114,8 @@ def merged(model: Any, low: bool) -> nn.Module:
     dtype = torch.bfloat16 if low else torch.float32
     for parameter in () if low else model.parameters():
         parameter.data = parameter.data.float()
-    untied, tied = _untie_adapted(model), model.get_base_model().config.tie_word_embeddings
+    untied = _untie_adapted(model)
+    tied = getattr(model.get_base_model().config, "tie_word_embeddings", False)
     whole = model.merge_and_unload()
     for parameter in whole.parameters():
         parameter.data = parameter.data.to(dtype)
