@@ -311,3 +311,12 @@ def test_a_message_cites_no_line_of_a_file_that_is_not_there(here: Path, capsys:
     said = refused("points.py", DDP, capsys, "data.source=x/y")
     assert mentions(said, "LS1119", "data.source")
     assert "moved.yaml" not in said
+
+
+def test_all_that_a_file_of_trl_lacks_is_listed_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "use_peft: true\nmodel_name_or_path: a/b\nload_in_8bit: true\n"
+    said = refused("trl.yaml", text, capsys)
+    assert mentions(said, "LS8240", "--task language_modeling", "load_in_8bit", "model.quantization=...")
+    assert "language_modeling: not understood: the columns" in said
+    said = refused("trl.yaml", text, capsys, "task.text=body", "model.quantization=nf4")
+    assert "lacking besides" not in said

@@ -158,7 +158,7 @@ def move_trl(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) 
         raise RunError(
             "LS8240",
             "--from: the settings do not name the TRL trainer they belong to; give --task language_modeling "
-            "(SFT), preference (DPO) or reward",
+            "(SFT), preference (DPO) or reward" + _lacking(theirs, draft, processes),
         )
     full = {"learning_rate": _RATES[task], "gradient_checkpointing": True} | dict(theirs)
     if theirs.get("bf16") is None and not theirs.get("fp16"):
@@ -181,6 +181,22 @@ def move_trl(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) 
     _model(theirs, draft)
     if theirs.get("dataset_test_split") and _word(theirs.get("eval_strategy", "no")) != "no":
         draft.set("data.validation", theirs["dataset_test_split"], "dataset_test_split")
+
+
+def _lacking(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> str:
+    """What would be asked for next, by task, so that it can be given at once."""
+    lines: dict[str, list[str]] = {}
+    for task in _RATES:
+        trial = RunDraft(by_hand={**draft.by_hand, "task.name": task}, keys=dict(draft.by_hand), folder=draft.folder)
+        move_trl(theirs, trial, processes)
+        for check in trial.at_end:
+            check(trial)
+        for gap in trial.deciding():
+            keys = f"; give {' or '.join(f'{key}=...' for key in gap.by)}" if gap.by else ""
+            lines.setdefault(f"{gap}{keys}", []).append(task)
+    of = {line: "" if len(tasks) == len(_RATES) else f"{', '.join(tasks)}: " for line, tasks in lines.items()}
+    texts = [f"  {tasks}{line}" for line, tasks in of.items()]
+    return "\n".join(["; lacking besides:", *texts]) if texts else ""
 
 
 def _length(theirs: Mapping[str, Any], draft: RunDraft, task: str) -> None:
