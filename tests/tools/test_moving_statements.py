@@ -131,6 +131,10 @@ TWISTS = {
         changed(DDP, ("    criterion", "    model.layers[0] = nn.Linear(4, 32)\n    criterion")),
         "model.layers[0] = nn.Linear(4, 32)",
     ),
+    "new weights": (
+        changed(DDP, (LOOP, f"        model = Net(32)\n{LOOP}")),
+        "model = Net(32) (it changes what the loss",
+    ),
     "swapped": (changed(DDP, (LOOP, "        for y, x in loader:\n")), "out = model(x)"),
     "noise": (changed(DDP, (ZERO, f"            x = x + torch.randn_like(x)\n{ZERO}")), "x + torch.randn_like(x)"),
     "outputs": (changed(DDP, (OUT, "            out = model(x).tanh()\n")), "model(x).tanh()"),

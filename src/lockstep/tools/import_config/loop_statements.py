@@ -156,7 +156,7 @@ class Statements:
                 continue
             elif not self._trains(node):
                 self._mode(node)
-                self.quiet.statement(node, frozenset(), deciding=True)
+                self.quiet.statement(node, self._constant() if self.epoch_loop is not None else frozenset())
             elif isinstance(node, ast.For):
                 self._epochs(node)
             elif isinstance(node, ast.With):
@@ -170,6 +170,12 @@ class Statements:
             else:
                 test = getattr(node, "test", node)
                 self._gap(test, "whether and how long it trains is decided here", "steps", "epochs")
+
+    def _constant(self) -> frozenset[str]:
+        """Names that the loss is made of and that the loop over the batches does not assign: the model, the loss."""
+        loop: Any = self.batch_loop
+        assigned = {n.id for n in ast.walk(loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        return frozenset(self.path - assigned)
 
     def _taken(self, node: ast.If) -> Any:
         return self.script.known(node.test, Unknown)

@@ -26,13 +26,13 @@ class QuietCode:
     is_read: Callable[[ast.Call], bool]
     looked_at: dict[str, bool] = field(default_factory=dict)  # functions of the script -> whether they are quiet
 
-    def statement(self, node: ast.AST, fixed: frozenset[str], deciding: bool = False) -> None:
-        """`fixed`: names that must not be assigned. `deciding`: values of names may be what others read."""
+    def statement(self, node: ast.AST, fixed: frozenset[str]) -> None:
+        """`fixed`: names that must not be assigned."""
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
             self._assigned(node, fixed)
             return
         if isinstance(node, ast.For | ast.If | ast.With | ast.Try | ast.While):
-            self._block(node, fixed, deciding)
+            self._block(node, fixed)
             return
         if isinstance(node, ast.Break | ast.Continue):
             self.gap(node, "the loop does not go through all of its batches", "steps", "epochs")
@@ -44,7 +44,7 @@ class QuietCode:
         elif not isinstance(node, _NO_EFFECT):
             self.gap(node, _MODEL)
 
-    def _block(self, node: Any, fixed: frozenset[str], deciding: bool) -> None:
+    def _block(self, node: Any, fixed: frozenset[str]) -> None:
         taken = self.script.known(node.test, Unknown) if isinstance(node, ast.If) else Unknown
         for each in (getattr(node, "test", None), getattr(node, "iter", None)):
             if each is not None:
@@ -59,7 +59,7 @@ class QuietCode:
         for line in body:
             if inner and isinstance(line, ast.Break | ast.Continue):
                 continue
-            self.statement(line, fixed, deciding and taken is not Unknown)
+            self.statement(line, fixed)
 
     def _assigned(self, node: Any, fixed: frozenset[str]) -> None:
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
