@@ -228,6 +228,11 @@ class Statements:
         if self.modes and not self.modes[-1][0]:
             why = "the model trains in evaluation mode, without dropout; here it is in training mode"
             self._gap(self.modes[-1][1], why)
+        if self.transformers and not self.modes and not any(c.name == "train" for c in self.script.calls):
+            self.draft.notes.append(
+                "the script never calls model.train(), and from_pretrained gives a model without dropout; here a model "
+                "is trained with the dropout of its config (model.config sets it)"
+            )
         target, source = node.target, node.iter
         while isinstance(source, ast.Call) and source.args:
             if self.script.origin_of(source.func) == "enumerate" and isinstance(target, ast.Tuple):
