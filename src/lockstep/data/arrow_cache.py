@@ -523,7 +523,7 @@ Make = Callable[["Dataset"], pa.RecordBatch]  # examples of rows
 
 _HASHED = 10_000  # rows whose bytes are hashed together
 _AHEAD_BYTES = 64 * 2**20  # of them, at most, that wait to be hashed
-VERSION = 1  # of what the cache holds; a new number makes old entries unused
+VERSION = 2  # of what the cache holds; a new number makes old entries unused
 
 
 @dataclass(frozen=True)

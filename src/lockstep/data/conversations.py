@@ -21,7 +21,7 @@ import numpy as np
 
 from lockstep.config.run import RunError
 from lockstep.data import arrow_cache, usable_rows
-from lockstep.data.lm_documents import Documents, EncodedDocuments, closed, flat, measured, shares
+from lockstep.data.lm_documents import Documents, EncodedDocuments, flat, measured, shares
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -177,10 +177,8 @@ def _documents(some: list[Written], tokenizer: Any) -> Documents:
     for (_, spans), first, stop in zip(some, stops - lengths, stops, strict=True):
         for begin, over in spans:
             scored[first:stop] |= (ends[first:stop] > begin) & (ends[first:stop] <= over)
-    last = np.zeros(len(lengths), dtype=bool)  # the end token belongs to the last message
-    last[lengths > 0] = scored[stops[lengths > 0] - 1]
     documents.scored[:] = scored
-    return closed(documents, tokenizer, last)
+    return documents  # exactly what the template renders: it ends turns itself
 
 
 def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: int) -> list[Written]:

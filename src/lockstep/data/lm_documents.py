@@ -512,8 +512,8 @@ def start_of(tokenizer: Any) -> int | None:
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else end_of(tokenizer)
 
 
-def closed(documents: Documents, tokenizer: Any, scored: np.ndarray | None = None) -> Documents:
-    """Documents, each with its end token. `scored`: whether that is predicted, bool [documents]; None: all of them."""
+def closed(documents: Documents, tokenizer: Any) -> Documents:
+    """Documents of raw text, each with its end token, which is predicted. What a chat template rendered ends itself."""
     end = end_of(tokenizer)
     if end is None:
         return documents
@@ -521,11 +521,10 @@ def closed(documents: Documents, tokenizer: Any, scored: np.ndarray | None = Non
     some = documents.lengths > 0
     open_ended = ~some
     open_ended[some] = documents.ids[stops[some] - 1] != end
-    marks = np.ones(len(stops), dtype=bool) if scored is None else scored
     at = stops[open_ended]
     return Documents(
         np.insert(documents.ids, at, end),
-        np.insert(documents.scored, at, marks[open_ended]),
+        np.insert(documents.scored, at, True),
         np.insert(documents.bytes, at, 0),
         np.insert(documents.words, at, 0),
         documents.lengths + open_ended,
