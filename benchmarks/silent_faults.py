@@ -34,14 +34,14 @@ sys.path.insert(0, str(ROOT / "tests"))
 import torch.distributed.fsdp  # noqa: E402
 import torch.utils.checkpoint  # noqa: E402, F401
 
-from lockstep.trace import tracer  # noqa: E402
-from lockstep.trace.compare import Comparison, compare  # noqa: E402
-from lockstep.trace.errors import TraceError  # noqa: E402
-from lockstep.trace.findings import findings  # noqa: E402
-from lockstep.trace.read import Trace, read  # noqa: E402
-from lockstep.trace.run import environment_of, prepare  # noqa: E402
-from lockstep.trace.tracer import late_imports, recorder  # noqa: E402, F401
-from lockstep.trace.tracer.settings import Settings  # noqa: E402
+from lockstep_trace import tracer  # noqa: E402
+from lockstep_trace.compare import Comparison, compare  # noqa: E402
+from lockstep_trace.errors import TraceError  # noqa: E402
+from lockstep_trace.findings import findings  # noqa: E402
+from lockstep_trace.read import Trace, read  # noqa: E402
+from lockstep_trace.run import environment_of, prepare  # noqa: E402
+from lockstep_trace.tracer import late_imports, recorder  # noqa: E402, F401
+from lockstep_trace.tracer.settings import Settings  # noqa: E402
 from museum.exhibit import Exhibit, Healthy  # noqa: E402
 from museum.exhibits import FAULTS, HEALTHY, OWN  # noqa: E402
 from museum.patches import PATCHES  # noqa: E402

@@ -24,8 +24,8 @@ from lockstep.config import plugins
 from lockstep.config.run import QUICK_START, Run, RunError, keep, load
 from lockstep.strategies.strategy import strategy_class
 from lockstep.tools.verify import RECORD, compare, findings, record_alone
-from lockstep.trace.compare import Comparison
 from lockstep.training.recording import Recording, read
+from lockstep_trace.compare import Comparison
 
 # (name in the table, strategy.name, strategy.options)
 EVERY: list[tuple[str, str, dict]] = [

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from lockstep.trace import tracer
-from lockstep.trace.tracer.settings import Settings
+from lockstep_trace import tracer
+from lockstep_trace.tracer.settings import Settings
 
 SIZES = {
     "MiniLM, 22.7M parameters": (384, 6, 12, 30522, 8, 64),

@@ -9,7 +9,7 @@ set -euo pipefail
 room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT
 python3 -m venv "$room/environment"
-"$room/environment/bin/python" -m pip install -q torch==2.13.0
+"$room/environment/bin/python" -m pip install -q torch==2.13.0 numpy==2.4.6
 cd "$room"
 cat > shown.py <<'PYTHON'
 import os

@@ -18,11 +18,12 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import TextIO
 
-from lockstep._coded import VERBOSE
 from lockstep._version import __version__
 from lockstep.config import entry_points
 from lockstep.config.errors import RunError, coded
 from lockstep.tools import commands
+from lockstep_trace.coded import VERBOSE
+from lockstep_trace.errors import TraceError
 
 # Commands that mostly import: to look for garbage among new modules takes a tenth of their time.
 QUICK = ("init", "list", "plan", "schema", "status")
@@ -100,7 +101,7 @@ def _command(name: str, words: list[str]) -> int:
     except BrokenPipeError:  # `| head` has seen enough
         speak_to_nobody()
         return 0
-    except RunError as caught:
+    except (RunError, TraceError) as caught:
         if os.environ.get("RANK", "0") == "0":
             error(str(caught))
         if getattr(known, "debug", False):

@@ -22,7 +22,7 @@ QUICK_HEALTHY = ("--batch 16 --wrap fsdp1", "--cut tensor-data", "--batch 32 --w
 
 def codes() -> set[str]:
     """Of the findings that there are."""
-    room = ROOT / "src" / "lockstep" / "trace"
+    room = ROOT / "packages" / "lockstep-trace" / "src" / "lockstep_trace"
     made = re.findall(r'Finding\(\s*"([a-z-]+)"', (room / "findings.py").read_text())
     return {*made, *re.findall(r'(?:yield|return) \(?\s*\(?"([a-z-]+)"', (room / "epochs.py").read_text())}
 

@@ -15,8 +15,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from lockstep.plain import train
 from lockstep.tools import against_plain
-from lockstep.trace import causes
 from lockstep.training.plain_measures import perturb_
+from lockstep_trace import causes
 
 SIZE, TINY = 64, 1e-25  # whose square is no float32
 

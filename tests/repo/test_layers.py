@@ -1,4 +1,4 @@
-"""Twelve rooms, one above the other: a file imports from its own room and from those below. What must answer at once
+"""Eleven rooms, one above the other: a file imports from its own room and from those below. What must answer at once
 imports nothing heavy; what others keep private is used in few places."""
 
 import ast
@@ -20,14 +20,18 @@ FILES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 # The distributions beside lockstep-train: package -> the highest room that its files import from, as one room's do.
 PACKAGES = {"lockstep_clouds": "launchers", "lockstep_plan": "tools"}
 PACKAGE_TOOLS = ("lockstep_clouds/sagemaker_script.py",)  # of `lockstep init --from`, by whom it is called
-PACKAGE_ADAPTERS = ("lockstep_plan/simulated.py",)  # as `ADAPTERS` below
-PACKAGE_FILES = {name: sorted((CHECKOUT / "packages").glob(f"*/src/{name}/**/*.py")) for name in PACKAGES}
+GROUND = "lockstep_trace"  # beneath the core, which imports it: torch and numpy, and nothing of lockstep
+PACKAGE_ADAPTERS = (  # as `ADAPTERS` below
+    "lockstep_plan/simulated.py",
+    "lockstep_trace/tracer/deepspeed_engine.py",
+    "lockstep_trace/tracer/fsdp1.py",
+)
+PACKAGE_FILES = {name: sorted((CHECKOUT / "packages").glob(f"*/src/{name}/**/*.py")) for name in (*PACKAGES, GROUND)}
 
-# From the ground up. Four files beside them (`api`, `cli`, `__init__`, `__main__`) are the roof, `_coded` and
-# `_version` the ground.
+# From the ground up. Four files beside them (`api`, `cli`, `__init__`, `__main__`) are the roof, `_version`
+# and lockstep-trace the ground.
 ROOMS = (
     "plain",
-    "trace",
     "config",
     "track",
     "distributed",
@@ -44,8 +48,6 @@ ROOMS = (
 # row for each.
 ADAPTERS = (
     "strategies/engines/",
-    "trace/tracer/deepspeed_engine.py",
-    "trace/tracer/fsdp1.py",
     "launchers/processes/elastic",
     "distributed/torch_internals.py",
 )
@@ -55,7 +57,7 @@ ENGINES = ("torch", "transformers", "accelerate", "deepspeed")
 def floor(path: str) -> int:
     """Of a file or folder below `ROOT`."""
     room = path.partition("/")[0]
-    if room in ("_coded.py", "_version.py"):
+    if room == "_version.py":
         return -1
     return ROOMS.index(room) if room in ROOMS else len(ROOMS)
 
@@ -133,7 +135,6 @@ def test_the_house_is_seen_at_a_glance() -> None:
     assert sorted(p.stem for p in inside if p.suffix == ".py") == [
         "__init__",
         "__main__",
-        "_coded",
         "_version",
         "api",
         "cli",
@@ -224,10 +225,15 @@ OTHERS: dict[str, str | tuple[str, ...]] = {
     "tasks/cross_entropy.py": "torch.ops.aten._log_softmax",
     "tasks/models/storage_dtype.py": "getattr(base, '_keep_in_fp32_modules'",  # what transformers itself loads in fp32
     "tasks/translation.py": "metric._",  # sacrebleu's sums, without which BLEU of parts cannot be added up
-    "trace/tracer/hooks.py": "self._scale",  # the loss scale on its device: GradScaler.get_scale waits for it
-    "trace/tracer/late_imports.py": "getattr(getattr(module, '__spec__', None), '_initializing'",  # importlib's
-    "trace/tracer/recorder.py": "getattr(tensor, '_version'",  # torch's count of writes
     "track/trackio.py": "self._trackio._next_step",
+}
+
+
+# And of lockstep-trace, in which nothing else private is used.
+GROUND_OTHERS = {
+    "tracer/hooks.py": "self._scale",  # the loss scale on its device: GradScaler.get_scale waits for it
+    "tracer/late_imports.py": "getattr(getattr(module, '__spec__', None), '_initializing'",  # importlib's
+    "tracer/recorder.py": "getattr(tensor, '_version'",  # torch's count of writes
 }
 
 
@@ -235,6 +241,19 @@ def test_what_engines_keep_private_is_used_in_adapters_only() -> None:
     for file in (f for f in FILES if not f.startswith(ADAPTERS)):
         known = OTHERS.get(file, "nothing")
         assert [name for name in facts(ROOT / file).private if not name.startswith(known)] == [], file
+
+    for path in (f for f in PACKAGE_FILES[GROUND] if not str(f).endswith(PACKAGE_ADAPTERS)):
+        known = next((name for end, name in GROUND_OTHERS.items() if str(path).endswith(end)), "nothing")
+        assert [name for name in facts(path).private if not name.startswith(known)] == [], path
+
+
+def test_the_ground_needs_torch_and_numpy_alone() -> None:
+    """What a stranger installs. jinja2 writes the page; DeepSpeed is looked into where the traced script has it."""
+    names = {(file.name, name.partition(".")[0]) for file in PACKAGE_FILES[GROUND] for name, _ in facts(file).imports}
+    foreign = {(file, name) for file, name in names if name not in sys.stdlib_module_names}
+    own = {file.stem for file in PACKAGE_FILES[GROUND]} | {GROUND, "lockstep_tracer"}  # `from .hooks import Hooks`, too
+    assert {name for _, name in foreign} - own == {"torch", "numpy", "jinja2", "deepspeed"}
+    assert [file for file, name in foreign if name == "jinja2"] == ["report.py"]
 
 
 def test_every_adapter_is_in_the_table() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import lockstep
-from lockstep._coded import CodedError, coded, codes, uncoded
+from lockstep_trace.coded import CodedError, coded, codes, uncoded
 from support.places import ROOT as CHECKOUT
 
 ROOT = Path(lockstep.__file__).parent
@@ -34,7 +34,7 @@ RANGES = {
     "tools": range(8000, 9000),
     "lockstep_clouds": range(7200, 8000),
     "lockstep_plan": range(8000, 9000),
-    "trace": range(9000, 10000),
+    "lockstep_trace": range(9000, 10000),
 }
 # Codes of messages that are gone: no other message takes them. One a line.
 RETIRED = {
@@ -50,7 +50,11 @@ RETIRED = {
     "LS8053",
     "LS8132",
     "LS8153",
+    "LS8104",
+    "LS8105",
+    "LS8107",
     "LS8220",
+    "LS8440",
 }
 UNCODED = {"plain"}  # shares no code with the rest, which gives its messages codes
 
@@ -99,7 +103,7 @@ def all_messages() -> list[Message]:
     return [
         message
         for file, place in FILES.items()
-        if place.parts[0] not in UNCODED and place.name not in ("_coded.py", "errors.py")
+        if place.parts[0] not in UNCODED and place.name not in ("coded.py", "errors.py")
         for message in messages(nodes_of(file), names, place.as_posix())
     ]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+import lockstep_trace
 from lockstep._version import __version__
 from lockstep.cli import main
 from lockstep.config import entry_points, plugins
@@ -20,7 +21,9 @@ from lockstep.tools.import_config import import_config
 from lockstep.tools.import_config.script import Script
 from support.places import ROOT
 
-PACKAGES = {path.name: path for path in sorted((ROOT / "packages").iterdir())}
+GROUND = "lockstep-trace"  # what lockstep-train stands on
+FOLDERS = {path.name: path for path in sorted((ROOT / "packages").iterdir())}
+PACKAGES = {name: path for name, path in FOLDERS.items() if name != GROUND}
 
 
 def project(folder: Path) -> dict[str, Any]:
@@ -31,10 +34,14 @@ def project(folder: Path) -> dict[str, Any]:
 def test_all_have_one_version_and_want_each_other_in_it() -> None:
     core = project(ROOT)
     assert core["version"] == __version__
-    for name, folder in PACKAGES.items():
+    assert f"{GROUND}=={__version__}" in core["dependencies"]
+    assert lockstep_trace.__version__ == __version__
+    for name, folder in FOLDERS.items():
         found = project(folder)
         assert (found["name"], found["version"]) == (name, __version__)
-        assert found["dependencies"] == [f"lockstep-train=={__version__}"]
+        wanted = {Requirement(text).name for text in found["dependencies"]}
+        assert wanted == ({"torch", "numpy"} if name == GROUND else {"lockstep-train"})
+        assert name == GROUND or found["dependencies"] == [f"lockstep-train=={__version__}"]
         assert found["requires-python"] == core["requires-python"]
         assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     asked = [Requirement(text) for each in core["optional-dependencies"].values() for text in each]
@@ -49,7 +56,8 @@ def test_an_extra_installs_the_distribution_of_its_name() -> None:
     extras = project(ROOT)["optional-dependencies"]
     for name in PACKAGES:
         assert extras[name.removeprefix("lockstep-")] == [f"{name}=={__version__}"]
-    assert not [each for each in [*project(ROOT)["dependencies"], *extras["dev"]] if each.startswith("lockstep-")]
+    ours = [each for each in [*project(ROOT)["dependencies"], *extras["dev"]] if each.startswith("lockstep-")]
+    assert ours == [f"{GROUND}=={__version__}"]
 
 
 @pytest.mark.parametrize("name", PACKAGES)

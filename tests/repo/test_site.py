@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep._coded import VERBOSE, coded, with_addresses
+from lockstep_trace.coded import VERBOSE, coded, with_addresses
 from support.page_commands import script
 from support.places import ROOT
 

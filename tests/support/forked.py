@@ -49,7 +49,7 @@ from tqdm import tqdm
 
 from lockstep.distributed.signals import STOP_SIGNALS
 from lockstep.launchers.processes import elastic  # noqa: F401
-from lockstep.trace.run import INJECT
+from lockstep_trace.run import INJECT
 from support.places import TESTS_PATH
 
 # Variables that libraries read while they are imported; PYTHONPATH is seen to.

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.trace.read import width_of
-from lockstep.trace.tracer import fingerprint
-from lockstep.trace.tracer.fingerprint import Block, measure, whole
+from lockstep_trace.read import width_of
+from lockstep_trace.tracer import fingerprint
+from lockstep_trace.tracer.fingerprint import Block, measure, whole
 
 
 def parts(vector: torch.Tensor) -> tuple[int, float, np.ndarray]:

@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import nn
 
-import lockstep.trace
-from lockstep.tools import traces
-from lockstep.trace import causes, tracer
-from lockstep.trace.compare import compare
-from lockstep.trace.errors import TraceError
-from lockstep.trace.findings import findings
-from lockstep.trace.losses import Losses
-from lockstep.trace.read import Step, read
-from lockstep.trace.step_writer import RankStep, StepWriter, WholeStep
-from lockstep.trace.tracer import evaluators, inputs, late_imports
-from lockstep.trace.tracer.hooks import Hooks
-from lockstep.trace.tracer.placement import is_dtensor, plain_name
-from lockstep.trace.tracer.settings import Settings
+import lockstep_trace
+from lockstep_trace import causes, tracer
+from lockstep_trace.compare import compare
+from lockstep_trace.errors import TraceError
+from lockstep_trace.findings import findings
+from lockstep_trace.losses import Losses
+from lockstep_trace.read import Step, read
+from lockstep_trace.step_writer import RankStep, StepWriter, WholeStep
+from lockstep_trace.terminal import PlainOutput, diff
+from lockstep_trace.tracer import evaluators, inputs, late_imports
+from lockstep_trace.tracer.hooks import Hooks
+from lockstep_trace.tracer.placement import is_dtensor, plain_name
+from lockstep_trace.tracer.settings import Settings
 from support.messages import raises
 
-ROOM = Path(lockstep.trace.__file__).parent
+ROOM = Path(lockstep_trace.__file__).parent
 
 
 def test_an_example_has_one_hash_whatever_it_is_padded_to() -> None:
@@ -79,7 +79,7 @@ def train(folder: Path, steps: int = 4, rate: float = 0.1, factor: float = 1.0) 
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     x, y = torch.randn(8, 6), torch.randint(2, (8,))
-    with lockstep.trace(model, optimizer, folder=folder):  # type: ignore[operator]
+    with lockstep_trace.traced(model, optimizer, folder=folder):
         for _ in range(steps):
             optimizer.zero_grad()
             (nn.functional.cross_entropy(model(x), y) * factor).backward()
@@ -89,12 +89,12 @@ def train(folder: Path, steps: int = 4, rate: float = 0.1, factor: float = 1.0) 
 
 
 def test_a_folder_that_is_not_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in a script that says `import lockstep.trace`, which is traced from there on."""
+    """As in a script that says `import lockstep_trace`, which is traced from there on."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        lockstep.trace(model, optimizer, folder=tmp_path / "first"),  # type: ignore[operator]
-        lockstep.trace(model, optimizer, folder=tmp_path / "second"),  # type: ignore[operator]
+        lockstep_trace.traced(model, optimizer, folder=tmp_path / "first"),
+        lockstep_trace.traced(model, optimizer, folder=tmp_path / "second"),
     ):
         optimizer.step()
     err = capsys.readouterr().err
@@ -196,14 +196,14 @@ def test_the_first_difference_in_causal_order_is_named(tmp_path: Path) -> None:
 
 def test_a_trace_that_lacks_the_shard_of_a_rank_is_said_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path / "a")
-    assert traces.diff(tmp_path / "a", tmp_path / "a") == 0
+    assert diff(tmp_path / "a", tmp_path / "a", PlainOutput()) == 0
     assert "is missing" not in capsys.readouterr().out
     (file,) = (tmp_path / "a").glob("rank-*.jsonl")
     whole, half = '"shape":[5,6],"offset":[0,0],"size":[5,6]', '"shape":[5,6],"offset":[0,0],"size":[2,6]'
     text = file.read_text()
     assert whole in text
     file.write_text(text.replace(whole, half))
-    traces.diff(tmp_path / "a", tmp_path / "a")
+    diff(tmp_path / "a", tmp_path / "a", PlainOutput())
     assert "no rank has written all of 0.weight" in capsys.readouterr().out.replace("\n", " ")
 
 
@@ -221,9 +221,9 @@ def test_an_optimizer_of_one_side_alone_is_said_to_be_compared_with_nothing(
             for optimizer in optimizers if name == "both" else optimizers[:1]:
                 optimizer.step()
         tracer.end()
-    assert traces.diff(tmp_path / "both", tmp_path / "both") == 0
+    assert diff(tmp_path / "both", tmp_path / "both", PlainOutput()) == 0
     assert "compared with nothing" not in capsys.readouterr().out
-    traces.diff(tmp_path / "both", tmp_path / "one")
+    diff(tmp_path / "both", tmp_path / "one", PlainOutput())
     assert f"SGD (optimizer 1) makes steps in {tmp_path / 'both'} alone" in capsys.readouterr().out.replace("\n", " ")
 
 
@@ -237,7 +237,7 @@ def test_examples_that_come_again_are_not_taken_for_another_order(tmp_path: Path
         torch.manual_seed(0)
         model = nn.Linear(6, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with lockstep.trace(model, optimizer, folder=tmp_path / name):  # type: ignore[operator]
+        with lockstep_trace.traced(model, optimizer, folder=tmp_path / name):
             for x in data[numbers]:
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
@@ -262,7 +262,7 @@ def test_the_model_decides_whether_it_trains_and_not_its_wrapper(tmp_path: Path,
     model.train(not inner)
     model.module.train(inner)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with lockstep.trace(model, optimizer, folder=tmp_path):  # type: ignore[operator]
+    with lockstep_trace.traced(model, optimizer, folder=tmp_path):
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
@@ -307,7 +307,7 @@ def test_the_first_module_that_differs_is_named_at_the_level_of_modules(tmp_path
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), Scaled(by), nn.Linear(5, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with lockstep.trace(model, optimizer, folder=tmp_path / name, level=level):  # type: ignore[operator]
+        with lockstep_trace.traced(model, optimizer, folder=tmp_path / name, level=level):
             for _ in range(2):
                 optimizer.zero_grad()
                 model(torch.randn(8, 6, generator=torch.Generator().manual_seed(1))).square().mean().backward()
@@ -326,7 +326,7 @@ def test_the_module_whose_backward_is_wrong_is_named_at_the_level_of_modules(tmp
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), inner, nn.Linear(5, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with lockstep.trace(model, optimizer, folder=tmp_path / name, level="modules"):  # type: ignore[operator]
+        with lockstep_trace.traced(model, optimizer, folder=tmp_path / name, level="modules"):
             for _ in range(2):
                 optimizer.zero_grad()
                 model(torch.randn(8, 6, generator=torch.Generator().manual_seed(1))).square().mean().backward()
@@ -356,7 +356,7 @@ def test_dropout_is_named_where_gradients_differ_and_losses_nearly_agree(tmp_pat
         model = nn.Sequential(nn.Linear(6, 16), drawn := Drawn(dropout), nn.Linear(16, 2), Scaled(1e-4))
         drawn.first = seed - 1
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with lockstep.trace(model, optimizer, folder=tmp_path / name):  # type: ignore[operator]
+        with lockstep_trace.traced(model, optimizer, folder=tmp_path / name):
             nn.functional.cross_entropy(model(x), y).backward()
             for parameter in model.parameters():
                 if seed == 2 and not dropout and parameter.grad is not None:
@@ -380,7 +380,7 @@ def test_two_traces_without_a_common_name_are_refused_with_both_lists(tmp_path: 
     train(tmp_path / "a")
     model = nn.Bilinear(2, 2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with lockstep.trace(model, optimizer, folder=tmp_path / "b"):  # type: ignore[operator]
+    with lockstep_trace.traced(model, optimizer, folder=tmp_path / "b"):
         model(torch.ones(1, 2), torch.ones(1, 2)).sum().backward()
         optimizer.step()
     with raises("LS9010", "0.weight", error=TraceError):
@@ -406,7 +406,7 @@ def test_workers_that_draw_the_same_numbers_are_a_finding(tmp_path: Path, own: b
     """The control draws from torch, which seeds each worker for itself. Starts worker processes."""
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with lockstep.trace(model, optimizer, folder=tmp_path):  # type: ignore[operator]
+    with lockstep_trace.traced(model, optimizer, folder=tmp_path):
         loader = torch.utils.data.DataLoader(Held(own), batch_size=2, num_workers=2)
         for batch in loader:
             optimizer.zero_grad()
@@ -460,7 +460,7 @@ def test_an_epoch_that_has_the_order_of_the_resumed_one_is_a_finding(tmp_path: P
         return torch.utils.data.RandomSampler(range(32), generator=torch.Generator().manual_seed(seed))
 
     rest = [*torch.utils.data.BatchSampler(sampler(0), 4, drop_last=False)][5:]
-    with lockstep.trace(model, optimizer, folder=tmp_path / "a"):  # type: ignore[operator]
+    with lockstep_trace.traced(model, optimizer, folder=tmp_path / "a"):
         for loader in (
             torch.utils.data.DataLoader(data, batch_sampler=rest),
             torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler(seed)),
@@ -548,7 +548,7 @@ def test_a_loss_of_one_class_trains_nothing(tmp_path: Path) -> None:
     """As torch's tutorial series on DDP has it."""
     model = nn.Linear(20, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with lockstep.trace(model, optimizer, folder=tmp_path):  # type: ignore[operator]
+    with lockstep_trace.traced(model, optimizer, folder=tmp_path):
         for _ in range(4):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(torch.rand(8, 20)), torch.rand(8, 1)).backward()
@@ -603,7 +603,7 @@ def test_scores_that_a_known_evaluator_is_returned_are_recorded(
     evaluator = getattr(importlib.import_module(name), kind)
     wrapped = getattr(evaluator, method)
     copied = types.FunctionType(wrapped.__code__, wrapped.__globals__, method, None, wrapped.__closure__)
-    copied.__doc__ += " As the library evaluate makes one for each metric."  # type: ignore[operator]
+    copied.__doc__ += " As the library evaluate makes one for each metric."
     assert copied(evaluator()) == result
     assert recorder.steps == [1]
     tracer.end()
@@ -651,7 +651,7 @@ def test_gradients_that_nobody_zeroes_are_a_finding_and_two_optimizers_are_none(
     one, other = nn.Linear(4, 4), nn.Linear(4, 1)
     models = [one, other]
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in models]
-    with lockstep.trace(one, optimizers[0], folder=tmp_path):  # type: ignore[operator]
+    with lockstep_trace.traced(one, optimizers[0], folder=tmp_path):
         for _ in range(4):
             for model, optimizer in zip(models, optimizers, strict=True):
                 for parameter in model.parameters() if zero == "data" else ():

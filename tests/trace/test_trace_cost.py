@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import lockstep.trace
-from lockstep.trace.findings import findings
-from lockstep.trace.read import read
-from lockstep.trace.tracer import fingerprint, pending
-from lockstep.trace.tracer.fingerprint import Block, measure, whole
+import lockstep_trace
+from lockstep_trace.findings import findings
+from lockstep_trace.read import read
+from lockstep_trace.tracer import fingerprint, pending
+from lockstep_trace.tracer.fingerprint import Block, measure, whole
 from support.harness import lockstep_environment
 
 
@@ -39,7 +39,7 @@ def test_a_step_begins_one_copy_and_waits_for_nothing(tmp_path: Path, monkeypatc
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.1), nn.Linear(5, 2)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
     x, y = torch.ones(8, 6, device=device), torch.ones(8, dtype=torch.int64, device=device)
-    with lockstep.trace(model, optimizer, folder=tmp_path, level="modules"):  # type: ignore[operator]
+    with lockstep_trace.traced(model, optimizer, folder=tmp_path, level="modules"):
         for _ in range(3):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)
@@ -118,7 +118,7 @@ def test_measuring_needs_room_for_a_chunk_whatever_the_size(rows: int, how: str)
 def test_a_traced_step_makes_no_copy_of_the_model(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2_048, 1_500), nn.Linear(1_500, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    with lockstep.trace(model, optimizer, folder=tmp_path):  # type: ignore[operator]
+    with lockstep_trace.traced(model, optimizer, folder=tmp_path):
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.ones(4, 2_048)).square().mean().backward()
@@ -129,7 +129,7 @@ def test_a_traced_step_makes_no_copy_of_the_model(tmp_path: Path) -> None:
 
 
 FULL = """
-import lockstep.trace, resource, torch
+import lockstep_trace, resource, torch
 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # what does not fit is an error, as on a full disk
 model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

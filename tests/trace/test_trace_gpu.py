@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import lockstep.trace
-from lockstep.trace.findings import findings
-from lockstep.trace.read import read
+import lockstep_trace
+from lockstep_trace.findings import findings
+from lockstep_trace.read import read
 from support.harness import lockstep_environment
 
 pytestmark = [
@@ -96,7 +96,7 @@ def test_no_step_waits_for_the_device(tmp_path: Path, level: str) -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.1), nn.Linear(5, 2)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x, y = torch.ones(8, 6, device="cuda"), torch.ones(8, dtype=torch.int64, device="cuda")
-    with lockstep.trace(model, optimizer, folder=tmp_path, level=level):  # type: ignore[operator]
+    with lockstep_trace.traced(model, optimizer, folder=tmp_path, level=level):
         try:
             for step in range(12):
                 torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")

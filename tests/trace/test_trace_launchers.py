@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.trace.compare import compare
-from lockstep.trace.findings import findings
-from lockstep.trace.read import read
+from lockstep_trace.compare import compare
+from lockstep_trace.findings import findings
+from lockstep_trace.read import read
 from support import slurm_cluster
 from support.command import free_port
 from support.harness import lockstep_environment

@@ -19,7 +19,6 @@ from lockstep.strategies.strategy import NotFinite, strategy_class
 from lockstep.tools import attest, diff, verify
 from lockstep.tools.sweep import sweep
 from lockstep.tools.sweep.sweep_file import read as read_sweep
-from lockstep.trace.step_writer import RankStep, StepWriter, WholeStep
 from lockstep.track.best import Best
 from lockstep.track.console import Console
 from lockstep.training import beginning, fingerprints
@@ -30,6 +29,7 @@ from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session
 from lockstep.training.throughput import Spikes
 from lockstep_plan import calibrate
+from lockstep_trace.step_writer import RankStep, StepWriter, WholeStep
 from support.command import CommandJob, bits, lines, train, write
 from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.messages import raises

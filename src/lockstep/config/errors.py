@@ -2,7 +2,7 @@
 which launchers and schedulers act on. Imports nothing but the message codes.
 """
 
-from lockstep._coded import CodedError, appended, coded, codes, uncoded, with_addresses
+from lockstep_trace.coded import CodedError, appended, coded, codes, uncoded, with_addresses
 
 __all__ = ["BAD", "DONE", "EXCLUDED", "FAILED", "HALTED", "STOPPED"]
 __all__ += ["CodedError", "InvalidValue", "RunError", "appended", "coded", "codes", "uncoded", "with_addresses"]

@@ -23,7 +23,7 @@ from lockstep.config.run import Run
 
 _INSTALLED = ("site-packages", "dist-packages")
 # Not the user's code, even where they are checked out beside it: their versions are compared, not their files.
-_LIBRARIES = ("lockstep", "lockstep_clouds", "lockstep_plan",
+_LIBRARIES = ("lockstep", "lockstep_clouds", "lockstep_plan", "lockstep_trace",
               "torch", "transformers", "datasets", "tokenizers", "numpy", "pyarrow", "pydantic", "accelerate",
               "deepspeed", "peft", "safetensors", "scipy", "sklearn", "pandas")  # fmt: skip
 

@@ -39,11 +39,11 @@ from lockstep.plain.job import Plain
 from lockstep.plain.rows import TASKS, NotCovered
 from lockstep.plain.scores import scores
 from lockstep.plain.train import StepRecord, build_model, train_steps
-from lockstep.trace import causes
 from lockstep.track.console import Console
 from lockstep.training import plain_sides
 from lockstep.training.plain_measures import drawn_examples, masked, perturb_, without_dropout
 from lockstep.training.plain_sides import FOLDER, UNTRAINED, PlainRecord, PlainStep
+from lockstep_trace import causes
 
 COLUMNS = ["step", "loss", "norm", "gradients", "changes"]  # relative differences
 TENSORS = ("gradient", "change")

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load, overrides_of, require_output
 from lockstep.launchers import start
-from lockstep.trace import causes
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
+from lockstep_trace import causes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

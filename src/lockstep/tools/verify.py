@@ -1,7 +1,7 @@
 """`lockstep verify`: a few steps of the user's own job under the run's strategy, and as one process; then compare.
 
 In: a run. Out: what differs between the two jobs, by name, and whether that is what the strategy promises. Both are
-recorded as traces, and `lockstep.trace` compares them, as it does those of any command. With `--write golden.json` a
+recorded as traces, and `lockstep_trace` compares them, as it does those of any command. With `--write golden.json` a
 small file of hashes, of every gradient and every weight after every step; `--against golden.json` says which of them
 is another one under this commit, this torch, this driver, this number of processes.
 """
@@ -31,12 +31,13 @@ from lockstep.distributed.randomness import UNCOVERED
 from lockstep.launchers import start
 from lockstep.launchers.processes import accelerate_config
 from lockstep.tools import against_plain
-from lockstep.tools.traces import lines_of, page, refusing, say_numbers
-from lockstep.trace import compare as comparing
-from lockstep.trace.compare import Comparison, Tolerance
-from lockstep.trace.read import read as read_trace
 from lockstep.track.console import Console
 from lockstep.training.recording import TRACE, Recording, read
+from lockstep_trace import compare as comparing
+from lockstep_trace.compare import Comparison, Tolerance
+from lockstep_trace.read import read as read_trace
+from lockstep_trace.report import write as write_page
+from lockstep_trace.terminal import lines_of, say_numbers
 
 RECORD = "lockstep.training.recording.record"  # the job that every rank does
 DRIFT = 1e-2  # of the whole change: AdamW blows rounding up where a gradient is all but zero
@@ -44,9 +45,8 @@ DRIFT = 1e-2  # of the whole change: AdamW blows rounding up where a gradient is
 
 def compare(ours: Path, single: Path) -> Comparison:
     """The first thing in which two recordings part by more than the strategy of the first one promises. Errors:
-    `RunError`."""
-    with refusing():
-        return comparing.compare(read_trace(single / TRACE), read_trace(ours / TRACE), tolerance=allowed(read(ours)))
+    `TraceError`."""
+    return comparing.compare(read_trace(single / TRACE), read_trace(ours / TRACE), tolerance=allowed(read(ours)))
 
 
 def allowed(mine: Recording) -> Tolerance:
@@ -174,7 +174,7 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
         for name, recording in (("reference", single), ("job", ours)):
             shutil.rmtree(folder / name, ignore_errors=True)
             shutil.copytree(recording / TRACE, folder / name)
-        console.say(str(page(folder / "job", folder / "reference", [compared])))
+        console.say(str(write_page(folder / "job", folder / "reference", [compared])))
     return int(bool(wrong))
 
 

@@ -26,15 +26,15 @@ from lockstep.strategies.exact.update import GradientUpdate
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
-from lockstep.trace.step_writer import RankStep, StepWriter, WholeStep
-from lockstep.trace.tracer.inputs import call_inputs
-from lockstep.trace.tracer.placement import has_stochastic
-from lockstep.trace.tracer.recorder import hexed
 from lockstep.training import plain_sides
 from lockstep.training.beginning import try_a_step
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import Job
 from lockstep.training.session import Session, build_session, join_ranks
+from lockstep_trace.step_writer import RankStep, StepWriter, WholeStep
+from lockstep_trace.tracer.inputs import call_inputs
+from lockstep_trace.tracer.placement import has_stochastic
+from lockstep_trace.tracer.recorder import hexed
 
 TRACE = "trace"  # in the folder: gradients, weights, losses and examples of each step
 

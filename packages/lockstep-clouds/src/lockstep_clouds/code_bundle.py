@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
+import lockstep_trace
 from lockstep.config import entry_points, plugins, user_code
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection, LaunchSection
@@ -191,6 +192,7 @@ def requirements(extra: list[str]) -> str:
     versions that decide bits are pinned to those here, where they are installed here."""
     try:
         needed = [r for r in importlib.metadata.requires(DISTRIBUTION) or [] if "extra ==" not in r]
+        needed = [r for r in needed if not r.startswith("lockstep-trace")]  # `archive` holds it
     except importlib.metadata.PackageNotFoundError:
         raise RunError(
             "LS7233",
@@ -209,8 +211,9 @@ def requirements(extra: list[str]) -> str:
 
 
 def archive(texts: Mapping[str, str], modules: Mapping[str, Path]) -> bytes:
-    """A gzipped tar of lockstep, this package, `modules` and `texts`; the same content gives the same bytes."""
-    packages = [Path(str(lockstep.__file__)).parent, Path(__file__).parent]
+    """A gzipped tar of lockstep, lockstep_trace, this package, `modules` and `texts`; the same content gives the same
+    bytes."""
+    packages = [Path(str(module.__file__)).parent for module in (lockstep, lockstep_trace)] + [Path(__file__).parent]
     files = {f"{each.name}/{f.relative_to(each)}": f for each in packages for f in _sources(each)} | dict(modules)
     contents = {name: file.read_bytes() for name, file in files.items()} | {k: v.encode() for k, v in texts.items()}
     plain = io.BytesIO()

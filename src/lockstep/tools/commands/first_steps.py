@@ -95,9 +95,9 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def of_commands(args: argparse.Namespace) -> int:
     """Trace two commands and compare them."""
-    import shlex
-
-    from lockstep.tools import traces
+    from lockstep.track.console import Console
+    from lockstep_trace.commands import words_of
+    from lockstep_trace.terminal import verify
 
     if args.reference is None or args.job is None:
         raise RunError("LS8102", "verify needs both commands: --reference COMMAND --job COMMAND")
@@ -105,28 +105,16 @@ def of_commands(args: argparse.Namespace) -> int:
         raise RunError(
             "LS8103", "--reference and --job cannot be combined with a run file or its options; remove one of the two"
         )
-    try:
-        reference, job = shlex.split(args.reference), shlex.split(args.job)
-    except ValueError as error:
-        raise RunError("LS8104", f"--reference, --job: {error}") from None
-    if not reference or not job:
-        raise RunError("LS8105", "--reference, --job: the command is empty")
+    reference, job = words_of("--reference", args.reference), words_of("--job", args.job)
     folder = Path(args.output) if args.output is not None else None
-    return traces.verify(reference, job, folder, args.steps, args.exact)
+    return verify(reference, job, folder, args.steps, Console(True), args.exact)
 
 
 def trace_arguments(parser: argparse.ArgumentParser) -> None:
+    from lockstep_trace.commands import recording_options
+
     parser.usage = "lockstep trace [-o DIR] [--every N] [--steps N] [--level LEVEL] -- COMMAND ..."
-    parser.add_argument("-o", "--output", metavar="DIR", default="lockstep-trace", help="folder of the trace")
-    parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="measure tensors at each N-th step (default 1)"
-    )
-    parser.add_argument("--steps", type=int, metavar="N", help="record the first N steps; the command goes on")
-    levels = ("losses", "gradients", "modules")
-    parser.add_argument("--level", choices=levels, default="gradients", help="what is measured (default gradients)")
-    parser.add_argument(
-        "--perturb", action="store_true", help="flip last bits of the weights first: how far apart rounding is"
-    )
+    recording_options(parser)
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run, behind --")
 
 
@@ -137,14 +125,10 @@ def run_trace(args: argparse.Namespace) -> int:
             "LS8106",
             "lockstep trace: no command given; write it after --, as in `lockstep trace -o a -- python train.py`",
         )
-    for name in ("every", "steps"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise RunError("LS8107", f"--{name}: invalid value {value}; expected an integer >= 1 (steps)")
-    from lockstep.tools.traces import record
+    from lockstep_trace.commands import recording_settings
+    from lockstep_trace.terminal import record
 
-    options = {"every": args.every, "steps": args.steps, "level": args.level, "perturb": args.perturb}
-    return record(command, Path(args.output), options)
+    return record(command, Path(args.output), recording_settings(args))
 
 
 def init_arguments(parser: argparse.ArgumentParser) -> None:

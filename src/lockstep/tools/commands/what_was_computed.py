@@ -14,25 +14,26 @@ from lockstep.tools.commands import json_output, run_file
 
 
 def diff_arguments(parser: argparse.ArgumentParser) -> None:
+    from lockstep_trace.commands import comparing_options
+
     parser.add_argument("a", metavar="A", help="OUTPUT of a run, or a trace: the reference")
     parser.add_argument("b", metavar="B", help="of another")
     parser.add_argument("--quick", action="store_true", help="compare what is written down, and compute nothing again")
-    parser.add_argument("--exact", action="store_true", help="of traces: ask for the same bits")
-    parser.add_argument("--align", action="store_true", help="of traces: compare windows that saw the same examples")
-    parser.add_argument("--perturbed", metavar="DIR", help="of traces: A's command traced again with --perturb")
+    comparing_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of both, such as data.train=elsewhere.jsonl")
     json_output.option(parser)
 
 
 def run_diff(args: argparse.Namespace) -> int:
-    from lockstep.trace.read import is_trace
+    from lockstep_trace.read import is_trace
 
     both = [is_trace(Path(folder)) for folder in (args.a, args.b)]
     if all(both):
-        from lockstep.tools import traces
+        from lockstep.track.console import Console
+        from lockstep_trace.terminal import diff as diff_traces
 
         perturbed = Path(args.perturbed) if args.perturbed else None
-        return traces.diff(Path(args.a), Path(args.b), args.exact, perturbed, args.align)
+        return diff_traces(Path(args.a), Path(args.b), Console(True), args.exact, perturbed, args.align)
     if any(both):
         raise RunError(
             "LS8120", f"{args.a} and {args.b}: one is a trace and the other is a run; compare two traces or two runs"

@@ -283,8 +283,8 @@ def report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    from lockstep.trace.read import is_trace
     from lockstep.track.report.report import write_comparison, write_report
+    from lockstep_trace.read import is_trace
 
     folders = [Path(output) for output in args.output]
     if any(traced := [is_trace(folder) for folder in folders]):
@@ -343,9 +343,9 @@ def watched(folder: Path) -> int:
 
 def of_traces(args: argparse.Namespace, folders: list[Path], every: bool) -> int:
     """The page of a trace; of two the page of the second beside the first, the reference."""
-    from lockstep.tools.traces import page
+    from lockstep_trace.report import write
 
     if not every or len(folders) > 2 or args.live or args.to is not None:
         raise RunError("LS8144", "expected one trace, or two with the reference first, without --live and --to")
-    print(page(folders[-1], folders[0] if len(folders) == 2 else None))
+    print(write(folders[-1], folders[0] if len(folders) == 2 else None))
     return 0

@@ -60,10 +60,12 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
 @cache
 def templates() -> Environment:
     """Of `pages/`; each is compiled once a process."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
     pages = Environment(
-        loader=PackageLoader("lockstep.track.report", "pages"),
+        loader=ChoiceLoader(  # what every page begins with is lockstep-trace's
+            [PackageLoader("lockstep.track.report", "pages"), PackageLoader("lockstep_trace", "pages")]
+        ),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

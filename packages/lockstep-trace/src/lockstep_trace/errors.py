@@ -1,6 +1,6 @@
 """What a user did that a trace or a comparison cannot go on with; the command line turns it into status 2."""
 
-from lockstep._coded import CodedError
+from lockstep_trace.coded import CodedError
 
 
 class TraceError(CodedError, ValueError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.trace.read import Rank, Step, Trace
+from lockstep_trace.read import Rank, Step, Trace
 
 MODEL_AXES = ("tp", "tensor", "cp", "sp", "pp", "ep", "mp", "pipe")
 

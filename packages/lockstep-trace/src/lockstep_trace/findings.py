@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.trace import causes, epochs
-from lockstep.trace.causes import few
-from lockstep.trace.losses import losses_of
-from lockstep.trace.merge import Whole, merged, merged_buffers, merged_start
-from lockstep.trace.ranks import data_ranks, model_parallel, pipelined, scales_of_clipping
-from lockstep.trace.read import Rank, Step, Trace, Value
+from lockstep_trace import causes, epochs
+from lockstep_trace.causes import few
+from lockstep_trace.losses import losses_of
+from lockstep_trace.merge import Whole, merged, merged_buffers, merged_start
+from lockstep_trace.ranks import data_ranks, model_parallel, pipelined, scales_of_clipping
+from lockstep_trace.read import Rank, Step, Trace, Value
 
 PATIENCE = 3  # steps in which something is so before it is a finding
 

@@ -1,9 +1,9 @@
-"""Tracing any training script, and comparing traces: see docs/how-to/trace.md.
+"""Record what any PyTorch training does at each optimizer step, and compare recordings: docs/how-to/trace.md.
 
-`lockstep trace -o DIR -- COMMAND` traces a command. `import lockstep.trace` as a script's first line traces that
-script, into the folder that LOCKSTEP_TRACE names (default: lockstep-trace). `with lockstep.trace(model, optimizer):`
-traces what runs inside. `tracer/` runs in the traced process and imports torch alone; the other files read what it
-wrote.
+`lockstep-trace record -o DIR -- COMMAND` records a command. `import lockstep_trace` as a script's first line records
+that script, into the folder that LOCKSTEP_TRACE names (default: lockstep-trace). `with lockstep_trace.traced(model,
+optimizer):` records what runs inside. `tracer/` runs in the traced process and imports torch alone; the other files
+read what it wrote, and import numpy alone.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+__version__ = "0.1.0"  # of lockstep-train, always: tests/repo/test_packages.py
 DEFAULT = "lockstep-trace"
 
 
@@ -24,7 +24,7 @@ def _tracer() -> Any:
     """The tracer of this process: the one that the command injected, where there is one."""
     if "lockstep_tracer" in sys.modules:
         return sys.modules["lockstep_tracer"]
-    from lockstep.trace import tracer
+    from lockstep_trace import tracer
 
     return tracer
 
@@ -40,14 +40,14 @@ def traced(model: Any, optimizer: Any, folder: str | Path | None = None, level: 
     A process that is traced already goes on into its own folder. Errors: `ValueError` for a level that does not
     exist."""
     tracer = _tracer()
-    from lockstep.trace.tracer.settings import LEVELS, Settings
+    from lockstep_trace.tracer.settings import LEVELS, Settings
 
     if level not in LEVELS:
         raise ValueError(f"level: invalid value {level!r}; expected one of {', '.join(LEVELS)}")
     own = tracer.running() is None
     recorder = tracer.begin(Settings(_folder(folder), level=level)) if own else tracer.running()
     if folder is not None and Path(recorder.settings.folder) != Path(_folder(folder)):
-        # `import lockstep.trace` in a script traces it from there on
+        # `import lockstep_trace` in a script traces it from there on
         print(
             f"lockstep trace: this process is traced already, into {recorder.settings.folder}; {folder} is not used",
             file=sys.stderr,
@@ -61,16 +61,8 @@ def traced(model: Any, optimizer: Any, folder: str | Path | None = None, level: 
             tracer.end()
 
 
-class _Door(ModuleType):
-    """Lets the module be called: `with lockstep.trace(model, optimizer):`."""
-
-    def __call__(self, model: Any, optimizer: Any, **options: Any) -> Any:
-        return traced(model, optimizer, **options)
-
-
 def _imported_by_script() -> bool:
-    """Whether the script that runs says `import lockstep.trace`: not another part of lockstep, nor a test or
-    notebook."""
+    """Whether the script that runs says `import lockstep_trace`: no other module, test or notebook."""
     frame: Any = sys._getframe(1)
     while frame is not None and (
         "importlib" in frame.f_code.co_filename or frame.f_globals.get("__name__") == __name__
@@ -85,11 +77,10 @@ def _imported_by_script() -> bool:
     here = [i for i in dis.get_instructions(frame.f_code) if i.offset <= frame.f_lasti]
     if len(here) < 2 or here[-1].opname != "IMPORT_NAME" or here[-1].argval != __name__:
         return False
-    return here[-2].argval is None  # `from lockstep.trace import ...` loads a tuple of names there
+    return here[-2].argval is None  # `from lockstep_trace import ...` loads a tuple of names there
 
 
-sys.modules[__name__].__class__ = _Door
 if _imported_by_script() and "lockstep_tracer" not in sys.modules:
-    from lockstep.trace.tracer.settings import Settings as _Settings
+    from lockstep_trace.tracer.settings import Settings as _Settings
 
     _tracer().begin(_Settings(_folder(None)))

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.trace.losses import losses_of
-from lockstep.trace.merge import merged
-from lockstep.trace.ranks import examples_of
-from lockstep.trace.read import Trace
+from lockstep_trace.losses import losses_of
+from lockstep_trace.merge import merged
+from lockstep_trace.ranks import examples_of
+from lockstep_trace.read import Trace
 
 
 @dataclass(frozen=True)

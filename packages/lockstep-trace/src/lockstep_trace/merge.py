@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.trace.read import Parameter, Step, Trace, Value
+from lockstep_trace.read import Parameter, Step, Trace, Value
 
 _MASK = (1 << 64) - 1
 UNSEEN = 1e-16  # relative: of bits that differ by less than a sketch shows, which is stored in float32

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.trace.losses import Losses, agreeing
-from lockstep.trace.ranks import data_ranks, examples_of
-from lockstep.trace.read import Step, Trace
+from lockstep_trace.losses import Losses, agreeing
+from lockstep_trace.ranks import data_ranks, examples_of
+from lockstep_trace.read import Step, Trace
 
 COSINE = 0.99  # below it a factor means nothing
 ROUNDING = 5e-6  # relative, of a loss: what differs by more is no rounding of float32

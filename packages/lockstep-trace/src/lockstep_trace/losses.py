@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lockstep.trace.ranks import data_ranks
-from lockstep.trace.read import Trace
+from lockstep_trace.ranks import data_ranks
+from lockstep_trace.read import Trace
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""`lockstep trace`, and `diff` and `verify` of traces: what they do, and what they say.
+"""What `record`, `diff` and `verify` print: the summary of a trace, the table of a comparison, its first difference.
 
-In: commands and folders. Out: lines on the terminal and an exit status. Comparing itself is in `lockstep.trace`.
+In: commands, folders, and where to print. Out: lines, and exit statuses. The comparison itself is in `compare.py`.
 """
 
 from __future__ import annotations
@@ -8,32 +8,58 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from lockstep.config.run import RunError
-from lockstep.trace.alignment import window
-from lockstep.trace.causes import few
-from lockstep.trace.compare import COLUMNS, Comparison, compare, row_cells
-from lockstep.trace.errors import TraceError
-from lockstep.trace.findings import Finding, findings
-from lockstep.trace.matching import match
-from lockstep.trace.merge import merged_start
-from lockstep.trace.page import values_of
-from lockstep.trace.read import Trace, read
-from lockstep.trace.run import run
-from lockstep.track.console import Console
+from lockstep_trace.alignment import window
+from lockstep_trace.causes import few
+from lockstep_trace.compare import COLUMNS, Comparison, compare, row_cells
+from lockstep_trace.errors import TraceError
+from lockstep_trace.findings import Finding, findings
+from lockstep_trace.matching import match
+from lockstep_trace.merge import merged_start
+from lockstep_trace.read import Trace, read
+from lockstep_trace.redaction import redact
+from lockstep_trace.report import write
+from lockstep_trace.run import run
 
 ROWS = 12  # of a table
 
 
+class Output(Protocol):
+    """Where lines and tables are printed."""
+
+    def say(self, text: str) -> None:
+        """Print one line or more."""
+
+    def note(self, text: str) -> None:
+        """Print something that the result depends on."""
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], key: str) -> None:
+        """Print a table. `key`: its name where the output is read by a program."""
+
+
+class PlainOutput:
+    """Lines and tables on standard output, without colours or borders."""
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def note(self, text: str) -> None:
+        print(f"note: {text}", flush=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], key: str) -> None:
+        lines = [list(columns), *(list(row) for row in rows)]
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        for line in [*([[title]] if title else []), *lines]:
+            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip())
+
+
 def record(command: Sequence[str], folder: Path, options: Mapping[str, Any]) -> int:
     """Run a command and trace it. What is said goes to standard error: standard output is the command's own. Returns
-    the command's exit status. Errors: `RunError` where it cannot be started."""
-    with refusing():
-        status = run(command, folder, **options)
+    the command's exit status. Errors: `TraceError` where it cannot be started."""
+    status = run(command, folder, **options)
     for line in summary(folder):
         print(f"lockstep trace: {line}", file=sys.stderr)
     return status
@@ -60,39 +86,39 @@ def _optimizer(trace: Trace, number: int) -> str:
     return f"{step.layout.optimizer}" + (f" (optimizer {number})" if len(trace.optimizers) > 1 else "")
 
 
-def diff(a: Path, b: Path, exact: bool = False, perturbed: Path | None = None, align: bool = False) -> int:
+def diff(
+    a: Path, b: Path, output: Output, exact: bool = False, perturbed: Path | None = None, align: bool = False
+) -> int:
     """Compare two traces. `align`: where their steps see other examples, also over the first steps in which both have
     seen the same. Returns 0 where nothing differs beyond rounding (`exact`: at all), else 1. Errors:
-    `RunError`."""
-    return int(any(v.first is not None for v in compared(a, b, exact, perturbed, align)))
+    `TraceError`."""
+    return int(any(v.first is not None for v in compared(a, b, output, exact, perturbed, align)))
 
 
-def compared(a: Path, b: Path, exact: bool, perturbed: Path | None, align: bool = False) -> list[Comparison]:
-    """Compare two traces. Returns a verdict for each optimizer, after printing it. Errors: `RunError`."""
-    with refusing():
-        one, other = read(a), read(b)
-        third = read(perturbed) if perturbed is not None else None
-        shared = [o for o in one.optimizers if o in other.optimizers]
-        if not shared:
-            raise RunError(
-                "LS8440", f"{a} and {b} have no optimizer in common; check that both trace the same training"
-            )
-        verdicts = [compare(one, other, third, exact, o) for o in shared]
-    console = Console(True)
+def compared(
+    a: Path, b: Path, output: Output, exact: bool, perturbed: Path | None, align: bool = False
+) -> list[Comparison]:
+    """Compare two traces. Returns a verdict for each optimizer, after printing it. Errors: `TraceError`."""
+    one, other = read(a), read(b)
+    third = read(perturbed) if perturbed is not None else None
+    shared = [o for o in one.optimizers if o in other.optimizers]
+    if not shared:
+        raise TraceError("LS9032", f"{a} and {b} have no optimizer in common; check that both trace the same training")
+    verdicts = [compare(one, other, third, exact, o) for o in shared]
     for trace in (one, other):
         if lacking := [n for o in shared for n, whole in merged_start(trace, o).items() if whole.missing]:
-            console.note(f"{trace.folder}: no rank has written all of {few(lacking)}: the file of a rank is missing")
+            output.note(f"{trace.folder}: no rank has written all of {few(lacking)}: the file of a rank is missing")
         for alone in (o for o in trace.optimizers if o not in shared):
-            console.note(f"{_optimizer(trace, alone)} makes steps in {trace.folder} alone: it is compared with nothing")
+            output.note(f"{_optimizer(trace, alone)} makes steps in {trace.folder} alone: it is compared with nothing")
     for verdict in verdicts:
-        _say(console, verdict, f"{_optimizer(one, verdict.optimizer)}: " if len(verdicts) > 1 else "")
+        _say(output, verdict, f"{_optimizer(one, verdict.optimizer)}: " if len(verdicts) > 1 else "")
         if align and verdict.first == "examples":
-            console.say(_aligned(one, other, verdict.optimizer))
+            output.say(_aligned(one, other, verdict.optimizer))
     for trace in (one, other):
         if lines := finding_lines(findings(trace)):
-            console.say(f"in {trace.folder} by itself:")
+            output.say(f"in {trace.folder} by itself:")
             for line in lines:
-                console.say(f"  {line}")
+                output.say(f"  {line}")
     return verdicts
 
 
@@ -106,66 +132,60 @@ def _aligned(one: Trace, other: Trace, optimizer: int) -> str:
     return f"--align: {steps}{losses}{change}"
 
 
-def _say(console: Console, verdict: Comparison, name: str) -> None:
-    say_numbers(console, verdict)
-    console.say(f"{name}tolerance: {verdict.tolerance}")
+def _say(output: Output, verdict: Comparison, name: str) -> None:
+    say_numbers(output, verdict)
+    output.say(f"{name}tolerance: {verdict.tolerance}")
     if verdict.first is None:
         how = "the same bits" if verdict.exact else "the same training, to rounding"
         measured = sum(row.gradient is not None for row in verdict.rows)
         of = "" if measured == len(verdict.rows) else f"; gradients and changes were measured in {measured} of them"
-        console.say(f"{name}{how} in all {len(verdict.rows)} steps that both have{of}")
+        output.say(f"{name}{how} in all {len(verdict.rows)} steps that both have{of}")
     for i, line in enumerate(lines_of(verdict)):
-        console.say(line if i else f"{name}{line}")
+        output.say(line if i else f"{name}{line}")
 
 
 def verify(
-    reference: Sequence[str], job: Sequence[str], folder: Path | None, steps: int | None, exact: bool = False
+    reference: Sequence[str],
+    job: Sequence[str],
+    folder: Path | None,
+    steps: int | None,
+    output: Output,
+    exact: bool = False,
 ) -> int:
     """Trace both commands and the reference once more with perturbed weights, and compare. `folder`: keeps the traces
     and a page; None: they are removed. Returns 0, 1 where they differ, or a command's own status. Errors:
-    `RunError`."""
-    console = Console(True)
+    `TraceError`."""
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-", ignore_cleanup_errors=True) as aside:
         root = folder or Path(aside)
         commands = {"reference": reference, "job": job} | ({} if exact else {"perturbed": reference})
         for name, command in commands.items():
-            console.say(f"{name}: {' '.join(command)}")
-            with refusing():
-                status = run(command, root / name, steps=steps, perturb=name == "perturbed")
+            output.say(f"{name}: {redact(' '.join(command))}")
+            status = run(command, root / name, steps=steps, perturb=name == "perturbed")
             if status:
-                console.say(f"{name}: the command ended with status {status}")
+                output.say(f"{name}: the command ended with status {status}")
                 return status
-        verdicts = compared(root / "reference", root / "job", exact, None if exact else root / "perturbed")
+        verdicts = compared(root / "reference", root / "job", output, exact, None if exact else root / "perturbed")
         if folder is not None:
-            console.say(str(page(root / "job", root / "reference", verdicts)))
+            output.say(str(write(root / "job", root / "reference", verdicts)))
         return int(any(v.first is not None for v in verdicts))
 
 
 # -- what came of a comparison, as `diff` and `verify` say it, and its page ------------------------------------------
 
 
-@contextmanager
-def refusing() -> Iterator[None]:
-    """`TraceError` as `RunError`."""
-    try:
-        yield
-    except TraceError as error:
-        raise RunError(error.code, error.message) from None
-
-
-def say_numbers(console: Console, verdict: Comparison, title: str = "") -> None:
+def say_numbers(output: Output, verdict: Comparison, title: str = "") -> None:
     """The table of the steps that were compared, up to the first difference, and where they are furthest apart."""
     rows = verdict.rows
     rows_shown = rows if len(rows) <= ROWS else (*rows[: ROWS // 2], *rows[-ROWS // 2 :])
     if not rows_shown:
         return
     cells = [row_cells(row) for row in rows_shown]
-    console.table(title, COLUMNS, cells, key="steps")
+    output.table(title, COLUMNS, cells, key="steps")
     for what, of in (("gradient", "gradient_of"), ("update", "update_of")):
         row = max(rows, key=lambda r: _size(getattr(r, what)))
         if getattr(row, of):
             name = "gradients" if what == "gradient" else "changes"
-            console.say(f"{name} are furthest apart in {getattr(row, of)} (step {row.step})")
+            output.say(f"{name} are furthest apart in {getattr(row, of)} (step {row.step})")
 
 
 def _size(value: float | None) -> float:
@@ -184,14 +204,3 @@ def lines_of(verdict: Comparison) -> list[str]:
 def finding_lines(findings: Sequence[Finding]) -> list[str]:
     """A line for each finding and one for what to change."""
     return [line for each in findings for line in (f"[{each.code}] {each.what}", f"    {each.cause}")]
-
-
-def page(folder: Path, reference: Path | None = None, verdicts: Sequence[Comparison] = ()) -> Path:
-    """Write `report.html` of a trace, beside a reference if there is one. `verdicts`: those of the comparison, one for
-    each optimizer, unless it was `diff` without options. Errors: `RunError`."""
-    from lockstep.track.report.report import write_page
-
-    with refusing():
-        trace = read(folder)
-        values = values_of(trace, read(reference) if reference is not None else None, verdicts)
-    return write_page(folder / "report.html", "trace.html.jinja", **values)

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.trace.errors import TraceError
-from lockstep.trace.tracer.settings import Settings
+from lockstep_trace.errors import TraceError
+from lockstep_trace.read import ABOUT, about
+from lockstep_trace.tracer.settings import Settings
 
-ABOUT = "trace.json"
 INJECT = "inject"
 SOURCES = Path(__file__).parent
 
@@ -53,9 +53,9 @@ def prepare(folder: Path, command: Sequence[str], settings: Settings) -> None:
     shutil.copy(SOURCES / "injected" / "sitecustomize.py", inject)
     shutil.copytree(SOURCES / "tracer", inject / "tracer", ignore=shutil.ignore_patterns("__pycache__"))
     settings.save(inject / "settings.json")
-    about = {"format": 1, "command": list(command), "began": time.time(), "cwd": os.getcwd()}
-    about |= {"every": settings.every, "steps": settings.steps, "level": settings.level, "perturbed": settings.perturb}
-    (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    values = {"format": 1, "command": list(command), "began": time.time(), "cwd": os.getcwd()}
+    values |= {"every": settings.every, "steps": settings.steps, "level": settings.level, "perturbed": settings.perturb}
+    (folder / ABOUT).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def environment_of(folder: Path) -> dict[str, str]:
@@ -80,6 +80,5 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def _note(folder: Path, **values: Any) -> None:
-    path = folder / ABOUT
-    about = json.loads(path.read_text(encoding="utf-8")) | values
-    path.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(about(folder) | values, indent=1)
+    (folder / ABOUT).write_text(text + "\n", encoding="utf-8")

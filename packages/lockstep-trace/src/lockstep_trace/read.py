@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.trace.errors import TraceError
+from lockstep_trace.errors import TraceError
 
 ABOUT = "trace.json"
 PATTERN = "rank-*.jsonl"
@@ -221,15 +221,22 @@ def is_trace(folder: Path) -> bool:
     )
 
 
+def about(folder: Path) -> dict[str, Any]:
+    """What `trace.json` says: the command, and how it ended; empty where the trace was not made by the command."""
+    path = folder / ABOUT
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return values
+
+
 def read(folder: Path) -> Trace:
     """Errors: `TraceError` where the folder holds no trace, or one in which nothing trained."""
     if not is_trace(folder):
         raise TraceError("LS9020", f"{folder} is not a trace; `lockstep trace -o {folder} -- COMMAND` makes one")
-    about = json.loads((folder / ABOUT).read_text(encoding="utf-8")) if (folder / ABOUT).is_file() else {}
+    command = about(folder)
     ranks = [rank for path in sorted(folder.glob(PATTERN)) if (rank := _rank(path)) is not None]
     trained = [rank for rank in ranks if rank.steps]
     if not trained:
-        raise TraceError("LS9021", f"{folder}: no optimizer step was seen. {_why_none(about, ranks)}")
+        raise TraceError("LS9021", f"{folder}: no optimizer step was seen. {_why_none(command, ranks)}")
     world = max(int(rank.head["world"]) for rank in trained)
     same = [rank for rank in trained if int(rank.head["world"]) == world]
     last: dict[int, Rank] = {}
@@ -240,7 +247,7 @@ def read(folder: Path) -> Trace:
     chosen = tuple(last[number] for number in sorted(last))
     for rank in (r for r in ranks if not r.steps and r.number in last):  # workers write files of their own
         last[rank.number].workers += rank.workers
-    return Trace(folder, about, chosen, len(trained) - len(chosen))
+    return Trace(folder, command, chosen, len(trained) - len(chosen))
 
 
 def _count(rank: Rank) -> int:

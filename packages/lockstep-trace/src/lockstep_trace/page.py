@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.trace.compare import COLUMNS as COMPARED
-from lockstep.trace.compare import Comparison, compare, gradient_differences, row_cells
-from lockstep.trace.findings import findings
-from lockstep.trace.merge import merged
-from lockstep.trace.ranks import data_ranks
-from lockstep.trace.read import Trace
+from lockstep_trace.compare import COLUMNS as COMPARED
+from lockstep_trace.compare import Comparison, compare, gradient_differences, row_cells
+from lockstep_trace.findings import findings
+from lockstep_trace.merge import merged
+from lockstep_trace.ranks import data_ranks
+from lockstep_trace.read import Trace
 
 COLUMNS = 60  # steps of a heat map
 ROWS = 200  # parameters

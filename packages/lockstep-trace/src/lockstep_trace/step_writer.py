@@ -16,11 +16,11 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from lockstep.trace.read import ABOUT
-from lockstep.trace.tracer.fingerprint import differences, measure, whole, width_of
-from lockstep.trace.tracer.placement import dtype_name
-from lockstep.trace.tracer.recorder import packed
-from lockstep.trace.tracer.writer import FORMAT
+from lockstep_trace.read import ABOUT
+from lockstep_trace.tracer.fingerprint import differences, measure, whole, width_of
+from lockstep_trace.tracer.placement import dtype_name
+from lockstep_trace.tracer.recorder import packed
+from lockstep_trace.tracer.writer import FORMAT
 
 EMPTY = {"fp": "", "sq": "", "sk": ""}
 

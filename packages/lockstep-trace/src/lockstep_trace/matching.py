@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lockstep.trace.causes import few
-from lockstep.trace.errors import TraceError
-from lockstep.trace.read import Trace
+from lockstep_trace.causes import few
+from lockstep_trace.errors import TraceError
+from lockstep_trace.read import Trace
 
 
 def shapes(trace: Trace, optimizer: int) -> dict[str, tuple[int, ...]]:

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.trace import causes
-from lockstep.trace.causes import few
-from lockstep.trace.errors import TraceError
-from lockstep.trace.losses import Losses, agreeing, losses_of
-from lockstep.trace.matching import match
-from lockstep.trace.merge import UNSEEN, Whole, difference, merged, merged_buffers, merged_start
-from lockstep.trace.ranks import examples_of, scales_of_clipping
-from lockstep.trace.read import Trace
+from lockstep_trace import causes
+from lockstep_trace.causes import few
+from lockstep_trace.errors import TraceError
+from lockstep_trace.losses import Losses, agreeing, losses_of
+from lockstep_trace.matching import match
+from lockstep_trace.merge import UNSEEN, Whole, difference, merged, merged_buffers, merged_start
+from lockstep_trace.ranks import examples_of, scales_of_clipping
+from lockstep_trace.read import Trace
 
 ORDER = ("start weights", "scores", "examples", "loss", "gradient", "clipping", "learning rate", "update", "buffers")
 COLUMNS = ["step", "loss", "differs", "norm", "differs", "gradients", "changes"]

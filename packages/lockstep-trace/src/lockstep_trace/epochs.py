@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lockstep.trace.ranks import data_ranks
-from lockstep.trace.read import Rank, Trace
+from lockstep_trace.ranks import data_ranks
+from lockstep_trace.read import Rank, Trace
 
 Row = tuple[str, str, str, int | None]
 

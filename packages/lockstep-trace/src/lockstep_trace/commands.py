@@ -1,0 +1,190 @@
+"""The command `lockstep-trace`: record, diff, verify, report, watch.
+
+In: the command line. Out: an exit status: 0, 1 where two traces differ, 2 for a message, or a traced command's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep_trace import DEFAULT, __version__
+from lockstep_trace.errors import TraceError
+from lockstep_trace.tracer.settings import LEVELS
+
+WATCH_S = 2.0  # between two looks at a trace that is being written
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; default: this process's. Returns the exit status."""
+    args = _parser().parse_args(arguments)
+    try:
+        return int(args.run(args))
+    except TraceError as error:
+        print(f"lockstep-trace: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def recording_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `record`, which `lockstep trace` has, too."""
+    parser.add_argument("-o", "--output", metavar="DIR", default=DEFAULT, help="folder of the trace")
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="measure tensors at each N-th step (default 1)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="record the first N steps; the command goes on")
+    parser.add_argument("--level", choices=LEVELS, default="gradients", help="what is recorded (default gradients)")
+    parser.add_argument(
+        "--perturb", action="store_true", help="flip the last bit of half of the weights before the first forward"
+    )
+
+
+def recording_settings(args: argparse.Namespace) -> dict[str, object]:
+    """The recorder's settings from parsed `recording_options`. Errors: `TraceError`."""
+    for name in ("every", "steps"):
+        require_positive(f"--{name}", getattr(args, name))
+    return {name: getattr(args, name) for name in ("every", "steps", "level", "perturb")}
+
+
+def require_positive(option: str, value: int | None) -> None:
+    """Errors: `TraceError` where a number is given and is less than 1."""
+    if value is not None and value < 1:
+        raise TraceError("LS9034", f"{option}: invalid value {value}; expected an integer >= 1")
+
+
+def comparing_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `diff` that apply to traces alone; `lockstep diff` has them, too."""
+    parser.add_argument("--exact", action="store_true", help="of traces: ask for the same bits")
+    parser.add_argument("--align", action="store_true", help="of traces: compare windows that saw the same examples")
+    parser.add_argument("--perturbed", metavar="DIR", help="of traces: A's command traced again with --perturb")
+
+
+def words_of(option: str, text: str | None) -> list[str]:
+    """The words of a command given as one text. Errors: `TraceError`."""
+    try:
+        words = shlex.split(text or "")
+    except ValueError as error:
+        raise TraceError("LS9035", f"{option}: invalid command {text!r}: {error}") from None
+    if not words:
+        raise TraceError("LS9036", f'{option}: no command given; expected one, such as {option} "python train.py"')
+    return words
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep-trace", description="Record what a training does at each optimizer step, and compare recordings."
+    )
+    parser.add_argument("--version", action="version", version=f"lockstep-trace {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    record = commands.add_parser("record", help="run a training command and record each optimizer step")
+    recording_options(record)
+    record.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    record.set_defaults(run=_record)
+
+    diff = commands.add_parser("diff", help="name the first step and value in which two traces differ")
+    diff.add_argument("a", metavar="A", type=Path, help="the reference")
+    diff.add_argument("b", metavar="B", type=Path, help="the trace to compare with it")
+    comparing_options(diff)
+    diff.set_defaults(run=_diff)
+
+    verify = commands.add_parser("verify", help="record two commands and compare them, with a measured tolerance")
+    verify.add_argument("--reference", metavar="COMMAND", required=True, help="as one text in quotes")
+    verify.add_argument("--job", metavar="COMMAND", required=True, help="compared with the reference")
+    verify.add_argument("-o", "--output", metavar="DIR", type=Path, help="keep both traces and a page here")
+    verify.add_argument("--steps", type=int, metavar="N", help="compare the first N steps")
+    verify.add_argument("--exact", action="store_true", help="ask for the same bits")
+    verify.set_defaults(run=_verify)
+
+    report = commands.add_parser("report", help="write the page of a trace, beside a reference if there is one")
+    report.add_argument(
+        "folders", metavar="TRACE", type=Path, nargs="+", help="one trace, or the reference and a trace"
+    )
+    report.set_defaults(run=_report)
+
+    watch = commands.add_parser("watch", help="follow a trace while its command runs, and print findings as they come")
+    watch.add_argument("folder", metavar="TRACE", type=Path)
+    watch.set_defaults(run=_watch)
+    return parser
+
+
+def _record(args: argparse.Namespace) -> int:
+    from lockstep_trace.terminal import record
+
+    words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    if not words:
+        raise TraceError(
+            "LS9037",
+            "record: no command given; write it after --, as in `lockstep-trace record -o a -- python train.py`",
+        )
+    return record(words, Path(args.output), recording_settings(args))
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from lockstep_trace.terminal import PlainOutput, diff
+
+    perturbed = Path(args.perturbed) if args.perturbed else None
+    return diff(args.a, args.b, PlainOutput(), args.exact, perturbed, args.align)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from lockstep_trace.terminal import PlainOutput, verify
+
+    require_positive("--steps", args.steps)
+    commands = words_of("--reference", args.reference), words_of("--job", args.job)
+    return verify(*commands, args.output, args.steps, PlainOutput(), args.exact)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from lockstep_trace.report import write
+
+    if len(args.folders) > 2:
+        raise TraceError(
+            "LS9038", f"report: {len(args.folders)} folders given; expected one trace, or a reference and a trace"
+        )
+    reference = args.folders[0] if len(args.folders) == 2 else None
+    print(write(args.folders[-1], reference))
+    return 0
+
+
+def _watch(args: argparse.Namespace) -> int:
+    """Returns the traced command's own status, once it has ended."""
+    from lockstep_trace.findings import findings
+    from lockstep_trace.read import about, is_trace, read
+    from lockstep_trace.terminal import finding_lines
+
+    printed: set[str] = set()
+    steps = 0
+    while True:
+        if not is_trace(args.folder):
+            raise TraceError(
+                "LS9039", f"{args.folder} is not a trace; expected the folder of `lockstep-trace record -o`"
+            )
+        status = about(args.folder).get("status")
+        try:
+            trace = read(args.folder)
+        except TraceError as error:
+            if status is not None:
+                print(str(error))
+                return int(status)
+        else:
+            count = sum(len(trace.steps(optimizer)) for optimizer in trace.optimizers)
+            if count > steps:
+                steps = count
+                print(f"{steps} optimizer steps on {trace.world} process{'es' if trace.world > 1 else ''}", flush=True)
+            for each in findings(trace):
+                if each.code not in printed:
+                    printed.add(each.code)
+                    print(*finding_lines([each]), sep="\n", flush=True)
+        if status is not None:
+            print(f"the command ended with status {status}")
+            return int(status)
+        time.sleep(WATCH_S)
