@@ -118,3 +118,16 @@ def test_a_command_whose_trace_holds_no_step_ends_the_watch_with_its_status(tmp_
 
     assert run([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "none") == 3
     assert main(["watch", str(tmp_path / "none")]) == 3
+
+
+@pytest.mark.processes
+def test_secrets_of_a_command_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep_trace.read import about
+    from lockstep_trace.run import run
+
+    monkeypatch.setenv("SOME_API_KEY", "opensesame-1234")
+    words = [sys.executable, "-c", "pass", "--token", "swordfish one", "--api-key=hunter2hunter2", "x opensesame-1234"]
+    assert run(words, tmp_path / "a") == 0
+    assert about(tmp_path / "a")["command"][3:] == ["--token", "***", "--api-key=***", "x ***"]
+    text = "".join(file.read_text() for file in (tmp_path / "a").rglob("*.json*"))
+    assert not [secret for secret in ("swordfish", "hunter2", "opensesame") if secret in text]

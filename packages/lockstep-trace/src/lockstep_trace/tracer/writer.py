@@ -55,7 +55,7 @@ class Writer:
             "world": world,
             "host": host,
             "pid": self._pid,
-            "argv": sys.argv,
+            "argv": sys.argv[:1],  # arguments may hold secrets
             "torch": torch.__version__,
             "time": time.time(),
         }
