@@ -152,20 +152,20 @@ MISTAKES = [
     ),
     Mistake(
         "a model of the Hub while offline",
-        "LS2303",
+        "LS3131",
         "google-bert",
         "train run.yaml model={source: google-bert/bert-base-uncased} tokenizer={}",
     ),
     Mistake(
         "a model folder without config.json",
-        "LS2330",
+        "LS3133",
         "config.json",
         f"plan run.yaml {OF_FOLDER}",
         inside("model", "model.safetensors"),
     ),
     Mistake(
         "a model folder without a tokenizer",
-        "LS2331",
+        "LS3131",
         "tokenizer.source",
         f"plan run.yaml {OF_FOLDER}",
         inside("model", "config.json"),

@@ -212,15 +212,15 @@ def test_a_conversation_in_which_nobody_answers_is_no_example(tmp_path: Path) ->
 
 
 def test_what_is_cut_is_counted_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`< user > a < assistant > b ... [SEP]`: 8 tokens, and the words of the answer between."""
-    rows = [{"messages": said("a", " ".join(["b"] * count))} for count in (1, 9, 10, 14)]
+    """`< user > a < assistant > b ...`: 7 tokens, and the words of the answer between."""
+    rows = [{"messages": said("a", " ".join(["b"] * count))} for count in (1, 10, 11, 15)]
     rows.append({"messages": said(" ".join(["a"] * 20), "b")})
     run = chats(tmp_path, rows, block_size=16)
     assert run.task.options["block_size"] == 16
     task = task_of(run)
     columns = task.splits["train"]
     assert columns.flat("left")[:].tolist() == [0, 0, 1, 5]  # of the last one nothing to learn is left
-    assert [len(text.split()) for text in targets(task)] == [1, 9, 10, 10]
+    assert [len(text.split()) for text in targets(task)] == [1, 10, 10, 10]
     told = {"texts": 2, "tokens": 6, "nothing": 1, "of": 5, "most": 16, "key": "task.block_size"}
     assert task.prepared.facts["cut_texts"]["train"] == told
     (train, _, *_) = warnings(task.prepared.facts)
@@ -285,7 +285,6 @@ def test_no_character_before_an_answer_is_learned() -> None:
     ((documents, rows),) = found
     text = "<user> hm?\n<assistant> yes, no\n<user> and?\n<assistant> ok\n"
     assert rows == 1
-    assert len(documents) == len(text) + 1
-    parts = [text[place] for place in np.flatnonzero(documents.scored[:-1])]
+    assert len(documents) == len(text)
+    parts = [text[place] for place in np.flatnonzero(documents.scored)]
     assert "".join(parts) == "yes, no\nok\n"
-    assert documents.scored[-1]  # the end token
