@@ -112,7 +112,7 @@ def compared(
     monkeypatch.setattr(against_plain, "_check_numbers", lambda *_: None)
     monkeypatch.setattr(against_plain, "_recorded", lambda *_: iter([ours]))
     monkeypatch.setattr(against_plain, "_trained", trained)
-    monkeypatch.setattr(against_plain, "build_model", lambda job, empty: torch.nn.Linear(1, 1))
+    monkeypatch.setattr(against_plain, "build_model", lambda job, start, empty: torch.nn.Linear(1, 1))
     named = SimpleNamespace(name="classification")
     run: Any = SimpleNamespace(seed=0, precision=precision, task=named, optim=SimpleNamespace(name=optimizer))
     monkeypatch.setattr(against_plain, "_bytes", lambda folder, draws: needed)

@@ -166,7 +166,7 @@ MISTAKES = [
     Mistake(
         "a model folder without a tokenizer",
         "LS3131",
-        "tokenizer.source",
+        "model.source",
         f"plan run.yaml {OF_FOLDER}",
         inside("model", "config.json"),
     ),
