@@ -12,6 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,10 +144,23 @@ def _content(folder: Path) -> str:
     return digest([(str(f.relative_to(folder)), hashlib.sha256(f.read_bytes()).hexdigest()) for f in files])
 
 
-def written_by(usage: str, talks: bool, most: int) -> str:
-    """Lines of Python that ask a model a text, for one that writes `most` tokens and may be asked in conversations."""
-    example_input = '[{"role": "user", "content": "some text"}]' if talks else '"some text"'
-    return usage.replace('"some text"', f"{example_input}, max_new_tokens={most}")
+def written_by(usage: str, tokenizer: Any, template: str | None, talks: bool, wanted: int, room: int) -> str:
+    """Lines of Python that ask a model for text. `talks`: in a conversation, by the chat template (None: the
+    tokenizer's). `wanted`: tokens that the model writes, if the `room` tokens that it takes hold the question, too."""
+    question = [{"role": "user", "content": "some text"}]
+    text = '"some text"'
+    asked = room // 2
+    if not talks:
+        asked = len(tokenizer("some text")["input_ids"])
+    else:
+        text = json.dumps(question)
+        with suppress(Exception):  # a template is a program of its own, and may want other messages
+            asked = len(
+                tokenizer.apply_chat_template(
+                    question, chat_template=template, add_generation_prompt=True, return_dict=False
+                )
+            )
+    return usage.replace('"some text"', f"{text}, max_new_tokens={max(1, min(wanted, room // 2, room - asked))}")
 
 
 def template_of(tokenizer: Any, run_file_template: str | None) -> list[Any]:

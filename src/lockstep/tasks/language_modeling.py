@@ -352,8 +352,9 @@ class LanguageModeling(PerToken, Generates):
 
     @property
     def usage(self) -> str:
-        most = max(1, min(self.options.sample_tokens, self.options.block_size // 2))
-        return tokenizer.written_by(super().usage, self.options.messages is not None, most)
+        talks, options = self.options.messages is not None, self.options
+        lengths = options.sample_tokens, options.block_size
+        return tokenizer.written_by(super().usage, self.tokenizer, self.chat_template, talks, *lengths)
 
     def _beginning(self, columns: Columns, row: int) -> list[int]:
         """The tokens before an example's first target, or its first quarter."""

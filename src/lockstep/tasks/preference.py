@@ -107,8 +107,8 @@ class Preference(AnswerPairs, UsesReference):
 
     @property
     def usage(self) -> str:
-        most = max(1, min(self.options.sample_tokens, self.run.data.max_length // 2))
-        return tokenizer.written_by(super().usage, self.options.conversations, most)
+        talks, lengths = self.options.conversations, (self.options.sample_tokens, self.run.data.max_length)
+        return tokenizer.written_by(super().usage, self.tokenizer, self.chat_template, talks, *lengths)
 
     @property
     def reference_size(self) -> int:
