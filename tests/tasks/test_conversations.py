@@ -57,7 +57,7 @@ def said(*texts: str) -> list[dict[str, Any]]:
 def learned(tok: Any, messages: list[dict], offered: Any = None, **how: Any) -> list[tuple[str, list[str]]]:
     """Each document, and what of it is learned."""
     found = written(tok, messages, offered, Writing("messages", **{"template": PLAIN} | how), 3)
-    return [(text, [text[begin:end] for begin, end in spans]) for text, spans in found]
+    return [(each.text, [each.text[begin:end] for begin, end in each.spans]) for each in found]
 
 
 # -- where the assistant speaks --------------------------------------------------------------------------------------

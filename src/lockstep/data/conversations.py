@@ -3,16 +3,18 @@
 In: rows of a data set, a tokenizer, and how conversations are written. Out: `Documents`, a conversation each, or one
 for each of its assistant's turns.
 
-Where the assistant speaks is found by writing the conversation's beginnings: up to a turn and asking for it, and with
-it. That is right only where each is the beginning of what comes after. Templates of reasoning models write an earlier
-turn otherwise once a later one is there (they drop its thinking): such conversations are refused, with the turn, or
-each turn is trained as it is written when it is the last.
+Where the assistant speaks is what the template marks by `{% generation %}`. Of a template without marks it is found by
+writing the conversation's beginnings: up to a turn and asking for it, and with it. That is right only where each is the
+beginning of what comes after. Templates of reasoning models write an earlier turn otherwise once a later one is there
+(they drop its thinking): such conversations are refused, with the turn, or each turn is trained as it is written when
+it is the last.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,17 @@ from lockstep.data.lm_documents import Documents, EncodedDocuments, flat, measur
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Written = tuple[str, list[tuple[int, int]]]  # a text, and from where to where in it the assistant is learned
+Spans = list[tuple[int, int]]  # of characters, from the first one to behind the last one
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template, around what the assistant writes
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text, and what of it is learned."""
+
+    text: str
+    spans: Spans
+    marked: bool = False  # by the template: tokens that reach out of a span are learned, as transformers' mask has it
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,31 @@ class Writing:
             add_generation_prompt=opened,
             **self.arguments,
         )
+
+
+def marks_of(
+    tokenizer: Any,
+    template: str | None,
+    messages: list[dict],
+    tools: Any = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> tuple[str, Spans] | None:
+    """A conversation as `apply_chat_template` renders it, and the spans that the template marks by `{% generation %}`;
+    None of a template without such marks. `template`: None: the tokenizer's. Errors: whatever a template raises."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    chat_template = tokenizer.get_chat_template(template, tools)
+    if _MARKS.search(chat_template) is None:
+        return None
+    rendered: Any = render_jinja_template(  # texts and spans, of one conversation here
+        conversations=[messages],
+        tools=tools,
+        chat_template=chat_template,
+        return_assistant_tokens_mask=True,
+        **{**tokenizer.special_tokens_map, **(arguments or {})},
+    )
+    (text,), (spans,) = rendered
+    return text, [(begin, over) for begin, over in spans]
 
 
 # What ShareGPT and its kin call those who speak -> the roles of chat templates
@@ -162,21 +199,23 @@ def documents_of(dataset: Dataset, tokenizer: Any, how: Writing, rows: range) ->
         texts_of = [
             written(tokenizer, messages, tools, how, row) for row, (messages, tools) in enumerate(rows_of, start)
         ]
-        for some in shares(texts_of, (sum(len(text) for text, _ in texts) for texts in texts_of)):
+        for some in shares(texts_of, (sum(len(each.text) for each in texts) for texts in texts_of)):
             yield _documents([each for texts in some for each in texts], tokenizer), len(some)
 
 
 def _documents(some: list[Written], tokenizer: Any) -> Documents:
-    texts = [text for text, _ in some]
+    texts = [each.text for each in some]
     encodings = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     lengths, ids = flat(encodings["input_ids"])
-    ends = np.fromiter((end for _, end in chain.from_iterable(encodings["offset_mapping"])), np.int64, len(ids))
+    offsets = np.fromiter(chain.from_iterable(chain.from_iterable(encodings["offset_mapping"])), np.int64, 2 * len(ids))
+    begins, ends = offsets[::2], offsets[1::2]  # [tokens], characters of each text
     documents = measured(texts, ids, lengths, ends)
     scored = np.zeros(len(ids), dtype=bool)
     stops = documents.ends
-    for (_, spans), first, stop in zip(some, stops - lengths, stops, strict=True):
-        for begin, over in spans:
-            scored[first:stop] |= (ends[first:stop] > begin) & (ends[first:stop] <= over)
+    for each, first, stop in zip(some, stops - lengths, stops, strict=True):
+        for begin, over in each.spans:
+            inside = begins[first:stop] < over if each.marked else ends[first:stop] <= over
+            scored[first:stop] |= (ends[first:stop] > begin) & inside
     documents.scored[:] = scored
     return documents  # exactly what the template renders: it ends turns itself
 
@@ -198,15 +237,19 @@ def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: i
                 "LS2042", f"task.messages: the chat template cannot be used on row {number}{part}: {reason}"
             ) from error
 
+    if messages[:1] and messages[0]["role"] == "assistant":
+        raise RunError(
+            "LS2043",
+            f"task.messages: row {number}, message 0 (assistant): the assistant's message has no message before it to "
+            "answer; remove such rows",
+        )
+    if (marked := _marked(tokenizer, messages, offered, how, number, text)) is not None:
+        return marked
     whole, spans, turns = "" if how.each else text(len(messages)), [], []
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         where = f"task.messages: row {number}, message {place} (assistant)"
-        if place == 0:
-            raise RunError(
-                "LS2043", f"{where}: the assistant's message has no message before it to answer; remove such rows"
-            )
         before, after = text(place, opened=True), text(place + 1)
         if not after.startswith(before):
             raise RunError(
@@ -223,8 +266,38 @@ def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: i
                 "trains each turn on the conversation up to that turn",
             )
         spans.append((len(before), len(after)))
-        turns.append((after, spans[-1:]))
-    return turns if how.each else [(whole, spans)]
+        turns.append(Written(after, spans[-1:]))
+    return turns if how.each else [Written(whole, spans)]
+
+
+def _marked(
+    tokenizer: Any, messages: list[dict], offered: Any, how: Writing, number: int, text: Callable[[int], str]
+) -> list[Written] | None:
+    """`written` by the marks of the template; None of a template without them. `text`: the first messages as one text.
+    Errors: `RunError`."""
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    examples = [(place, place + 1) for place in places] if how.each else [(places[0], len(messages))]
+    turns = []
+    for place, count in examples:
+        before = text(place)
+        try:
+            marks = marks_of(tokenizer, how.template, messages[:count], offered, how.arguments)
+        except Exception as error:  # a template is a program of its own
+            reason = " ".join(str(error).split())
+            raise RunError(
+                "LS2400", f"task.messages: the chat template cannot be used on row {number}: {reason}"
+            ) from error
+        if marks is None:
+            return None
+        spans = [span for span in marks[1] if span[0] >= len(before)]
+        if not spans:
+            raise RunError(
+                "LS2401",
+                f"task.messages: row {number}, message {place} (assistant): the chat template marks what is trained by "
+                "{% generation %}, but nothing of this turn; correct the template, or give another task.chat_template",
+            )
+        turns.append(Written(marks[0], spans, marked=True))
+    return turns
 
 
 def _offered(tools: Any, how: Writing, number: int) -> Any:

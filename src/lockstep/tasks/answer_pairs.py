@@ -255,19 +255,20 @@ def _cut(ids: list[int], first: int, most: int, split: str, row: int) -> tuple[l
 def tokens_of(
     tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row: int | None = None
 ) -> tuple[list[int], int]:
-    """Prompt, answer and end token; and where the answer begins. Errors: `RunError`, which names the row."""
-    end = lm_documents.end_of(tok)
+    """Prompt, answer and end token, or what the chat template renders of both; and where the answer begins. Errors:
+    `RunError`, which names the row."""
     if options.conversations:
         ids, first = _spoken(tok, options, prompt, answer, row)
-    else:
-        prompt_ids = [] if prompt is None else list(tok(prompt, verbose=False)["input_ids"])
-        while prompt_ids and prompt_ids[-1] == end:
-            prompt_ids.pop()
-        answer_ids = tok(answer, add_special_tokens=prompt is None, verbose=False)["input_ids"]
-        ids, first = prompt_ids + list(answer_ids), len(prompt_ids)
+        return ids, max(1, first)
+    end = lm_documents.end_of(tok)
+    prompt_ids = [] if prompt is None else list(tok(prompt, verbose=False)["input_ids"])
+    while prompt_ids and prompt_ids[-1] == end:
+        prompt_ids.pop()
+    answer_ids = tok(answer, add_special_tokens=prompt is None, verbose=False)["input_ids"]
+    ids = prompt_ids + list(answer_ids)
     if end is not None and ids[-1:] != [end]:
         ids = [*ids, end]
-    return ids, max(1, first)  # nothing comes before the first token, which is only read
+    return ids, max(1, len(prompt_ids))  # nothing comes before the first token, which is only read
 
 
 def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row: int | None) -> tuple[list[int], int]:
@@ -286,13 +287,20 @@ def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row:
     try:
         if messages[-1]["role"] != "assistant":
             raise ValueError("the last message of an answer must be the assistant's")
-        whole, beginning = text(messages, False), text(messages[:-1], True)
-        if not whole.startswith(beginning):
-            raise ValueError("it writes the beginning of a conversation otherwise than the whole of it")
+        if (marks := conversations.marks_of(tok, options.chat_template, messages)) is not None:
+            whole, asked = marks[0], len(text(messages[:-1], False)) if len(messages) > 1 else 0
+            begin = next((first for first, _ in marks[1] if first >= asked), None)
+            if begin is None:
+                raise ValueError("it marks by {% generation %} what is trained, but nothing of the answer")
+        else:
+            whole, beginning = text(messages, False), text(messages[:-1], True)
+            if not whole.startswith(beginning):
+                raise ValueError("it writes the beginning of a conversation otherwise than the whole of it")
+            begin = len(beginning)
     except Exception as error:  # a template is a program of its own
         at = "this" if row is None else f"row {row}"
         reason = " ".join(str(error).split())
         raise RunError("LS3006", f"task.conversations: the chat template cannot be used on {at}: {reason}") from error
     encoding = tok(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ends = [end for _, end in encoding["offset_mapping"]]
-    return list(encoding["input_ids"]), next((i for i, end in enumerate(ends) if end > len(beginning)), len(ends))
+    return list(encoding["input_ids"]), next((i for i, end in enumerate(ends) if end > begin), len(ends))
