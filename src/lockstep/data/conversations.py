@@ -33,7 +33,7 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template, around what
 
 
 @dataclass(frozen=True)
-class Written:
+class RenderedText:
     """A text, and what of it is learned."""
 
     text: str
@@ -203,7 +203,7 @@ def documents_of(dataset: Dataset, tokenizer: Any, how: Writing, rows: range) ->
             yield _documents([each for texts in some for each in texts], tokenizer), len(some)
 
 
-def _documents(some: list[Written], tokenizer: Any) -> Documents:
+def _documents(some: list[RenderedText], tokenizer: Any) -> Documents:
     texts = [each.text for each in some]
     encodings = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     lengths, ids = flat(encodings["input_ids"])
@@ -220,7 +220,7 @@ def _documents(some: list[Written], tokenizer: Any) -> Documents:
     return documents  # exactly what the template renders: it ends turns itself
 
 
-def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: int) -> list[Written]:
+def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: int) -> list[RenderedText]:
     """A conversation as one text, or as one for each of the assistant's turns. Errors: `RunError`, with the row and
     the message."""
     messages = [without_nulls(message) for message in row]
@@ -266,13 +266,13 @@ def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: i
                 "trains each turn on the conversation up to that turn",
             )
         spans.append((len(before), len(after)))
-        turns.append(Written(after, spans[-1:]))
-    return turns if how.each else [Written(whole, spans)]
+        turns.append(RenderedText(after, spans[-1:]))
+    return turns if how.each else [RenderedText(whole, spans)]
 
 
 def _marked(
     tokenizer: Any, messages: list[dict], offered: Any, how: Writing, number: int, text: Callable[[int], str]
-) -> list[Written] | None:
+) -> list[RenderedText] | None:
     """`written` by the marks of the template; None of a template without them. `text`: the first messages as one text.
     Errors: `RunError`."""
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
@@ -296,7 +296,7 @@ def _marked(
                 f"task.messages: row {number}, message {place} (assistant): the chat template marks what is trained by "
                 "{% generation %}, but nothing of this turn; correct the template, or give another task.chat_template",
             )
-        turns.append(Written(marks[0], spans, marked=True))
+        turns.append(RenderedText(marks[0], spans, marked=True))
     return turns
 
 

@@ -144,23 +144,25 @@ def _content(folder: Path) -> str:
     return digest([(str(f.relative_to(folder)), hashlib.sha256(f.read_bytes()).hexdigest()) for f in files])
 
 
-def written_by(usage: str, tokenizer: Any, template: str | None, talks: bool, wanted: int, room: int) -> str:
+def written_by(usage: str, tokenizer: Any, template: str | None, talks: bool, most: int, room: int) -> str:
     """Lines of Python that ask a model for text. `talks`: in a conversation, by the chat template (None: the
-    tokenizer's). `wanted`: tokens that the model writes, if the `room` tokens that it takes hold the question, too."""
+    tokenizer's). `most`: tokens that the model writes, if the `room` tokens that it takes hold the question, too."""
     question = [{"role": "user", "content": "some text"}]
     text = '"some text"'
-    asked = room // 2
+    question_length = room // 2
     if not talks:
-        asked = len(tokenizer("some text")["input_ids"])
+        question_length = len(tokenizer("some text")["input_ids"])
     else:
         text = json.dumps(question)
         with suppress(Exception):  # a template is a program of its own, and may want other messages
-            asked = len(
+            question_length = len(
                 tokenizer.apply_chat_template(
                     question, chat_template=template, add_generation_prompt=True, return_dict=False
                 )
             )
-    return usage.replace('"some text"', f"{text}, max_new_tokens={max(1, min(wanted, room // 2, room - asked))}")
+    return usage.replace(
+        '"some text"', f"{text}, max_new_tokens={max(1, min(most, room // 2, room - question_length))}"
+    )
 
 
 def template_of(tokenizer: Any, run_file_template: str | None) -> list[Any]:

@@ -288,8 +288,8 @@ def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row:
         if messages[-1]["role"] != "assistant":
             raise ValueError("the last message of an answer must be the assistant's")
         if (marks := conversations.marks_of(tok, options.chat_template, messages)) is not None:
-            whole, asked = marks[0], len(text(messages[:-1], False)) if len(messages) > 1 else 0
-            begin = next((first for first, _ in marks[1] if first >= asked), None)
+            whole, opening = marks[0], len(text(messages[:-1], False)) if len(messages) > 1 else 0
+            begin = next((first for first, _ in marks[1] if first >= opening), None)
             if begin is None:
                 raise ValueError("it marks by {% generation %} what is trained, but nothing of the answer")
         else:
