@@ -76,7 +76,7 @@ def test_a_template_that_marks_nothing_of_a_turn_is_refused(tokenizer: PreTraine
     template = MARKED.replace("m['role'] == 'assistant'", "m['content'] == 'one three'")
     rows = Dataset.from_dict({"messages": [TALK]})
     (_, _), *_ = documents_of(rows, tokenizer, Writing("messages", template), range(1))  # one of two turns
-    with raises("LS2401", "row 0", "message 1"):
+    with raises("LS2400", "row 0", "message 1"):
         list(documents_of(rows, tokenizer, Writing("messages", template, each=True), range(1)))
 
 

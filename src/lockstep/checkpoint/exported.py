@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.config.run import RunError, replace_text
-from lockstep.data.cache import cache_folder
 
 FILE = "export.json"
 
@@ -85,6 +84,8 @@ def damage(output: Path) -> str | None:
 def require_whole(output: Path) -> None:
     """Refuse the export of an output folder that is not as it was written. Its files are read once: the cache keeps
     their sizes and times, and they are read again when one differs. Errors: `RunError`."""
+    from lockstep.data.cache import cache_folder  # which imports pyarrow, and commands that start at once import this
+
     state = _state(output)
     record = cache_folder() / "exports" / hashlib.sha256(str(output.resolve()).encode()).hexdigest()[:32]
     with suppress(OSError, UnicodeError):

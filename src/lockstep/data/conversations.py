@@ -68,6 +68,10 @@ class Writing:
         )
 
 
+def _is_marked(tokenizer: Any, template: str | None, tools: Any) -> bool:
+    return _MARKS.search(tokenizer.get_chat_template(template, tools)) is not None
+
+
 def marks_of(
     tokenizer: Any,
     template: str | None,
@@ -77,15 +81,14 @@ def marks_of(
 ) -> tuple[str, Spans] | None:
     """A conversation as `apply_chat_template` renders it, and the spans that the template marks by `{% generation %}`;
     None of a template without such marks. `template`: None: the tokenizer's. Errors: whatever a template raises."""
+    if not _is_marked(tokenizer, template, tools):
+        return None
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    chat_template = tokenizer.get_chat_template(template, tools)
-    if _MARKS.search(chat_template) is None:
-        return None
     rendered: Any = render_jinja_template(  # texts and spans, of one conversation here
         conversations=[messages],
         tools=tools,
-        chat_template=chat_template,
+        chat_template=tokenizer.get_chat_template(template, tools),
         return_assistant_tokens_mask=True,
         **{**tokenizer.special_tokens_map, **(arguments or {})},
     )
@@ -243,8 +246,8 @@ def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: i
             f"task.messages: row {number}, message 0 (assistant): the assistant's message has no message before it to "
             "answer; remove such rows",
         )
-    if (marked := _marked(tokenizer, messages, offered, how, number, text)) is not None:
-        return marked
+    if _is_marked(tokenizer, how.template, offered):
+        return _marked(tokenizer, messages, offered, how, number, text)
     whole, spans, turns = "" if how.each else text(len(messages)), [], []
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -272,31 +275,23 @@ def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: i
 
 def _marked(
     tokenizer: Any, messages: list[dict], offered: Any, how: Writing, number: int, text: Callable[[int], str]
-) -> list[RenderedText] | None:
-    """`written` by the marks of the template; None of a template without them. `text`: the first messages as one text.
-    Errors: `RunError`."""
+) -> list[RenderedText]:
+    """`written` by the marks of the template. `text`: the first messages as one text. Errors: `RunError`."""
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     examples = [(place, place + 1) for place in places] if how.each else [(places[0], len(messages))]
     turns = []
     for place, count in examples:
         before = text(place)
-        try:
-            marks = marks_of(tokenizer, how.template, messages[:count], offered, how.arguments)
-        except Exception as error:  # a template is a program of its own
-            reason = " ".join(str(error).split())
-            raise RunError(
-                "LS2400", f"task.messages: the chat template cannot be used on row {number}: {reason}"
-            ) from error
-        if marks is None:
-            return None
-        spans = [span for span in marks[1] if span[0] >= len(before)]
+        text(count)  # raises with the row where the template cannot be used
+        whole, marks = marks_of(tokenizer, how.template, messages[:count], offered, how.arguments) or ("", [])
+        spans = [span for span in marks if span[0] >= len(before)]
         if not spans:
             raise RunError(
-                "LS2401",
+                "LS2400",
                 f"task.messages: row {number}, message {place} (assistant): the chat template marks what is trained by "
                 "{% generation %}, but nothing of this turn; correct the template, or give another task.chat_template",
             )
-        turns.append(RenderedText(marks[0], spans, marked=True))
+        turns.append(RenderedText(whole, spans, marked=True))
     return turns
 
 
