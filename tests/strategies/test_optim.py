@@ -14,6 +14,7 @@ from lockstep.config.optim import OptimSection
 from lockstep.config.run import Run, RunError, load
 from lockstep.strategies.exact import optim
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, rule
+from lockstep.tasks.models import weight_decay
 from lockstep.training.resolve import resolve_strategy
 from support.contributed import example
 from support.harness import TINY
@@ -32,7 +33,7 @@ def bert() -> torch.nn.Module:
 
 
 def test_biases_and_norms_are_not_decayed(bert: torch.nn.Module) -> None:
-    exempt = optim.undecayed(bert)
+    exempt = weight_decay.exempt(bert)
     assert {n for n, _ in bert.named_parameters() if "LayerNorm" in n or n.endswith("bias")} == exempt
     decayed, free = optim.build(OptimSection(weight_decay=0.1), bert).param_groups
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.folder import DiskSpace, clear_away
 from lockstep.checkpoint.manifest import (
+    WRITTEN,
     Manifest,
     best_first,
     check_resumable,
@@ -82,7 +83,7 @@ class Checkpoints:
     ) -> None:
         self.run, self.world, self.prepared, self.say = run, world, prepared, say
         self.steps, self.every, self.folder = steps, every, folder_of(run)
-        self.code, self.revisions = manifests.code_of(run), revisions_of(run)  # when this process started
+        self.code, self.revisions = manifests.code_of(run), revisions_of(run) | WRITTEN  # when this process started
         self.trackers: dict[str, str] = {}  # run ids by tracker, which travel in the manifest
         self.newest: int | None = None  # step of the last one that was written or resumed from
         self.best: float | None = None  # the highest score of `checkpoint.best` that is kept

@@ -93,7 +93,11 @@ REASONS = {
     "model.type": "while decoders of its family started from padding; that was corrected. Train it anew with",
     "model": "while ProphetNet's decoder was not told what is padding, and computed something else for it; that was "
     "corrected. Train it anew with",
+    "optim.weight_decay": "with other weight decay: biases of relative positions and of recurrent layers had some, and "
+    "embeddings with a norm had none; that was corrected, so the run would change its decay in the middle. Train it "
+    "anew with",
 }
+WRITTEN = {"optim.weight_decay": 2}  # in the manifest of every run: whom it concerns is asked when one goes on
 
 
 def revisions_of(run: Run) -> dict[str, int]:
@@ -114,10 +118,12 @@ def revisions_of(run: Run) -> dict[str, int]:
     return {key: 2 for key, concerns in concerned.items() if concerns}
 
 
-def refusal(run: Run, step: int, revisions: Mapping[str, int], differing: Iterable[str], other: str) -> str | None:
-    """`step`, `revisions`: of the checkpoint. `differing`: the keys of the arithmetic that differ. `other`: what a run
-    of its own is given."""
-    for key, number in revisions_of(run).items():
+def refusal(run: Run, prepared: Prepared, manifest: Manifest, differing: Iterable[str], other: str) -> str | None:
+    """Why a run cannot go on from a checkpoint since its arithmetic was corrected, or None. `differing`: keys of the
+    arithmetic that differ. `other`: what a run of its own is given."""
+    step, revisions = manifest.step, manifest.revisions
+    concerned = revisions_of(run) | (WRITTEN if _decays_revised(run, prepared, revisions) else {})
+    for key, number in concerned.items():
         if revisions.get(key, 1) < number:
             return f"a checkpoint (step {step}) that was trained {REASONS[key]} {other}"
     if set(differing) == {optim.REVISION}:
@@ -127,6 +133,18 @@ def refusal(run: Run, step: int, revisions: Mapping[str, int], differing: Iterab
             f"middle. Train it anew with {other}, or go on with the version of lockstep that began it"
         )
     return None
+
+
+def _decays_revised(run: Run, prepared: Prepared, revisions: Mapping[str, int]) -> bool:
+    """Whether a checkpoint is of before the correction of weight decay, which concerns weights of this run."""
+    key = "optim.weight_decay"
+    decays = run.optim.weight_decay or any(group.weight_decay for group in run.optim.groups)
+    if revisions.get(key, 1) >= WRITTEN[key] or not decays:
+        return False
+    from lockstep.tasks.models import weight_decay
+
+    task = plugins.find("tasks", run.task.name)(run, prepared)
+    return weight_decay.revised(run, task.model(empty=True))  # type: ignore[attr-defined]
 
 
 FORMAT = 2
@@ -355,7 +373,7 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
     where, other = mirror or run.folder, "another mirror" if mirror else "another output=FOLDER"
     differing = differing_keys(run, prepared.key, manifest)
     rows = "\n".join(f"  {k}: {then!r} in the checkpoint, {now!r} now" for k, (then, now) in differing.items())
-    if (corrected := refusal(run, manifest.step, manifest.revisions, differing, other)) is not None:
+    if (corrected := refusal(run, prepared, manifest, differing, other)) is not None:
         return f"{where} holds {corrected}"
     if not differing.keys() <= _READ_FROM:
         return (

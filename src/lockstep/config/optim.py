@@ -112,7 +112,7 @@ class OptimSection(PluginSection):
     decay_shape: Literal["linear", "cosine", "sqrt"] = Field(
         "linear", description="how wsd falls; sqrt: 1 - the root of the share that is done"
     )
-    weight_decay: float = Field(0.01, ge=0, description="not applied to biases and norms")
+    weight_decay: float = Field(0.01, ge=0, description="not applied to biases (also of relative positions) and norms")
     groups: Annotated[list[Group], BeforeValidator(_groups)] = Field(
         default_factory=list,
         description="weights with a rate or a decay of their own, as {match, learning_rate, weight_decay}; the first "

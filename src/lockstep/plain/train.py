@@ -229,12 +229,13 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
     if optim["name"] not in (*kinds, "muon") or optim["layerwise_lr_decay"] != 1.0:
         return []
-    norms = {id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)}
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    norms = {id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)}
     for name, p in trained.items():
         own: dict = next((group for group in optim["groups"] if fnmatchcase(name, group["match"])), {})
         own = optim | {key: value for key, value in own.items() if value is not None}
-        decay = 0.0 if id(p) in norms or name.endswith("bias") else own["weight_decay"]
+        called = re.sub(r"\.(\d+|modules_to_save|default)(?=\.|$)", "", name).rsplit(".", 2)[-2:]  # its module, and it
+        decay = 0.0 if id(p) in norms - tables or "bias" in ".".join(called).lower() else own["weight_decay"]
         matrix = re.search(r"(^|\.)\d+\.", name) is not None and id(p) not in tables
         if optim.get("muon_params") is not None:
             matrix = any(fnmatchcase(name, pattern) for pattern in optim["muon_params"])

@@ -28,6 +28,7 @@ from lockstep.distributed.sharded import Saved, fill, local, whole
 from lockstep.distributed.torch_internals import is_dtensor
 from lockstep.strategies.engines.side_effects import first_few, hooks
 from lockstep.strategies.optimizers.optimizer import State, Weight, rule
+from lockstep.tasks.models import weight_decay
 from lockstep.tasks.task import Task
 
 ALIGNED = 64  # bytes: where torch puts what it allocates on a CPU
@@ -46,7 +47,7 @@ class ParamGroupSpec:
 def assigned(optim: OptimSection, model: nn.Module) -> dict[str, ParamGroupSpec]:
     """The parameter group of every trained weight, in the model's order. Errors: `RunError` for patterns that match
     none."""
-    exempt, cls = undecayed(model), rule(optim)
+    exempt, cls = weight_decay.exempt(model), rule(optim)
     embeddings = {
         id(p)
         for module in model.modules()
@@ -76,17 +77,6 @@ def assigned(optim: OptimSection, model: nn.Module) -> dict[str, ParamGroupSpec]
                 else f"optim.groups: all weights of {group.match!r} are in an earlier group; move this group before it",
             )
     return treated
-
-
-def undecayed(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay leaves alone: biases, and the weights of normalisation layers."""
-    names = set()
-    for prefix, module in model.named_modules():
-        norm = "norm" in type(module).__name__.lower()
-        for name, _ in module.named_parameters(recurse=False):
-            if norm or name.endswith("bias"):
-                names.add(f"{prefix}.{name}" if prefix else name)
-    return names
 
 
 def layer_factors(names: Sequence[str], embeddings: Collection[str], decay: float) -> dict[str, float]:

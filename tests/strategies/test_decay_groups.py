@@ -1,0 +1,203 @@
+"""Weight decay: which weights have none, beside what the Trainer of the installed transformers decays, in every family
+that its config builds.
+
+Each difference from Trainer is wanted, and stands here with its reason.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, Trainer
+
+from lockstep.checkpoint.checkpoint import Checkpoints
+from lockstep.checkpoint.manifest import changed, newest_first
+from lockstep.config.optim import OptimSection
+from lockstep.distributed.world import World
+from lockstep.plain import train as plain
+from lockstep.strategies.exact import optim
+from lockstep.tasks.models import heads, weight_decay
+from support.harness import build, tiny
+
+# Without decay here, decayed by Trainer: the weights of norms whose class is not `nn.LayerNorm` and whose names are not
+# among those that Trainer knows (ResNet's, Mamba's `norm_f`). A norm's scale is near 1, and to shrink it regularizes
+# nothing that the model computes.
+NORMS = {
+    "Aimv2RMSNorm", "BatchNorm1d", "BatchNorm2d", "BitGroupNormActivation", "Dots3NoteRMSNorm",
+    "Exaone4_5_RMSNorm", "FalconMambaRMSNorm", "Gemma4RMSNorm", "Glm4vMoeRMSNorm", "Glm4vRMSNorm",
+    "Glm5NextRMSNorm", "GlmOcrRMSNorm", "GroupNorm", "HunYuanVLRMSNorm", "HyperCLOVAXRMSNorm",
+    "ImageGPTLayerNorm", "Mamba2RMSNorm", "MambaRMSNorm", "MuseGlimmerAssistantRMSNorm", "NemotronHRMSNorm",
+    "Ovis2RMSNorm", "PeAudioMaskedGroupNorm", "PixtralRMSNorm", "Qwen2_5OmniRMSNorm", "Qwen2_5_VLRMSNorm",
+    "Sapiens2RMSNorm", "VibeVoiceRMSNorm", "xLSTMRMSNorm",
+}  # fmt: skip
+# Decayed here, and not by Trainer, which leaves out all that stands inside of what is called a layernorm: matrices of
+# small networks that compute a norm's scale, and the whole of RoBERTa-PreLayerNorm, by its own name.
+INSIDE_NORMS = re.compile(
+    r"layernorm\.mlp\.fc\d\.weight$|ada_rms_norm\.linear\d\.weight$|^roberta_prelayernorm\..*\.weight$"
+)
+# Decayed here and by Trainer, though some recipes leave them out: they are no biases and no norms. `optim.groups` takes
+# `weight_decay: 0` for them.
+DECAYED = {
+    "mamba": r"\.(A_log|D)$",
+    "mamba2": r"\.(A_log|D)$",
+    "convnext": r"\.layer_scale_parameter$",
+    "beit": r"\.lambda_[12]$",
+    "clip": r"^logit_scale$|\.class_embedding$",
+    "gpt_oss": r"\.sinks$",
+}
+# Without decay in both.
+WITHOUT = {
+    "t5": r"\.relative_attention_bias\.weight$",
+    "mt5": r"\.relative_attention_bias\.weight$",
+    "mpnet": r"\.relative_attention_bias\.weight$",
+    "layoutlmv3": r"\.rel_pos_(x_|y_)?bias\.weight$",
+    "swin": r"\.relative_position_bias_table$",
+    "swinv2": r"\.continuous_position_bias_mlp\.\d\.weight$",
+    "levit": r"\.attention_biases$",
+    "encodec": r"\.lstm\.bias_[ih]h_l\d$",
+    "wav2vec2-conformer": r"\.pos_bias_[uv]$",
+}
+# Entries without which transformers makes no model of these families.
+ENTRIES: dict[str, dict[str, Any]] = {
+    "autoformer": {"prediction_length": 4},
+    "esm": {"vocab_size": 33, "pad_token_id": 1},
+    "informer": {"prediction_length": 4},
+    "time_series_transformer": {"prediction_length": 4},
+}
+QUICK = ("bert", "gpt2", "llama", "resnet", *DECAYED, *WITHOUT)
+
+
+def model_of(family: str, auto: str) -> Any:
+    """The family's model with the head of this Auto class, of its default config, on the meta device; None where
+    transformers has or makes none."""
+    try:
+        config = CONFIG_MAPPING[family](**ENTRIES.get(family, {}))
+        with torch.device("meta"):
+            return getattr(transformers, auto).from_config(config)
+    except Exception:  # no such head; a library or an entry is missing
+        return None
+
+
+def differences(model: nn.Module) -> Iterator[tuple[str, str, bool]]:
+    """Weights that Trainer treats in another way: their names, classes, and whether they are decayed here. The plain
+    reference, which has a rule of its own, has to decay the same."""
+    theirs = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    ours = {name for name, how in optim.assigned(OptimSection(weight_decay=0.1), model).items() if how.decay}
+    assert plain_groups(model) == ours
+    for name, p in model.named_parameters():
+        if p.requires_grad and (name in ours) != (name in theirs):
+            yield name, type(model.get_submodule(name.rpartition(".")[0])).__name__, name in ours
+
+
+def plain_groups(model: nn.Module) -> set[str]:
+    """Names of the weights that the plain reference decays."""
+    run = {"optim": OptimSection(weight_decay=0.1).model_dump() | {"betas": [0.9, 0.999], "eps": 1e-8}}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names = {id(p): name for name, p in trained.items()}
+    (optimizer,) = plain.optimizers_of(run, model, trained, {})
+    return {names[id(p)] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+
+
+HEADS = [head.auto for head in heads.BUILT_IN.values()]
+LEAST = {"AutoModel": 500, "AutoModelForCausalLM": 150, "AutoModelForSequenceClassification": 80}  # built, of each
+
+
+EVERY = [  # some start ninja, to look for kernels of their own
+    pytest.param(auto, [*CONFIG_MAPPING], marks=[pytest.mark.slow, pytest.mark.processes], id=auto) for auto in HEADS
+]
+
+
+@pytest.mark.parametrize(("auto", "families"), [pytest.param("AutoModel", QUICK, id="quick"), *EVERY])
+def test_groups_are_those_of_trainer_but_for_what_is_written_here(auto: str, families: Sequence[str]) -> None:
+    transformers.logging.set_verbosity_error()
+    unwanted, built = {}, 0
+    for family in families:
+        if (model := model_of(family, auto)) is None:
+            continue
+        built += 1
+        for name, kind, decays in differences(model):
+            if not (INSIDE_NORMS.search(name) if decays else kind in NORMS):
+                unwanted[f"{family}: {re.sub('[0-9]+', 'N', name)}"] = kind
+    assert not unwanted
+    assert built >= (len(QUICK) if families is QUICK else LEAST.get(auto, 20)), built
+
+
+@pytest.mark.parametrize(("named", "decays"), [(DECAYED, True), (WITHOUT, False)])
+def test_weights_by_name(named: dict[str, str], decays: bool) -> None:
+    for family, pattern in named.items():
+        model = model_of(family, "AutoModel")
+        found = {n: how.decay for n, how in optim.assigned(OptimSection(weight_decay=0.1), model).items()}
+        matching = {decay for name, decay in found.items() if re.search(pattern, name)}
+        assert matching == {0.1 if decays else 0.0}, family
+
+
+class NormedEmbedding(nn.Embedding):
+    """As those of some families: a table, and a norm beside it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.norm = nn.LayerNorm(2)
+
+
+class Own(nn.Module):
+    """Names that meet the rule, and names that only look like it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = NormedEmbedding()
+        self.bias_detector = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+        self.detector = nn.ModuleDict({"bias": nn.ModuleDict({"encoder": nn.Linear(2, 2)})})
+        self.rnn = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+        self.shift = nn.utils.parametrizations.orthogonal(nn.Linear(2, 2))
+        self.lstm = nn.LSTM(2, 2)
+
+
+def test_own_modules() -> None:
+    exempt = {
+        "tokens.norm.weight", "tokens.norm.bias", "bias_detector.0.0.weight", "bias_detector.0.0.bias",
+        "detector.bias.encoder.bias", "rnn.bias", "shift.bias", "lstm.bias_ih_l0", "lstm.bias_hh_l0",
+    }  # fmt: skip
+    assert weight_decay.exempt(Own()) == exempt
+    assert plain_groups(Own()) == {name for name, _ in Own().named_parameters()} - exempt
+
+
+def test_a_copy_that_peft_trains_has_the_decay_of_the_weight() -> None:
+    assert weight_decay.is_bias("base_model.block.0.relative_attention_bias.modules_to_save.default.weight")
+    assert not weight_decay.is_bias("base_model.classifier.modules_to_save.default.weight")
+
+
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+RELATIVE = "optim.groups=[{match: '*relative_attention_bias*', weight_decay: 0}]"
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "concerned"),
+    [
+        ({"type": "mpnet", "config": SMALL}, (), True),
+        ({"type": "mpnet", "config": SMALL}, ("optim.weight_decay=0",), False),
+        ({"type": "mpnet", "config": SMALL}, (RELATIVE,), False),
+        ({"type": "mpnet", "config": SMALL}, ("model.freeze=['*relative_attention_bias*']",), False),
+        ({"type": "bert", "config": SMALL}, (), False),
+    ],
+)
+def test_a_run_does_not_change_its_decay_in_the_middle(
+    tmp_path: Path, model: dict[str, Any], keys: tuple[str, ...], concerned: bool
+) -> None:
+    """A checkpoint of a version that decayed relative positions is refused where the run has such weights."""
+    run = tiny(f"output={tmp_path}", "strategy.name=single", "optim.weight_decay=0.01", *keys, model=model)
+    world = World(run)
+    task, strategy = build(run, world)
+    checkpoints = Checkpoints(run, world, task.prepared, 6)
+    checkpoints.save(1, strategy)
+    checkpoints.settle()
+    strategy.close()
+    _, manifest = next(newest_first(run))
+    assert changed(run, task.prepared, manifest) is None
+    said = changed(run, task.prepared, dataclasses.replace(manifest, revisions={}))
+    assert (said is not None and "with other weight decay" in said) == concerned
