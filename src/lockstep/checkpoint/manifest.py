@@ -144,7 +144,7 @@ def _decays_revised(run: Run, prepared: Prepared, revisions: Mapping[str, int]) 
     from lockstep.tasks.models import weight_decay
 
     task = plugins.find("tasks", run.task.name)(run, prepared)
-    return weight_decay.revised(run, task.model(empty=True))  # type: ignore[attr-defined]
+    return weight_decay.revised(run, task.model(empty=True))
 
 
 FORMAT = 2
