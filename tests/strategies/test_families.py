@@ -211,6 +211,9 @@ class Words:
     def __len__(self) -> int:
         return 40
 
+    def get_vocab(self) -> dict[str, int]:
+        return {str(id_): id_ for id_ in range(40)}
+
 
 def test_the_parts_of_a_model_have_the_tokenizer_s_vocabulary(tmp_path: Path) -> None:
     words: Any = Words()

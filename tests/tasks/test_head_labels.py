@@ -37,7 +37,8 @@ KINDS = {"one": BertForSequenceClassification, "tags": BertForTokenClassificatio
 
 def source(folder: Path, names: list[str] | None, kind: str = "one", count: int = 3, **entries: Any) -> None:
     """A tiny model whose outputs have these names, and its tokenizer."""
-    tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "bad": 2, "good": 3}, "[UNK]"))
+    words = ["[PAD]", "[UNK]", "bad", "good", *MODEL, "0", "1", "2"]
+    tokenizer = Tokenizer(models.WordLevel({word: id_ for id_, word in enumerate(words)}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
     named = {"num_labels": count}

@@ -171,6 +171,9 @@ def made_by(run: Run, head: str) -> nn.Module:
         def __len__(self) -> int:
             return 60
 
+        def get_vocab(self) -> dict[str, int]:
+            return {str(id_): id_ for id_ in range(60)}
+
     return models.build(run, head, Tokens(), empty=True)
 
 

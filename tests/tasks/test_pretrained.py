@@ -76,6 +76,9 @@ class _Words:
     def __len__(self) -> int:
         return 50
 
+    def get_vocab(self) -> dict[str, int]:
+        return {str(id_): id_ for id_ in range(50)}
+
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])

@@ -159,7 +159,7 @@ def test_training_finds_the_entities(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 BAD = {
     "no such column": (["task.words=words"], ["task.words", "'words'", "it has tokens, tags"]),
-    "no room for a word": (["data.max_length=2"], ["no word of the train split", "data.max_length"]),
+    "no room for a word": (["data.max_length=2"], ["no token of the text is left", "data.max_length"]),
     "a model that cannot tag": (["model={type: marian}"], ["no token classifier", "marian"]),
 }
 

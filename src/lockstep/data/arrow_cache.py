@@ -274,6 +274,12 @@ class Ragged:
         within = index - int(self._shards.first[shard])
         return values[offsets[within] : offsets[within + 1]]
 
+    def values(self) -> Iterator[np.ndarray]:
+        """The numbers of all examples, a shard at a time: views."""
+        for shard in range(len(self._shards.first) - 1):
+            values, offsets = self._shards.lists(shard, self._name)
+            yield values[offsets[0] : offsets[-1]]
+
     def padded(self, rows: np.ndarray, fill: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows padded with `fill` to the longest: int64 [B, T], and the mask of real ones."""
         return padded([self.row(int(row)) for row in rows], fill)

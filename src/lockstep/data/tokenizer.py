@@ -63,17 +63,22 @@ def prepare(
     return folder
 
 
+def highest_id(tokenizer: Any) -> int:
+    """The highest id that a tokenizer makes. It may be more than its tokens less one: ids may have gaps."""
+    return max(len(tokenizer) - 1, *tokenizer.get_vocab().values())
+
+
 def embeddings_of(run: Run, tokenizer: Any) -> int:
-    """Embeddings of a model from scratch: as many as its tokenizer has tokens, or more, which are room. Errors:
-    `RunError` where `model.config` asks for fewer."""
-    vocab_size = (run.model.config or {}).get("vocab_size")
+    """Embeddings of a model from scratch: one for each id up to the highest of its tokenizer, or more, which are room.
+    Errors: `RunError` where `model.config` asks for fewer."""
+    vocab_size, needed = (run.model.config or {}).get("vocab_size"), highest_id(tokenizer) + 1
     if vocab_size is None:
-        return len(tokenizer)
-    if not isinstance(vocab_size, int) or vocab_size < len(tokenizer):
+        return needed
+    if not isinstance(vocab_size, int) or vocab_size < needed:
         raise RunError(
             "LS2300",
-            f"model.config.vocab_size: {vocab_size!r} is less than the {len(tokenizer):,} tokens of the "
-            "tokenizer; raise it",
+            f"model.config.vocab_size: {vocab_size!r} is less than the {needed:,} rows that the ids of the "
+            f"tokenizer's {len(tokenizer):,} tokens need; raise it",
         )
     return vocab_size
 

@@ -20,6 +20,7 @@ from lockstep.config.sections import Section
 from lockstep.data import conversations, lm_documents, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, padded
 from lockstep.data.batch import IGNORED, Sums
+from lockstep.data.token_checks import Limit
 from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.text_task import Encoder, TextData, TextTask, check_template
@@ -121,6 +122,10 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
         if data.options.conversations:
             check_template(tok, data.options.chat_template, "conversations")
         super().check(data, folder, tok)
+
+    @classmethod
+    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+        return {}  # a pair whose answers are the same tokens, or that leaves none, is refused by its row
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:

@@ -21,6 +21,7 @@ from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import MicroBatch
 from lockstep.data.builtin import best_accuracy
 from lockstep.data.stream import Stream
+from lockstep.data.token_checks import Limit
 from lockstep.tasks.abilities import Streams
 from lockstep.tasks.label_task import LabelTask
 from lockstep.tasks.models import head_labels, heads
@@ -113,6 +114,12 @@ class Classification(TextTask, Streams, LabelTask):
         counts = data.labels.counts_in(data)
         examples = len(data.splits["train"]) if data.rows is None else sum(counts)
         objective_of(data.options)(data.options, data.labels.codes.names, counts, examples)
+
+    @classmethod
+    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+        texts = len(options.columns)
+        special = read_by["input_ids"].num_special_tokens_to_add(pair=texts == 2)
+        return {"input_ids": Limit("data.max_length", run.data.max_length, special, texts)}
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:

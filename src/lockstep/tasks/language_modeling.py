@@ -25,6 +25,7 @@ from lockstep.data import arrow_cache, conversations, lm_documents, source, spli
 from lockstep.data.arrow_cache import Columns, Make, digest, examples_in
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.cache import discard
+from lockstep.data.token_checks import Limit
 from lockstep.tasks.abilities import Generates
 from lockstep.tasks.models import heads
 from lockstep.tasks.per_token import LossChunk, PerToken, perplexity
@@ -199,6 +200,10 @@ class LanguageModeling(PerToken, Generates):
             check_template(tok, data.options.chat_template, "messages")
             _check_template_arguments(data.options.chat_template or tok.chat_template, data.options.template_arguments)
         _check_model(data.run, data.options)
+
+    @classmethod
+    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+        return {}  # texts are cut into blocks of any tokens, special or not
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:

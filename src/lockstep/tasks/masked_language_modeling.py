@@ -21,6 +21,7 @@ from lockstep.data import arrow_cache, lm_documents, masking, source, splitting,
 from lockstep.data.arrow_cache import Columns, Make, Prepared, examples_in
 from lockstep.data.batch import TARGETS, MicroBatch, Sums
 from lockstep.data.cache import discard
+from lockstep.data.token_checks import Limit
 from lockstep.tasks.models import heads
 from lockstep.tasks.per_token import LossChunk, PerToken
 from lockstep.tasks.task import Forward, Generate
@@ -89,6 +90,10 @@ class MaskedLanguageModeling(PerToken):
     def check(cls, data: TextData, folder: Path, tok: Any) -> None:
         _check_tokenizer(tok, data.options)
         super().check(data, folder, tok)
+
+    @classmethod
+    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+        return {} if options.packing else super().limits(run, options, read_by)
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:

@@ -19,6 +19,7 @@ from lockstep.config.sections import Section
 from lockstep.data import qa_features, tokenizer
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import MicroBatch, Sums
+from lockstep.data.token_checks import Limit
 from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.models import heads
@@ -108,6 +109,10 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
                 "model with a fast tokenizer",
             )
         super().check(data, folder, tok)
+
+    @classmethod
+    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+        return {}  # a question that leaves no room for its context is refused by its row
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import lm_documents, source, splitting, stream, tokenizer, usable_rows
+from lockstep.data import lm_documents, source, splitting, stream, token_checks, tokenizer, usable_rows
 from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
 from lockstep.data.stream import Stream
@@ -141,6 +141,56 @@ class TextTask(Task):
         models.check_tokenizer(data.run, str(cls.head), tok)
 
     @classmethod
+    def tokenizers(cls, run: Run, folder: Path, tok: Any) -> dict[str, Any]:
+        """Column of tokens -> the tokenizer that they are made with. `tok`: that of `folder`."""
+        return {"input_ids": tok}
+
+    @classmethod
+    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, token_checks.Limit]:
+        """Column of tokens -> how many are kept of a text, where the tokenizer cuts. `read_by`: of `tokenizers`."""
+        special = read_by["input_ids"].num_special_tokens_to_add(pair=False)
+        return {"input_ids": token_checks.Limit("data.max_length", run.data.max_length, special)}
+
+    @classmethod
+    def check_vocabulary(cls, run: Run, read_by: Mapping[str, Any]) -> list[str]:
+        """Refuse a limit that leaves nothing of a text, and tokens that the model has no row for; notes on the sizes
+        of both. Errors: `RunError`."""
+        from lockstep.tasks.models import token_rows
+
+        token_checks.check_limits(list(cls.limits(run, cls.options_of(run), read_by).values()))
+        return [] if cls.head is None else token_rows.check(run, cls.head, read_by)
+
+    @classmethod
+    def check_tokens(cls, data: TextData, read_by: Mapping[str, Any], split: str, columns: Columns) -> list[str]:
+        """Refuse examples that the model cannot read, and tokens that stand for nothing; notes on those that stand for
+        little. Errors: `RunError`."""
+        from lockstep.tasks.models import token_rows
+
+        run, limits = data.run, cls.limits(data.run, data.options, read_by)
+        cls.check_lengths(run, split, columns)
+        if cls.head is not None:
+            token_rows.check_split(run, cls.head, read_by, split, columns)
+        if split != ("train" if "train" in data.splits else next(iter(data.splits))):
+            return []
+        notes = []
+        for side, tok in read_by.items():
+            texts = cls.side_columns(data.options, side)
+            notes += token_checks.check(data.splits[split], texts, split, columns, side, tok, limits.get(side))
+        return notes
+
+    @classmethod
+    def side_columns(cls, options: Any, side: str) -> list[str]:
+        """The columns of usable rows whose texts a column of tokens is made of."""
+        return cls.compared(options)[0]
+
+    @classmethod
+    def bounded(cls, run: Run, read_by: Mapping[str, Any], make: Make) -> tuple[Make, list[int]]:
+        """`make`, of streamed rows, with the checks of their tokens; and what these depend on."""
+        from lockstep.tasks.models import token_rows
+
+        return (make, []) if cls.head is None else token_rows.bounded(run, cls.head, read_by, make)
+
+    @classmethod
     def check_lengths(cls, run: Run, split: str, columns: Columns) -> None:
         """Refuse examples that the model cannot read, alone or beside others as short: a CANINE's of fewer tokens than
         it joins into one. Errors: `RunError`."""
@@ -223,19 +273,23 @@ class TextTask(Task):
         folder = cls.prepare_tokenizer(data, hashes.get("train", ""))
         tok: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
         cls.check(data, folder, tok)
+        read_by = cls.tokenizers(run, folder, tok)
+        notes = cls.check_vocabulary(run, read_by)
         files: dict[str, str] = {}
         names: list[tuple[str, str]] = []
         for split, part in splits.items():
             key = digest(*cls.cache_name, VERSION, hashes[split], folder.name, *cls.key_parts(data, tok, part))
             files[split], of_sources = cls.encode_split(data, split, folder, tok, key)
-            cls.check_lengths(run, split, Columns(files[split]))
+            notes += cls.check_tokens(data, read_by, split, Columns(files[split]))
             names.append((split, cls.content_name(files[split], key, of_sources)))
             if of_sources:
                 left_out["sources"]["rows"][split] = of_sources
         facts = {"source": read.name} | cls.facts(data, files)
+        facts |= {"notes": [*facts.get("notes", []), *notes]} if notes else {}
         if rows is not None:
-            key = digest(*cls.cache_name, VERSION, folder.name, *cls.key_parts(data, tok, None))
-            index = rows.index(cls.example_maker(run, str(folder), facts), key)
+            make, bounds = cls.bounded(run, read_by, cls.example_maker(run, str(folder), facts))
+            key = digest(*cls.cache_name, VERSION, folder.name, *cls.key_parts(data, tok, None), *bounds)
+            index = rows.index(make, key)
             files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
             names.append(("train", stream.read_index(index)["content"]))
             if "texts" in facts:  # rows of each split, where they are no examples

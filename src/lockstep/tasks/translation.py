@@ -24,6 +24,7 @@ from lockstep.data import lm_documents, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.data.stream import Stream
+from lockstep.data.token_checks import Limit
 from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import Generates, GivesPredictions, Predicts, Streams
 from lockstep.tasks.models import heads
@@ -241,6 +242,20 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         _check_model(data.run, data.options, folder)
 
     @classmethod
+    def tokenizers(cls, run: Run, folder: Path, tok: Any) -> dict[str, Any]:
+        return {"input_ids": tok, "target_ids": target_tokenizer(run, folder, tok)}
+
+    @classmethod
+    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+        key = "data.max_length" if options.target_length is None else "task.target_length"
+        special = read_by["target_ids"].num_special_tokens_to_add(pair=False)
+        return super().limits(run, options, read_by) | {"target_ids": Limit(key, most(run, options), special)}
+
+    @classmethod
+    def side_columns(cls, options: Any, side: str) -> list[str]:
+        return ["source" if side == "input_ids" else "target"]
+
+    @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
         return [data.run.data.max_length, data.options.prefix, data.options.target_length]
 
@@ -450,7 +465,8 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
     entries = {"use_cache": False, "decoder_start_token_id": start, "forced_eos_token_id": None}
     if "decoder_vocab_size" in values:
         separate = targets is not sources
-        entries |= {"decoder_vocab_size": len(targets), "share_encoder_decoder_embeddings": not separate}
+        entries["decoder_vocab_size"] = tokenizer.highest_id(targets) + 1
+        entries["share_encoder_decoder_embeddings"] = not separate
     return entries
 
 

@@ -23,7 +23,17 @@ from lockstep.config.run import Run, RunError
 from lockstep.data import tokenizer as tokenizers
 from lockstep.data.hub import downloading, reading_weights
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters, config_checks, heads, padding, quantized, source_ties, storage_dtype
+from lockstep.tasks.models import (
+    adapters,
+    config_checks,
+    heads,
+    padding,
+    quantized,
+    source_shapes,
+    source_ties,
+    storage_dtype,
+    token_rows,
+)
 from lockstep.tasks.models.model_configs import entry, load_config, local_or_id, texts, with_architectures
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
@@ -76,6 +86,7 @@ def check(
             )
     check_block_sparse(config, tokens or run.data.max_length, key)
     _check_loading(run, config, head)
+    source_shapes.check(run, config, head)
     config_checks.check(run, head)
     padding.unsupported_reason(run, head)  # tried here once, and known to all processes
     config_checks.notes(run, head)
@@ -196,7 +207,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
             model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code, **options)
         source_ties.apply(run, model)
     else:
-        model = _pretrained(run, auto, config, options)
+        model = _pretrained(run, head, auto, config, options)
     settle_block_sparse(model)
     if run.model.adapter:
         with torch.device("meta" if empty else "cpu"):
@@ -207,17 +218,20 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     return storage_dtype.cast_weights(run, model)
 
 
-def _pretrained(run: Run, auto: Any, config: Any, options: Mapping[str, Any]) -> Any:
+def _pretrained(run: Run, head: str, auto: Any, config: Any, options: Mapping[str, Any]) -> Any:
     """The model that `from_pretrained` of an Auto class loads. Errors: `RunError`."""
     with downloading(local_or_id(run), "model"), reading_weights(str(run.model.source)):
-        model = auto.from_pretrained(
+        model, info = auto.from_pretrained(
             local_or_id(run),
             config=config,
             revision=run.model.revision,
             trust_remote_code=run.model.trust_remote_code,
             ignore_mismatched_sizes=True,  # a head for other labels is drawn anew
+            output_loading_info=True,
             **options,
         )
+    differing = {name: (tuple(stored), tuple(built)) for name, stored, built in info["mismatched_keys"]}
+    source_shapes.refuse(run, model, head, differing)
     source_ties.check(run, model, auto)
     freeze_as_from_config(model, auto)
     return model
@@ -227,14 +241,8 @@ def _prepare(config: Any, tokenizer: Any, pretrained: bool) -> None:
     """Set the padding token, and switch off what training does not use. Errors: `RunError` for a padding token that the
     model has no embedding for."""
     for part in texts(config):
-        size = entry(part, "vocab_size")
-        if pretrained and isinstance(size, int) and 0 < size <= tokenizer.pad_token_id:
-            raise RunError(
-                "LS3145",
-                f"tokenizer: the id of its padding token {tokenizer.pad_token!r} is {tokenizer.pad_token_id}, "
-                f"but the model has embeddings for {size} tokens only; use the tokenizer that the model was "
-                "trained with, or set its pad_token to a token with an embedding",
-            )
+        if pretrained:
+            token_rows.check_padding(entry(part, "vocab_size"), tokenizer)
         part.pad_token_id = tokenizer.pad_token_id
         if hasattr(part, "use_cache"):  # a cache costs memory and may change bits; `save` switches it on again
             part.use_cache = False
@@ -315,7 +323,9 @@ def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:
     """An exported model, ready to be asked, and its tokenizer. Errors: `RunError`."""
     model = exported_model(head, folder, run)
     with _loading(folder):
-        return model, tokenizers.load(str(folder), run.model.trust_remote_code)
+        tokenizer = tokenizers.load(str(folder), run.model.trust_remote_code)
+    token_rows.guard(model, tokenizer)
+    return model, tokenizer
 
 
 @contextmanager

@@ -120,8 +120,11 @@ def _put(model: Any, name: str, parameter: nn.Parameter) -> None:
     setattr(model.get_submodule(parent), last, parameter)
 
 
-def _present(model: Any, shapes: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, str]:
-    """Name in the model -> name in the files, renamed as `from_pretrained` renames it."""
+def _present(
+    model: Any, shapes: Mapping[str, Any], names: tuple[str, ...], made_of_several: bool = True
+) -> dict[str, str]:
+    """Name in the model -> name in the files, renamed as `from_pretrained` renames it. `made_of_several`: also weights
+    that it puts together of some, or splits."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -130,7 +133,9 @@ def _present(model: Any, shapes: Mapping[str, Any], names: tuple[str, ...]) -> d
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     present: dict[str, str] = {}
     for name in names:
-        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(shapes))
+        renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(shapes))
+        if converted is not None and not made_of_several:
+            continue
         if renamed not in shapes and name in shapes:
             renamed = name
         present[renamed] = name
@@ -182,6 +187,34 @@ def _names(source: str, revision: str | None) -> tuple[str, ...]:
         return ()
     path, weight_map = index
     return tuple(weight_map) if weight_map is not None else _names_in(path, path.stat().st_mtime_ns)
+
+
+def shapes_here(run: Run, model: Any) -> dict[str, tuple[int, ...]]:
+    """Name in the model -> shape in the files of the run's source, as far as these are on this machine. `model`: of the
+    config, on the meta device. Weights that `from_pretrained` makes of several are left out."""
+    source, revision = local_or_id(run), run.model.revision
+    index = _index(source, revision, here=True)
+    if index is None:
+        return {}
+    path, weight_map = index
+    files = [path] if weight_map is None else [_file(source, n, revision, True) for n in {*weight_map.values()}]
+    in_files: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        in_files |= {} if file is None else _shapes_in(file, file.stat().st_mtime_ns)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    present = _present(model, shapes, tuple(in_files), made_of_several=False)
+    return {name: in_files[origin] for name, origin in present.items() if name in shapes}
+
+
+@lru_cache(maxsize=64)
+def _shapes_in(path: Path, changed: int) -> dict[str, tuple[int, ...]]:
+    with reading_weights(str(path)):
+        if path.suffix == ".safetensors":
+            from safetensors import safe_open
+
+            with safe_open(path, "pt") as file:
+                return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        return {n: tuple(t.shape) for n, t in torch.load(path, map_location="meta", weights_only=True).items()}
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,182 @@
+"""Whether a model has a row in its embedding for each token that its tokenizer makes.
+
+In: a run, the tokenizers of its texts, and encoded examples. Out: notes, or a `RunError` that names the tokens without
+a row: torch's own error would name neither. Imports no torch, unless a row seems to be missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.config.run import Run, RunError
+from lockstep.data.arrow_cache import Columns, Make
+from lockstep.data.tokenizer import highest_id
+from lockstep.tasks.models import heads, model_configs
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
+
+_NAMED = 3  # tokens in a message
+_FEW = 0.5  # of the model's rows: a tokenizer of fewer tokens is noted
+# Entries of configs with two vocabularies, by the column of the tokens; of others `vocab_size` holds for both.
+_OWN_SIZES = {"input_ids": ("src_vocab_size",), "target_ids": ("decoder_vocab_size", "tgt_vocab_size")}
+
+Tokenizers = Mapping[str, Any]  # column of tokens, one of `SIDES` -> its tokenizer
+
+
+def rows_of(run: Run, head: str, column: str) -> int | None:
+    """Rows of a pretrained model's embedding for the tokens of a column, by its config. None: it is from scratch, and
+    gets as many as it needs, or its config does not say. Errors: `RunError`."""
+    if run.model.source is None or not heads.of(head).reads_texts:
+        return None
+    config = model_configs.load_config(run)
+    for part in reversed(model_configs.texts(config)):  # of a model of images the part that reads texts
+        for name in (*_OWN_SIZES[column], "vocab_size"):
+            size = model_configs.entry(part, name)
+            if isinstance(size, int) and size > 0:
+                return size
+    return None
+
+
+def missing(run: Run, head: str, column: str, tokenizer: Any) -> int | None:
+    """Rows of the embedding, where the tokenizer makes ids that have none. None: all have. Errors: `RunError`."""
+    rows = rows_of(run, head, column)
+    if rows is None or highest_id(tokenizer) < rows:
+        return None
+    built = _built_rows(run, head) if column == "input_ids" else None
+    rows = max(rows, built or 0)
+    return None if highest_id(tokenizer) < rows else rows
+
+
+def _built_rows(run: Run, head: str) -> int | None:
+    """Rows of the input embedding of the model itself, which may have more than its config says. None: not known."""
+    import torch
+    import transformers
+
+    config = model_configs.with_architectures(model_configs.load_config(run))
+    with suppress(Exception), torch.device("meta"):  # code from the Hub, or a family that needs memory to be built
+        auto = getattr(transformers, heads.of(head).auto)
+        model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code)
+        return int(model.get_input_embeddings().weight.shape[0])
+    return None
+
+
+def check_padding(rows: Any, tokenizer: Any) -> None:
+    """Errors: `RunError` for a padding token that a model of so many `rows` has no row for."""
+    if isinstance(rows, int) and 0 < rows <= tokenizer.pad_token_id:
+        raise RunError(
+            "LS3145",
+            f"tokenizer: the id of its padding token {tokenizer.pad_token!r} is {tokenizer.pad_token_id}, "
+            f"but the model has embeddings for {rows} tokens only; use the tokenizer that the model was "
+            "trained with, or set its pad_token to a token with an embedding",
+        )
+
+
+def check(run: Run, head: str, tokenizers: Tokenizers) -> list[str]:
+    """Notes on vocabularies that do not go with the model's embedding. Errors: `RunError` for a token that training
+    needs whatever the texts are, and that has no row."""
+    notes = []
+    for column, tokenizer in tokenizers.items():
+        rows = rows_of(run, head, column)
+        if rows is None:
+            continue
+        if (short := missing(run, head, column, tokenizer)) is None:
+            if (size := len(tokenizer)) < _FEW * rows:
+                notes.append(
+                    f"the tokenizer has {size:,} tokens, and the model's embedding {rows:,} rows: is it the tokenizer "
+                    "that the model was trained with?"
+                )
+            continue
+        check_padding(short, tokenizer)
+        if head == heads.MASKED:  # one of ten masked tokens becomes any token of the vocabulary
+            raise _refusal(
+                run, tokenizer, short, "masking draws from all tokens of the vocabulary", _beyond(tokenizer, short)
+            )
+        names = _named(tokenizer, _beyond(tokenizer, short))
+        notes.append(
+            f"the tokenizer makes ids up to {highest_id(tokenizer):,}, and the model's embedding has {short:,} rows: "
+            f"none for {names}. No text may hold them"
+        )
+    return notes
+
+
+def check_split(run: Run, head: str, tokenizers: Tokenizers, split: str, columns: Columns) -> None:
+    """Errors: `RunError` where examples of a split hold tokens without a row."""
+    for column, tokenizer in tokenizers.items():
+        if column not in columns.names or (rows := missing(run, head, column, tokenizer)) is None:
+            continue
+        ids: set[int] = set()
+        for values in columns.ragged(column).values():
+            ids |= set(np.unique(values[values >= rows]).tolist())
+        if ids:
+            raise _refusal(run, tokenizer, rows, f"the {split} split holds tokens that it has no row for", sorted(ids))
+
+
+def bounded(run: Run, head: str, tokenizers: Tokenizers, make: Make) -> tuple[Make, list[int]]:
+    """A function that makes examples of streamed rows and refuses tokens without a row; and the numbers of rows that
+    it depends on, none where every token has a row. Errors: `RunError`, of both."""
+    known = {column: missing(run, head, column, tokenizer) for column, tokenizer in tokenizers.items()}
+    limits = {column: rows for column, rows in known.items() if rows is not None}
+    if not limits:
+        return make, []
+
+    def checked(dataset: Dataset) -> pa.RecordBatch:
+        examples = make(dataset)
+        for column, rows in limits.items():
+            values = np.asarray(examples.column(column).flatten()) if column in examples.schema.names else np.zeros(0)
+            if len(ids := np.unique(values[values >= rows])):
+                what = "the train split holds tokens that it has no row for"
+                raise _refusal(run, tokenizers[column], rows, what, ids.tolist())
+        return examples
+
+    return checked, [*limits.values()]
+
+
+def guard(model: Any, tokenizer: Any) -> None:
+    """Let an exported model refuse a text with a token that has no row, in place of an error of torch's. Errors of a
+    forward: `RunError`."""
+    embedding = model.get_input_embeddings()
+    rows = getattr(getattr(embedding, "weight", None), "shape", (0,))[0]
+    if not rows or highest_id(tokenizer) < rows:
+        return
+
+    def refuse(_: Any, inputs: tuple[Any, ...]) -> None:
+        ids = inputs[0][inputs[0] >= rows].unique().tolist()
+        if ids:
+            raise RunError(
+                "LS3441",
+                f"predict: a text holds {_named(tokenizer, ids)}, and the model's embedding has {rows:,} rows, none "
+                "for it; write the text without it",
+            )
+
+    embedding.register_forward_pre_hook(refuse)
+
+
+def _beyond(tokenizer: Any, rows: int) -> list[int]:
+    return sorted(id_ for id_ in tokenizer.get_vocab().values() if id_ >= rows)
+
+
+def _named(tokenizer: Any, ids: list[int]) -> str:
+    names = [f"{tokenizer.convert_ids_to_tokens(id_)!r} (id {id_})" for id_ in ids[:_NAMED]]
+    return ", ".join(names) + (f" and {len(ids) - _NAMED:,} more" if len(ids) > _NAMED else "")
+
+
+def _refusal(run: Run, tokenizer: Any, rows: int, why: str, ids: list[int]) -> RunError:
+    adapter = ""
+    if run.model.adapter:
+        adapter = (
+            ". An adapter does not train new rows by itself: name the embedding in model.adapter.modules_to_save, or "
+            "the tokens in model.adapter.trainable_token_indices"
+        )
+    return RunError(
+        "LS3440",
+        f"tokenizer: it makes ids up to {highest_id(tokenizer):,}, but the embedding of {run.model.source} has "
+        f"{rows:,} rows, and {why}: {_named(tokenizer, ids)}. Use the tokenizer that the model was trained with; or "
+        "add rows (model.resize_token_embeddings(len(tokenizer)) of transformers), save model and tokenizer in one "
+        f"folder, and set model.source to it{adapter}",
+    )

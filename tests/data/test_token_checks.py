@@ -1,0 +1,118 @@
+"""Tokenizers that make nothing, or little, of the texts; limits that leave nothing of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.plugins import find
+from lockstep.config.run import Run
+from lockstep.data.prepare import prepare
+from lockstep.data.splitting import warnings
+from support.messages import raises
+from support.token_folders import WORDS, run_on, save, text_of
+
+
+def notes_of(run: Run) -> list[str]:
+    return warnings(prepare(run, find("tasks", run.task.name)).facts)
+
+
+def labelled(texts: list[str]) -> list[dict[str, Any]]:
+    return [{"text": text, "second": text_of(n), "label": "ab"[n % 2]} for n, text in enumerate(texts)]
+
+
+def unknown(count: int) -> list[str]:
+    return [f"unheard{number} of things{number}"[: 12 + number] for number in range(count)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save(tmp_path / "model")
+    save(tmp_path / "t5", "t5")
+    save(tmp_path / "gpt2", "gpt2")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("task", "source"),
+    [
+        ({}, "model"),
+        ({"name": "masked_language_modeling"}, "model"),
+        ({"name": "language_modeling", "block_size": 8}, "gpt2"),
+        ({"name": "translation", "source": "text", "target": "second", "bleu": False}, "t5"),
+        ({"name": "translation", "source": "second", "target": "text", "bleu": False}, "t5"),
+    ],
+)
+def test_a_tokenizer_that_knows_nothing_of_the_texts_is_refused(
+    task: dict[str, Any], source: str, folder: Path
+) -> None:
+    with raises("LS2441", "'[UNK]'", "tokenizer", "train"):
+        notes_of(run_on(folder, labelled(unknown(24)), model=source, **task))
+
+
+def test_many_unknown_tokens_are_noted_with_their_number(folder: Path) -> None:
+    texts = [f"{text_of(number)} x{number} y{number} z{number}" for number in range(24)]
+    assert any(
+        "54 of 126 tokens of train (43%) are '[UNK]'" in note for note in notes_of(run_on(folder, labelled(texts)))
+    )
+    few = [f"{text_of(number)} x{number}" for number in range(24)]
+    assert notes_of(run_on(folder, labelled(few))) == []
+
+
+def test_texts_that_all_become_the_same_tokens_are_refused(folder: Path) -> None:
+    """`[CLS] [UNK] w1 [SEP]`, whatever the first word is."""
+    with raises("LS2442", "tokenizer", "18 different texts", "the same 4 tokens"):
+        notes_of(run_on(folder, labelled([f"name{number} w1" for number in range(24)])))
+
+
+def test_a_limit_that_cuts_every_text_to_the_same_prefix_is_refused(folder: Path) -> None:
+    texts = [f"w1 w2 w3 w4 {text_of(number)}" for number in range(24)]
+    with raises("LS2442", "data.max_length", "18 different texts", "the same 6 tokens", "raise data.max_length"):
+        notes_of(run_on(folder, labelled(texts), "data.max_length=6"))
+    assert notes_of(run_on(folder, labelled(texts), "data.max_length=8")) == []
+
+
+def test_few_sequences_of_many_texts_are_noted(folder: Path) -> None:
+    texts = [f"{WORDS[number % 3]} name{number} w5 w6 w7" for number in range(24)]
+    notes = " ".join(notes_of(run_on(folder, labelled(texts))))
+    assert "18 different texts of train become 3 different sequences" in notes
+
+
+def test_a_constant_column_is_noted(folder: Path) -> None:
+    notes = notes_of(run_on(folder, labelled(["w1 w2"] * 24)))
+    assert any("all 18 rows of train hold the same text (text)" in note for note in notes)
+
+
+def test_texts_of_one_token_are_noted(folder: Path) -> None:
+    notes = notes_of(run_on(folder, labelled([" ".join(["w1"] * (number + 1)) for number in range(24)])))
+    assert any("171 tokens of train are 'w1'" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("most", "least", "task", "source"),
+    [
+        (1, 3, {}, "model"),
+        (2, 3, {}, "model"),
+        (4, 5, {"text_pair": "second"}, "model"),
+        (1, 3, {"name": "token_classification", "words": "words"}, "model"),
+        (1, 3, {"name": "embedding", "anchor": "text", "positive": "second"}, "model"),
+        (2, 3, {"name": "masked_language_modeling", "packing": False}, "model"),
+        (2, 3, {"name": "translation", "source": "text", "target": "second", "bleu": False}, "t5"),
+    ],
+)
+def test_a_limit_that_leaves_nothing_of_a_text_is_refused(
+    most: int, least: int, task: dict[str, Any], source: str, folder: Path
+) -> None:
+    """The tokenizers library cuts nothing below the number of special tokens: 1 would train on whole texts."""
+    rows = [
+        row | {"words": row["text"].split(), "tags": ["O"] * 4} for row in labelled([text_of(n) for n in range(24)])
+    ]
+    with raises("LS2440", f"data.max_length: {most} token", f"expected {least} or more"):
+        notes_of(run_on(folder, rows, f"data.max_length={most}", model=source, **task))
+    notes_of(run_on(folder, rows, f"data.max_length={least + 2}", model=source, **task))
+
+
+def test_a_limit_of_targets_is_named_by_its_own_key(folder: Path) -> None:
+    task = {"name": "translation", "source": "text", "target": "second", "bleu": False, "target_length": 2}
+    with raises("LS2440", "task.target_length: 2 tokens", "3 or more"):
+        notes_of(run_on(folder, labelled([text_of(n) for n in range(24)]), model="t5", **task))
