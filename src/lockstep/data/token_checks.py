@@ -62,14 +62,14 @@ def check(
 
 def _sample(columns: Columns, side: str) -> tuple[list[np.ndarray], bool]:
     """Examples from the first on, [T] each, and whether there are more."""
-    found: list[np.ndarray] = []
+    examples: list[np.ndarray] = []
     tokens, ragged = 0, columns.ragged(side)
     for row in range(len(columns)):
         if tokens >= _TOKENS:
-            return found, True
-        found.append(ragged.row(row))
-        tokens += len(found[-1])
-    return found, False
+            return examples, True
+        examples.append(ragged.row(row))
+        tokens += len(examples[-1])
+    return examples, False
 
 
 def _unknown(
