@@ -359,10 +359,19 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
         sys.argv[1:2], sys.modules["__main__"] = [], main
         _end(lambda: exec(code, main.__dict__))
     if script:
-        _end(lambda: runpy.run_path(words[0], run_name="__main__"))
+        _end(lambda: _run_script(words[0]))
     package = hasattr(sys.modules.get(words[0]), "__path__")
     sys.modules.pop(f"{words[0]}.__main__" if package else words[0], None)  # or Python warns that it is run twice
     _end(lambda: runpy.run_module(words[0], run_name="__main__", alter_sys=True))
+
+
+def _run_script(path: str) -> None:
+    """As Python runs a file: its names live until the process ends. `runpy.run_path` frees them at once, and a DDP model
+    over gloo that is freed right after its last backward joins a thread that waits for the interpreter's lock (torch 2.13)."""
+    main = ModuleType("__main__")
+    main.__file__ = path
+    sys.modules["__main__"] = main
+    exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
 
 
 def _trace(environment: dict[str, str]) -> None:
