@@ -366,8 +366,9 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
 
 
 def _run_script(path: str) -> None:
-    """As Python runs a file: its names live until the process ends. `runpy.run_path` frees them at once, and a DDP model
-    over gloo that is freed right after its last backward joins a thread that waits for the interpreter's lock (torch 2.13)."""
+    """As Python runs a file: its names live until the process ends. `runpy.run_path` frees them at once, and a DDP
+    model over gloo that is freed right after a backward joins a thread that waits for the interpreter's lock (torch
+    2.13)."""
     main = ModuleType("__main__")
     main.__file__ = path
     sys.modules["__main__"] = main

@@ -31,4 +31,5 @@ def add(optimizer: torch.optim.Optimizer, *_: object) -> None:
 register_optimizer_step_post_hook(add)
 atexit.register(lambda: print(f"digest {DIGEST['steps']} {DIGEST['weights']:08x}", flush=True))
 sys.argv = sys.argv[1:]
-KEPT = runpy.run_path(sys.argv[0], run_name="__main__")  # a DDP model freed here may wait for ever (`support/forked.py`)
+# kept: a DDP model that is freed here may wait for ever (`support/forked.py`)
+KEPT = runpy.run_path(sys.argv[0], run_name="__main__")
