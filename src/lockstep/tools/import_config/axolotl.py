@@ -64,8 +64,10 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> N
     table.batches(draft, each, times, processes, ("micro_batch_size", "gradient_accumulation_steps"))
     table.length(draft, theirs.get("num_epochs", 1), theirs.get("max_steps"), ("num_epochs", "max_steps"))
     table.schedule(draft, theirs, "warmup_steps", "warmup_ratio", theirs.get("lr_scheduler"))
-    if theirs.get("warmup_steps") is None and theirs.get("warmup_ratio") is None:
-        _warm_up(draft)
+    if theirs.get("warmup_steps") is None:
+        _warm_up(table.number(theirs.get("warmup_ratio")), draft)
+    elif draft.keys.get("optim.warmup_steps") == 1:
+        draft.set("optim.warmup_steps", 2, "warmup_steps 1: axolotl makes it two")
     table.numbers(draft, theirs, {"optim.learning_rate": "learning_rate"})
     if "adam_beta1" in theirs or "adam_beta2" in theirs:
         betas = [table.number(theirs.get("adam_beta1", 0.9)), table.number(theirs.get("adam_beta2", 0.999))]
@@ -80,17 +82,26 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> N
         draft.deepspeed = theirs["deepspeed"]
 
 
-def _warm_up(draft: RunDraft) -> None:
-    """The one that axolotl has where none is given; transformers' schedule constant leaves it out."""
-    share, most = _WARM_UP
-    origin = f"axolotl's default: {share:.0%} of all steps, at most {most}"
-    if draft.keys.get("optim.schedule") == "constant":
+def _warm_up(ratio: float | None, draft: RunDraft) -> None:
+    """By `warmup_ratio`, or the one that axolotl has where none is given: a share of all steps, which is rounded down,
+    and never one step. transformers' schedule constant leaves it out."""
+    share, most = _WARM_UP if ratio is None else (ratio, None)
+    origin = f"warmup_ratio {ratio}"
+    if ratio is None:
+        origin = f"axolotl's default: {share:.0%} of all steps, at most {most}"
+    if draft.keys.get("optim.schedule") == "constant" or not share:
         return
     if (steps := draft.keys.get("steps")) is not None:
-        count = min(int(share * steps), most)
+        count = int(share * steps) if most is None else min(int(share * steps), most)
         draft.set("optim.warmup_steps", 2 if count == 1 else count, origin)
-    else:
-        draft.set("optim.warmup_fraction", share, origin)
+        draft.keys.pop("optim.warmup_fraction", None)
+        return
+    draft.set("optim.warmup_fraction", share, origin)
+    draft.notes.append(
+        "axolotl rounds the steps of its warm-up down, and optim.warmup_fraction is rounded up: it may be one step "
+        "longer"
+    )
+    if most is not None:
         draft.notes.append(f"axolotl's warm-up ends after {most} steps: in a longer run give optim.warmup_steps={most}")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.config import error_messages as messages
 from lockstep.config.run import RunError
 from lockstep.strategies.engines.zero_config import other_arithmetic
-from lockstep.tools.import_config import trainer
+from lockstep.tools.import_config import deepspeed_schedules, trainer
 from lockstep.tools.import_config.script import Script
 from lockstep.tools.import_config.table import (
     NAMES,
@@ -272,8 +272,7 @@ def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable
         draft.deepspeed = file
     config = command.options.get("deepspeed")
     if isinstance(config, str) and (path.parent / config).is_file():
-        values = read_keys(path.parent / config, (path.parent / config).read_text(encoding="utf-8"))
-        move_deepspeed(values, draft, None, completed=True)
+        draft.deepspeed = config
         command.options.pop("deepspeed")
     return None if each is None else int(each) * machines
 
@@ -431,7 +430,7 @@ def move_deepspeed(theirs: Mapping[str, Any], draft: RunDraft, processes: int | 
     if _enabled(theirs.get("fp16")):
         draft.set("precision", "fp16", "fp16 enabled")
     _optimizer(theirs.get("optimizer"), draft)
-    _scheduler(theirs.get("scheduler"), draft)
+    deepspeed_schedules.move(theirs.get("scheduler"), draft)
 
 
 def _steps(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
@@ -464,27 +463,6 @@ def _optimizer(section: Any, draft: RunDraft) -> None:
             draft.set(f"optim.{ours[name]}", value if isinstance(value, list) else number(value), f"optimizer: {name}")
         elif name not in (*ours, "adam_w_mode", "torch_adam"):
             draft.drop(f"optimizer: {name}", value, "optim has no such key", True, ("optim.name",))
-
-
-def _scheduler(section: Any, draft: RunDraft) -> None:
-    if not isinstance(section, Mapping):
-        return
-    kind, values = str(section.get("type")), section.get("params") or {}
-    if kind not in NAMES["deepspeed_schedules"]:
-        why = "WarmupLR, WarmupDecayLR and WarmupCosineLR have a counterpart"
-        draft.drop("scheduler", kind, why, True, ("optim.schedule",))
-        return
-    draft.set("optim.schedule", NAMES["deepspeed_schedules"][kind], f"scheduler {kind}")
-    defaults = {"warmup_num_steps": 1000, "warmup_type": "log"} | NAMES["deepspeed_schedule_defaults"].get(kind, {})
-    keys = NAMES["deepspeed_schedule_options"]
-    for name, value in (defaults | values).items():
-        if value == "auto" or (name, value) == ("warmup_type", "linear"):
-            continue
-        if name in keys:
-            ours = whole(value) if name.endswith("_steps") else number(value)
-            draft.set(keys[name], ours, f"scheduler: {name}{'' if name in values else ', by default'}")
-        elif name not in ("warmup_min_lr", "warmup_min_ratio") or number(value):
-            draft.drop(f"scheduler: {name}", value, "a warm-up is linear, from 0", True, ("optim.schedule",))
 
 
 def _enabled(section: Any) -> bool:

@@ -287,6 +287,11 @@ class Loop(Reading):
         share = self._share(arguments.nodes.get("num_warmup_steps"), arguments.nodes.get("num_training_steps"))
         if name != "constant" and "num_warmup_steps" in arguments.unknown and share is not None:
             self.draft.set("optim.warmup_fraction", share, f"num_warmup_steps, line {call.line}")
+            if (node := self._assigned(arguments.nodes["num_warmup_steps"])) and "ceil" not in code_of(node):
+                self.draft.notes.append(
+                    f"optim.warmup_fraction is rounded up, so the warm-up may be one step longer than that of line "
+                    f"{call.line}, which is not; optim.warmup_steps=N says it exactly"
+                )
         elif name != "constant" and "num_warmup_steps" in arguments.unknown:
             code = f"line {call.line}: {call.name}(num_warmup_steps={arguments.unknown['num_warmup_steps']})"
             self.draft.unclear(code, loading.RUNS, "optim.warmup_steps", "optim.warmup_fraction")
