@@ -21,7 +21,7 @@ _WARM_UP = ("optim.warmup_steps", "optim.warmup_fraction")
 
 
 @dataclass(frozen=True)
-class Scheduler:
+class DeepSpeedScheduler:
     """A scheduler of DeepSpeed, its parameters with their defaults; "auto" is what the Trainer's arguments say."""
 
     kind: str
@@ -73,13 +73,13 @@ def move(section: Any, draft: RunDraft) -> None:
         draft.keys.pop(key, None)
     draft.set("optim.schedule", NAMES["deepspeed_schedules"][kind], f"scheduler {kind}")
     defaults = {"warmup_num_steps": 1000, "warmup_type": "log"} | NAMES["deepspeed_schedule_defaults"].get(kind, {})
-    scheduler = Scheduler(kind, defaults | values)
+    scheduler = DeepSpeedScheduler(kind, defaults | values)
     for name, value in scheduler.values.items():
         _set(scheduler, name, value, "" if name in values else ", by default", draft)
     draft.at_end.append(lambda draft: _settle(scheduler, draft))
 
 
-def _set(scheduler: Scheduler, name: str, value: Any, by_default: str, draft: RunDraft) -> None:
+def _set(scheduler: DeepSpeedScheduler, name: str, value: Any, by_default: str, draft: RunDraft) -> None:
     """One parameter, as if every schedule were the one of transformers."""
     keys = NAMES["deepspeed_schedule_options"]
     if value == "auto" or (name, value) == ("warmup_type", "linear") or name == "warmup_min_lr":
@@ -99,7 +99,7 @@ def _set(scheduler: Scheduler, name: str, value: Any, by_default: str, draft: Ru
         draft.drop(f"scheduler: {name}", value, "a warm-up is linear, from 0", True, ("optim.schedule",))
 
 
-def _settle(scheduler: Scheduler, draft: RunDraft) -> None:
+def _settle(scheduler: DeepSpeedScheduler, draft: RunDraft) -> None:
     """Points in place of a schedule by name, or what differs. What was given by hand holds."""
     if {"optim.schedule", *_WARM_UP, *_RATES} & draft.by_hand.keys():
         return
