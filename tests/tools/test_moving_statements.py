@@ -270,27 +270,6 @@ def test_a_warm_up_by_a_share_of_all_steps(
     assert moved("acc.py", text).optim.warmup_fraction == share
 
 
-_FACTORY = "stage: sft\nmodel_name_or_path: a/b\ndataset: NAME\ntemplate: qwen\nfinetuning_type: full\n"
-
-
-def test_dataset_info_of_llama_factory_is_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "data").mkdir()
-    entries = {
-        "talks": {"file_name": "t.jsonl", "formatting": "sharegpt", "columns": {"messages": "talk"}},
-        "hub": {"hf_hub_url": "x/y", "subset": "z", "columns": {"prompt": "q", "response": "a"}},
-        "joined": {"hf_hub_url": "x/y", "columns": {"prompt": "q", "query": "more"}},
-    }
-    (here / "data" / "dataset_info.json").write_text(json.dumps(entries))
-    run = moved("lf.yaml", _FACTORY.replace("NAME", "talks"))
-    assert (run.data.source, run.task.options["messages"]) == ("data/t.jsonl", "talk")
-    run = moved("lf.yaml", _FACTORY.replace("NAME", "hub").replace("template: qwen\n", ""))
-    assert (run.data.source, run.data.config) == ("x/y", "z")
-    assert (run.task.options["prompt"], run.task.options["response"]) == ("q", "a")
-    (here / "moved.yaml").unlink()
-    assert "columns: query: more" in refused("lf.yaml", _FACTORY.replace("NAME", "joined"), capsys)
-    assert "has no entry of that name" in refused("lf.yaml", _FACTORY.replace("NAME", "none"), capsys)
-
-
 def test_a_file_of_deepspeed_that_a_file_names(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "deepspeed: ds.json\nper_device_train_batch_size: 4\nlearning_rate: 1.0e-4\n"
     said = refused("args.yaml", text, capsys, "--task", "classification")

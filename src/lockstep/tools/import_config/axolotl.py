@@ -6,11 +6,10 @@ In: its keys; of LLaMA-Factory those of `TrainingArguments` are among them. Out:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lockstep.config.run import RunError
-from lockstep.tools.import_config import table, trainer
+from lockstep.tools.import_config import dataset_info, table, trainer
 from lockstep.tools.import_config.table import RunDraft
 
 _TOKENS = "a tokenizer is used as it is: save one with these tokens, and give tokenizer.source"
@@ -289,10 +288,6 @@ _STAGES = {
     "rm": ("reward", {"task.prompt": "instruction", "task.chosen": "chosen", "task.rejected": "rejected"}),
 }
 _LLAMA_FACTORY_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "hinge": "hinge", "simpo": "simpo"}
-_TEMPLATE = (
-    "a prompt and its response are read as they are, and its column input is not: make conversations of them "
-    "(task.messages=messages), or name a column of whole prompts (task.prompt=...)"
-)
 
 
 def move_llama_factory(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
@@ -319,7 +314,7 @@ def move_llama_factory(theirs: Mapping[str, Any], draft: RunDraft, processes: in
         if template:
             draft.notes.append(f"template {template}: the tokenizer's own is used, or task.chat_template as Jinja")
     elif template not in (None, "empty") and stage != "pt":
-        draft.drop("template", template, _TEMPLATE, True, ("task.messages", "task.prompt"))
+        draft.drop("template", template, dataset_info.TEMPLATE, True, ("task.messages", "task.prompt"))
     if stage == "dpo":
         draft.set("task.loss", _LLAMA_FACTORY_LOSSES.get(loss, loss), f"pref_loss {loss}")
     ours = {"task.beta": "pref_beta", "task.gamma": "simpo_gamma", "task.label_smoothing": "dpo_label_smoothing"}
@@ -342,7 +337,7 @@ def _data_llama_factory(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         names = [each.strip() for each in str(name).split(",")]
         folder = str(theirs.get("dataset_dir", "data"))
         if (file := draft.file_named(f"{folder}/dataset_info.json")) is not None:
-            _registered(file, names[0], draft)
+            dataset_info.read(file, names[0], draft)
             names[:1] = []
             for more in names:
                 draft.drop("dataset", more, "several are written by hand: data.sources", True, ("data.source",))
@@ -353,57 +348,6 @@ def _data_llama_factory(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         for more in names[1:]:
             draft.drop("dataset", more, "several are written by hand: data.sources", True, ("data.source",))
     table.share(draft, theirs, "val_size")
-
-
-def _registered(file: Path, name: str, draft: RunDraft) -> None:
-    """A data set by its entry in dataset_info.json. Errors: `RunError`."""
-    entry = table.read_keys(file, file.read_text(encoding="utf-8")).get(name)
-    if not isinstance(entry, Mapping):
-        draft.unclear(f"dataset: {name}", f"{file} has no entry of that name", "data.source")
-        return
-    origin = f"{file.name}: {name}"
-    if (source := entry.get("hf_hub_url")) is not None:
-        draft.set("data.source", source, f"{origin}: hf_hub_url")
-    elif entry.get("file_name"):
-        draft.set("data.source", str(file.parent / str(entry["file_name"])), f"{origin}: file_name")
-    else:
-        draft.lacks(f"dataset: {name}", f"its entry in {file} has neither file_name nor hf_hub_url", "data.source")
-    for theirs, ours in (("subset", "data.config"), ("split", "data.train"), ("num_samples", "data.limit")):
-        if entry.get(theirs) not in (None, "train"):
-            draft.set(ours, entry[theirs], f"{origin}: {theirs}")
-    for other in entry.keys() - _REGISTERED:
-        by = ("data.source", "task.messages", "task.prompt", "task.text")
-        draft.drop(f"{origin}: {other}", entry[other], "not a key that is known here", True, by)
-    _registered_columns(entry, origin, draft)
-
-
-_REGISTERED = {"hf_hub_url", "ms_hub_url", "file_name", "subset", "split", "num_samples", "formatting", "ranking"}
-_REGISTERED |= {"columns", "tags"}
-_REGISTERED_COLUMNS = {  # ours -> theirs, and its usual name
-    "task.text": ("prompt", "instruction"),
-    "task.prompt": ("prompt", "instruction"),
-    "task.response": ("response", "output"),
-    "task.chosen": ("chosen", "chosen"),
-    "task.rejected": ("rejected", "rejected"),
-}
-
-
-def _registered_columns(entry: Mapping[str, Any], origin: str, draft: RunDraft) -> None:
-    columns = entry.get("columns") or {}
-    if entry.get("formatting", "alpaca") == "sharegpt" and draft.task == "language_modeling":
-        for key in ("task.prompt", "task.response", "task.text"):
-            draft.keys.pop(key, None)
-        draft.set("task.messages", columns.get("messages", "conversations"), f"{origin}: columns: messages")
-        draft.gaps = [gap for gap in draft.gaps if gap.why != _TEMPLATE]
-        draft.notes.append("the tokenizer's own chat template is used, or task.chat_template as Jinja")
-        return
-    for key, (theirs, usual) in _REGISTERED_COLUMNS.items():
-        if key in draft.keys:
-            draft.set(key, columns.get(theirs, usual), f"{origin}: columns: {theirs}")
-    for theirs in ("query", "history", "system", "tools"):
-        if columns.get(theirs):
-            why = "a prompt is one column: join them, and name it (task.prompt=...)"
-            draft.lacks(f"{origin}: columns: {theirs}: {columns[theirs]}", why, "task.prompt", "task.messages")
 
 
 def _adapter_llama_factory(theirs: Mapping[str, Any], draft: RunDraft) -> None:

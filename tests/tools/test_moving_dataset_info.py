@@ -1,0 +1,124 @@
+"""`lockstep init --from` of a file of LLaMA-Factory's whose data set stands in dataset_info.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.plugins import find
+from lockstep.config.run import load
+from lockstep.data import tokenizer as tokenizers
+from lockstep.data.arrow_cache import Columns
+from lockstep.data.prepare import prepare
+from support.moving_scripts import moved, refused
+
+_FACTORY = "stage: sft\nmodel_name_or_path: a/b\ndataset: NAME\ntemplate: qwen\nfinetuning_type: full\n"
+
+
+def test_dataset_info_of_llama_factory_is_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "data").mkdir()
+    entries = {
+        "talks": {"file_name": "t.jsonl", "formatting": "sharegpt", "columns": {"messages": "talk"}},
+        "hub": {"hf_hub_url": "x/y", "subset": "z", "columns": {"prompt": "q", "response": "a"}},
+        "joined": {"hf_hub_url": "x/y", "columns": {"prompt": "q", "query": "more"}},
+    }
+    (here / "data" / "dataset_info.json").write_text(json.dumps(entries))
+    run = moved("lf.yaml", _FACTORY.replace("NAME", "talks"))
+    assert (run.data.source, run.task.options["messages"]) == ("data/t.jsonl", "talk")
+    run = moved("lf.yaml", _FACTORY.replace("NAME", "hub").replace("template: qwen\n", ""))
+    assert (run.data.source, run.data.config) == ("x/y", "z")
+    assert (run.task.options["prompt"], run.task.options["response"]) == ("q", "a")
+    (here / "moved.yaml").unlink()
+    assert "columns: query: more" in refused("lf.yaml", _FACTORY.replace("NAME", "joined"), capsys)
+    assert "has no entry of that name" in refused("lf.yaml", _FACTORY.replace("NAME", "none"), capsys)
+
+
+OPENAI = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+TALKS = {"file_name": "t.jsonl", "formatting": "sharegpt", "columns": {"messages": "talk"}}
+PAIRS = {"file_name": "p.jsonl", "formatting": "sharegpt", "ranking": True, "columns": {"messages": "talk"}}
+
+
+def factory(here: Path, entry: dict[str, Any], stage: str = "sft") -> str:
+    """A file of LLaMA-Factory's, whose data set has this entry."""
+    (here / "data").mkdir(exist_ok=True)
+    (here / "data" / "dataset_info.json").write_text(json.dumps({"mine": entry}))
+    return _FACTORY.replace("NAME", "mine").replace("sft", stage)
+
+
+@pytest.mark.parametrize(
+    ("entry", "columns"),
+    [
+        (TALKS | {"tags": OPENAI | {"system_tag": "system"}}, {"messages": "talk"}),
+        (TALKS | {"formatting": "openai", "tags": OPENAI | {"system_tag": "system"}}, {"messages": "talk"}),
+        (TALKS | {"tags": {"user_tag": "user", "assistant_tag": "bot"}}, {"messages": "talk"}),
+        (TALKS | {"columns": {"messages": "m", "tools": "functions"}}, {"messages": "m", "tools": "functions"}),
+        (TALKS | {"columns": None}, {"messages": "conversations"}),
+    ],
+)
+def test_tags_of_dataset_info_that_are_read_here(entry: dict[str, Any], columns: dict[str, str], here: Path) -> None:
+    run = moved("lf.yaml", factory(here, entry))
+    assert {key: run.task.options[key] for key in columns} == columns
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (TALKS | {"tags": OPENAI | {"role_tag": "speaker"}}, "tags: role_tag speaker, content_tag content"),
+        (TALKS | {"tags": OPENAI | {"content_tag": "text"}}, "tags: role_tag role, content_tag text"),
+        (TALKS | {"tags": OPENAI | {"user_tag": "customer"}}, "tags: user_tag: customer"),
+        (TALKS | {"tags": {"assistant_tag": "agent"}}, "tags: assistant_tag: agent"),
+        (TALKS | {"tags": {"user_tag": "gpt", "assistant_tag": "human"}}, "tags: user_tag: gpt"),
+        (TALKS | {"tags": {"role_tag": "role", "content_tag": "content"}}, "tags: user_tag: human, by default"),
+        (TALKS | {"tags": OPENAI | {"function_tag": "function"}}, "tags: function_tag: function"),
+        (TALKS | {"tags": OPENAI | {"narrator_tag": "x"}}, "tags: narrator_tag: x"),
+        (TALKS | {"columns": {"messages": "m", "system": "sys"}}, "columns: system: sys"),
+        (TALKS | {"columns": {"messages": "m", "images": "i"}}, "columns: images: i"),
+        (TALKS | {"formatting": "other"}, "formatting: other"),
+        (PAIRS, "ranking: True"),
+        ({"file_name": "a.json"}, "columns: query: input, by default"),
+        ({"file_name": "a.json", "columns": {"prompt": "q", "kto_tag": "k"}}, "columns: kto_tag: k"),
+    ],
+)
+def test_what_dataset_info_says_and_is_not_read_is_refused(
+    entry: dict[str, Any], said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused("lf.yaml", factory(here, entry), capsys)
+
+
+def test_pairs_in_conversations_of_dataset_info(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`dpo` and `rm` with `formatting: sharegpt`: the prompt is the list of messages."""
+    names = {"messages": "talk", "chosen": "good", "rejected": "bad"}
+    for stage, task in (("dpo", "preference"), ("rm", "reward")):
+        run = moved("lf.yaml", factory(here, PAIRS | {"columns": names}, stage))
+        columns = {key: run.task.options[key] for key in ("prompt", "chosen", "rejected", "conversations")}
+        assert columns == {"prompt": "talk", "chosen": "good", "rejected": "bad", "conversations": True}
+        assert run.task.name == task
+        (here / "moved.yaml").unlink()
+    entry = PAIRS | {"tags": {"user_tag": "customer"}}
+    assert "tags: user_tag: customer" in refused("lf.yaml", factory(here, entry, "dpo"), capsys)
+    without = {key: value for key, value in PAIRS.items() if key != "ranking"}
+    assert "ranking: False" in refused("lf.yaml", factory(here, without, "dpo"), capsys)
+
+
+def test_pairs_in_conversations_are_trained_as_they_are_moved(here: Path) -> None:
+    rows = [
+        {
+            "conversations": [{"from": "human", "value": f"what is {n} and {n + 1}"}],
+            "chosen": {"from": "gpt", "value": f"it is {2 * n + 1}"},
+            "rejected": {"from": "gpt", "value": "no idea"},
+        }
+        for n in range(40)
+    ]
+    (here / "data").mkdir()
+    (here / "data" / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = moved("lf.yaml", factory(here, PAIRS | {"columns": None}, "dpo"))
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}"
+    options = run.task.options | {"chat_template": template + "<assistant>{% endif %}"}
+    values = {"model": {"type": "gpt2"}, "tokenizer": {"train": "bpe", "vocab_size": 300}, "data": {}}
+    values["data"] = {"source": str(here / "data" / "p.jsonl"), "max_length": 64}
+    run = load(None, [], values | {"task": {"name": "preference", **options}})
+    prepared = prepare(run, find("tasks", "preference"))
+    first = Columns(prepared.splits["train"]).ragged("input_ids").row(0)
+    tokenizer = tokenizers.load(prepared.tokenizer)
+    assert str(tokenizer.decode(first)).strip().startswith("<user>what is")
