@@ -127,8 +127,8 @@ def _others(names: Mapping[str, Any], origin: str, draft: RunDraft) -> None:
 
 def _tags(tags: Any, origin: str, draft: RunDraft) -> None:
     """What messages call their keys, and those who speak; others than those that are read here are gaps."""
-    given: dict[str, Any] = dict(tags) if isinstance(tags, Mapping) else {}
-    known = {**_TAGS, **{name: value for name, value in given.items() if value is not None}}
+    own_tags: dict[str, Any] = dict(tags) if isinstance(tags, Mapping) else {}
+    known = {**_TAGS, **{name: value for name, value in own_tags.items() if value is not None}}
     keys = (known["role_tag"], known["content_tag"])
     why = "messages have role and content (user, assistant, system, tool), or from and value: save them so"
     by = ("data.source", "task.messages", "task.prompt")
@@ -138,10 +138,10 @@ def _tags(tags: Any, origin: str, draft: RunDraft) -> None:
     for name, role in _ROLES.items():
         theirs = str(known[name])
         here = ROLES.get(theirs.strip().lower()) if keys[0] == "from" else theirs
-        if here != role and (name in given or name in ("user_tag", "assistant_tag")):
-            draft.drop(f"{origin}: tags: {name}", f"{theirs}{', by default' * (name not in given)}", why, True, by)
-    for name in sorted(given.keys() - _ROLES.keys() - {"role_tag", "content_tag"}):
+        if here != role and (name in own_tags or name in ("user_tag", "assistant_tag")):
+            draft.drop(f"{origin}: tags: {name}", f"{theirs}{', by default' * (name not in own_tags)}", why, True, by)
+    for name in sorted(own_tags.keys() - _ROLES.keys() - {"role_tag", "content_tag"}):
         if name not in _TAGS:
-            draft.drop(f"{origin}: tags: {name}", given[name], "not a tag that is known here", True, by)
+            draft.drop(f"{origin}: tags: {name}", own_tags[name], "not a tag that is known here", True, by)
         elif keys[0] == "role":  # by from and value, one who speaks and is not known is refused with its row
-            draft.drop(f"{origin}: tags: {name}", given[name], why, True, by)
+            draft.drop(f"{origin}: tags: {name}", own_tags[name], why, True, by)
