@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.tasks.models import models, source_ties
-from lockstep.training import source_weights
+from lockstep.training import plain_check, source_weights
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session, join_ranks
 from support import own_heads
@@ -113,6 +113,23 @@ def compared(world: World, run: Run, harm: bool) -> str | None:
     job = for_rank(run, world)
     join_ranks(job, world)
     return source_weights.difference(build_session(job, world))
+
+
+def told(world: World, run: Run) -> str:
+    """What is said of the comparison where a second model would be too large."""
+    source_weights.WHOLE = 10
+    job = for_rank(run, world)
+    join_ranks(job, world)
+    return plain_check.check(build_session(job, world), lambda sides, strategy: "")
+
+
+@pytest.mark.processes
+def test_weights_that_are_not_compared_are_told(tmp_path: Path) -> None:
+    own_heads.save(tmp_path / "model", "gpt2")
+    (text,) = run_on(1, told, run_of(tmp_path, "gpt2"), joined=False)
+    assert "equal those of transformers alone" in text
+    assert "weights not compared by name" in text
+    assert "a second model of more than" in text
 
 
 @pytest.mark.processes

@@ -57,11 +57,15 @@ def say_what_ended() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    _say_that_it_ended(number)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _say_that_it_ended(number: int) -> None:
     name = signal.Signals(number).name
     text = f"lockstep: ended by {name}, which came while nothing was being trained; what was saved before is there\n"
     os.write(2, text.encode())  # a handler must not wait for a lock that what it interrupts may hold
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
 
 
 def listen_no_more() -> None:
@@ -77,6 +81,7 @@ class StopRequest:
     def __init__(self, after_s: float | None = None) -> None:
         """`after_s`: by the clock, so many seconds from now."""
         self.came = False
+        self._number = signal.SIGTERM  # the one that came last
         self._raises = False
         self._until = time.monotonic() + (math.inf if after_s is None else after_s)
 
@@ -87,7 +92,7 @@ class StopRequest:
         end_at_second_interrupt()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
+        self.came, self._number = True, signal.Signals(number)
         if self._raises:
             self._raises = False  # once: what tidies up is left alone
             raise Stopped
@@ -108,6 +113,20 @@ class StopRequest:
             yield
         finally:
             self._raises = False
+
+    @contextmanager
+    def ends(self, alone: bool) -> Iterator[None]:
+        """A context in which nothing can be lost yet: a stop signal ends this process at once. `alone`: it is the whole
+        job, and says so; else its launcher does. Errors: `KeyboardInterrupt` for Ctrl-C where it is alone."""
+        try:
+            with self.interrupts():
+                yield
+        except Stopped:
+            if alone and self._number == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            if alone:
+                _say_that_it_ended(self._number)
+            end_by_signal()
 
     def wait(self, seconds: float) -> bool:
         """Until a stop signal comes, or for so long. Returns whether one came."""

@@ -38,10 +38,12 @@ LEFT_S = 2.0  # a rank whose peers have come to their end needs no longer to com
 
 
 class Watchdog:
-    """Watches over one job from `start` to `stop`; `limit_s` is how long a rank may stay silent or in one place."""
+    """Watches over one job from `start` to `stop`; `limit_s` is how long a rank may stay silent or in one place.
+    `building`: a rank may take as long as it likes to build or read a model; only ranks that all wait, for that long,
+    in the same collectives are stuck."""
 
-    def __init__(self, world: World, limit_s: float) -> None:
-        self.world, self.limit_s = world, limit_s
+    def __init__(self, world: World, limit_s: float, building: bool = False) -> None:
+        self.world, self.limit_s, self.building = world, limit_s, building
         self.interval_s = min(1.0, limit_s / 10)
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -80,14 +82,15 @@ class Watchdog:
         beats = 0
         last_beats: dict[int, tuple[Any, float]] = {}  # rank -> its last beat, and when it was new here
         since = time.monotonic()  # when this rank came to where it is
-        place = -1
+        place: tuple[int, list[str]] | None = None
         try:
             while not self._over.wait(self.interval_s if beats else 0.0):
                 beats += 1
                 now = time.monotonic()
-                if ACTIVITY.moves != place:
-                    place, since = ACTIVITY.moves, now
-                stuck = now - since > self.limit_s
+                here = (ACTIVITY.moves, torch_internals.open_collectives() if self.building else [])
+                if here != place:
+                    place, since = here, now
+                stuck = now - since > self.limit_s and (not self.building or bool(here[1]))
                 self._query_began = now
                 self._store.set(str(self.world.rank), json.dumps(self._beat(beats, stuck)))
                 latest = self._heartbeats = self._others(last_beats, now)

@@ -215,6 +215,8 @@ def check(session: Session, causes: Callable[[Sides, Strategy], str]) -> str:
     agrees, text = world.broadcast(outcome)
     if not agrees:
         raise TrainingFailed("LS5170", text)
+    if why := source_weights.skipped(session):
+        text += f"; weights not compared by name with those of {run.model.source}: {why}"
     return str(text)
 
 

@@ -12,8 +12,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -199,7 +199,9 @@ def work(job: Job, world: World) -> int:
         return publish_until_stopped(run, world, console) if world.is_main else DONE
     ACTIVITY.at("building the model")
     with console.busy(lambda: ACTIVITY.name):
-        session = replace(build_session(job, world, console.note), journal=EventLog(world, run.folder))
+        with world.stop.ends(alone=world.size == 1), watched_while_building(run, world):
+            session = build_session(job, world, console.note)
+        session = replace(session, journal=EventLog(world, run.folder))
         state, compared = (session.new_state(-1), "") if world.joining else resumed(session, console)
         session = replace(session, compared=compared)
     trained = train_and_evaluate(session, console, state)
@@ -211,6 +213,18 @@ def work(job: Job, world: World) -> int:
     trained.strategy.close()
     known = promised(trained.strategy, doubts)
     return DONE if weights is None else export_and_publish(session, console, trained, weights, known, evaluated)
+
+
+@contextmanager
+def watched_while_building(run: Run, world: World) -> Iterator[None]:
+    """A context in which ranks that all wait in collectives, or one that falls silent, end the job after
+    `launch.hang_timeout_s`. Where the others would go on without it, only a collective's own limit does: there is no
+    state yet from which they could."""
+    watchdog = Watchdog(world, 0 if world.members is not None else run.launch.hang_timeout_s, building=True).start()
+    try:
+        yield
+    finally:
+        watchdog.stop()
 
 
 def train_and_evaluate(session: Session, console: Console, state: TrainState) -> Trained | None:

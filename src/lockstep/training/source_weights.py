@@ -23,15 +23,27 @@ from lockstep.training.session import Session
 _NAMES = 4  # names in a message
 
 
+def skipped(session: Session) -> str:
+    """Why the weights are not compared with those of the source; empty where they are, or where there is none."""
+    run = session.run
+    if run.model.source is None:
+        return ""
+    if session.task.own_model or run.model.trust_remote_code or "." in run.task.name:
+        return "the model's code is not that of transformers"
+    if run.model.quantization:
+        return f"they are kept in {run.model.quantization}"
+    if session.strategy.parameter_count > WHOLE:
+        return f"a second model of more than {WHOLE / 1e6:.0f} million weights would be loaded"
+    if RawRows.of(session.task.prepared.facts) is None:  # which the plain path needs to know the labels
+        return "the labels are not known to a plain computation"
+    return ""
+
+
 def difference(session: Session) -> str | None:
     """Describe how weights differ from those of the source, on every rank. None where they are the same, and where
-    they are not compared: from scratch, code of the user's or from the Hub, 4-bit weights, more than `WHOLE`
-    parameters. Collective."""
+    they are `skipped`. Collective."""
     run, world, strategy = session.run, session.world, session.strategy
-    other_code = session.task.own_model or run.model.trust_remote_code or "." in run.task.name
-    if run.model.source is None or other_code or run.model.quantization or strategy.parameter_count > WHOLE:
-        return None
-    if RawRows.of(session.task.prepared.facts) is None:  # which the plain path needs to know the labels
+    if run.model.source is None or skipped(session):
         return None
     parts = {n: t for n, t in strategy.sharded_state_dict().items() if n.startswith("model.")}
     layouts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
