@@ -71,7 +71,7 @@ def train(
     _begins()
     _importable(run)
     run = further(run, show or (lambda text: None))
-    start.launcher_of(run).plan(run)
+    start.plan_of(run, start.launcher_of(run))
     following = Following(run.folder)
     listening = [
         each for each in (on_event, event_stream.bar(run.checkpoint.best) if show else None) if each is not None

@@ -145,7 +145,7 @@ def test_local_data_models_and_modules_travel(here: Path) -> None:
         ({"region": "eu-west-9"}, "did you mean eu-west-"),
         ({"region": None}, "launch.region: missing"),
         ({"pytorch": "1.13"}, "no AWS container for PyTorch '1.13'"),
-        ({"processes": "auto"}, "launch.processes: auto cannot count"),
+        ({"processes": "auto", "instance": "ml.g9.xlarge", "device": "auto"}, "launch.instance: the number of GPUs of"),
         ({"processes": 5}, "2 x 5 processes cannot share 8 micro-batches"),
         ({"device": "cuda"}, "launch.device: cuda, but ml.m5.xlarge "),
         ({"secrets": ["HF_TOKEN"]}, "launch.secrets: 'HF_TOKEN' is not VARIABLE=NAME"),

@@ -7,9 +7,11 @@ import tomllib
 from typing import Any
 
 import pytest
+import yaml
 
 from lockstep.config.run import RunError
 from lockstep_clouds import aws
+from lockstep_clouds.sagemaker import Sagemaker
 from support.messages import raises
 from support.places import ROOT
 from support.sagemaker import here, request, run_of
@@ -102,3 +104,38 @@ def test_the_oldest_versions_are_those_of_the_package() -> None:
     wanted = {"PyTorch": torch, "Python": package["requires-python"]}
     for what, said in wanted.items():
         assert said.split(",")[0].endswith(">=" + ".".join(map(str, aws.OLDEST[what])))
+
+
+@pytest.mark.parametrize(
+    ("instance", "gpus"),
+    [
+        ("ml.m5.xlarge", 0),
+        ("ml.g4dn.xlarge", 1),
+        ("ml.g5.16xlarge", 1),
+        ("ml.g5.12xlarge", 4),
+        ("ml.g6e.48xlarge", 8),
+        ("ml.p3.8xlarge", 4),
+        ("ml.p4d.24xlarge", 8),
+        ("ml.p5.48xlarge", 8),
+        ("ml.g9.xlarge", None),
+    ],
+)
+def test_the_gpus_of_an_instance(instance: str, gpus: int | None) -> None:
+    assert aws.gpus_of(instance) == gpus
+
+
+@pytest.mark.parametrize(
+    ("launch", "each"),
+    [
+        ({"instance": "ml.m5.xlarge"}, 1),
+        ({"instance": "ml.g5.12xlarge"}, 4),
+        ({"instance": "ml.g5.xlarge", "processes_per_gpu": 2}, 2),
+        ({"instance": "ml.g5.12xlarge", "device": "cpu"}, 1),
+    ],
+)
+def test_the_instance_says_how_many_processes_there_are(launch: dict[str, Any], each: int) -> None:
+    run = run_of(**{"device": "auto", "processes": "auto", "machines": 2} | launch)
+    plan = Sagemaker().plan(run)
+    assert plan.processes == 2 * each
+    inner = yaml.safe_load(next(text for name, text in plan.files.items() if name.endswith("run.yaml")))
+    assert inner["launch"]["processes"] == each

@@ -13,13 +13,12 @@ from datasets import Dataset
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
-from lockstep.data.splitting import warnings
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import model_configs
 from lockstep.training.beginning import without_effect
-from lockstep.training.model_stats import unused_links
+from lockstep.training.model_stats import remarks, unused_links
 from support.harness import tiny
 from support.messages import raises
 from support.own_modules import NET, NET_FUNCTIONS, job
@@ -55,7 +54,7 @@ def test_the_control_taken_where_there_is_an_effect(words: tuple[str, ...]) -> N
 
 
 def notes(run: Run) -> list[str]:
-    return warnings(prepare(run, LanguageModeling).facts)
+    return remarks(run, prepare(run, LanguageModeling))
 
 
 def test_a_share_for_validation_of_data_that_bring_one_is_noted(tmp_path: Path) -> None:
@@ -143,7 +142,7 @@ def test_keys_of_what_another_key_turns_off_are_noted(
         run = make(tmp_path, kind, *given)
         task_class: Any = plugins.find("tasks", run.task.name)
         found = prepare(run, task_class)
-        assert any(note.startswith(f"{key} has no effect") for note in warnings(found.facts)) == noted
+        assert any(note.startswith(f"{key} has no effect") for note in remarks(run, found)) == noted
         assert not task_class(run, found).warnings  # nothing by which processes could differ
 
 
@@ -193,7 +192,7 @@ def test_samples_and_a_share_for_validation_of_a_module(tmp_path: Path, monkeypa
         task_class: Any = plugins.find("tasks", "module")
         prepared = prepare(run, task_class)
         assert not task_class(run, prepared).warnings
-        return "\n".join(warnings(prepared.facts))
+        return "\n".join(remarks(run, prepared))
 
     assert "data.validation_fraction: 0.3 has no effect" in said("data.validation_fraction=0.3")  # NET brings a split
     assert "task.samples has no effect" in said("task.samples=1")

@@ -89,7 +89,7 @@ def test_what_is_dumped_can_be_run_again(tmp_path: Path) -> None:
         ("batch_size: many", ["batch_size", "'many'", "integer", "line 8"]),
         ("batch_size: 0", ["batch_size", "0", "greater than or equal to 1"]),
         ("precision: fp8", ["precision", "'fp8'", "'fp32', 'bf16' or 'fp16'"]),
-        ("micro_batches: 256", ["micro_batches (256)", "batch_size (128)"]),
+        ("micro_batches: 256", ["micro_batches (256)", "batch_size (128, its default)"]),
         ("steps: 5", ["epochs", "steps", "LS1102"]),
         ("task: {name: clasification}", ["task.name", "did you mean 'classification'", "line 8"]),
         ("task: {txt: tweet}", ["unknown key 'task.txt'", "'text'"]),

@@ -10,6 +10,7 @@ from lockstep.cli import main
 from support.messages import mentions
 from support.mistakes import MISTAKES, Mistake, prepare
 from support.places import ROOT
+from support.written import accused, keys_written
 
 PAGE = ROOT / "docs/how-to/troubleshooting.md"
 
@@ -30,6 +31,7 @@ def test_a_mistake_is_refused_with_its_code(
     err = capfd.readouterr().err
     assert mentions(err, mistake.code, mistake.shown)
     assert "Traceback" not in err
+    assert accused(err, keys_written(tmp_path / "run.yaml", mistake.arguments())) == []
 
 
 def test_the_control_without_a_mistake_the_job_is_planned(

@@ -1,58 +1,77 @@
-"""How much memory tensors needed at most, of which something was written: what a system that gives pages when they are
-touched had to give. Counted tensor by tensor, so that allocators, threads and other processes change nothing.
+"""Which keys a person wrote, and which others a message talks about as if he had.
 
-In: operations that run inside `Written()`. Out: `most`, in bytes.
+By other code than that of lockstep: a message may begin with a key only if that was written, or if the message says
+that it is a default, or that it is missing.
 """
 
 from __future__ import annotations
 
-import weakref
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+import yaml
 
-from lockstep.distributed.torch_internals import values_of
+from lockstep.config import plugins
+from lockstep.config.run import Run
 
-_UNTOUCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_ABOUT = re.compile(
+    r"(?:lockstep: |note: |this would fail: )*([a-z_]+(?:\.[a-z_]\w*)*)(?::| \(|,? has | is | cannot | needs )"
+)
+_SAYS_SO = ("default", "missing", "is not set", "placeholder")
+_SHORT = {"task": "name", "data": "source", "model": "source", "tokenizer": "source", "optim": "name"}
+_SHORT |= {"strategy": "name", "launch": "name", "track": "to"}
 
 
-class Written(TorchDispatchMode):
-    """Counts a storage from its first writing on, by as many bytes as were written, until it is gone."""
+@cache
+def known_keys() -> frozenset[str]:
+    """Every dotted key of a run file, those of the tasks, optimizers and launchers included, and the sections."""
+    names = set(Run.model_fields)
+    for section, field in Run.model_fields.items():
+        inner = getattr(field.annotation, "model_fields", {})
+        names |= {f"{section}.{name}" for name in inner}
+    for section, kind in (("task", "tasks"), ("optim", "optimizers"), ("launch", "launchers")):
+        for plugin in plugins.names(kind):
+            options: Any = plugins.find(kind, plugin).Options  # type: ignore[attr-defined]
+            names |= {f"{section}.{name}" for name in options.model_fields}
+    return frozenset(names)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-        self._held: dict[int, int] = {}  # storage -> bytes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if DTensor in types:  # its own operations on local tensors come by here
-            return NotImplemented
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func.namespace == "c10d":  # collectives write into what they are given, and their schemas do not say so
-            written = tree_leaves((args, kwargs))
-        else:
-            slots = zip(func._schema.arguments, args, strict=False)
-            written = [value for slot, value in slots if slot.alias_info is not None and slot.alias_info.is_write]
-            written += [kwargs[s.name] for s in func._schema.arguments if s.name in kwargs and s.is_out]
-            fresh = [slot.alias_info is None for slot in func._schema.returns]
-            if all(fresh) and func._schema.name.split("::")[1] not in _UNTOUCHED:
-                written.append(out)
-        for tensor in tree_leaves(written):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
-                self._count(tensor)
-        return out
+def _flat(values: Any, prefix: str) -> Iterator[str]:
+    if isinstance(values, Mapping) and values:
+        for key, value in values.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield f"{prefix}.{_SHORT[prefix]}" if prefix in _SHORT else prefix
 
-    def _count(self, tensor: torch.Tensor) -> None:
-        if tensor.is_sparse:
-            tensor = values_of(tensor)
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._held:
-            weakref.finalize(storage, self._held.pop, key, None)
-        written = self._held.get(key, 0) + tensor.numel() * tensor.element_size()
-        self._held[key] = min(storage.nbytes(), written)
-        self.most = max(self.most, sum(self._held.values()))
+
+def keys_written(file: Path | None, words: Iterable[str]) -> set[str]:
+    """The keys in a run file, if it can be read, and in the words of a command line."""
+    keys: set[str] = set()
+    if file is not None and file.is_file():
+        try:
+            values = yaml.safe_load(file.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError):
+            return set(known_keys())  # the message is about the file
+        keys |= set(_flat(values, "")) if isinstance(values, Mapping) else set()
+    for word in words:
+        key, equals, value = word.partition("=")
+        key = key.lstrip("-").replace("-", "_")
+        if equals or word.startswith("--"):
+            keys |= set(_flat(yaml.safe_load(value) if value else None, key)) | {key}
+    return keys
+
+
+def accused(text: str, written: set[str] | Sequence[str]) -> list[str]:
+    """The lines of a text that are about a key that nobody wrote, and do not say that it is a default."""
+    found = []
+    for line in text.splitlines():
+        about = _ABOUT.match(line.strip())
+        if about is None or about[1] not in known_keys() or any(word in line for word in _SAYS_SO):
+            continue
+        key = about[1]
+        if not any(name == key or name.startswith(f"{key}.") or key.startswith(f"{name}.") for name in written):
+            found.append(line)
+    return found

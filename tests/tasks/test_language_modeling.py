@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
-from lockstep.data import lm_documents, splitting
+from lockstep.data import lm_documents
 from lockstep.data.batch import IGNORED
 from lockstep.data.lm_documents import Documents, examples, measured
 from lockstep.data.prepare import prepare
@@ -23,6 +23,7 @@ from lockstep.distributed.world import World
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models.inference import Decoding, by_forward
 from lockstep.training.evaluation import evaluate
+from lockstep.training.model_stats import remarks
 from support.harness import build, run_on
 from support.messages import raises
 from support.task_runs import GPT2, make, sentence
@@ -196,7 +197,7 @@ def text_run(folder: Path, *overrides: str, **task: Any) -> Run:
 @pytest.mark.parametrize(("length", "noted"), [(24, False), (128, False), (300, True)])
 def test_a_length_that_cuts_nothing_is_noted(length: int, noted: bool, tmp_path: Path) -> None:
     run = make(tmp_path, "packed", f"data.max_length={length}")  # of blocks of 24
-    notes = splitting.warnings(prepare(run, LanguageModeling).facts)
+    notes = remarks(run, prepare(run, LanguageModeling))
     assert any("data.max_length: 300 has no effect" in note and "(24)" in note for note in notes) == noted
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+PUSH_KEY = "hub.push_to"  # the key by which a run asks for a push
 HERE = "PATH_OR_REPO"  # stands for the model's place in `Task.usage`; a push writes the repository instead
 # Our metric -> the Hub's name for it, what people call it, and its arguments.
 _METRICS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
@@ -361,8 +362,11 @@ def check(run: Run, timeout_s: float = 10.0) -> list[str]:
         account = HfApi(token=token).whoami()
     except Exception as error:  # whatever the Hub and the network do; only a refusal is the user's to mend
         if status_of(error) in (401, 403):
-            raise RunError("LS6012", f"hub.push_to: cannot push to {repository}: {explained(error)}") from error
-        return [f"hub.push_to: whether HF_TOKEN may push to {repository} could not be checked: {explained(error)}"]
+            raise RunError(
+                "LS6012", f"hub.push_to: cannot push to {repository}: {explained(error, writes=True)}"
+            ) from error
+        why = explained(error, writes=True)
+        return [f"hub.push_to: whether HF_TOKEN may push to {repository} could not be checked: {why}"]
     role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
         raise RunError(
@@ -380,19 +384,18 @@ def check(run: Run, timeout_s: float = 10.0) -> list[str]:
     return []
 
 
-def _token(repository: str) -> str:
-    """The token for pushing to the Hub, from the environment and nowhere else. Errors: `RunError`."""
+def _token(repository: str, called: str = PUSH_KEY) -> str:
+    """The token for pushing to the Hub, from the environment and nowhere else. `called`: the key or command that asks
+    for it. Errors: `RunError`."""
     token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
     if not token or not token.strip():
         raise RunError(
             "LS6015",
-            f"hub.push_to: no token to push to {repository}. Create one with write access at "
+            f"{called}: no token to push to {repository}. Create one with write access at "
             "https://huggingface.co/settings/tokens and set it in the environment: export HF_TOKEN=...",
         )
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise RunError(
-            "LS6016", f"hub.push_to: HF_HUB_OFFLINE is set, so nothing can be pushed to {repository}; unset it"
-        )
+        raise RunError("LS6016", f"{called}: HF_HUB_OFFLINE is set, so nothing can be pushed to {repository}; unset it")
     return token.strip()
 
 
@@ -405,7 +408,7 @@ def push_pending(run: Run, say: Callable[[str], None]) -> int:
     if not pending(run):
         return 0
     try:
-        pushed = push(run.folder, str(run.hub.push_to), run.hub.private, say)
+        pushed = push(run.folder, str(run.hub.push_to), run.hub.private, say, called=PUSH_KEY)
     except (PushFailed, RunError) as failed:
         tell(str(failed))
         return 1
@@ -419,11 +422,13 @@ def push(
     private: bool,
     say: Callable[[str], None],
     patience: PushPatience | None = None,
+    called: str = "lockstep push",
 ) -> Pushed:
     """Upload the export of an output folder; what is there already is not sent again. Not collective: rank 0 only.
 
-    `say` hears of tries that failed. Errors: `RunError` for what the user can mend (no export, no token, no permission,
-    a public repository where a private one was asked for), `PushFailed` when the Hub could not be reached in the end.
+    `say` hears of tries that failed, and messages name the key or command that asks, as `called`. Errors: `RunError`
+    for what the user can mend (no export, no token, no permission, a public repository where a private one was asked
+    for), `PushFailed` when the Hub could not be reached in the end.
     """
     folder, patience = output / "export", patience or PushPatience()
     if not (folder / "README.md").is_file():
@@ -436,29 +441,29 @@ def push(
             "LS6018", f"{link} is a link, and the file behind a link is not pushed; replace it by a copy, or remove it"
         )
     exported.require_whole(output)
-    token = _token(repository)
+    token = _token(repository, called)
     check_card((folder / "README.md").read_text(encoding="utf-8"), folder / "README.md")
     for attempt in range(1, patience.tries + 1):
         _be_patient(patience.timeout_s)
         try:
-            pushed = _once(folder, repository, private, token)
+            pushed = _once(folder, repository, private, token, called)
         except RunError:
             raise
         except Exception as error:  # whatever the Hub, the network and the libraries between raise
             if not transient(error):
                 raise RunError(
-                    "LS6019", f"hub.push_to: pushing {folder} to {repository} was refused: {explained(error)}"
+                    "LS6019", f"{called}: pushing {folder} to {repository} was refused: {explained(error, writes=True)}"
                 ) from error
             if attempt == patience.tries:
                 raise PushFailed(
                     "LS6020",
                     f"pushing {folder} to {repository} failed {attempt} times; the last error was: "
-                    f"{explained(error)}\nThe export is complete; push it again with: lockstep push {output} "
-                    f"{repository}{'' if private else ' --public'}",
+                    f"{explained(error, writes=True)}\nThe export is complete; push it again with: lockstep push "
+                    f"{output} {repository}{'' if private else ' --public'}",
                 ) from error
             wait = patience.wait_s * 2 ** (attempt - 1)
             say(
-                f"note: pushing to {repository}: {explained(error)}; trying again in {wait:g} s "
+                f"note: pushing to {repository}: {explained(error, writes=True)}; trying again in {wait:g} s "
                 f"({attempt}/{patience.tries})"
             )
             time.sleep(wait)
@@ -468,7 +473,7 @@ def push(
     raise AssertionError("a push either succeeds or raises")
 
 
-def _once(folder: Path, repository: str, private: bool, token: str) -> Pushed:
+def _once(folder: Path, repository: str, private: bool, token: str, called: str) -> Pushed:
     """One try: one commit, of what is there and has changed."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.utils import disable_progress_bars, logging
@@ -479,10 +484,16 @@ def _once(folder: Path, repository: str, private: bool, token: str) -> Pushed:
     api.create_repo(repository, private=private, exist_ok=True)
     about = api.model_info(repository)
     if private and about.private is False:
+        if called != PUSH_KEY:
+            raise RunError(
+                "LS6120",
+                f"{called}: {repository} exists and is public, but without --public a private one is asked for. "
+                "Nothing was pushed; make the repository private on its page, or add --public",
+            )
         raise RunError(
             "LS6021",
             f"hub.private: {repository} exists and is public, but the run asks for a private one. Nothing was pushed; "
-            "make the repository private on its page, or push with hub.private=false (lockstep push --public)",
+            "make the repository private on its page, or set hub.private=false",
         )
     files: dict[str, Any] = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
     text = (folder / "README.md").read_text(encoding="utf-8")

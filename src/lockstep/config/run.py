@@ -14,22 +14,24 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from lockstep.config import error_messages as messages
-from lockstep.config import key_aliases, model_selection, plugins, processor, redaction
+from lockstep.config import key_aliases, model_selection, plugins, processor, redaction, written
 from lockstep.config.data_sources import Mirror, PathText, is_address
 from lockstep.config.errors import InvalidValue, coded
 from lockstep.config.errors import RunError as RunError
 from lockstep.config.model_selection import AverageSection, EvaluateSection, choose_best
 from lockstep.config.optim import REVISION, OptimSection, revised
+from lockstep.config.quick_start import QUICK_START as QUICK_START
+from lockstep.config.quick_start import quick_start_for
 from lockstep.config.sections import (
     BEFORE,
     ONE_ORIGIN,
@@ -63,6 +65,9 @@ _FREE = (
 )
 
 
+MICRO_BATCHES = 8
+
+
 class Run(Section):
     """One training job, complete: everything that decides its arithmetic, and how and where it runs."""
 
@@ -92,7 +97,9 @@ class Run(Section):
     )
     batch_size: Positive = Field(128, description="examples per optimizer step over the whole job")
     micro_batches: Positive = Field(
-        8, description="micro-batches a step is cut into; defines the arithmetic, whatever the number of processes"
+        MICRO_BATCHES,
+        description="micro-batches a step is cut into; defines the arithmetic, whatever the number of processes; "
+        "default: 8, or batch_size if that is less",
     )
     precision: Precision = Field(
         "fp32", description="bf16, fp16: autocast; fp16 scales the loss, for GPUs without bf16"
@@ -119,6 +126,28 @@ class Run(Section):
     )
     hub: HubSection = Field(default_factory=HubSection)  # type: ignore[arg-type]
 
+    _written: written.WrittenKeys | None = PrivateAttr(None)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all values are equal, whoever wrote them."""
+        return isinstance(other, Run) and dict(self) == dict(other)
+
+    def wrote(self, key: str) -> bool:
+        """Whether a person wrote a dotted key, or one within it: it is not there by default. Of a run that does not say
+        so, such as one of OUTPUT/run.yaml, which has every default, whether its value is another than the default."""
+        return self.written_keys.has(key)
+
+    @property
+    def written_keys(self) -> written.WrittenKeys:
+        """The dotted keys that a person wrote."""
+        return written.changed(self) if self._written is None else self._written
+
+    def as_written(self, keys: Iterable[str]) -> Run:
+        """The run with other keys that count as written by a person."""
+        run = self.model_copy()
+        run._written = written.WrittenKeys(keys)
+        return run
+
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, values: Any) -> Any:
@@ -128,6 +157,8 @@ class Run(Section):
                 values["epochs"] = 3
             if values.get("output") is None:
                 values["output"] = f"outputs/{values.get('name', 'run')}"
+            if values.get("micro_batches") is None and values.get("batch_size") in range(1, MICRO_BATCHES):
+                values["micro_batches"] = values["batch_size"]  # each needs an example
             choose_best(values)
         return values
 
@@ -157,9 +188,10 @@ class Run(Section):
         if self.epochs is not None and self.steps is not None:
             raise InvalidValue("LS1102", "epochs and steps are both set; remove one of them")
         if self.micro_batches > self.batch_size:
+            default = ", its default" * ("batch_size" not in self.model_fields_set)
             raise InvalidValue(
                 "LS1103",
-                f"micro_batches ({self.micro_batches}) is greater than batch_size ({self.batch_size}), but "
+                f"micro_batches ({self.micro_batches}) is greater than batch_size ({self.batch_size}{default}), but "
                 "every micro-batch needs an example; lower micro_batches or raise batch_size",
             )
         return self
@@ -223,10 +255,11 @@ class Run(Section):
     def check_shared(self, processes: int, source: str) -> None:
         """Errors: `RunError` when a process would have no micro-batch. `source`: the key, and how many it makes."""
         if processes > self.micro_batches:
+            default = "" if self.wrote("micro_batches") else " (the default of micro_batches)"
             raise RunError(
                 "LS1104",
-                f"{source} cannot share {self.micro_batches} micro-batches, because each process needs at least "
-                "one; use fewer processes or raise micro_batches",
+                f"{source} cannot share {self.micro_batches} micro-batches{default}, because each process needs at "
+                "least one; use fewer processes or raise micro_batches",
             )
 
     def default(self, key: str) -> Any:
@@ -260,23 +293,18 @@ def load(
     values: Any = dict(defaults or {})
     if path is not None:
         origin = str(path)
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-            values, lines = messages.read_yaml_with_lines(text)
-        except OSError as error:
-            raise RunError(
-                "LS1105", f"cannot read the run file {path}: {error.strerror}{_instead(Path(path))}"
-            ) from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise RunError("LS1106", f"{path} is not valid YAML: {messages.yaml_fault(error)}") from error
-        if not isinstance(values, dict):
-            raise RunError(
-                "LS1107",
-                f"{path} must contain a mapping of keys (see `lockstep schema`), but contains {messages.kind(values)}",
-            )
+        values, lines = _read_file(path)
         values = relative_to_file({key: at_length(key, value) for key, value in values.items()}, Path(path))
         values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
     overridden = overrides_of(overrides)
+    chosen: dict[str, Any] = {}  # by the overrides
+    for key, value in overridden.items():
+        set_key(chosen, key, value)
+    by_person = written.keys_of(chosen)
+    if quick := path is None and values == QUICK_START:
+        values = quick_start_for(chosen)
+    else:
+        by_person = written.WrittenKeys(by_person | written.keys_of(values))
     alone = values
     for key, value in overridden.items():
         set_key(values := copied(values), key, value)
@@ -291,7 +319,9 @@ def load(
     if portable and trains and _ranks_are_here(values.get("launch")):
         processor.refuse()
     try:
-        return _validated(values, origin, lines, overridden, imports)
+        run = _validated(values, origin, lines, overridden, imports, by_person if quick else None)
+        filled_in = written.is_resolved(values, Run.model_fields)
+        return run.as_written(written.changed(run) | written.keys_of(chosen) if filled_in else by_person)
     except RunError as error:
         try:
             _validated(alone, origin, lines, {}, imports)
@@ -300,17 +330,42 @@ def load(
         raise
 
 
+def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The values of a run file, and dotted key -> line. Errors: `RunError`."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        values, lines = messages.read_yaml_with_lines(text)
+    except OSError as error:
+        raise RunError("LS1105", f"cannot read the run file {path}: {error.strerror}{_instead(Path(path))}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RunError("LS1106", f"{path} is not valid YAML: {messages.yaml_fault(error)}") from error
+    if not isinstance(values, dict):
+        raise RunError(
+            "LS1107",
+            f"{path} must contain a mapping of keys (see `lockstep schema`), but contains {messages.kind(values)}",
+        )
+    return values, lines
+
+
 def _ranks_are_here(launch: Any) -> bool:
     """Whether the ranks of a run run on this machine, as far as its file says."""
     return not isinstance(launch, dict) or launch.get("name", "local") == "local"
 
 
 def _validated(
-    values: dict[str, Any], origin: str, lines: dict[str, int], overridden: dict[str, Any], imports: bool
+    values: dict[str, Any],
+    origin: str,
+    lines: dict[str, int],
+    overridden: dict[str, Any],
+    imports: bool,
+    quick: written.WrittenKeys | None = None,
 ) -> Run:
-    """Errors: `RunError`."""
+    """`quick`: the keys that were written beside the quick start, whose others give way. Errors: `RunError`."""
     try:
         run = Run.model_validate(values)
+        if quick is not None and (imports or "." not in run.task.name) and run.task.name in plugins.names("tasks"):
+            of_no_use = unusable_keys(run, plugins.find("tasks", run.task.name))
+            run = Run.model_validate(written.without(values, [key for key in of_no_use if not quick.has(key)]))
     except ValidationError as error:
         raise messages.explain(error, Run, origin, lines, overridden) from None
     return check_plugins(run, origin, lines, overridden, imports)
@@ -633,29 +688,3 @@ def schema() -> dict[str, Any]:
     precision["enum"] += [*PRECISIONS, 32, 16]
     del precision["type"]
     return json_schema
-
-
-QUICK_START: dict[str, Any] = {
-    "name": "quickstart",
-    "data": {"source": "builtin/emotion", "max_length": 64},
-    "model": {
-        "type": "gpt2",
-        "config": {
-            "n_layer": 2,
-            "n_head": 8,
-            "n_embd": 96,
-            "n_positions": 64,
-            "initializer_range": 0.04,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        },
-    },
-    "tokenizer": {"train": "bpe", "vocab_size": 1000},
-    "epochs": 3,
-    "batch_size": 64,
-    "micro_batches": 4,
-    "optim": {"learning_rate": 1.5e-3, "schedule": "linear", "warmup_fraction": 0.1, "betas": [0.9, 0.98]},
-    "launch": {"processes": 2, "processes_per_gpu": 2},  # also where there is one GPU
-    "checkpoint": {"every": 100},
-}

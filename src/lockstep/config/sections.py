@@ -333,7 +333,8 @@ class LaunchSection(PluginSection):
     )
     processes: Positive | Literal["auto"] = Field(
         "auto",
-        description="processes a machine; auto: processes_per_gpu a GPU, else one a core, at most micro_batches",
+        description="processes a machine; auto: processes_per_gpu a GPU, else one a core (SageMaker: one an instance), "
+        "at most micro_batches",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     processes_per_gpu: Positive = Field(

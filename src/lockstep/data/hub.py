@@ -37,10 +37,12 @@ _STATUS = {
 
 
 OFFLINE = "HF_HUB_OFFLINE is set, and it is not in the cache; unset it, give a local folder, or `hf download` it first"
+NO_WRITING = "HF_HUB_OFFLINE is set; unset it"
 
 
-def explained(error: BaseException, revision: str | None = None) -> str:
-    """One sentence about a failure. `revision`: what was asked for."""
+def explained(error: BaseException, revision: str | None = None, writes: bool = False) -> str:
+    """One sentence about a failure. `revision`: what was asked for. `writes`: something was to be sent to the Hub, for
+    which a local folder or the cache is no help."""
     from huggingface_hub import constants, errors
 
     for each in _chain(error):
@@ -51,7 +53,7 @@ def explained(error: BaseException, revision: str | None = None) -> str:
         if isinstance(each, errors.RepositoryNotFoundError):
             return "the Hub has no such repository, or it is private and HF_TOKEN is not a token that may read it"
         if _is_offline(each):
-            return OFFLINE
+            return NO_WRITING if writes else OFFLINE
     if (status := status_of(error)) is not None:
         if status in _STATUS:
             return _STATUS[status]
@@ -60,7 +62,8 @@ def explained(error: BaseException, revision: str | None = None) -> str:
         return f"it answered {status}: {one_line(message, 300)}"
     if any(_lost(each) for each in _chain(error)):
         last = one_line(list(_chain(error))[-1], 300)
-        return f"the Hub at {constants.ENDPOINT} cannot be reached: {last}. A local folder needs no network"
+        instead = "" if writes else ". A local folder needs no network"
+        return f"the Hub at {constants.ENDPOINT} cannot be reached: {last}{instead}"
     return one_line(error, 300)
 
 

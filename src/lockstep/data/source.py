@@ -346,6 +346,13 @@ def _check_kind(data: DataSection, is_local: bool) -> None:
         if not is_local and key in data.changed_keys:
             name = data.source
             raise RunError("LS2243", f"data.{key}: applies to local files only, and {name} is not one; remove it")
+    for key in USUAL if data.source == BUILTIN else ():
+        if getattr(data, key) is not None:
+            raise RunError(
+                "LS2420",
+                f"data.{key}: cannot be combined with data.source: {BUILTIN}, which has splits of its own; remove "
+                "one of the two",
+            )
     for key in ("config", "revision"):
         if (is_local or data.source == BUILTIN) and key in data.changed_keys:
             name = data.source or "data.train"

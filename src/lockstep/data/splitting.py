@@ -55,8 +55,8 @@ def deduplicate_and_split(
         if len(rows) < len(train):
             facts["duplicates"] = {"train": len(train) - len(rows)}
             splits = splits | {"train": train.select(rows)}
-    if "validation_fraction" in run.data.changed_keys and _came_with_validation(read, splits):
-        facts["unused_fraction"] = f"{run.data.validation_fraction:g}"
+    if _came_with_validation(read, splits):
+        facts["own_validation"] = True
     splits = _cut_off(splits, run, cut, read)
     overlaps, overlapping = overlap(splits, texts)
     if overlaps:
@@ -252,8 +252,6 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
         + ". If they mean the same, write them alike"
         for group in facts.get("alike_labels", [])
     ]
-    if share := facts.get("unused_fraction"):
-        messages.append(f"data.validation_fraction: {share} has no effect; the data have a validation split")
     messages += facts.get("notes", [])
     if facts.get("dropped"):
         return messages

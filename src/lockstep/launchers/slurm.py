@@ -107,7 +107,7 @@ class Slurm(SubmittedJob):
         if not job.minutes:
             notes.append("no launch.time: the ranks are not warned before the partition's own limit ends the job")
         if run.launch.threads == "auto":
-            notes.append("launch.threads: auto follows the cores of a task; set it to compare bits with other machines")
+            notes.append("threads follow the cores of a task; set launch.threads to compare bits with other machines")
         return LaunchPlan(ranks, ["sbatch", "--parsable", str(file)], files={str(file): text_of(job)}, notes=notes)
 
     def check(self, run: Run, plan: LaunchPlan) -> None:

@@ -22,6 +22,7 @@ from lockstep.config import plugins
 from lockstep.config.errors import EXCLUDED, coded
 from lockstep.config.optim import REVISION
 from lockstep.config.run import Run, RunError, keep, load
+from lockstep.config.written import naming_defaults
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.job_record import JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TRAIN
@@ -29,7 +30,7 @@ from lockstep.distributed.signals import listen_no_more
 from lockstep.launchers.processes import accelerate_config, output_lock, srun
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
-from lockstep.training.resolve import Job, Machine, Scope, resolve, resolve_launch
+from lockstep.training.resolve import Job, Machine, Scope, fitted, resolve, resolve_launch
 
 if TYPE_CHECKING:
     from lockstep.launchers.launcher import Launcher, LaunchPlan
@@ -58,6 +59,7 @@ def train(run: Run) -> int:
             if lock is not None:
                 only_one(run, launcher)
             plan, steps = ready(run, launcher, plan, console)
+            run = run if plan.job is None else plan.job.run  # with defaults that the model has room for
         if lock is None:
             return launcher.start(run, plan)
         if steps is not None:
@@ -251,11 +253,17 @@ def launcher_named(name: str) -> Launcher:
     return plugins.of_key("launcher", "launchers", name or "local")()
 
 
+def plan_of(run: Run, launcher: Launcher) -> LaunchPlan:
+    """What the launcher starts. Errors: `RunError`, which tells a default from what a person wrote."""
+    with naming_defaults(run):
+        return launcher.plan(run)
+
+
 def planned(run: Run) -> tuple[Launcher, LaunchPlan]:
     """The launcher and its plan; what workers import is being imported while this process goes on, unless OUTPUT says
     that nothing is left to do."""
     launcher = launcher_of(run)
-    plan = launcher.plan(run)
+    plan = plan_of(run, launcher)
     record = job_record.read(run.folder)
     done = record is not None and record.status == 0
     if plan.processes > 1 and launcher.forks_ranks and not done:
@@ -292,7 +300,7 @@ def start_ranks(launcher: Launcher, job: Job, words: Sequence[str]) -> int:
 def resolve_options(run: Run) -> None:
     """Refuse what needs neither the data nor a process. Errors: `RunError`."""
     launcher = launcher_of(run)
-    plan = launcher.plan(run)
+    plan = plan_of(run, launcher)
     resolve(run, machine_of(launcher, plan), plan.processes, Scope.OPTIONS)
 
 
@@ -319,6 +327,7 @@ def further(run: Run, say: Callable[[str], object]) -> Run:
     if run.model.source is None and run.model.type is None:  # a module of one's own, which starts from no folder
         return run
     manifest = next((newest for _, newest in newest_first(run)), None)
+    run = run if manifest is None else fitted(run)
     added = None if manifest is None else _added(run, manifest)
     if manifest is None or added is None or not ended(run, manifest) or exported.damage(run.folder) is not None:
         return run

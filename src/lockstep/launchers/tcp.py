@@ -33,7 +33,9 @@ class Tcp(Launcher):
 
     def plan(self, run: Run) -> LaunchPlan:
         launch = self.options(run)
-        if launch.init_method is None or not re.fullmatch(r"tcp://[^:/]+:\d+", launch.init_method):
+        if launch.init_method is None:
+            raise RunError("LS7521", "launch.init_method: missing; the tcp launcher needs tcp://host:port of rank 0")
+        if not re.fullmatch(r"tcp://[^:/]+:\d+", launch.init_method):
             raise RunError(
                 "LS7420",
                 f"launch.init_method: invalid value {launch.init_method!r}; expected tcp://host:port of rank 0",

@@ -158,6 +158,7 @@ class LanguageModeling(PerToken, Generates):
     pipeline = "text-generation"
     cache_name = ("language modelling",)
     generative = True
+    length_key = "task.block_size"
     display_keys = ("samples", "sample_prompt", "sample_tokens", "temperature")
 
     # -- before any process ------------------------------------------------------------------------------------------
@@ -237,14 +238,18 @@ class LanguageModeling(PerToken, Generates):
         ends = {split: _cut(rows, files[split], data.options) for split, rows in data.splits.items()}
         ends = {split: left for split, left in ends.items() if left}
         texts = {split: len(rows) for split, rows in data.splits.items()}
-        facts: dict[str, Any] = {"texts": texts} | ({"cut_texts": ends} if ends else {})
-        length, size = data.run.data.max_length, data.options.block_size
+        return {"texts": texts} | ({"cut_texts": ends} if ends else {})
+
+    @classmethod
+    def idle_keys(cls, run: Run, facts: Mapping[str, Any]) -> list[str]:
+        length, options = run.data.max_length, cls.options_of(run)
         notes: list[str] = []
-        if "max_length" in data.run.data.changed_keys and length != size:
-            notes += [f"data.max_length: {length} has no effect; task.block_size ({size}) says where texts are cut"]
-        if data.options.sample_prompt is not None and not data.options.samples:
-            notes += ["task.sample_prompt has no effect with task.samples: 0"]
-        return facts | ({"notes": notes} if notes else {})
+        if length != options.block_size:
+            size = f"task.block_size ({options.block_size}) says where texts are cut"
+            notes.append(f"data.max_length: {length} has no effect; {size}")
+        if options.sample_prompt is not None and not options.samples:
+            notes.append("task.sample_prompt has no effect with task.samples: 0")
+        return notes
 
     @classmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:

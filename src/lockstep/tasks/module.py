@@ -80,6 +80,10 @@ class Module(Task):
         }
 
     @classmethod
+    def idle_keys(cls, run: Run, facts: Mapping[str, Any]) -> list[str]:
+        return [] if run.task.options.get("generate") else ["task.samples has no effect without task.generate"]
+
+    @classmethod
     def fingerprint(cls, run: Run) -> str:
         """How many items each split has, and what some of them hold."""
         from lockstep.tasks.modules import dataset
@@ -106,11 +110,8 @@ class Module(Task):
         if length_inputs:  # of all items, where the rest of the key looks at some
             key = digest(key, {split: dataset.content(file) for split, file in files.items()})
         facts = {"source": run.task.options["data"], "cut": cut, "examples": len(sets["train"][1])} | asdict(probed)
-        if not cut and "validation_fraction" in run.data.changed_keys:
-            facts["unused_fraction"] = f"{run.data.validation_fraction:g}"
-        options = ModuleOptions.model_validate(run.task.options)
-        if options.generate is None and "samples" in options.changed_keys:
-            facts["notes"] = ["task.samples has no effect without task.generate"]
+        if not cut:
+            facts["own_validation"] = True
         return Prepared(key, files, "", facts)
 
     @classmethod

@@ -131,6 +131,18 @@ class Task(ABC):
         return {}
 
     @classmethod
+    def fit_defaults(cls, run: Run) -> tuple[Run, list[str]]:
+        """The run with defaults that the model has no room for replaced by what it has room for, and a note for each.
+        A key that a person wrote (`run.wrote`) stays as it is: `prepare` refuses it."""
+        return run, []
+
+    @classmethod
+    def idle_keys(cls, run: Run, facts: Mapping[str, Any]) -> list[str]:
+        """Notes on keys that have no effect beside others, or on these data (`Prepared.facts`). Each begins with its
+        key; those on keys that nobody wrote are not shown."""
+        return []
+
+    @classmethod
     def fingerprint(cls, run: Run) -> str:
         """A hash of the data's content, where neither the run file nor code determines it. Every process asks for it
         before it takes anything from the cache."""

@@ -58,6 +58,7 @@ class TextTask(Task):
     within: ClassVar[str | None] = None  # the column that columns may be in which are not there
     loss_chunk: int | str | None = None  # tokens whose logits are there at once; None: all
     tokenizer: Any
+    length_key: ClassVar[str] = "data.max_length"  # says how many tokens an example has, at most
 
     # -- the steps of `prepare` ----------------------------------------------------------------------------------------
 
@@ -124,6 +125,12 @@ class TextTask(Task):
         if data.rows is not None:
             return data.rows.tokenizer(data.run, texts, cls.generative)
         return tokenizer.prepare(data.run, texts(data.splits["train"]), hashed, cls.generative)
+
+    @classmethod
+    def fit_defaults(cls, run: Run) -> tuple[Run, list[str]]:
+        from lockstep.tasks.models import models
+
+        return (run, []) if cls.head is None else models.with_length_that_fits(run, cls.length_key)
 
     @classmethod
     def check_prepared(cls, run: Run, prepared: Prepared) -> None:

@@ -285,9 +285,9 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return encoder, features
 
     @classmethod
-    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
-        unused = "bleu_tokenizer" in data.options.changed_keys and not data.options.bleu
-        return {"notes": ["task.bleu_tokenizer has no effect with task.bleu: false"]} if unused else {}
+    def idle_keys(cls, run: Run, facts: Mapping[str, Any]) -> list[str]:
+        unused = run.task.options.get("bleu") is False
+        return ["task.bleu_tokenizer has no effect with task.bleu: false"] if unused else []
 
     # -- in every process --------------------------------------------------------------------------------------------
 

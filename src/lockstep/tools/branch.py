@@ -86,7 +86,8 @@ def parsed(spec: str) -> tuple[Path, int]:
 
 
 def _begun(output: Path, step: int, run: Run, console: Console) -> Begun:
-    prepared = start.resolved(run)[2].data
+    job = start.resolved(run)[2]
+    run, prepared = job.run, job.data
     manifest = next((manifest_there for _, manifest_there in newest_first(load_of(output))), None)
     if manifest is None:
         raise RunError("LS8054", f"{output} has no checkpoint to start from")

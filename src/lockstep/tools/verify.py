@@ -97,6 +97,7 @@ def verify(
         accelerate_config.check_variables(run, os.environ)
     else:
         launcher, _, job = start.resolved(run)
+        run = job.run
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-", ignore_cleanup_errors=True) as aside:
         folder = Path(aside)
         console = Console(os.environ.get("RANK", "0") == "0")

@@ -36,6 +36,7 @@ from lockstep.training import plain_check
 from lockstep.training.errors import not_finite
 from lockstep.training.evaluation import evaluate_with_tables, generate_samples
 from lockstep.training.model_stats import evaluated_at_once, remarks
+from lockstep.training.resolve import Scope
 from lockstep.training.session import Session
 from lockstep.training.summary import facts
 from lockstep.training.train_state import TrainState
@@ -54,7 +55,8 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
     if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
     prepared = session.task.prepared
-    for text in (*session.task.warnings, *remarks(run, prepared)):
+    resolved_here = session.job.notes if session.job.scope < Scope.START else ()  # else the launcher has shown them
+    for text in (*resolved_here, *session.task.warnings, *remarks(run, prepared)):
         console.note(text)
     ACTIVITY.at("trying a step with the longest examples")
     try_before_training(session)
@@ -225,7 +227,7 @@ def without_effect(session: Session) -> list[str]:
     if later := [step for step in run.checkpoint.at if step > total]:
         notes.append(f"checkpoint.at: {', '.join(map(str, later))} come after the last step, {total}")
     whole = f"under {run.strategy.name}, where each rank has a whole copy"
-    lacking = {
+    idle = {
         "launch.replicate_every": None if isinstance(session.strategy, ShardedRecovery) else whole,
         "launch.rebalance_every": "on one process" if session.world.size == 1 else None,
         "launch.processes_per_gpu": "on CPUs" if session.world.device.type == "cpu" else None,
@@ -234,11 +236,7 @@ def without_effect(session: Session) -> list[str]:
         "sdc_check.on_difference": None if run.sdc_check.every else "without sdc_check.every",
         "track.close_timeout_s": None if {*run.track.to} - {"jsonl"} else "without a tracker (track.to)",
     }
-    for key, what in lacking.items():
-        section, _, name = key.partition(".")
-        if what and name in getattr(run, section).changed_keys:
-            notes.append(f"{key} has no effect {what}")
-    return notes
+    return notes + [f"{key} has no effect {what}" for key, what in idle.items() if what and run.wrote(key)]
 
 
 def enough_room(session: Session, step: int) -> list[str]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from lockstep.checkpoint.manifest import averaged
 from lockstep.config import plugins
 from lockstep.config.optim import drawn
 from lockstep.config.run import Run, RunError
+from lockstep.config.written import applies
 from lockstep.data import stream
 from lockstep.data.arrow_cache import Columns, Prepared, examples_in
 from lockstep.data.cache import cache_folder, cached
@@ -175,17 +178,29 @@ def too_few(run: Run, prepared: Prepared) -> list[str]:
     examples = sum(stream.read_index(Path(file))["examples"]) if file.endswith(stream.ENDING) else examples_in(file)
     if examples >= run.batch_size:
         return []
+    default = "" if run.wrote("batch_size") else " by default"
     return [
-        f"batch_size is {run.batch_size:,}, and train has {examples:,} examples: every step takes all of them, and an "
-        f"epoch is one step. A batch_size of {examples:,} says the same; a smaller one makes more steps"
+        f"batch_size is {run.batch_size:,}{default}, and train has {examples:,} examples: every step takes all of "
+        f"them, and an epoch is one step. A batch_size of {examples:,} says the same; a smaller one makes more steps"
     ]
 
 
 def remarks(run: Run, prepared: Prepared) -> list[str]:
     """Notes on a run's data and on the entries of its model's config, which stop nothing. Errors: `RunError` when the
     cache cannot be written."""
-    head = plugins.find("tasks", run.task.name).head  # type: ignore[attr-defined]
-    return [*too_few(run, prepared), *unused_links(run), *warnings(prepared.facts), *config_checks.notes(run, head)]
+    task: Any = plugins.find("tasks", run.task.name)
+    idle = [note for note in idle_keys(run, task, prepared.facts) if applies(note, run)]
+    about_data = [*too_few(run, prepared), *unused_links(run), *warnings(prepared.facts), *idle]
+    return [*about_data, *config_checks.notes(run, task.head)]
+
+
+def idle_keys(run: Run, task: type[Task], facts: Mapping[str, Any]) -> list[str]:
+    """Notes on keys that change nothing beside the task's others, or on these data."""
+    notes = task.idle_keys(run, facts)
+    if facts.get("own_validation"):
+        share = f"{run.data.validation_fraction:g}"
+        notes.append(f"data.validation_fraction: {share} has no effect; the data have a validation split")
+    return notes
 
 
 def unused_links(run: Run) -> list[str]:

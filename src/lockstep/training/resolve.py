@@ -10,6 +10,7 @@ top: a machine that only submits may have none.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, check_output, load
 from lockstep.config.sections import LaunchSection
+from lockstep.config.written import naming_defaults
 from lockstep.distributed.hardware import gpus_of
 from lockstep.strategies.engines import zero_agreement
 
@@ -117,6 +119,7 @@ class Job:
         names = ("processes", "scope", "same_bits", "padding", "attention")
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
         values["run"] = self.run.model_dump(mode="json")
+        values["written"] = sorted(self.run.written_keys)
         values["strategy"] = [self.strategy.__module__, self.strategy.__qualname__]
         values["prepared"] = asdict(self.data)
         return json.dumps(values)
@@ -127,7 +130,7 @@ class Job:
         from lockstep.data.arrow_cache import Prepared
 
         values: dict[str, Any] = json.loads(text)
-        run = load(None, [], values["run"], "the job")
+        run = load(None, [], values["run"], "the job").as_written(values.pop("written"))
         task: Any = plugins.of_key("task.name", "tasks", run.task.name)
         # a module of the user's is imported by its own rules
         plugins.of_key("strategy.name", "strategies", run.strategy.name)
@@ -150,12 +153,14 @@ def resolve(
     data they are, where that is another. Writes to the cache and, for a moment, to the object store of `remote_dir`.
     Errors: `RunError`."""
     resolve_launch(run, machine, processes, scope)
-    job = _options(run, machine, processes)
-    notes = _output(run, scope) if scope >= Scope.OUTPUT else ()
-    if scope == Scope.OPTIONS:
-        return job
-    job = replace(_data(job, data or run, tell, fresh=machine.launcher is not None), scope=scope, notes=notes)
-    return job if scope < Scope.OUTPUT else replace(job, newest=newest_checkpoint(job))
+    with naming_defaults(run):
+        job = _options(run, machine, processes)
+        notes = _output(run, scope) if scope >= Scope.OUTPUT else ()
+        if scope == Scope.OPTIONS:
+            return job
+        job = _data(job, data, tell, fresh=machine.launcher is not None)
+        job = replace(job, scope=scope, notes=(*notes, *job.notes))
+        return job if scope < Scope.OUTPUT else replace(job, newest=newest_checkpoint(job))
 
 
 def resolve_launch(run: Run, machine: Machine, processes: int, scope: Scope) -> None:
@@ -166,7 +171,8 @@ def resolve_launch(run: Run, machine: Machine, processes: int, scope: Scope) -> 
     if processes:
         zero_agreement.check(run, processes)  # its rows in one message
     if machine.launcher is not None and (scope == Scope.START or not machine.launcher.submits):
-        machine.launcher.check(run, machine.plan)
+        with naming_defaults(run):
+            machine.launcher.check(run, machine.plan)
 
 
 def _refuse_placeholders(run: Run) -> None:
@@ -341,17 +347,19 @@ def _output(run: Run, scope: Scope) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _data(job: Job, data: Run, tell: Tell | None, fresh: bool) -> Job:
-    """Data, tokens, and what they and the model decide. `fresh`: the Hub is asked again. Errors: `RunError`."""
+def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
+    """Data, tokens, and what they and the model decide. `data`: the run whose data they are, if that is another.
+    `fresh`: the Hub is asked again. Errors: `RunError`."""
     from lockstep.data.prepare import prepare
     from lockstep.tasks import own_metrics
     from lockstep.tasks.models import model_configs, padding
     from lockstep.training import model_stats
     from lockstep.training.checkpoint_model import fetch
 
-    run = job.run
     task: Any = job.task
-    fetch(run)
+    fetch(job.run)
+    run, notes = task.fit_defaults(job.run)
+    data = run if data is None else task.fit_defaults(data)[0]
     label = "checks" if task.own_model else "tokens"
     prepared = prepare(data, task, fresh, None if tell is None else lambda text: tell(label, text))
     task.check_prepared(run, prepared)
@@ -360,7 +368,15 @@ def _data(job: Job, data: Run, tell: Tell | None, fresh: bool) -> Job:
     model_stats.check_average(run, prepared)
     why = "the task pads" if task.head is None else padding.unsupported_reason(run, task.head)
     attention = model_configs.UNPADDED if why is None else run.model.attention or OWN_ATTENTION
-    return replace(job, prepared=prepared, padding=why, attention=attention)
+    return replace(job, run=run, prepared=prepared, padding=why, attention=attention, notes=tuple(notes))
+
+
+def fitted(run: Run) -> Run:
+    """The run as its job has it: with defaults that the model has room for. On a machine without torch as it is."""
+    if importlib.util.find_spec("torch") is None:
+        return run
+    task: Any = plugins.find("tasks", run.task.name)
+    return task.fit_defaults(run)[0]
 
 
 def newest_checkpoint(job: Job) -> Manifest | None:

@@ -141,6 +141,31 @@ def has_gpu(instance: str) -> bool:
     return re.match(r"ml\.(g|p)\d", instance) is not None
 
 
+_GPUS = {  # of types whose number does not follow from their size
+    "p2": {"xlarge": 1, "8xlarge": 8, "16xlarge": 16},
+    "p3": {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8},
+    "p3dn": {"24xlarge": 8},
+    "p4d": {"24xlarge": 8},
+    "p4de": {"24xlarge": 8},
+    "p5": {"4xlarge": 1, "48xlarge": 8},
+    "p5e": {"48xlarge": 8},
+    "p5en": {"48xlarge": 8},
+}
+_GPUS_OF_SIZE = {"xlarge": 1, "2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
+_BY_SIZE = ("g4dn", "g5", "g6", "g6e")  # whose 16xlarge has one
+
+
+def gpus_of(instance: str) -> int | None:
+    """The GPUs of an instance type of SageMaker (ml.g5.12xlarge: 4); 0: it has none; None: its number is not known
+    here."""
+    if not has_gpu(instance):
+        return 0
+    family, _, size = instance.removeprefix("ml.").partition(".")
+    if family in _BY_SIZE:
+        return 1 if size == "16xlarge" else _GPUS_OF_SIZE.get(size)
+    return _GPUS.get(family, {}).get(size)
+
+
 def session(region: str) -> Any:
     """A boto3 session that AWS knows who asks. Errors: `RunError` without boto3, without credentials, or with some
     that AWS refuses."""

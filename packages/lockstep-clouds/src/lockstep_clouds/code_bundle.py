@@ -114,19 +114,6 @@ def inside(run: Run, machines: int, meet: str) -> LaunchSection:
     return LaunchSection(name="local", **own)
 
 
-def world_size_of(run: Run, machines: int) -> int:
-    """Processes in all, on machines that cannot be looked at from here. Errors: `RunError`."""
-    if run.launch.processes == "auto":
-        raise RunError(
-            "LS7230",
-            f"launch.processes: auto cannot count the GPUs of machines that {run.launch.name} has not started "
-            "yet. Set a number per machine: one process per GPU, or 1 without GPUs",
-        )
-    processes = machines * int(run.launch.processes)
-    run.check_shared(processes, f"launch.processes: {machines} x {run.launch.processes} processes")
-    return processes
-
-
 def pairs(key: str, entries: list[str], what: str = "VARIABLE=value") -> dict[str, str]:
     """`NAME=text` entries as a mapping. Errors: `RunError`."""
     mapping = {}

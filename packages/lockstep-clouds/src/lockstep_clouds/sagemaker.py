@@ -27,9 +27,18 @@ from lockstep.distributed.job_record import JobRecord, State
 from lockstep.launchers.launcher import LaunchPlan, SubmittedJob, write_files
 from lockstep.track.console import Console
 from lockstep_clouds import aws
-from lockstep_clouds.code_bundle import Parcel, archive, distributions_of, inside, packed, requirements, world_size_of
+from lockstep_clouds.code_bundle import Parcel, archive, distributions_of, inside, packed, requirements
 from lockstep_clouds.sagemaker_job import describe, fetch, new_lines, state_from
-from lockstep_clouds.sagemaker_request import CHECKPOINTS, COMMAND, DATA, check_request, prefix_of, request_of
+from lockstep_clouds.sagemaker_request import (
+    CHECKPOINTS,
+    COMMAND,
+    DATA,
+    check_request,
+    prefix_of,
+    processes_of,
+    request_of,
+)
+from lockstep_clouds.sagemaker_request import check as check_keys
 
 FIRST, PORT = "algo-1", 29400  # SageMaker names its instances algo-1, algo-2, ...; they meet at the first
 
@@ -78,7 +87,11 @@ class Sagemaker(SubmittedJob):
 
     def plan(self, run: Run) -> LaunchPlan:
         options = self.options(run)
-        processes = world_size_of(run, options.machines)
+        check_keys(run, options)
+        each = processes_of(run, options.instance)
+        processes = options.machines * each
+        key = "launch.instance" if run.launch.processes == "auto" else "launch.processes"
+        run.check_shared(processes, f"{key}: {options.machines} x {each} processes")
         parcel = self._parcel(run, options)
         request = request_of(run, options, parcel)
         if importlib.util.find_spec("botocore") is not None:
@@ -105,6 +118,8 @@ class Sagemaker(SubmittedJob):
         return LaunchPlan(processes, ["/bin/sh", "-c", COMMAND], request["Environment"], files, notes)
 
     def _parcel(self, run: Run, options: Any) -> Parcel:
+        launch = run.launch.model_copy(update={"processes": processes_of(run, options.instance)})
+        run = run.model_copy(update={"launch": launch})
         parcel = packed(run, CHECKPOINTS, DATA)
         section = inside(run, options.machines, f"{FIRST}:{PORT}")
         return replace(parcel, run=parcel.run.model_copy(update={"launch": section}))

@@ -61,7 +61,6 @@ def prefix_of(run: Run, options: Any) -> str:
 
 def request_of(run: Run, options: Any, parcel: Parcel) -> dict[str, Any]:
     """The arguments of `create_training_job`. Errors: `RunError`, naming the key."""
-    _check(run, options)
     prefix = prefix_of(run, options)
     channels = {"source": f"{prefix}/source"} | ({"data": f"{prefix}/data"} if parcel.data else {})
     channels |= pairs("inputs", options.inputs, "CHANNEL=s3://...")
@@ -109,7 +108,8 @@ def request_of(run: Run, options: Any, parcel: Parcel) -> dict[str, Any]:
     return with_extra(request, options.extra)
 
 
-def _check(run: Run, options: Any) -> None:
+def check(run: Run, options: Any) -> None:
+    """Refuse keys that are missing, or that name what no rank could compute on. Errors: `RunError`."""
     for key, what in (
         ("role", "the ARN of an IAM role that SageMaker may assume and that may use the bucket: "
          "arn:aws:iam::ACCOUNT:role/NAME"),
@@ -130,6 +130,23 @@ def _check(run: Run, options: Any) -> None:
             f"launch.device: cuda, but {options.instance} has no NVIDIA GPU; choose another launch.instance, "
             "or launch.device=cpu",
         )
+
+
+def processes_of(run: Run, instance: str) -> int:
+    """Processes on each instance: `launch.processes`; auto: `launch.processes_per_gpu` a GPU of its type, or 1 without
+    GPUs. Errors: `RunError` for a type whose number of GPUs is not known here."""
+    if run.launch.processes != "auto":
+        return int(run.launch.processes)
+    if run.strategy.name == "single" or run.launch.device == "cpu":
+        return 1
+    gpus = aws.gpus_of(instance)
+    if gpus is None:
+        raise RunError(
+            "LS7520",
+            f"launch.instance: the number of GPUs of {instance} is not known here; set launch.processes to the "
+            "processes of each instance, one per GPU",
+        )
+    return gpus * run.launch.processes_per_gpu or 1
 
 
 def _environment(options: Any) -> dict[str, str]:

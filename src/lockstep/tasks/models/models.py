@@ -72,13 +72,8 @@ def check(
                 f"model.config.layer_types: sliding_attention needs a window, and this {part.model_type} has "
                 f"none; set model.config.{switch}sliding_window, or use full_attention",
             )
-        positions = entry(part, "max_position_embeddings")
-        if positions is None or positions <= 0:
-            continue
-        fits = positions  # of the families below counted from behind padding, whose number may not be known yet
-        if part.model_type in _OFFSET_POSITIONS:
-            fits -= (part.pad_token_id or 0) + 1
-        if (tokens or run.data.max_length) > fits:
+        fits = positions_of(part)
+        if fits is not None and (tokens or run.data.max_length) > fits:
             raise RunError(
                 "LS3142",
                 f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits} only; "
@@ -90,6 +85,33 @@ def check(
     config_checks.check(run, head)
     padding.unsupported_reason(run, head)  # tried here once, and known to all processes
     config_checks.notes(run, head)
+
+
+def positions_of(config: Any) -> int | None:
+    """The most tokens that a model has positions for; None: as many as there are. Some families count from behind
+    padding, whose number may not be known yet."""
+    positions = entry(config, "max_position_embeddings")
+    if positions is None or positions <= 0:
+        return None
+    return int(positions) - ((config.pad_token_id or 0) + 1 if config.model_type in _OFFSET_POSITIONS else 0)
+
+
+def with_length_that_fits(run: Run, key: str) -> tuple[Run, list[str]]:
+    """The run with the default of a `key` that says how many tokens a text has, lowered to the model's positions, and
+    a note if it was. One that a person wrote stays, and is refused by `check`."""
+    if run.wrote(key):
+        return run, []
+    with suppress(RunError):  # of a model that cannot be read: `check` says so
+        name, _, inner = key.partition(".")
+        section = getattr(run, name)
+        length = getattr(section, inner)
+        fits = min(
+            (fits for part in texts(load_config(run)) if (fits := positions_of(part)) is not None), default=length
+        )
+        if 2 <= fits < length:
+            note = f"{key} is {fits}, because the model has positions for {fits} tokens; its default is {length}"
+            return run.model_copy(update={name: section.model_copy(update={inner: fits})}), [note]
+    return run, []
 
 
 # Heads and families whose embedding `from_pretrained` of transformers 5.23 gives zeros for the padding token, whatever

@@ -41,7 +41,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
     run = start.further(run_file.run_of(args), Console(True).say)
     launcher = start.launcher_of(run)
-    plan = launcher.plan(run)
+    plan = start.plan_of(run, launcher)
     job = start.examined(run, launcher, plan)
     console = Console(True)
     counts = {r * run.micro_batches // plan.processes for r in range(plan.processes + 1)}
@@ -64,7 +64,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if isinstance(job, str):
         console.say(f"note: what it amounts to cannot be told here: {job}")
     else:
-        for text in remarks(run, job.data):
+        run = job.run
+        for text in (*job.notes, *remarks(run, job.data)):
             console.note(text)
     for path, text in plan.files.items():
         console.say(f"--- {path}\n{text}", whole=True)

@@ -35,6 +35,7 @@ from lockstep.tools.sweep.sweep_file import Sweep, name_of
 from lockstep.track.console import Console, clock
 from lockstep.track.report import history
 from lockstep.track.report.report import write_comparison
+from lockstep.training.resolve import fitted
 from lockstep.training.shared_prefix import OF_STEPS, Course, course, parting, shares_nothing
 
 FILE = "sweep.json"
@@ -233,8 +234,9 @@ def planned(sweep: Sweep, keys: Mapping[str, Any], name: str) -> Run:
         launcher = start.launcher_of(run)
         if not launcher.submits or importlib.util.find_spec("torch") is not None:  # else the ranks check
             start.resolve_options(run)
+            run = fitted(run)
         else:
-            launcher.plan(run)
+            start.plan_of(run, launcher)
     except RunError as caught:
         raise RunError(caught.code, f"trial {name}: {caught.message}") from None
     return run

@@ -1,0 +1,67 @@
+"""The quick start: the run of a command without a run file.
+
+In: the keys that a person wrote on the command line. Out: the values that stand for a run file; of these, what makes no
+sense beside a written key gives way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.config.written import keys_of
+
+QUICK_START: dict[str, Any] = {
+    "name": "quickstart",
+    "data": {"source": "builtin/emotion", "max_length": 64},
+    "model": {
+        "type": "gpt2",
+        "config": {
+            "n_layer": 2,
+            "n_head": 8,
+            "n_embd": 96,
+            "n_positions": 64,
+            "initializer_range": 0.04,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    },
+    "tokenizer": {"train": "bpe", "vocab_size": 1000},
+    "epochs": 3,
+    "batch_size": 64,
+    "micro_batches": 4,
+    "optim": {"learning_rate": 1.5e-3, "schedule": "linear", "warmup_fraction": 0.1, "betas": [0.9, 0.98]},
+    "launch": {"processes": 2, "processes_per_gpu": 2},  # also where there is one GPU
+    "checkpoint": {"every": 100},
+}
+
+# Any of these keys was written -> keys of the quick start that are left out.
+_GIVES_WAY: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+    (("data.source", "data.sources", "data.train", "data.validation", "data.test"), ("data.source",)),
+    (("model.source",), ("model", "tokenizer", "optim", "data.max_length")),  # all of it is for the model from scratch
+    (("model.type",), ("model.config",)),
+    (("tokenizer.source",), ("tokenizer",)),
+    (("optim.name",), ("optim.betas",)),
+    (("batch_size",), ("micro_batches",)),
+]
+_ONE_PROCESS = ("launch.processes", "launch.processes_per_gpu")  # beside a strategy that has one process only
+
+
+def quick_start_for(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The quick start beside the nested values that a person wrote."""
+    keys, left_out = keys_of(chosen), set[str]()
+    for any_of, too in _GIVES_WAY:
+        left_out.update(too if any(keys.has(key) for key in any_of) else ())
+    strategy = chosen.get("strategy")
+    if isinstance(strategy, Mapping) and strategy.get("name") == "single":
+        left_out.update(_ONE_PROCESS)
+    values = copy.deepcopy(QUICK_START)
+    for key in sorted(left_out, key=len):  # a section before its keys
+        section, _, name = key.partition(".")
+        if name:
+            values.get(section, {}).pop(name, None)
+        else:
+            values.pop(section, None)
+    return values

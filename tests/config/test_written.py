@@ -1,0 +1,177 @@
+"""No message and no note talks about a key that nobody wrote as if somebody had: over a grid of run files whose
+defaults do not go with what was written, over the quick start, and, in tests/jobs/test_mistakes.py, over all common
+mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lockstep.cli import main
+from lockstep.config.quick_start import QUICK_START
+from lockstep.config.run import Run, load
+from lockstep.config.written import applies, with_defaults_named
+from lockstep.launchers.start import resolved
+from lockstep.training.resolve import Job
+from support.messages import mentions
+from support.mistakes import RUN, prepare
+from support.written import accused, keys_written
+
+# What a person wrote: little, so that much is a default.
+SMALL: dict[str, Any] = {
+    "data": {"train": "train.csv"},
+    "model": {"type": "gpt2", "config": {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32}},
+    "tokenizer": {"train": "bpe", "vocab_size": 300},
+    "launch": {"processes": 2, "device": "cpu", "threads": 1},
+}
+STRATEGIES = ("single", "ddp", "fsdp2", "zero1", "zero3", "pipeline", "hf_accelerate", "hf_trainer")
+OPTIMIZERS = ("adafactor", "lion", "sgd", "muon", "schedule_free", "adamw_8bit")
+TASKS = (
+    *("language_modeling", "masked_language_modeling", "token_classification", "question_answering", "translation"),
+    *("summarization", "preference", "reward", "embedding", "image_classification"),
+)
+WRITTEN = [
+    *(f"strategy.name={name}" for name in STRATEGIES),
+    *(f"strategy.name={name} precision=fp16" for name in STRATEGIES),
+    *(f"strategy.name={name} strategy.exact=portable" for name in STRATEGIES),
+    *(f"optim.name={name}" for name in OPTIMIZERS),
+    *(f"task.name={name}" for name in TASKS),
+    *(f"launch.name={name}" for name in ("torchrun", "accelerate", "slurm", "tcp", "kubernetes", "sagemaker", "ray")),
+    *("model.type=bert", "model.type=big_bird", "model.type=t5", "model.type=roberta", "model.dtype=bfloat16"),
+    *("batch_size=4", "micro_batches=256", "launch.processes=16", "launch.processes_per_gpu=2", "launch.device=cuda"),
+    *("evaluate.patience=3", "checkpoint.best=accuracy", "average.last=2", "sdc_check.every=2", "export=best"),
+    *("launch.rebalance_every=2", "launch.replicate_every=2", "launch.on_rank_failure=continue", "data.stream=true"),
+    *("data.workers=2", "data.limit=1", "data.test_fraction=0.5", "task.regression=true", "hub.push_to=me/mine"),
+    *("strategy.all_reduce=hierarchical strategy.exact=false", "strategy.tensor_leaves=2", "model.compile=true"),
+]
+
+
+def said(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+    """What `lockstep plan` says that is about the run: errors and notes."""
+    main(["plan", *words, "--offline"])
+    out, err = capfd.readouterr()
+    assert "Traceback" not in err
+    return "\n".join([*err.splitlines(), *(line for line in out.splitlines() if line.startswith("note: "))])
+
+
+@pytest.mark.parametrize("words", WRITTEN)
+def test_a_default_is_called_one(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(SMALL))
+    text = said(["run.yaml", *words.split()], capfd)
+    assert accused(text, keys_written(tmp_path / "run.yaml", words.split())) == []
+
+
+BESIDE = [
+    *("model.type=bert", "data.train=train.csv", "data=train.csv", "task.name=image_classification"),
+    *("task.name=language_modeling", "task.name=language_modeling task.block_size=32", "tokenizer.train=character"),
+    *("batch_size=2", "strategy.name=single", "strategy.name=pipeline", "optim.name=sgd", "optim.name=schedule_free"),
+    *(
+        "launch.processes=9",
+        "launch.device=cpu",
+        "launch.name=slurm",
+        "steps=3",
+        "model=./nowhere",
+        "tokenizer=./nowhere",
+    ),
+    *("data.stream=true", "task.name=translation", "precision=fp16", "optim.schedule=constant"),
+    "task.name=module",
+]
+
+
+@pytest.mark.parametrize("words", BESIDE)
+def test_the_quick_start_gives_way_to_what_is_written(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare(tmp_path)
+    (tmp_path / "run.yaml").unlink()
+    monkeypatch.chdir(tmp_path)
+    text = said(words.split(), capfd)
+    assert accused(text, keys_written(None, words.split())) == []
+    assert "both" not in text  # of two origins one is the quick start's
+
+
+def test_the_control_a_key_that_was_written_is_accused() -> None:
+    assert accused("lockstep: data.max_length: 128 tokens, but the model has 64", {"model.type"})
+    assert not accused("lockstep: data.max_length: 128 tokens, but the model has 64", {"data.max_length"})
+    assert accused("note: launch.processes_per_gpu has no effect on CPUs", set())
+
+
+def test_data_of_ones_own_are_read_beside_the_quick_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run = load(None, ["data.train=train.csv"], QUICK_START)
+    assert (run.data.source, run.data.train) == (None, "train.csv")
+    assert load(None, ["model=some/model"], QUICK_START).optim.learning_rate == 5e-5  # of a pretrained one
+    assert load(None, [], QUICK_START).data.source == "builtin/emotion"
+
+
+def test_files_beside_the_built_in_data_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "run.yaml", "data.source=builtin/emotion"]) == 2
+    assert mentions(capfd.readouterr().err, "LS2420", "data.train", "builtin/emotion")
+
+
+def test_a_length_that_nobody_wrote_is_lowered_with_a_note_and_one_that_was_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(SMALL))
+    text = said(["run.yaml"], capfd)
+    assert "data.max_length is 32, because the model has positions for 32 tokens; its default is 128" in text
+    assert resolved(load("run.yaml", []))[2].run.data.max_length == 32
+    assert mentions(said(["run.yaml", "data.max_length=128"], capfd), "LS3142", "128", "32")
+    text = said(["run.yaml", "task.name=language_modeling"], capfd)
+    assert "task.block_size is 32" in text
+
+
+def test_what_was_written_reaches_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+    job = resolved(load("run.yaml", ["evaluate.limit=5"]))[2]
+    sent = Job.load(json.dumps(json.loads(job.dump())))
+    assert sent.run.written_keys == job.run.written_keys
+    assert sent.run.wrote("evaluate.limit")
+    assert sent.run.wrote("model.config")
+    assert not sent.run.wrote("launch.processes")
+
+
+def test_of_a_file_with_every_default_what_differs_from_them_counts(tmp_path: Path) -> None:
+    run = Run.load(SMALL | {"name": "a", "output": str(tmp_path / "a"), "batch_size": 128})
+    assert run.wrote("batch_size")
+    (tmp_path / "run.yaml").write_text(run.dump())
+    again = load(tmp_path / "run.yaml", ["hub.private=true"])
+    assert again == run
+    assert again.wrote("launch.device")
+    assert again.wrote("hub.private")  # on the command line
+    assert not again.wrote("batch_size")  # as it would be by itself
+    assert not again.wrote("optim")
+
+
+def test_former_names_count_as_the_present_ones(recwarn: pytest.WarningsRecorder) -> None:
+    run = Run.load(SMALL | {"optim": {"clip": 1.0}, "guard": {"every": 2}})
+    assert run.wrote("optim.max_grad_norm")
+    assert run.wrote("sdc_check.every")
+
+
+def test_a_message_names_the_default() -> None:
+    run = Run.load(SMALL)
+    assert with_defaults_named("data.max_length: too long [LS1234]", run) == (
+        "data.max_length: too long (data.max_length is not set; 128 is its default) [LS1234]"
+    )
+    for text in ("launch.device: no [LS1234]", "nothing.known: no", "optim.name: missing", "hub.push_to: no token"):
+        assert with_defaults_named(text, run) == text
+    assert not applies("hub.private has no effect without hub.push_to", run)
+    assert applies("launch.processes has no effect here", run)
