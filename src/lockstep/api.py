@@ -24,6 +24,7 @@ from lockstep.tools import event_stream, import_path
 from lockstep.tools.event_stream import Event, Following
 from lockstep.tools.subprocess_job import Child
 from lockstep.track.report import history
+from lockstep_trace import streams
 
 
 class JobFailed(Exception):
@@ -70,7 +71,7 @@ def train(
     """
     _begins()
     _importable(run)
-    run = further(run, show or (lambda text: None))
+    run = further(run, streams.say if show is print else show or (lambda text: None))
     start.plan_of(run, start.launcher_of(run))
     following = Following(run.folder)
     listening = [
@@ -264,6 +265,7 @@ def _job(
 ) -> int:
     """Run to its end in a process of its own. Returns its status if that is `fine`. `follow` is called meanwhile, and
     once after the end. Errors: `RunError` for status 2, `JobFailed` for any other."""
+    show = streams.say if show is print else show  # a terminal that cannot show a character must not end the job
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         child = Child(function, words, Path(folder), "job")
         try:

@@ -22,20 +22,35 @@ from lockstep._version import __version__
 from lockstep.config import entry_points
 from lockstep.config.errors import RunError, coded
 from lockstep.tools import commands
+from lockstep_trace import streams
 from lockstep_trace.coded import VERBOSE
 from lockstep_trace.errors import TraceError
 
 # Commands that mostly import: to look for garbage among new modules takes a tenth of their time.
 QUICK = ("init", "list", "plan", "schema", "status")
 # Commands that may compute for long without a word: on a terminal a line says what they are at.
+# Commands whose result is what they write to files, however little of what they print is read.
+KEEP = ("attest", "branch", "init", "push", "sweep", "train")
 COMPUTES = ("plan", "predict", "verify", "evaluate", "diff", "replay", "audit")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The `lockstep` command."""
+    streams.make_safe()
     if arguments is None:
         atexit.register(gc.freeze)  # the end of a process is no time to look for garbage among thousands of modules
     words = sys.argv[1:] if arguments is None else list(arguments)
+    status = _answer_words(words)
+    if status == 0 and words[0] not in KEEP and (lost := streams.unwritten()) is not None:
+        from lockstep.track.console import error
+
+        text = f"standard output: {lost.strerror}; what was printed there is not complete. Free some space"
+        error(coded("LS0230", text))
+        return 1
+    return status
+
+
+def _answer_words(words: list[str]) -> int:
     if words[:1] == ["--version"]:
         print(f"lockstep {__version__}")
         return 0
@@ -68,7 +83,7 @@ def _command(name: str, words: list[str]) -> int:
     """Run one command. The modules that it takes are imported here, and not by `lockstep --help`."""
     from lockstep.config.key_aliases import RenamedKey
     from lockstep.tools.commands import run_file
-    from lockstep.track.console import error, speak_to_nobody, strike_tracebacks
+    from lockstep.track.console import error, strike_tracebacks
 
     strike_tracebacks()
     warnings.showwarning = _note
@@ -95,12 +110,7 @@ def _command(name: str, words: list[str]) -> int:
             known.words, rest = [*known.words, *rest], []  # nor these
         if rest:
             raise RunError("LS0010", f"unknown argument {rest[0]!r}; see lockstep {name} --help")
-        status = _answer(name, modules, known)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # `| head` has seen enough
-        speak_to_nobody()
-        return 0
+        return _answer(name, modules, known)
     except (RunError, TraceError) as caught:
         if os.environ.get("RANK", "0") == "0":
             error(str(caught))
@@ -115,6 +125,17 @@ def _command(name: str, words: list[str]) -> int:
                 "LS0011",
                 f"{str(caught.filename)[:40]!r}... has {len(str(caught.filename)):,} characters; a path cannot be "
                 "that long",
+            )
+        )
+        return 2
+    except UnicodeEncodeError as caught:
+        if caught.encoding != sys.getfilesystemencoding() or caught.encoding == "utf-8":
+            raise
+        error(
+            coded(
+                "LS0231",
+                f"{caught.object!r}: this locale ({caught.encoding}) has no name for such a file; set PYTHONUTF8=1, or "
+                "a UTF-8 locale such as LC_ALL=C.UTF-8",
             )
         )
         return 2

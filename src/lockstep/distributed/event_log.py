@@ -151,7 +151,12 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     def ask(*words: str) -> str | None:
         with suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(
-                ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5, check=False
+                ["git", "-C", str(folder), *words],
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=5,
+                check=False,
             )
             return done.stdout.strip() if done.returncode == 0 else None
         return None

@@ -262,7 +262,13 @@ def born(pid: int) -> str | None:
         if Path("/proc/self/stat").exists():
             return None
     try:  # no /proc: macOS, BSD
-        done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["ps", "-o", "lstart=", "-p", str(pid)],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
     except OSError:
         return None
     return done.stdout.strip() or None

@@ -236,7 +236,9 @@ def check(plan: LaunchPlan) -> None:
             "node of the cluster, or use launch.name=local",
         )
     text = plan.files[plan.command[-1]]
-    tested = subprocess.run(["sbatch", "--test-only"], input=text, capture_output=True, text=True, check=False)
+    tested = subprocess.run(
+        ["sbatch", "--test-only"], input=text, capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
     if tested.returncode:
         raise RunError("LS7387", f"launch: SLURM rejected the job, and nothing was queued: {_words(tested.stderr)}")
 
@@ -345,7 +347,9 @@ def _ended(word: str, code: str, more: str, record: JobRecord) -> State:
 
 def _facts(job: str) -> Mapping[str, str] | None:
     """`scontrol show job`; None for a job that SLURM has forgotten. Errors: `RunError` when SLURM does not answer."""
-    reply = subprocess.run(["scontrol", "-o", "show", "job", job], capture_output=True, text=True, check=False)
+    reply = subprocess.run(
+        ["scontrol", "-o", "show", "job", job], capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
     if reply.returncode == 0 and "JobState=" in reply.stdout:
         return dict(re.findall(r"(\w+)=(\S*)", reply.stdout.splitlines()[0]))
     if "Invalid job id" in reply.stderr + reply.stdout:
@@ -358,7 +362,7 @@ def _remembered(record: JobRecord) -> State:
     launch.json."""
     if shutil.which("sacct"):
         words = ["sacct", "-X", "-n", "-P", "-j", str(record.job), "-o", "State,ExitCode"]
-        reply = subprocess.run(words, capture_output=True, text=True, check=False)
+        reply = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace", check=False)
         if reply.returncode == 0 and reply.stdout.strip():
             word, _, code = reply.stdout.splitlines()[-1].partition("|")
             return _ended(word.split()[0], code, "", record)
@@ -370,7 +374,7 @@ def _remembered(record: JobRecord) -> State:
 def _ask(*words: str) -> str:
     """What one of SLURM's programs prints. Errors: `RunError` with its own words."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        done = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace", check=False)
     except OSError as error:
         raise RunError("LS7393", f"{words[0]} cannot be run here: {error.strerror}") from None
     if done.returncode:

@@ -243,7 +243,7 @@ def _lines(begun: Begun, run: Run) -> None:
             for line in lines_of(begun.output / name, ("step",))
             if line["step"] <= begun.step and (begun.scored or line.get("split", "train") == "train")
         ]
-        replace_text(run.folder / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        replace_text(run.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
     event = {"time": round(time.time(), 3), "event": "branch", "step": begun.step, "from": str(begun.output)}
     with suppress(OSError), open(run.folder / "events.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(event) + "\n")

@@ -97,7 +97,8 @@ def started(folder: Path, processes: int, device: str) -> Facts:
             done = subprocess.run(
                 command,
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 timeout=PROCESSES_S,
                 env={**os.environ, "OMP_NUM_THREADS": threads},
             )

@@ -190,7 +190,12 @@ def _of_python(code: str, seconds: float) -> dict[str, str]:
     """The last line that a Python process of its own prints, or how it failed."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
+            [sys.executable, "-c", code],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=seconds,
+            stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
         return {"failed": f"no answer in {seconds:g} s"}

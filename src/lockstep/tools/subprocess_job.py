@@ -20,6 +20,7 @@ from pathlib import Path
 from lockstep.config.errors import STOPPED
 from lockstep.config.run import RunError
 from lockstep.track.console import error
+from lockstep_trace import streams
 
 # A notebook's kernel sets some of these; a child writes to a file, where a progress bar is noise.
 _TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
@@ -130,6 +131,7 @@ def _follow_parent() -> None:
 
 def main(words: list[str]) -> int:
     """In the child: run the function to its end."""
+    streams.make_safe()
     _follow_parent()
     module, _, function = words[0].rpartition(".")
     try:

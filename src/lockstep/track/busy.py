@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import cycle
 from types import TracebackType
 from typing import Any, TextIO, cast
@@ -27,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.config.redaction import printable
+from lockstep_trace import streams
 
 _COUNTED = re.compile(r"([0-9][0-9,]*) of ([0-9][0-9,]*)")
 _SURE_S = 3.0  # before it is said how long the rest will take
@@ -126,10 +126,9 @@ class Waiting:
 
     def clear(self) -> None:
         """Take the line away, until it is drawn again."""
-        with self._lock, suppress(OSError):
+        with self._lock:
             if self._visible:
-                sys.stderr.write(CLEAR)
-                sys.stderr.flush()
+                streams.put(sys.stderr, CLEAR, flush=True)
                 self._visible = False
 
     def _show(self) -> None:
@@ -140,10 +139,10 @@ class Waiting:
             passed = int(time.monotonic() - self._began)
             tail = f" {passed // 60}:{passed % 60:02d}"
             room = max(10, shutil.get_terminal_size((80, 24)).columns - len(tail) - 3)
-            with self._lock, suppress(OSError):
+            with self._lock:
                 # the cursor goes back: what a process that was started writes begins where it should
-                sys.stderr.write(f"{CLEAR}{next(spinner)} {printable(self._place())[:room]}{tail}\r")
-                sys.stderr.flush()
+                line = f"{CLEAR}{next(spinner)} {printable(self._place())[:room]}{tail}\r"
+                streams.put(sys.stderr, line, flush=True)
                 self._visible = True
 
 

@@ -37,6 +37,7 @@ from lockstep.config.redaction import printable
 from lockstep.config.run import led_away
 from lockstep.track.best import Best
 from lockstep.track.busy import Busy
+from lockstep_trace import streams
 
 LOG = "log.txt"  # in OUTPUT: what rank 0 said, and what any rank said of a failure
 Voice = Literal["normal", "quiet", "verbose"]
@@ -47,8 +48,8 @@ LEAST_S, MOST_S = 5.0, 60.0  # between two of them
 
 
 class Terminal:
-    """Standard output as it is at the time of each write. When its reader is gone (a closed window, `| head`), further
-    output is dropped without an error, also at Python's exit: training continues, and the log has everything."""
+    """Standard output as it is at the time of each write, which raises no error: what it cannot show is replaced, and
+    what nobody reads is dropped. Training continues, and the log has everything."""
 
     @property
     def rich_proxied_file(self) -> Terminal:
@@ -56,31 +57,23 @@ class Terminal:
         return self
 
     def write(self, text: str) -> int:
-        try:
-            return self._file.write(text)
-        except OSError:
-            speak_to_nobody()
-            return len(text)
+        streams.put(self._file, text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
-            self._file.flush()
-        except OSError:
-            speak_to_nobody()
+        streams.put(self._file, "", flush=True)
 
     @property
-    def _file(self) -> TextIO:
+    def _file(self) -> TextIO | None:
         return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+
+    def isatty(self) -> bool:
+        with suppress(AttributeError, ValueError):  # there is none, or it is closed
+            return self._file.isatty()  # type: ignore[union-attr]
+        return False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
-
-
-def speak_to_nobody() -> None:
-    """What goes to standard output from now on, or waits to go there, is thrown away."""
-    with suppress(OSError, ValueError):
-        os.dup2(nowhere := os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
-        os.close(nowhere)
 
 
 @dataclass
@@ -429,18 +422,17 @@ def _highest(numbers: Mapping[str, float], kind: str) -> float | None:
 
 def error(text: str, log: Path | None = None) -> None:
     """A message for the user on standard error, and in the run's log file where there is one."""
-    with suppress(OSError):  # a window that was closed
-        print(_folded(f"lockstep: {printable(with_addresses(text))}"), file=sys.stderr, flush=True)
+    streams.put(sys.stderr, f"{_folded(f'lockstep: {printable(with_addresses(text))}')}\n", flush=True)
     append(log, f"lockstep: {text}")
 
 
 def _folded(text: str) -> str:
     """A text in lines that end between words where standard error is a terminal."""
-    if not sys.stderr.isatty():
-        return text
     try:
+        if not sys.stderr.isatty():
+            return text
         width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-    except (OSError, ValueError):  # a stream that is no file
+    except (OSError, ValueError, AttributeError):  # a stream that is no file, is closed, or is not there
         return text
     lines = []
     for line in text.split("\n"):
@@ -471,12 +463,12 @@ def strike_tracebacks() -> None:
 
 
 def _traceback(kind: type[BaseException], caught: BaseException | None, where: TracebackType | None) -> None:
-    sys.stderr.write(printable("".join(traceback.format_exception(kind, caught, where))))
+    streams.put(sys.stderr, printable("".join(traceback.format_exception(kind, caught, where))))
 
 
 def _traceback_of_thread(failed: threading.ExceptHookArgs) -> None:
     if failed.exc_type is not SystemExit:
-        sys.stderr.write(f"in thread {failed.thread.name if failed.thread else '?'}:\n")
+        streams.put(sys.stderr, f"in thread {failed.thread.name if failed.thread else '?'}:\n")
         _traceback(failed.exc_type, failed.exc_value, failed.exc_traceback)
 
 

@@ -20,6 +20,7 @@ from lockstep.distributed.activity import ACTIVITY
 from lockstep.tasks.abilities import Predicts
 from lockstep.track.console import Console
 from lockstep.training.exported_model import finished
+from lockstep_trace import streams
 
 PredictionInput = str | Sequence[str] | Mapping[str, Any]  # a text; the texts of a pair; texts by column
 
@@ -92,10 +93,19 @@ def row_of(value: PredictionInput, columns: Sequence[str], place: str) -> tuple[
             f"predict: this model reads {reads}, as in $'first text\\tsecond text' or on a line of standard input; "
             f"{place} is {' | '.join(row)[:60]!r}",
         )
+    row = tuple(map(_as_utf8, row))
     for text in row:
         if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
             raise RunError("LS5073", f"predict: {place} is {text[:60]!r}, which is not valid UTF-8; convert it")
     return row
+
+
+def _as_utf8(text: str) -> str:
+    """A text of an argument or a line that is UTF-8, in a locale that cannot read it (LC_ALL=C without UTF-8 mode)."""
+    try:
+        return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode()
+    except UnicodeError:
+        return text
 
 
 def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
@@ -174,7 +184,9 @@ def _whole(columns: Sequence[str], row: Sequence[str], answer: dict[str, Any]) -
 
 def _dump(file: TextIO, columns: Sequence[str], answers: Iterator[tuple[tuple[str, ...], dict[str, Any]]]) -> None:
     for row, answer in answers:
-        file.write(json.dumps(_whole(columns, row, answer), ensure_ascii=False) + "\n")
+        values = _whole(columns, row, answer)
+        line = json.dumps(values, ensure_ascii=False)
+        file.write((line if streams.encodes(file, line) else json.dumps(values)) + "\n")
 
 
 def _written(out: Path, columns: Sequence[str], answers: Iterator[tuple[tuple[str, ...], dict[str, Any]]]) -> None:

@@ -60,6 +60,7 @@ from lockstep.training.session import Session, Sinks, build_session, join_ranks
 from lockstep.training.summary import Promised, better_step, closing, digest_of, promised
 from lockstep.training.throughput import Counts
 from lockstep.training.train_state import TrainState
+from lockstep_trace import streams
 
 
 def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
@@ -69,6 +70,7 @@ def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRA
     write to OUTPUT; reported once all ranks are there."""
     run = job.run if isinstance(job, Job) else job
     world, log = None, run.folder.resolve() / LOG
+    streams.make_safe()
     strike_tracebacks()
     try:
         world = World(run, init_method)

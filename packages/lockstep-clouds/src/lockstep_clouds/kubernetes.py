@@ -134,7 +134,8 @@ class Kubernetes(SubmittedJob):
             [*command(record.facts), *words, *(["--follow"] if follow else [])],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
         assert process.stdout is not None
         try:
@@ -170,7 +171,7 @@ def command(facts: Any) -> list[str]:
 
 def kubectl(facts: Any, *words: str) -> str:
     """Standard output. Errors: `RunError` with what kubectl said."""
-    done = subprocess.run([*command(facts), *words], capture_output=True, text=True)
+    done = subprocess.run([*command(facts), *words], capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode:
         reason = one_line(done.stderr or done.stdout, 500)
         raise RunError("LS7283", f"kubectl {words[0]}: {reason or f'status {done.returncode}'}")
@@ -181,7 +182,10 @@ def allowed(facts: Any) -> None:
     """A cluster answers, and lets this user make jobs. Errors: `RunError`."""
     what = "trainjobs.trainer.kubeflow.org" if facts["kind"] == "trainjob" else "jobs.batch"
     done = subprocess.run(
-        [*command(facts), "--request-timeout=20s", "auth", "can-i", "create", what], capture_output=True, text=True
+        [*command(facts), "--request-timeout=20s", "auth", "can-i", "create", what],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
     )
     if done.returncode == 0:
         return

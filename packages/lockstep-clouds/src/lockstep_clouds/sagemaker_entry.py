@@ -16,6 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def main() -> int:
         last_output = tail.text()
         first = f"{STOPPED}\n" if status == RESUMABLE else ""
         (ML / "output").mkdir(parents=True, exist_ok=True)
-        (ML / "output/failure").write_text(f"{first}exit status {status}\n{last_output}")
+        (ML / "output/failure").write_text(f"{first}exit status {status}\n{last_output}", encoding="utf-8")
     return status
 
 
@@ -127,7 +128,8 @@ class Tail:
 
     def _pass_on(self, read: int) -> None:
         while block := os.read(read, 4096):
-            os.write(self._real, block)
+            with suppress(OSError):  # nobody reads it; the pipe must not fill up
+                os.write(self._real, block)
             self._tail.extend(block[i : i + 1] for i in range(len(block)))
 
     def text(self) -> str:

@@ -40,6 +40,7 @@ def traced(model: Any, optimizer: Any, folder: str | Path | None = None, level: 
     A process that is traced already goes on into its own folder. Errors: `ValueError` for a level that does not
     exist."""
     tracer = _tracer()
+    from lockstep_trace import streams
     from lockstep_trace.tracer.settings import LEVELS, Settings
 
     if level not in LEVELS:
@@ -48,10 +49,8 @@ def traced(model: Any, optimizer: Any, folder: str | Path | None = None, level: 
     recorder = tracer.begin(Settings(_folder(folder), level=level)) if own else tracer.running()
     if folder is not None and Path(recorder.settings.folder) != Path(_folder(folder)):
         # `import lockstep_trace` in a script traces it from there on
-        print(
-            f"lockstep trace: this process is traced already, into {recorder.settings.folder}; {folder} is not used",
-            file=sys.stderr,
-        )
+        place = recorder.settings.folder
+        streams.put(sys.stderr, f"lockstep trace: this process is traced already, into {place}; {folder} is not used\n")
     recorder.root(model)
     recorder.number_of(optimizer)
     try:

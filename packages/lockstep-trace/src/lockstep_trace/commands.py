@@ -12,7 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep_trace import DEFAULT, __version__
+from lockstep_trace import DEFAULT, __version__, streams
+from lockstep_trace.coded import coded
 from lockstep_trace.errors import TraceError
 from lockstep_trace.tracer.settings import LEVELS
 
@@ -21,17 +22,20 @@ WATCH_S = 2.0  # between two looks at a trace that is being written
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; default: this process's. Returns the exit status."""
+    streams.make_safe()
     args = _parser().parse_args(arguments)
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
     except TraceError as error:
         print(f"lockstep-trace: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 0
     except KeyboardInterrupt:
         return 130
+    if status == 0 and (lost := streams.unwritten()) is not None:
+        text = f"standard output: {lost.strerror}; what was printed there is not complete. Free some space"
+        print(f"lockstep-trace: {coded('LS9130', text)}", file=sys.stderr)
+        return 1
+    return status
 
 
 def recording_options(parser: argparse.ArgumentParser) -> None:
@@ -187,4 +191,6 @@ def _watch(args: argparse.Namespace) -> int:
         if status is not None:
             print(f"the command ended with status {status}")
             return int(status)
+        if streams.reader_is_gone():
+            return 0
         time.sleep(WATCH_S)

@@ -95,7 +95,9 @@ def see_to_script(task: SlurmTask, status_file: Path, requeue: bool, say: Callab
     while time.monotonic() < until and not (status_file.exists() and status_file.stat().st_size) and not _listens(task):
         words = ["squeue", "-h", "-j", task.job, "-o", "%T %N"]
         state, _, nodes = (
-            subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip().partition(" ")
+            subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace", check=False)
+            .stdout.strip()
+            .partition(" ")
         )
         if state != "RUNNING":
             return
@@ -155,7 +157,7 @@ def address(node: str) -> str:
     except OSError:
         with suppress(OSError):  # no scontrol, as in a container
             words = ["scontrol", "-o", "show", "node", node]
-            reply = subprocess.run(words, capture_output=True, text=True, check=False)
+            reply = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace", check=False)
             if match := re.search(r"\bNodeAddr=(\S+)", reply.stdout):
                 return match[1]
         return node

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from lockstep.config.redaction import printable, redact_all
 from lockstep.track.console import RECORD, Record
+from lockstep_trace import streams
 
 
 class Answer(BaseModel):
@@ -87,7 +88,9 @@ def emit(
 ) -> int:
     """Print the object. Returns the status."""
     values = {"command": command, "status": status, "facts": facts or {}, "tables": tables or {}, "notes": notes}
-    print(Answer.model_validate(redact_all(_finite(values), printable)).model_dump_json())
+    answer = Answer.model_validate(redact_all(_finite(values), printable))
+    line = answer.model_dump_json()
+    print(line if streams.encodes(sys.stdout, line) else json.dumps(answer.model_dump()))
     return status
 
 

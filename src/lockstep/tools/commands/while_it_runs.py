@@ -28,6 +28,7 @@ from lockstep.launchers.processes import output_lock
 from lockstep.tools.commands import json_output
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
+from lockstep_trace import streams
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -223,6 +224,8 @@ def run_logs(args: argparse.Namespace) -> int:
     for place, line in enumerate(launcher.logs(run, record, args.follow)):
         if place >= skip:
             print(printable(line), flush=args.follow)
+        if streams.reader_is_gone():
+            break
     return 0
 
 

@@ -3,6 +3,7 @@
 It imports nothing of torch by itself, and runs the `sitecustomize` that would have been imported without it.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -55,7 +56,9 @@ def start():  # type: ignore[no-untyped-def]
         settings = importlib.import_module("lockstep_tracer.settings").Settings.load(Path(HERE, "settings.json"))
         tracer.begin(settings)
     except Exception as error:
-        print(f"lockstep trace: this process is not traced: {type(error).__name__}: {error}", file=sys.stderr)
+        text = f"lockstep trace: this process is not traced: {type(error).__name__}: {error}\n"
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error may be closed, or not be there
+            sys.stderr.write(text)
 
 
 def chain():  # type: ignore[no-untyped-def]

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def warn(text: str) -> None:
-    print(f"lockstep trace: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError, AttributeError):  # standard error may be closed, or not be there
+        sys.stderr.write(f"lockstep trace: {text}\n")
+        sys.stderr.flush()
 
 
 def blob(tensor: Tensor) -> str:

@@ -1,0 +1,198 @@
+"""Nothing printed ends a run: streams that cannot show a character, that are closed, full, or read by nobody."""
+
+import errno
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.distributed import job_record
+from lockstep.tools.commands import json_output
+from lockstep.track.console import Console, error
+from lockstep.training.predicting import _as_utf8
+from lockstep_trace import streams
+from support.command import LOCKSTEP, CommandJob, ended, start_anew
+from support.harness import lean
+from support.messages import mentions
+
+TEXT = "caf\xe9 \u27f6 joy \u2026 \u2590\U0001f600\u2588"
+ASCII = "caf\\xe9 -> joy ... \\u2590\\U0001f600@"
+
+
+def test_what_an_encoding_lacks_looks_like_it_or_is_an_escape() -> None:
+    assert TEXT.encode("ascii", streams.ERRORS).decode() == ASCII
+    assert TEXT.encode("iso-8859-1", streams.ERRORS).decode("iso-8859-1") == ASCII.replace("\\xe9", "\xe9")
+    assert TEXT.encode("cp037", streams.ERRORS).decode("cp037") == ASCII.replace("\\xe9", "\xe9")  # no ASCII below it
+    assert "b\udcff \ud800 \u2839".encode("utf-8", streams.ERRORS) == b"b\xff \\ud800 \xe2\xa0\xb9"
+    assert "\u2839".encode("ascii", streams.ERRORS) == b"*"  # a spinner
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1", "utf-16"])
+def test_a_console_on_a_stream_of_any_encoding(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    console = Console(True)
+    console.say(TEXT)
+    console.show(3, [{"text": "a", "predicted": TEXT}])
+    console.last_samples()
+    console.table("", ["a", "b"], [[TEXT, "1"]])
+    error(TEXT)
+    for stream in (sys.stdout, sys.stderr):
+        said = stream.buffer.getvalue().decode(encoding)
+        assert TEXT.encode(encoding, streams.ERRORS).decode(encoding) in said
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_console_without_a_stream(closed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a process without a terminal, where Python has None."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.StringIO() if closed else None)
+        if closed:
+            getattr(sys, name).close()
+    console = Console(True, tmp_path / "log.txt")
+    console.say("said")
+    error("failed", tmp_path / "log.txt")
+    assert (tmp_path / "log.txt").read_text() == "said\nlockstep: failed\n"
+
+
+def safe(number: int) -> tuple[io.TextIOWrapper, streams._SafeFile]:
+    file = streams._SafeFile(number, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(file), encoding="utf-8"), file
+
+
+def test_a_reader_that_is_gone_is_kept_for_whoever_asks() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    stream, file = safe(write)
+    try:
+        for _ in range(3):
+            print(TEXT, file=stream, flush=True)
+        assert file.failure is not None
+        assert file.failure.errno == errno.EPIPE
+        assert os.fstat(write).st_rdev == os.stat(os.devnull).st_rdev  # also for what a library writes there
+    finally:
+        stream.detach()
+        os.close(write)
+
+
+def test_a_full_disk_is_no_error_and_later_lines_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = os.open("/dev/full", os.O_WRONLY)
+    stream, file = safe(number)
+    monkeypatch.setattr(sys, "stdout", stream)
+    try:
+        print("lost", flush=True)
+        assert file.failure is not None
+        assert file.failure.errno == errno.ENOSPC
+        assert streams.unwritten() is file.failure
+        assert not streams.reader_is_gone()
+        read, write = os.pipe()
+        os.dup2(write, number)  # there is room again
+        print("kept", flush=True)
+        assert os.read(read, 100) == b"kept\n"
+        for each in (read, write):
+            os.close(each)
+    finally:
+        monkeypatch.undo()
+        stream.detach()
+        os.close(number)
+
+
+def test_a_pipe_that_does_not_block_gets_all() -> None:
+    """Node and ssh leave terminals and pipes so: Python raises BlockingIOError, and drops what it held."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    stream, file = safe(write)
+    got: list[bytes] = []
+
+    def read_all() -> None:
+        while block := os.read(read, 1000):
+            got.append(block)
+
+    reader = threading.Thread(target=read_all)
+    reader.start()
+    for _ in range(20):
+        print("x" * 99_999, file=stream, flush=True)
+    stream.detach()
+    os.close(write)
+    reader.join()
+    os.close(read)
+    assert b"".join(got) == (b"x" * 99_999 + b"\n") * 20
+    assert file.failure is None
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_json_stays_json(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    json_output.emit("list", 0, {"text": TEXT})
+    out.flush()
+    said: Any = out.buffer
+    assert json.loads(said.getvalue())["facts"]["text"] == TEXT
+
+
+def test_a_path_that_this_locale_cannot_name_is_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    monkeypatch.setattr("lockstep.cli._answer", lambda *_: "d\xe4ta/x.csv".encode("ascii"))
+    assert main(["list"]) == 2
+    assert mentions(capsys.readouterr().err, "LS0231", "d\xe4ta/x.csv", "LC_ALL=C.UTF-8")
+
+
+def test_arguments_of_a_locale_that_cannot_read_them() -> None:
+    assert _as_utf8("caf\xe9".encode().decode("ascii", "surrogateescape")) == "caf\xe9"
+    assert _as_utf8("caf\xe9") == "caf\xe9"
+    assert _as_utf8(latin := b"caf\xe9".decode("ascii", "surrogateescape")) == latin  # is refused
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", ["list", "--version"])
+def test_a_result_that_cannot_be_printed_is_no_success(command: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"{shlex.join(LOCKSTEP)} {command} > /dev/full"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert mentions(done.stderr, "LS0230", "No space left on device")
+
+
+@pytest.mark.processes
+def test_following_a_log_ends_with_its_reader(job: CommandJob) -> None:
+    job.write()
+    (job.folder / "out").mkdir()
+    (job.folder / "run.yaml").rename(job.folder / "out/run.yaml")
+    (job.folder / "out/log.txt").write_text("a line\n" * 100_000)
+    job_record.write(job.folder / "out", job_record.here("local", 1))  # this process: it lives on
+    command = f"{shlex.join(LOCKSTEP)} logs --follow out | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=job.folder, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "a line\n")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("redirected", "variables"),
+    [
+        ("", {"PYTHONIOENCODING": "iso-8859-1"}),
+        ("", {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}),
+        (">&- 2>&- <&-", {}),
+        ("> /dev/full 2>&1", {}),
+        ("| true", {}),
+    ],
+)
+def test_a_run_ends_well_whatever_its_streams_are(redirected: str, variables: dict[str, str], job: CommandJob) -> None:
+    job.write(steps=4, evaluate={"every": 2}, checkpoint={"every": 4})
+    command = f"{shlex.join(LOCKSTEP)} train run.yaml {redirected}; exit ${{PIPESTATUS[0]}}"
+    process = start_anew(["bash", "-c", command], job.folder, job.cache, **lean(), **variables)
+    status, out, err = ended(process)
+    assert status == 0, err
+    assert job_record.read(job.folder / "out").status == 0
+    assert "\u27f6" in (job.folder / "out/log.txt").read_text(encoding="utf-8")
+    assert redirected or (" -> " in out and not err)
