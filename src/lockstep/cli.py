@@ -117,31 +117,30 @@ def _command(name: str, words: list[str]) -> int:
         if getattr(known, "debug", False):
             raise
         return 2
-    except OSError as caught:
-        if caught.errno != errno.ENAMETOOLONG:
+    except (OSError, UnicodeEncodeError) as caught:
+        if (text := _unusable_path(caught)) is None:
             raise
-        error(
-            coded(
-                "LS0011",
-                f"{str(caught.filename)[:40]!r}... has {len(str(caught.filename)):,} characters; a path cannot be "
-                "that long",
-            )
-        )
-        return 2
-    except UnicodeEncodeError as caught:
-        if caught.encoding != sys.getfilesystemencoding() or caught.encoding == "utf-8":
-            raise
-        error(
-            coded(
-                "LS0231",
-                f"{caught.object!r}: this locale ({caught.encoding}) has no name for such a file; set PYTHONUTF8=1, or "
-                "a UTF-8 locale such as LC_ALL=C.UTF-8",
-            )
-        )
+        error(text)
         return 2
     except KeyboardInterrupt:
         error(coded("LS0012", "interrupted"))
         return 130
+
+
+def _unusable_path(caught: OSError | UnicodeEncodeError) -> str | None:
+    """The message for a path that this system, or this locale, has no name for; None for any other error."""
+    if isinstance(caught, UnicodeEncodeError):
+        if caught.encoding != sys.getfilesystemencoding() or caught.encoding == "utf-8":
+            return None
+        return coded(
+            "LS0231",
+            f"{caught.object!r}: this locale ({caught.encoding}) has no name for such a file; set PYTHONUTF8=1, or a "
+            "UTF-8 locale such as LC_ALL=C.UTF-8",
+        )
+    if caught.errno != errno.ENAMETOOLONG:
+        return None
+    start, length = str(caught.filename)[:40], len(str(caught.filename))
+    return coded("LS0011", f"{start!r}... has {length:,} characters; a path cannot be that long")
 
 
 def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace) -> int:
