@@ -1,12 +1,15 @@
 """A pretrained file that holds a head of its own although its config ties it: every way of building has that head."""
 
+import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file, save_file
 
 from lockstep.config.run import Run, load
@@ -16,7 +19,9 @@ from lockstep.training import plain_check, source_weights
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session, join_ranks
 from support import own_heads
+from support.command import LOCKSTEP, ended, start
 from support.harness import TINY, run_on
+from support.hub_server import Hub
 from support.messages import raises
 from support.task_runs import WORDS, trained
 
@@ -196,3 +201,51 @@ def _merged_as_trained(folder: Path, kind: str, of: tuple[str, str], entries: di
     again = getattr(transformers, of[1]).from_pretrained(folder / "export").eval()
     with torch.no_grad():
         torch.testing.assert_close(again(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def _train(folder: Path, cache: Path, output: str, *overrides: str, **variables: str) -> str:
+    """Train `run.yaml`. Out: the hash of the exported weights."""
+    command = [*LOCKSTEP, "train", "run.yaml", f"output={output}", *overrides]
+    status, _, err = ended(start(command, folder, cache, **variables))
+    assert status == 0, err
+    return hashlib.sha256((folder / output / "export" / "model.safetensors").read_bytes()).hexdigest()
+
+
+MICRO_BATCHES = ["strategy.name=fsdp2", "strategy.options.gather=micro_batch", "launch.processes=2"]
+
+
+@pytest.mark.processes
+def test_a_trained_head_is_resumed_under_another_strategy(tmp_path: Path, cache: Path) -> None:
+    own_heads.save(tmp_path / "model", "gpt2")
+    _write(tmp_path, run_of(tmp_path, "gpt2", "steps=8", "checkpoint.every=4"))
+    whole = _train(tmp_path, cache, "out")
+    shutil.rmtree(tmp_path / "out/export")
+    shutil.rmtree(tmp_path / "out/checkpoints/step-000008")
+    assert _train(tmp_path, cache, "out", *MICRO_BATCHES) == whole
+    assert "resuming after step 4 of 8" in (tmp_path / "out/log.txt").read_text()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])
+def test_a_head_on_the_hub_is_trained_by_all_strategies_and_offline(pickled: bool, tmp_path: Path, cache: Path) -> None:
+    own_heads.save(tmp_path / "model", "gpt2")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    if pickled:
+        del files["model.safetensors"]
+        torch.save(load_file(tmp_path / "model/model.safetensors"), tmp_path / "weights")
+        files["pytorch_model.bin"] = (tmp_path / "weights").read_bytes()
+    run = run_of(tmp_path, "gpt2", "steps=2")
+    _write(tmp_path, run)
+    local = _train(tmp_path, cache, "local")
+    with Hub() as hub:
+        hub.put("models", "user/own", files)
+        there = {"model.source": "user/own"}
+        overrides = [f"{key}={value}" for key, value in there.items()]
+        online = hub.environment(tmp_path / "home")
+        assert _train(tmp_path, cache, "online", *overrides, *MICRO_BATCHES, **online) == local
+    assert _train(tmp_path, cache, "offline", *overrides, *MICRO_BATCHES, **online | {"HF_HUB_OFFLINE": "1"}) == local
+
+
+def _write(folder: Path, run: Run) -> None:
+    text = yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True))
+    (folder / "run.yaml").write_text(text, encoding="utf-8")

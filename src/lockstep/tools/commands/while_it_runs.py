@@ -49,8 +49,10 @@ def run_status(args: argparse.Namespace) -> int:
     sound, damaged = checkpoints(run, args.verify)
     total = (record.steps if record else None) or next((m.steps for m in sound.values()), None) or run.steps
     step = max([line["step"] for line in metrics.values()] + list(sound), default=0)
-    finished = came_to_its_end(run, sound, total or 0) and (run.folder / "export" / "config.json").exists()
-    if args.verify and finished and (fault := exported.damage(run.folder)) is not None:
+    ended = came_to_its_end(run, sound, total or 0)
+    finished = ended and (run.folder / "export" / "config.json").exists()
+    looks = args.verify and not state.live and (run.folder / "export").is_dir()
+    if looks and (fault := exported.damage(run.folder)) is not None:
         finished, damaged["export"] = False, fault
     if args.json:
         facts = {
@@ -84,7 +86,7 @@ def run_status(args: argparse.Namespace) -> int:
         rows[name] = f"cannot be used: {reason}"
     if gone := job_record.evictions_of(run.folder):
         rows["taken out"] = "; ".join(map(str, gone))
-    rows["resume"] = advice(run, state, finished, max(sound, default=None))
+    rows["resume"] = advice(run, state, finished, max(sound, default=None), ended, "export" in damaged)
     Console(True).facts(rows)
     return 0
 
@@ -179,8 +181,11 @@ def came_to_its_end(run: Run, sound: dict[int, Manifest], total: int) -> bool:
     return bool(sound) and (max(sound) >= total or ended(run, sound[max(sound)]))
 
 
-def advice(run: Run, state: State, finished: bool, newest: int | None) -> str:
-    """Whether it can go on, from where, and how."""
+def advice(
+    run: Run, state: State, finished: bool, newest: int | None, ended: bool = False, damaged: bool = False
+) -> str:
+    """Whether it can go on, from where, and how. `ended`: its last step has a checkpoint. `damaged`: the
+    export is not what was written."""
     if finished:
         return f"nothing is left to do; the model is in {run.folder / 'export'}"
     words = ["lockstep", "train", str(run.folder / "run.yaml")]
@@ -193,7 +198,9 @@ def advice(run: Run, state: State, finished: bool, newest: int | None) -> str:
         return (
             f"goes on from {where} when its turn comes" if state.word == "waiting" else f"from {where}, if killed now"
         )
-    if state.word == "done" and (run.folder / "export" / "config.json").exists():
+    if damaged and ended:
+        return f"`{again}` writes the export again, from the checkpoint of step {newest}"
+    if state.word == "done" and not damaged and (run.folder / "export" / "config.json").exists():
         where = f"step {newest}" if newest else "the start"
         return (
             f"the model is in {run.folder / 'export'}, its checkpoint is not here: `{again}` trains again from {where}"
