@@ -50,6 +50,7 @@ ADAPTERS = (
     "strategies/engines/",
     "launchers/processes/elastic",
     "distributed/torch_internals.py",
+    "tasks/models/masks.py",
 )
 ENGINES = ("torch", "transformers", "accelerate", "deepspeed")
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lockstep.config import plugins
+from support import task_runs
 from support.places import TESTS, TESTS_PATH
 
 pytestmark = [
@@ -37,10 +38,11 @@ class Case(NamedTuple):
     rank: int = 0
     keys: tuple[str, ...] = ()
     waits: Waits = {}  # noqa: RUF012 - never written to
+    kind: str | None = None  # of `task_runs` or `label_runs`; None: texts in classes
 
 
-ASKED = {"aten::_to_copy to the host tasks/models/unpadded.py:__init__": MICRO_BATCHES}  # where real tokens are
-CASES = {
+PADDED, UNPADDED, CHUNKED = "data.padding=batch", "data.padding=none", "task.loss_chunk=16"
+BY_STRATEGY = {
     "single": Case("single", 1),
     "allreduce": Case("allreduce", 2),
     "allreduce on two machines": Case("allreduce", 4, 1, (TREE, "precision=fp16")),
@@ -62,7 +64,34 @@ CASES = {
     "zero1": Case("zero1", 2),
     "zero2": Case("zero2", 2, 1),
     "zero3": Case("zero3", 2, 0, (), {"torch.cuda.synchronize deepspeed": 1}),
-    "no padding": Case("single", 1, 0, ("data.padding=none",), ASKED),
+}
+KINDS = (None, *task_runs.TASKS, "balanced", "lists, shaped")
+OF_TOKENS = ("documents", "messages", "translation", "masked")
+
+
+def single(*keys: str, kind: str | None = None) -> Case:
+    return Case("single", 1, 0, keys, {}, kind)
+
+
+CASES = {name: case._replace(keys=(PADDED, *case.keys)) for name, case in BY_STRATEGY.items()}
+CASES |= {  # what is generated is not looked at here
+    f"{name}, unpadded, loss in chunks": case._replace(
+        keys=(UNPADDED, CHUNKED, "task.samples=0", *case.keys), kind="documents"
+    )
+    for name, case in BY_STRATEGY.items()
+    if "precision=fp16" not in case.keys
+}
+CASES |= {f"{kind or 'texts'} without padding": single(UNPADDED, kind=kind) for kind in KINDS}
+CASES |= {f"{kind} with padding": single(PADDED, kind=kind) for kind in ("packed", "translation", "masked")}
+CASES |= {f"{kind} in chunks": single(UNPADDED, CHUNKED, kind=kind) for kind in OF_TOKENS}
+APART = "task.attend_across_documents=false"
+CASES |= {
+    "translation padded, in chunks": single(PADDED, CHUNKED, kind="translation"),
+    "texts apart, in chunks": single(UNPADDED, APART, CHUNKED, kind="packed"),
+    "texts apart, padded": single(PADDED, APART, kind="packed"),
+    "attention by length": single(UNPADDED, "precision=bf16", "model.config.attn_pdrop=0.0"),
+    "written-out attention": single("model.attention=eager", kind="prompts"),
+    "smoothed": single(UNPADDED, "task.label_smoothing=0.1", kind="translation"),
 }
 PLANTED = {
     "aten::_local_scalar_dense": 1,
@@ -89,9 +118,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             "keys": [
                 f"strategy.name={case.name}",
                 f"micro_batches={MICRO_BATCHES}",
-                "data.padding=batch",
                 *case.keys,
             ],
+            "kind": case.kind,
+            "data": str(folder / "data"),
             "ranks": case.ranks,
             "rank": case.rank,
             "per_node": min(2, case.ranks),
@@ -125,6 +155,23 @@ def test_a_step_mixes_no_devices_and_the_host_waits_for_none_of_it(
         if step:  # whether the step before was finite
             expected["event.synchronize of a step before distributed/torch_internals.py:wait"] += 1
         assert Counter(waits) == expected, f"step {step}"
+
+
+def test_full_rows_are_not_laid_end_to_end(answers: dict[str, dict[str, Any]]) -> None:
+    """Of packed blocks only the last one of all may be short; all documents are of any length."""
+    packed, documents, padded = (
+        answers[name]["names"]
+        for name in ("packed without padding", "documents without padding", "packed with padding")
+    )
+    for move in ("aten::index_select", "aten::index_copy_"):
+        moved, most = (names.get(move, 0) - padded.get(move, 0) for names in (packed, documents))
+        assert 4 * moved <= most, move
+        assert most > MICRO_BATCHES * STEPS, move
+
+
+def test_texts_of_any_length_go_through_attention_by_length(answers: dict[str, dict[str, Any]]) -> None:
+    names = answers["attention by length"]["names"]
+    assert any("varlen" in name or "_flash_attention_forward" in name for name in names), sorted(names)
 
 
 def test_the_control_what_is_planted_is_found(answers: dict[str, dict[str, Any]]) -> None:

@@ -43,22 +43,27 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return this micro-batch on `device`; the copy may still be under way (pinned memory)."""
-        inputs = {k: v.to(device, non_blocking=True) for k, v in self.inputs.items()}
+        from lockstep.data import host_facts  # which knows this file
+
+        inputs = host_facts.on_device(self.inputs, device)
         sources = None if self.sources is None else self.sources.to(device, non_blocking=True)
         return MicroBatch(self.index, inputs, self.targets.to(device, non_blocking=True), sources)
 
     def pinned(self) -> MicroBatch:
         """Return this micro-batch in page-locked memory, from which a GPU copies while the host goes on."""
-        inputs = {k: v.pin_memory() for k, v in self.inputs.items()}
+        from lockstep.data import host_facts
+
+        inputs = host_facts.pinned(self.inputs)
         sources = None if self.sources is None else self.sources.pin_memory()
         return MicroBatch(self.index, inputs, self.targets.pin_memory(), sources)
 
     def blank(self) -> MicroBatch:
         """A micro-batch of two examples, as batch normalisation needs them, or of the only one. Every target is
         ignored: its gradient is zero."""
+        from lockstep.data import host_facts
+
         targets = self.targets[:2].clone().fill_(IGNORED)
-        inputs = {k: targets if k == TARGETS else v[:2] for k, v in self.inputs.items()}
-        return MicroBatch(self.index, inputs, targets)
+        return MicroBatch(self.index, host_facts.blank(self.inputs, targets), targets)
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,8 @@ def gloo_threads(count: int) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device; the copy may still be under way."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    """A tensor of the host, or of the device itself, on a device; the copy may still be under way."""
+    return tensor if device.type in ("cpu", tensor.device.type) else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:

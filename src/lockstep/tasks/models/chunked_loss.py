@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import CausalLMOutput
 
 from lockstep.config.run import Run, RunError
+from lockstep.data import host_facts
 from lockstep.data.batch import TARGETS
+from lockstep.data.host_facts import TargetPlaces
 from lockstep.tasks.models import heads, model_configs
 
 KEY = "task.loss_chunk"
@@ -140,6 +142,7 @@ class _Installed:
         self.scores: Tensor | None = None  # [B, T, 2]; in training [B, T]
         self.loss: Tensor | None = None
         self.last: Any = None
+        self.looked_at_bias = False
         head.forward = self.forward  # type: ignore[method-assign]
         model.register_forward_pre_hook(self.begin, with_kwargs=True)
         model.register_forward_hook(self.end)
@@ -175,7 +178,8 @@ class _Installed:
         if hidden.shape[:2] != self.targets.shape:
             raise RunError("LS3095", f"{KEY}: the head of this model receives other positions than the targets{OUT}")
         labels = self.targets.flatten()
-        rows = (labels >= 0).nonzero().flatten()  # on CUDA the host waits here
+        places = host_facts.facts(self.targets, TargetPlaces)
+        rows = (labels >= 0).nonzero().flatten() if places is None else places.index  # nonzero: on CUDA the host waits
         states, labels = hidden.flatten(0, 1), labels[rows]
 
         def placed(tensor: Tensor) -> Tensor:
@@ -186,6 +190,9 @@ class _Installed:
         if not self.head.training:
             self.scores = placed(_scores(states[rows], labels, self.plain, self.finish, _size(self.chunk)))
             return self.scores.new_zeros(1, 1, 1)
+        if self.chunk == LIGER and not self.looked_at_bias:  # once, as the host waits for the answer
+            _check_bias(self.finish)
+            self.looked_at_bias = True
         if self.chunk == LIGER and len(rows):  # it divides by the rows of a micro-batch, and a blank one has none
             return _by_liger(states[rows], labels, self.head, self.finish, self.smoothing).view(1, 1, 1)
         weight, bias = self.head.weight, self.head.bias
@@ -289,14 +296,18 @@ def _scores(states: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], f
     return torch.cat(chunks)
 
 
-def _by_liger(states: Tensor, targets: Tensor, head: nn.Linear, finish: Finish, smoothing: float) -> Tensor:
-    """The sum by Liger-Kernel's fused linear cross-entropy, its gradients added up in float32. CUDA."""
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as fused
-
+def _check_bias(finish: Finish) -> None:
+    """Errors: `RunError` where a second bias of logits is not zero, which Liger-Kernel has no place for."""
     if finish.bias is not None and bool(finish.bias.any()):
         raise RunError(
             "LS3096", f"{KEY}: {LIGER} does not support a second bias of logits; set a number of tokens instead"
         )
+
+
+def _by_liger(states: Tensor, targets: Tensor, head: nn.Linear, finish: Finish, smoothing: float) -> Tensor:
+    """The sum by Liger-Kernel's fused linear cross-entropy, its gradients added up in float32. CUDA."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as fused
+
     dtype = _compute_dtype(states)
     states, weight = (states * finish.scale).to(dtype), head.weight.to(dtype)
     bias = None if head.bias is None else (head.bias * finish.scale).to(dtype)

@@ -194,7 +194,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     """
     import transformers
 
-    from lockstep.tasks.models import unpadded  # with transformers' models
+    from lockstep.tasks.models import masks, unpadded  # with transformers' models
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -237,6 +237,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     seeds_from_torch(model)
     if laid:
         unpadded.install(model)
+    masks.prepare(model)
     return storage_dtype.cast_weights(run, model)
 
 

@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from lockstep.data import host_facts
+from lockstep.data.host_facts import RealTokens
 from lockstep.distributed.torch_internals import to_device
+from lockstep.tasks.models import masks
 from lockstep.tasks.models.model_configs import UNPADDED
 
 NAME = UNPADDED
@@ -44,22 +46,24 @@ class RowMap:
     def __init__(self, real: Tensor, mask: Tensor | None, causal: bool, both_ways: bool) -> None:
         """`real`: bool [B, T]. `mask`: what transformers' own attention would be given, bool [B, 1, T or other, T].
         `causal`, `both_ways`: a real token sees the real tokens up to itself, or all of its text; where neither holds,
-        `mask` alone says what it sees."""
+        `mask` alone says what it sees. On CUDA the host waits only where it has no `RealTokens` of `real`."""
         self.rows, self.width = real.shape
-        here = real.cpu()  # on CUDA the host waits here, and not below
-        lengths = here.sum(1)
-        self.shortest, self.longest = int(lengths.min()), int(lengths.max())
-        self.index = to_device(here.flatten().nonzero().flatten(), real.device)  # [N], into B x T
-        self.ends = to_device(pad(lengths.cumsum(0), (1, 0)).to(torch.int32), real.device)  # [B + 1], into N
+        tokens = host_facts.facts(real, RealTokens)
+        if tokens is None:
+            tokens = RealTokens.of(real.cpu())
+        self.shortest, self.longest = min(tokens.lengths), max(tokens.lengths)
+        self.index = to_device(tokens.index, real.device)  # [N], into B x T
+        self.ends = to_device(tokens.ends, real.device)  # [B + 1], into N
         self.padded_mask = mask
         full = self.shortest == self.width
-        on_the_right = bool((here[:, :-1] >= here[:, 1:]).all())
-        self.causal = causal and on_the_right  # then no real token sees padding
+        self.stays_padded = full and real.is_cuda  # nothing is gained by laying it end to end
+        self.causal = causal and tokens.on_the_right  # then no real token sees padding
         self.plain = self.causal or both_ways  # each text sees all of itself, or all that is before
         self.mask = None if self.causal or (both_ways and full) else mask  # beside `causal`
         self.complete = self.mask is not None or self.causal or (both_ways and full)  # else nothing says who sees whom
         visible = real[:, None, None] if both_ways and not full else self.mask  # the same, small
-        self.bias = self._biased(visible) if self.width <= max(SHORT.values()) else None
+        short = real.device.type == "cpu" and self.width <= max(SHORT.values())
+        self.bias = self._biased(visible) if short else None
         self._laid: dict[int, tuple[Tensor, Tensor]] = {}  # what all blocks are given alike, such as rotary positions
         self._places: dict[tuple[int, bool], Tensor] = {}
 
@@ -201,18 +205,20 @@ def masked(
     """A model's mask, as a `RowMap` where there are several examples, all of them there as a whole."""
     sizes = batch_size, q_length, kv_length, q_offset
     options = more | {"mask_function": mask_function, "attention_mask": attention_mask, "device": device}
-    mask = sdpa_mask(*sizes, **options)
+    mask = masks.sdpa_mask(*sizes, **options)
     if batch_size == 1 or (attention_mask is not None and attention_mask.shape != (batch_size, kv_length)):
         return mask
     real = attention_mask
     if real is None:
         real = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+        if real.is_cuda:
+            host_facts.attach(real, RealTokens.everywhere(batch_size, kv_length, device))
     causal, both_ways = mask_function is causal_mask_function, mask_function is bidirectional_mask_function
     if mask is None and not (causal or both_ways):  # such as a window that is wider than the texts
         # transformers left the mask out for one of two reasons: it asks its attention for causality, or for nothing
-        causal = sdpa_mask(*sizes, **options | {"allow_is_bidirectional_skip": False}) is None
+        causal = masks.sdpa_mask(*sizes, **options | {"allow_is_bidirectional_skip": False}) is None
         both_ways = not causal
-    layout = RowMap(real.bool(), mask, causal, both_ways)
+    layout = RowMap(masks.as_bool(real), mask, causal, both_ways)
     return layout if layout.shortest and layout.complete else mask  # an example of no tokens has no place of its own
 
 
@@ -324,8 +330,13 @@ def lay(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     own = next((v for n, v in zip(names, values, strict=True) if isinstance(v, RowMap) and not _of_source(n)), None)
     source = next((v for n, v in zip(names, values, strict=True) if isinstance(v, RowMap) and _of_source(n)), None)
     if own is None or not own.fits(next(v for v in values if isinstance(v, Tensor))) or _cached(names, values):
+        end_to_end = False
+    else:
+        end_to_end = not (own.stays_padded and (source is None or source.stays_padded))
+    if not end_to_end:
         arguments = [value.padded_mask if isinstance(value, RowMap) else value for value in values]
     else:
+        assert own is not None
         arguments = [_laid(name, value, own, source) for name, value in zip(names, values, strict=True)]
     return tuple(arguments[: len(args)]), dict(zip(kwargs, arguments[len(args) :], strict=True))
 

@@ -436,8 +436,10 @@ class Objective(ABC):
         """The weights of labels where the logits are: float32 [C]."""
         import torch
 
+        from lockstep.distributed.torch_internals import to_device
+
         if self.weights is None:
             return None
         if self._weights_there is None or self._weights_there.device != logits.device:
-            self._weights_there = torch.tensor(self.weights, dtype=torch.float32, device=logits.device)
+            self._weights_there = to_device(torch.tensor(self.weights, dtype=torch.float32), logits.device)
         return self._weights_there

@@ -1,0 +1,183 @@
+"""What the host knows of a tensor on a GPU, so that nothing has to wait for the GPU to say it.
+
+In: the inputs of a micro-batch on the host. Out: facts about a mask, about positions or about targets, attached to the
+tensor itself when it is copied to the device. An operation on the tensor makes another tensor, which has none: a mask
+that a model changes is asked as it always was. On a CPU nothing is attached, since nothing waits there.
+
+Letters: B examples, T padded length, N real tokens, n positions with a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lockstep.data.batch import TARGETS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+ATTRIBUTE = "lockstep_facts"
+MASKS = ("attention_mask", "decoder_attention_mask")
+POSITIONS = "position_ids"
+
+
+@dataclass(frozen=True)
+class RealTokens:
+    """Where the real tokens of an attention mask [B, T] are. The two tensors are on the mask's device, or on their
+    way there."""
+
+    lengths: tuple[int, ...]  # of each example
+    width: int  # T
+    on_the_right: bool  # whether all padding is
+    index: Tensor  # int64 [N], into B x T
+    ends: Tensor  # int32 [B + 1], into N
+
+    @classmethod
+    def of(cls, mask: Tensor) -> RealTokens:
+        """Of a mask [B, T] of any dtype, in host memory."""
+        from torch import int32
+        from torch.nn.functional import pad
+
+        real = mask.bool()
+        lengths = real.sum(1)
+        return cls(
+            lengths=tuple(lengths.tolist()),
+            width=real.shape[1],
+            on_the_right=bool((real[:, :-1] >= real[:, 1:]).all()),
+            index=real.flatten().nonzero().flatten(),
+            ends=pad(lengths.cumsum(0), (1, 0)).to(int32),
+        )
+
+    @classmethod
+    def everywhere(cls, rows: int, width: int, device: torch.device | str) -> RealTokens:
+        """Of a batch without padding; no copy is made."""
+        import torch
+
+        index = torch.arange(rows * width, device=device)
+        ends = torch.arange(0, rows * width + 1, max(width, 1), dtype=torch.int32, device=device)
+        return cls((width,) * rows, width, True, index, ends)
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no padding."""
+        return all(length == self.width for length in self.lengths)
+
+    def first(self, rows: int) -> RealTokens:
+        """Of the first examples."""
+        lengths = self.lengths[:rows]
+        return replace(self, lengths=lengths, index=self.index[: sum(lengths)], ends=self.ends[: len(lengths) + 1])
+
+
+@dataclass(frozen=True)
+class TextsOfRows:
+    """Whether each row of positions [B, T] counts up from its first to its last, as one text does."""
+
+    single: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, positions: Tensor) -> TextsOfRows:
+        """Of positions in host memory."""
+        return cls(tuple((positions[:, 1:] - positions[:, :-1] == 1).all(1).tolist()))
+
+    def first(self, rows: int) -> TextsOfRows:
+        """Of the first rows."""
+        return TextsOfRows(self.single[:rows])
+
+
+@dataclass(frozen=True)
+class TargetPlaces:
+    """Which positions have a target."""
+
+    index: Tensor  # int64 [n], into the flattened targets; on their device
+
+    @classmethod
+    def of(cls, targets: Tensor) -> TargetPlaces:
+        """Of targets of any shape, in host memory."""
+        return cls((targets.flatten() >= 0).nonzero().flatten())
+
+
+Facts = RealTokens | TextsOfRows | TargetPlaces
+Kind = TypeVar("Kind", RealTokens, TextsOfRows, TargetPlaces)
+
+
+def facts(tensor: object, kind: type[Kind]) -> Kind | None:
+    """What the host knows of a tensor; None: nothing of this kind."""
+    attached = getattr(tensor, ATTRIBUTE, None)
+    return attached if isinstance(attached, kind) else None
+
+
+def attach(tensor: Any, about: Facts) -> Any:
+    """The tensor, with facts about it."""
+    setattr(tensor, ATTRIBUTE, about)
+    return tensor
+
+
+def _attached(tensor: object) -> Facts | None:
+    return getattr(tensor, ATTRIBUTE, None)
+
+
+def _kind(name: str, value: Any) -> type[Facts] | None:
+    """What is worth knowing of an input of this name."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return None
+    if name == TARGETS:
+        return TargetPlaces
+    if value.dim() != 2:
+        return None
+    return RealTokens if name in MASKS else TextsOfRows if name == POSITIONS else None
+
+
+def _looked_up(name: str, value: Any) -> Facts | None:
+    """What is attached to an input, or is seen from it where it is in host memory."""
+    attached = _attached(value)
+    kind = _kind(name, value)
+    if attached is not None or kind is None or value.device.type != "cpu":
+        return attached
+    return kind.of(value)
+
+
+def _moved(about: Facts, move: Any) -> Facts:
+    """With its tensors where `move` takes them."""
+    if isinstance(about, RealTokens):
+        return replace(about, index=move(about.index), ends=move(about.ends))
+    return replace(about, index=move(about.index)) if isinstance(about, TargetPlaces) else about
+
+
+def pinned(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs in page-locked memory, with what the host knows of them there, too."""
+    return _copied(inputs, lambda value: value.pin_memory())
+
+
+def on_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Inputs on a device, with what the host knows of them; the copies may still be under way."""
+    if device.type == "cpu":
+        return {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
+    return _copied(inputs, lambda value: value.to(device, non_blocking=True))
+
+
+def _copied(inputs: Mapping[str, Any], move: Any) -> dict[str, Any]:
+    copies = {}
+    for name, value in inputs.items():
+        about = _looked_up(name, value)
+        copies[name] = move(value) if about is None else attach(move(value), _moved(about, move))
+    return copies
+
+
+def blank(inputs: Mapping[str, Any], targets: Tensor) -> dict[str, Any]:
+    """The first two examples of some inputs, all of whose targets are ignored: `targets`, int64 [2, ...]."""
+    copies = {}
+    for name, value in inputs.items():
+        about = _attached(value)
+        if name == TARGETS:
+            about = replace(about, index=about.index[:0]) if isinstance(about, TargetPlaces) else None
+            copies[name] = targets if about is None else attach(targets.view_as(targets), about)
+        else:
+            copies[name] = value[:2]
+            if isinstance(about, RealTokens | TextsOfRows):
+                attach(copies[name], about.first(2))
+    return copies

@@ -1,0 +1,129 @@
+"""Attention masks of transformers without waiting for the GPU.
+
+transformers asks each mask [B, T] whether it hides anything, and positions whether a row holds several texts: on CUDA
+the host waits for each answer, once or more a micro-batch. Here both are answered from what the host knows of the
+tensor (`data/host_facts.py`). In and out: what transformers' own functions take and give, number for number; a tensor
+of which nothing is known is asked as before.
+
+`install` puts them in the place of transformers' functions. They are the same function for every model of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionMaskInterface, PreTrainedModel, masking_utils
+
+from lockstep.data import host_facts
+from lockstep.data.host_facts import RealTokens, TextsOfRows
+
+_sdpa_mask = masking_utils.sdpa_mask
+_packed = masking_utils.find_packed_sequence_indices
+
+
+def sdpa_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor | None:
+    """transformers' `sdpa_mask`: bool [B, 1, T, S], or None where attention needs none."""
+    real = host_facts.facts(attention_mask, RealTokens)
+    fits = real is not None and (len(real.lengths), real.width) == (batch_size, kv_length)
+    if fits and real is not None and isinstance(q_offset, int) and q_offset == kv_offset == 0:
+        if real.full:  # as if there were no mask, which transformers would find out by looking
+            attention_mask = None
+        elif q_length == kv_length or not options.get("allow_is_causal_skip", True):
+            options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # it hides something
+    sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
+    return _sdpa_mask(*sizes, mask_function, attention_mask, **options)
+
+
+def packed(position_ids: Tensor) -> Tensor | None:
+    """transformers' `find_packed_sequence_indices`: which text of its row a token is of, int64 [B, T]; None: each row
+    is one text."""
+    texts = host_facts.facts(position_ids, TextsOfRows)
+    if texts is None:
+        return _packed(position_ids)
+    if all(texts.single):
+        return None
+    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+
+def as_bool(mask: Tensor) -> Tensor:
+    """As bool, with what the host knows of it."""
+    return _knowing(mask, mask.bool())
+
+
+def _knowing(mask: object, other: Any) -> Any:
+    """Another tensor of the same values, with what is known of the one."""
+    real = _real_tokens(mask)
+    if real is None or not isinstance(other, Tensor) or other.shape != (len(real.lengths), real.width):
+        return other
+    return host_facts.attach(other, real)
+
+
+def _real_tokens(mask: object) -> RealTokens | None:
+    """What is known of a mask, or of the one that it is another view of, in the same shape: GPT-2 makes one."""
+    if not isinstance(mask, Tensor):
+        return None
+    real, base = host_facts.facts(mask, RealTokens), mask._base
+    if real is not None or base is None or base.shape != mask.shape or base.stride() != mask.stride():
+        return real
+    return host_facts.facts(base, RealTokens) if base.storage_offset() == mask.storage_offset() else None
+
+
+def _preprocessing(before: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(before)
+    def preprocess(config: Any, inputs_embeds: Any, attention_mask: Any, *args: Any, **options: Any) -> Any:
+        """The same, which makes a mask of bools of a mask: what is known of the one holds of the other."""
+        result = before(config, inputs_embeds, attention_mask, *args, **options)
+        _knowing(attention_mask, result[1])
+        return result
+
+    return preprocess
+
+
+def prepare(model: nn.Module) -> None:
+    """Let a model ask its inputs nothing that only they know. `model`: one that lockstep gives its inputs."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):  # it would look for padding at every forward, to warn of it
+            module.warn_if_padding_and_no_attention_mask = _no_warning  # type: ignore[method-assign]
+    whole = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if whole is not None and whole.config.is_encoder_decoder:  # inside of an adapter, where there is one
+        whole.register_forward_pre_hook(_whole_decoder_mask, with_kwargs=True)
+
+
+def _no_warning(input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """lockstep gives a mask wherever there is padding."""
+
+
+def _whole_decoder_mask(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Before a training forward on CUDA: the decoder's mask of ones, where none is given. The model would make the same
+    one, and then look at it."""
+    read = kwargs.get("decoder_input_ids")
+    if read is None or not read.is_cuda or not model.training or kwargs.get("decoder_attention_mask") is not None:
+        return None
+    ones = torch.ones_like(read)
+    host_facts.attach(ones, RealTokens.everywhere(len(read), read.shape[1], read.device))
+    return args, {**kwargs, "decoder_attention_mask": ones}
+
+
+def install() -> None:
+    """Let every model of transformers in this process ask the host. Calling it again does nothing."""
+    if masking_utils.find_packed_sequence_indices is packed:
+        return
+    masking_utils.find_packed_sequence_indices = packed
+    masking_utils._preprocess_mask_arguments = _preprocessing(masking_utils._preprocess_mask_arguments)
+    AttentionMaskInterface.register("sdpa", sdpa_mask)
+
+
+install()
