@@ -143,13 +143,14 @@ def _present(
 
 
 def _file(source: str, name: str, revision: str | None, here: bool = False) -> Path | None:
-    """A file of a source; `here`: only where it has been downloaded."""
+    """A file of a source; `here`: only where it has been downloaded, as everywhere under HF_HUB_OFFLINE."""
     if Path(source).is_dir():
         path = Path(source) / name
         return path if path.is_file() else None
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
+    here = here or constants.HF_HUB_OFFLINE  # else a file that the repository does not have is an error there
     try:
         return Path(hf_hub_download(source, name, revision=revision, local_files_only=here))
     except LocalEntryNotFoundError:
