@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lockstep.data import host_facts
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 IGNORED = -100  # the target that counts for nothing, as in torch.nn.functional.cross_entropy
 
-TARGETS = "lockstep_targets"  # among the inputs of a model that takes its own loss (`task.loss_chunk`): the targets
+TARGETS = host_facts.TARGETS
 
 # Name -> float64 sum over examples, of any shape, or a row for each example (`Task.per_example_outputs`); metrics are
 # functions of these.
@@ -43,16 +45,12 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return this micro-batch on `device`; the copy may still be under way (pinned memory)."""
-        from lockstep.data import host_facts  # which knows this file
-
         inputs = host_facts.on_device(self.inputs, device)
         sources = None if self.sources is None else self.sources.to(device, non_blocking=True)
         return MicroBatch(self.index, inputs, self.targets.to(device, non_blocking=True), sources)
 
     def pinned(self) -> MicroBatch:
         """Return this micro-batch in page-locked memory, from which a GPU copies while the host goes on."""
-        from lockstep.data import host_facts
-
         inputs = host_facts.pinned(self.inputs)
         sources = None if self.sources is None else self.sources.pin_memory()
         return MicroBatch(self.index, inputs, self.targets.pin_memory(), sources)
@@ -60,8 +58,6 @@ class MicroBatch:
     def blank(self) -> MicroBatch:
         """A micro-batch of two examples, as batch normalisation needs them, or of the only one. Every target is
         ignored: its gradient is zero."""
-        from lockstep.data import host_facts
-
         targets = self.targets[:2].clone().fill_(IGNORED)
         return MicroBatch(self.index, host_facts.blank(self.inputs, targets), targets)
 

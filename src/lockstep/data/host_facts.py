@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lockstep.data.batch import TARGETS
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+TARGETS = "lockstep_targets"  # among the inputs of a model that takes its own loss (`task.loss_chunk`): the targets
 ATTRIBUTE = "lockstep_facts"
 MASKS = ("attention_mask", "decoder_attention_mask")
 POSITIONS = "position_ids"
@@ -141,7 +140,7 @@ def _looked_up(name: str, value: Any) -> Facts | None:
     return kind.of(value)
 
 
-def _moved(about: Facts, move: Any) -> Facts:
+def _copy_tensors(about: Facts, move: Any) -> Facts:
     """With its tensors where `move` takes them."""
     if isinstance(about, RealTokens):
         return replace(about, index=move(about.index), ends=move(about.ends))
@@ -164,7 +163,7 @@ def _copied(inputs: Mapping[str, Any], move: Any) -> dict[str, Any]:
     copies = {}
     for name, value in inputs.items():
         about = _looked_up(name, value)
-        copies[name] = move(value) if about is None else attach(move(value), _moved(about, move))
+        copies[name] = move(value) if about is None else attach(move(value), _copy_tensors(about, move))
     return copies
 
 

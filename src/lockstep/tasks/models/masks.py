@@ -84,7 +84,7 @@ def _real_tokens(mask: object) -> RealTokens | None:
 def _preprocessing(before: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(before)
     def preprocess(config: Any, inputs_embeds: Any, attention_mask: Any, *args: Any, **options: Any) -> Any:
-        """The same, which makes a mask of bools of a mask: what is known of the one holds of the other."""
+        """Make a mask of bools of a mask; what is known of the one holds of the other."""
         result = before(config, inputs_embeds, attention_mask, *args, **options)
         _knowing(attention_mask, result[1])
         return result
