@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint import export
 from lockstep.config import error_messages as messages
-from lockstep.config.redaction import holds_secret, printable, redact, redact_all, visible
+from lockstep.config.redaction import holds_secret, printable, redact, redact_all, redact_words, visible
 from lockstep.config.run import load
 from lockstep.distributed.event_log import EventLog
 from lockstep.track import console
@@ -193,3 +193,35 @@ def test_a_card_s_head_stays_yaml(label: str) -> None:
 def test_a_control_character_in_output_is_refused(tmp_path: Path) -> None:
     with raises("LS1002", "output"):
         load(None, {"output": "a\ntouch owned"}, {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--token", "plainsecret"],
+        ["--token=plainsecret"],
+        ["--hf_token=plainsecret"],
+        ["--hub-token", "plainsecret"],
+        ["hub.token=plainsecret"],
+        ["+trainer.wandb.api_key=plainsecret"],
+        ["--wandb_key", "plainsecret"],
+        ["HF_TOKEN=plainsecret", "python"],
+        ["--password=two plainsecret words"],
+        ["sh", "-c", "python train.py --token=plainsecret --lr 1"],
+        ["curl", "-H", "Authorization: Bearer plainsecret"],
+    ],
+    ids=" ".join,
+)
+def test_words_of_a_command_lose_their_secrets(words: list[str]) -> None:
+    redacted = redact_words(words)
+    assert len(redacted) == len(words)
+    assert "plainsecret" not in " ".join(redacted)
+
+
+def test_the_control_other_words_of_a_command_stay() -> None:
+    words = ["python", "train.py", "--pad_token", "<pad>", "--eos_token=</s>", "--max_tokens=5", "--token-count", "3"]
+    assert redact_words(words) == words
+    assert redact(" ".join(words)) == " ".join(words)
+    said = "tokenizer.pad_token: <pad>; image_token: <image>; the api_key: null; LOCKSTEP_SECRET: too short"
+    assert redact(said) == said
+    assert redact("hub_token: plainsecret (no counterpart)") == "hub_token: *** (no counterpart)"

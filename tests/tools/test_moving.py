@@ -450,3 +450,23 @@ def test_what_cannot_be_read(name: str, text: str, wanted: str, here: Path, capf
     assert main(["init", "--yes", "--from", name]) == 2
     assert wanted in capfd.readouterr().err
     assert not (here / "run.yaml").exists()
+
+
+def test_a_secret_of_the_file_is_not_written_into_the_run_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.csv").write_text("text,label\n" + "".join(f"a text {n},{n % 2}\n" for n in range(20)))
+    (tmp_path / "run.sh").write_text(
+        "HF_TOKEN=plainsecret1 python run_glue.py --model_name_or_path gpt2 --train_file train.csv --do_train "
+        "--num_train_epochs 1 --output_dir out --hub_token plainsecret2 --token=plainsecret3\n"
+    )
+    (tmp_path / "axolotl.yaml").write_text(
+        "base_model: gpt2\nmicro_batch_size: 2\nnum_epochs: 1\nsequence_len: 64\nhf_token: plainsecret4\n"
+        "wandb_api_key: plainsecret5\ndatasets: [{path: train.csv, type: completion}]\n"
+    )
+    for file in ("run.sh", "axolotl.yaml"):
+        assert main(["init", "moved.yaml", "--yes", "--force", "--partial", "--from", file]) == 0
+        text = (tmp_path / "moved.yaml").read_text() + "".join(capfd.readouterr())
+        assert "plainsecret" not in text
+        assert "token: ***" in text

@@ -28,14 +28,38 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes t
 
 
 def test_a_straggler_is_named_with_its_host(tmp_path: Path) -> None:
-    said = text_of(write_report(folder_of(tmp_path / "slow", slow=1.5)))
+    said = text_of(write_report(folder_of(tmp_path / "slow", steps=60, slow=1.5)))
     assert "Rank 2 on two is a straggler: its own work took 1.50 times as long" in said
-    assert "2 s more" in said  # four times half a second
+    assert "2.5 s more in 50 steps" in said  # five times half a second; the first log point is left out
+    assert "Rank 2 is slower than the others (Where the time went)." in said  # beside the verdict
+
+
+def test_few_steps_or_two_ranks_accuse_nobody(tmp_path: Path) -> None:
+    said = text_of(write_report(folder_of(tmp_path / "short", steps=40, slow=1.5)))
+    assert "is a straggler" not in said
+    assert "30 timed steps are too few to tell a straggler from chance" in said
+    folder = folder_of(tmp_path / "two", steps=60, slow=1.5)
+    lines = [json.loads(line) for line in (folder / "ranks.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"ranks": 2, "seconds": {phase: each[1:] for phase, each in line["seconds"].items()}}
+    (folder / "ranks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = text_of(write_report(folder))
+    assert "is a straggler" not in said
+    assert "slower than the others" not in said
+    assert "Rank 1 took 1.50 times as long as the other rank" in said
+
+
+def test_one_slow_moment_makes_no_straggler(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "moment", steps=100)
+    lines = [json.loads(line) for line in (folder / "ranks.jsonl").read_text().splitlines()]
+    lines[4]["seconds"]["forward"][2] *= 50
+    (folder / "ranks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "is a straggler" not in text_of(write_report(folder))
 
 
 def test_ranks_that_only_wait_are_no_stragglers(tmp_path: Path) -> None:
     """The control: where all work alike, nobody is named, however long they wait for gradients."""
-    said = text_of(write_report(folder_of(tmp_path / "even")))
+    said = text_of(write_report(folder_of(tmp_path / "even", steps=60)))
     assert "is a straggler" not in said
     assert "No straggler" in said
 

@@ -212,7 +212,7 @@ def test_what_was_found_stands_on_top(tmp_path: Path) -> None:
     assert "The ranks changed after step 12 rank 1 is lost; 1 process goes on" in page(lost)
     finish = {"time": 1060.0, "event": "finish", "step": 40}
     text = page(finish)
-    assert "No check found anything. Not checked: plain reference, before the first step." in text
+    assert "All checks passed. Not checked: plain reference, before the first step." in text
     assert "recorded" not in text
     (folder / "metrics.jsonl").write_text("")
     (folder / "events.jsonl").write_text("")

@@ -1,6 +1,7 @@
 """Redaction of secrets and control characters, for the rooms above: lockstep-trace has it, which is used alone, too."""
 
 from lockstep_trace.redaction import (
+    STRUCK,
     holds_secret,
     kept_secret,
     names_secret,
@@ -8,11 +9,13 @@ from lockstep_trace.redaction import (
     printable,
     redact,
     redact_all,
+    redact_words,
     secrets_in_environment,
     visible,
 )
 
 __all__ = [
+    "STRUCK",
     "holds_secret",
     "kept_secret",
     "names_secret",
@@ -20,6 +23,7 @@ __all__ = [
     "printable",
     "redact",
     "redact_all",
+    "redact_words",
     "secrets_in_environment",
     "visible",
 ]

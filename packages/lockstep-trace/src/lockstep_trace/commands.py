@@ -15,6 +15,7 @@ from pathlib import Path
 from lockstep_trace import DEFAULT, __version__, streams
 from lockstep_trace.coded import coded
 from lockstep_trace.errors import TraceError
+from lockstep_trace.redaction import redact
 from lockstep_trace.tracer.settings import LEVELS
 
 WATCH_S = 2.0  # between two looks at a trace that is being written
@@ -76,7 +77,7 @@ def words_of(option: str, text: str | None) -> list[str]:
     try:
         words = shlex.split(text or "")
     except ValueError as error:
-        raise TraceError("LS9035", f"{option}: invalid command {text!r}: {error}") from None
+        raise TraceError("LS9035", f"{option}: invalid command {redact(text or '')!r}: {error}") from None
     if not words:
         raise TraceError("LS9036", f'{option}: no command given; expected one, such as {option} "python train.py"')
     return words

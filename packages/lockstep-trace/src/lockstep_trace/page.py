@@ -17,6 +17,7 @@ from lockstep_trace.findings import findings
 from lockstep_trace.merge import merged
 from lockstep_trace.ranks import data_ranks
 from lockstep_trace.read import Trace
+from lockstep_trace.redaction import redact_words
 
 COLUMNS = 60  # steps of a heat map
 ROWS = 200  # parameters
@@ -68,7 +69,7 @@ def _evaluations(trace: Trace) -> list[tuple[str, str, str]]:
 
 def _command(trace: Trace) -> str:
     """What was traced, without the folder of its first word."""
-    words = trace.about.get("command") or []
+    words = redact_words(trace.about.get("command") or [])  # older traces hold it as it was
     return " ".join([Path(words[0]).name, *words[1:]]) if words else trace.folder.name
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep_trace.errors import TraceError
+from lockstep_trace.redaction import redact_words
 
 ABOUT = "trace.json"
 PATTERN = "rank-*.jsonl"
@@ -255,7 +256,7 @@ def _count(rank: Rank) -> int:
 
 
 def _why_none(about: Mapping[str, Any], ranks: Sequence[Rank]) -> str:
-    command = " ".join(about.get("command", [])) or "the command"
+    command = " ".join(redact_words(about.get("command") or [])) or "the command"
     if ranks:
         return f"{command} called a model, and no optimizer of torch made a step"
     return f"{command} trained nothing, or its Python ignores PYTHONPATH (python -I or -E), or it does not use torch"

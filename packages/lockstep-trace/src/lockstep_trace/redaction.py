@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
@@ -45,21 +45,33 @@ _QUERY = re.compile(
 _WORDS = (
     "API[_-]?KEY|SECRET|SECRET[_-]?KEY|PASSWORD|PASSWD|PASSPHRASE|ACCESS[_-]?KEY|ACCESS[_-]?KEY[_-]?ID|PRIVATE[_-]?KEY"
     "|ACCOUNT[_-]?KEY|STORAGE[_-]?KEY|CONNECTION[_-]?STRING"  # Azure's
+    "|(?:WANDB|COMET|NEPTUNE|HF|OPENAI|ANTHROPIC|AWS|GITHUB|SIGNING|ENCRYPTION)[_-]?KEY"
 )
+# Whose token it may be: others, such as pad_token, are words of a tokenizer.
+_WHOSE = "hf|hub|huggingface|auth|access|api|bearer|refresh|session|bot|github|gitlab|wandb|slack"
+_SPECIAL_TOKENS = "pad|eos|bos|unk|sep|cls|mask|start|end|additional_special"  # of a tokenizer
 # NAME=value of a variable or an argument, and 'name': 'value' of a mapping
 _ASSIGNED = re.compile(
-    rf"(?P<keep>\b(?:(?-i:(?:[A-Z][A-Z0-9_]*_)?(?:TOKEN|CREDENTIALS?|{_WORDS}))|(?:\w+_)?(?:{_WORDS}|access_token|auth_token))"
+    rf"(?P<keep>\b(?:(?-i:(?:[A-Z][A-Z0-9_]*_)?(?:TOKEN|CREDENTIALS?|{_WORDS}))|(?:\w+_)?(?:{_WORDS}|(?:{_WHOSE})_token))"
     r"(?:\s?=\s?|[\"']\s?:\s?(?=[\"'])))(?!\*\*\*|[\"']\*\*\*|\.\.\.)(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\"']+)",
     re.IGNORECASE,
 )
-# --password value, of a command line
+# name: value of a YAML file or a table of one, where the name is more than a word, in small letters
+_LISTED = re.compile(
+    rf"(?P<keep>(?<![\w.-])(?:[a-z0-9]+[_-])*(?:[a-z0-9]+[_-](?:{_WORDS.lower()})|(?:{_WHOSE})[_-]token|api_?key):\s+)"
+    r"(?!\*\*\*|\.\.\.|(?:null|none|true|false)\b)(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\"',;)]+)"
+)
+# Authorization: Bearer value, of a header
+_BEARER = re.compile(r"(?P<keep>\bAuthorization:\s*(?:Bearer|Basic|token)\s+)(?!\*\*\*)[^\s\"']+", re.IGNORECASE)
+# --password value and --token=value, of a command line
 _OPTION = re.compile(
-    rf"(?P<keep>(?<![\w-])--(?:[a-z0-9]+[_-])*(?:{_WORDS}|token)\s+)(?!\*\*\*|(?-i:[A-Z_]+\b)|-)(?:\"[^\"\n]*\"|'[^'\n]*'|\S+)",
+    rf"(?P<keep>(?<![\w-])--(?!(?:{_SPECIAL_TOKENS})[_-]token)(?:[a-z0-9]+[_.-])*(?:{_WORDS}|token)(?:\s+|=))"
+    r"(?!\*\*\*|(?-i:[A-Z_]+\b)|-)(?:\"[^\"\n]*\"|'[^'\n]*'|\S+)",
     re.IGNORECASE,
 )
-_PATTERNS = (_ADDRESS, _QUERY, _ASSIGNED, _OPTION)
+_PATTERNS = (_ADDRESS, _QUERY, _ASSIGNED, _LISTED, _BEARER, _OPTION)
 _NAME = re.compile(rf"(^|[_.-])(token|credentials?|{_WORDS})$", re.IGNORECASE)
-_SPECIAL = re.compile(r"(^|[_.-])(pad|eos|bos|unk|sep|cls|mask|start|end|additional_special)_token$", re.IGNORECASE)
+_SPECIAL = re.compile(rf"(^|[_.-])({_SPECIAL_TOKENS})[_-]token$", re.IGNORECASE)
 # C0 but for tab and newline, DEL, C1; what turns the direction of text; what only some programs take for a line's end;
 # halves of characters, which no file takes
 _COMMANDS = re.compile(
@@ -88,6 +100,21 @@ def redact_all(values: Any, filtered: Callable[[str], str] = redact) -> Any:
             for k, v in values.items()
         }
     return [redact_all(value, filtered) for value in values] if isinstance(values, list | tuple) else values
+
+
+def redact_words(words: Sequence[str]) -> list[str]:
+    """The words of a command line without secrets: the value of each option, variable or key whose name says that it
+    is one (`--token VALUE`, `--token=VALUE`, `hub.token=VALUE`), and whatever `redact` finds in a word."""
+    redacted = []
+    for option, word in zip(["", *words], words, strict=False):
+        name, equals, value = word.partition("=")
+        if option.startswith("-") and "=" not in option and names_secret(option.lstrip("-")):
+            redacted.append(STRUCK)
+        elif value and " " not in name and names_secret(name.lstrip("-+")):
+            redacted.append(f"{name}{equals}{STRUCK}")
+        else:
+            redacted.append(redact(word))
+    return redacted
 
 
 def names_secret(key: str) -> bool:

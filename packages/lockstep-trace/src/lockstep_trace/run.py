@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep_trace.errors import TraceError
 from lockstep_trace.read import ABOUT, about
-from lockstep_trace.redaction import STRUCK, names_secret, redact
+from lockstep_trace.redaction import redact_words
 from lockstep_trace.tracer.settings import Settings
 
 INJECT = "inject"
@@ -54,18 +54,9 @@ def prepare(folder: Path, command: Sequence[str], settings: Settings) -> None:
     shutil.copy(SOURCES / "injected" / "sitecustomize.py", inject)
     shutil.copytree(SOURCES / "tracer", inject / "tracer", ignore=shutil.ignore_patterns("__pycache__"))
     settings.save(inject / "settings.json")
-    values = {"format": 1, "command": _redacted(command), "began": time.time(), "cwd": os.getcwd()}
+    values = {"format": 1, "command": redact_words(command), "began": time.time(), "cwd": os.getcwd()}
     values |= {"every": settings.every, "steps": settings.steps, "level": settings.level, "perturbed": settings.perturb}
     (folder / ABOUT).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-
-
-def _redacted(command: Sequence[str]) -> list[str]:
-    """The words of a command without secrets: of `--token VALUE`, and what `redact` finds in each word."""
-    before = ["", *command]
-    return [
-        STRUCK if option.startswith("--") and names_secret(option.lstrip("-")) else redact(word)
-        for option, word in zip(before, command, strict=False)
-    ]
 
 
 def environment_of(folder: Path) -> dict[str, str]:

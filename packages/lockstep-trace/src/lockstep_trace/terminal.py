@@ -20,7 +20,7 @@ from lockstep_trace.findings import Finding, findings
 from lockstep_trace.matching import match
 from lockstep_trace.merge import merged_start
 from lockstep_trace.read import Trace, read
-from lockstep_trace.redaction import redact
+from lockstep_trace.redaction import redact_words
 from lockstep_trace.report import write
 from lockstep_trace.run import run
 
@@ -159,7 +159,7 @@ def verify(
         root = folder or Path(aside)
         commands = {"reference": reference, "job": job} | ({} if exact else {"perturbed": reference})
         for name, command in commands.items():
-            output.say(f"{name}: {redact(' '.join(command))}")
+            output.say(f"{name}: {' '.join(redact_words(command))}")
             status = run(command, root / name, steps=steps, perturb=name == "perturbed")
             if status:
                 output.say(f"{name}: the command ended with status {status}")

@@ -8,15 +8,16 @@ it decides what is trained. docs/reference/coming-from shows the same tables; a 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lockstep.config import error_messages as messages
-from lockstep.config import plugins
+from lockstep.config import plugins, redaction
 from lockstep.config.key_aliases import foreign_keys
 from lockstep.config.run import RunError
 
@@ -120,6 +121,17 @@ class Gap:
         return f"{'no counterpart' if self.understood else 'not understood'}: {self.name} ({self.why})"
 
 
+_NAMED = re.compile(r"(?P<keep>(?:.*\s)?(?P<name>-{0,2}[\w.-]+)(?:: | ))\S.*")
+
+
+def _without_secret(name: str) -> str:
+    """The name of a gap, which may end with a value: `hub_token: VALUE`, `line 3: --token VALUE`."""
+    found = _NAMED.fullmatch(name)
+    if found is not None and redaction.names_secret(found["name"].lstrip("-")):
+        return f"{found['keep']}{redaction.STRUCK}"
+    return redaction.redact(name)
+
+
 @dataclass
 class RunDraft:
     """What a file says, in keys of a run file."""
@@ -152,6 +164,7 @@ class RunDraft:
         self._gap(Gap(name, why, decides, by, understood=False))
 
     def _gap(self, gap: Gap) -> None:
+        gap = replace(gap, name=_without_secret(gap.name))
         if gap not in self.gaps:
             self.gaps.append(gap)
 

@@ -41,14 +41,31 @@ class Attempt:
     facts: dict[str, Any]  # what the start event tells: versions, hosts, launch, ...
 
 
+FEWEST_RANKS = 3  # of two ranks, neither is the usual one
+FEWEST_STEPS = 50  # fewer are a matter of chance: first steps allocate, and other programs come and go
+SLOW = 1.15  # times the median of the other ranks: a straggler
+
+
 @dataclass(frozen=True)
 class Slowest:
-    """How much slower than the middle one the slowest rank does its own work."""
+    """How much slower than the others' median the slowest rank does its own work, from the second log point on."""
 
     rank: int
     host: str
-    ratio: float  # its seconds of own work over the median rank's
-    seconds: float  # what it took more than the median rank, over the stretch that is looked at
+    ratio: float  # its seconds of own work over the others' median: the median of all log points
+    seconds: float  # its excess over the others' median, in all
+    steps: int  # that were timed
+    ranks: int
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether there are enough ranks and steps to call one slow."""
+        return self.ranks >= FEWEST_RANKS and self.steps >= FEWEST_STEPS
+
+    @property
+    def straggles(self) -> bool:
+        """Whether the rank is a straggler: slow in most of the time, and not by chance."""
+        return self.can_tell and self.ratio >= SLOW
 
 
 @dataclass(frozen=True)
@@ -208,13 +225,19 @@ class History:
         """The rank that works longest; None with fewer than two ranks, or where it cannot be told."""
         if not self.ranks or self.ranks[-1]["ranks"] < 2 or not self.sees_stragglers:
             return None
-        columns = [each for phase, each in self.seconds.items() if phase in self.own_phases]
-        work = [sum(each) for each in zip(*columns, strict=True)]
-        rank = max(range(len(work)), key=work.__getitem__)
-        others = median(work[:rank] + work[rank + 1 :])
+        timed = [line for line in self.timed if line["steps"]]
+        timed = timed[1:] or timed  # first steps allocate memory and load kernels
+        if not timed:
+            return None
+        work = [[seconds * line["steps"] for seconds in self.own_seconds(line)] for line in timed]
+        sums = [sum(each) for each in zip(*work, strict=True)]
+        rank = max(range(len(sums)), key=sums.__getitem__)
+        usual = [median(each[:rank] + each[rank + 1 :]) for each in work]
+        ratios = [each[rank] / other for each, other in zip(work, usual, strict=True) if other]
         hosts = self.facts.get("hosts", [])
         host = hosts[rank] if rank < len(hosts) else ""
-        return Slowest(rank, host, work[rank] / others if others else 1.0, work[rank] - others)
+        steps = sum(line["steps"] for line in timed)
+        return Slowest(rank, host, median(ratios) if ratios else 1.0, sums[rank] - sum(usual), steps, len(sums))
 
     @cached_property
     def memory(self) -> list[tuple[int, list[float]]]:

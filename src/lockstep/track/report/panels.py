@@ -261,7 +261,10 @@ def answer(history: History) -> str:
     if history.state != "finished":
         newest = history.newest_checkpoint
         return f"The same command {f'goes on from step {newest:,}' if newest else 'begins from the start'}."
-    parts = ["No check found anything."] if rows and all(fine is not False for _, fine, _ in rows) else []
+    slowest = history.slowest
+    parts = ["All checks passed."] if rows and all(fine is not False for _, fine, _ in rows) else []
+    if slowest is not None and slowest.straggles:
+        parts.append(f"Rank {slowest.rank} is slower than the others (Where the time went).")
     if missing := [name for name, fine, _ in rows if fine is None]:
         parts.append(f"Not checked: {', '.join(missing)}.")
     return " ".join(parts)
