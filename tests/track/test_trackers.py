@@ -151,9 +151,11 @@ def test_what_is_logged_is_in_the_tracker_s_own_store(name: str, tmp_path: Path)
 @pytest.mark.processes
 def test_wandb_gets_what_it_is_told_and_the_run_as_its_config(tmp_path: Path) -> None:
     there("wandb")
-    ((ids, _, _),) = run_on(1, logged, "wandb", tmp_path)
+    ((ids, said, _),) = run_on(1, logged, "wandb", tmp_path)
     paths = sorted((tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(paths) == 2
+    synced = [line.partition("send it with: ")[2] for line in said]
+    assert synced == [f"wandb sync {paths[0].parent}", " && ".join(f"wandb sync {path.parent}" for path in paths)]
     for path in paths:
         (run,) = [r.run for r in records(path) if r.WhichOneof("record_type") == "run"]
         assert (run.run_id, run.project, run.run_group, list(run.tags)) == (ids["wandb"], "names", "seeds", ["a", "b"])

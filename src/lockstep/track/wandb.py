@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -59,8 +60,12 @@ class WandB(Tracker):
         return self._wandb.url or self._offline_note()
 
     def _offline_note(self) -> str:
-        folder = Path(self._wandb.dir).parent
-        return f"run {self.run_id} is kept on disk; send it with: wandb sync {folder}"
+        own = Path(self._wandb.dir).parent
+        there = sorted(own.parent.glob(f"offline-run-*-{self.run_id}"))  # of each process one; named by its time
+        unsent = [folder for folder in there if folder != own and not any(folder.glob("*.wandb.synced"))]
+        # one after another: the steps of a run are sent in their order
+        command = " && ".join(f"wandb sync {shlex.quote(str(folder))}" for folder in [*unsent, own])
+        return f"run {self.run_id} is kept on disk; send it with: {command}"
 
     def _start(self, wandb: Any, mode: str) -> None:
         options = self.options
