@@ -126,9 +126,9 @@ _NAMED = re.compile(r"(?P<keep>(?:.*\s)?(?P<name>-{0,2}[\w.-]+)(?:: | ))\S.*")
 
 def _without_secret(name: str) -> str:
     """The name of a gap, which may end with a value: `hub_token: VALUE`, `line 3: --token VALUE`."""
-    found = _NAMED.fullmatch(name)
-    if found is not None and redaction.names_secret(found["name"].lstrip("-")):
-        return f"{found['keep']}{redaction.STRUCK}"
+    match = _NAMED.fullmatch(name)
+    if match is not None and redaction.names_secret(match["name"].lstrip("-")):
+        return f"{match['keep']}{redaction.STRUCK}"
     return redaction.redact(name)
 
 
