@@ -37,7 +37,7 @@ import torch.utils.checkpoint  # noqa: E402, F401
 from lockstep_trace import tracer  # noqa: E402
 from lockstep_trace.compare import Comparison, compare  # noqa: E402
 from lockstep_trace.errors import TraceError  # noqa: E402
-from lockstep_trace.findings import findings  # noqa: E402
+from lockstep_trace.findings import findings, proved  # noqa: E402
 from lockstep_trace.read import Trace, read  # noqa: E402
 from lockstep_trace.run import environment_of, prepare  # noqa: E402
 from lockstep_trace.tracer import late_imports, recorder  # noqa: E402, F401
@@ -214,7 +214,9 @@ def look(runs: Runs, exhibit: Exhibit) -> Result:
     if exhibit.reference is None:
         if not found:
             return Result("", False)
-        return Result(f"[{found[0].code}] {found[0].what}: {found[0].cause}", found[0].code == exhibit.expected)
+        level = "" if found[0].level == "wrong" else f"{found[0].level}: "
+        text = f"{level}[{found[0].code}] {found[0].what}: {found[0].cause}"
+        return Result(text, found[0].code == exhibit.expected)
     reference, perturbed = (runs.trace(exhibit.script, exhibit.reference, 1, p) for p in (False, True))
     verdict = _first(read(reference), trace, read(perturbed))
     if verdict is None:
@@ -231,9 +233,8 @@ def _first(reference: Trace, trace: Trace, perturbed: Trace) -> Comparison | Non
 
 def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
     trace = read(runs.trace(healthy.script, healthy.arguments, healthy.processes, libraries=healthy.libraries))
-    found = findings(trace)
-    if found:
-        return Result(f"[{found[0].code}] {found[0].what}", False)
+    if accusations := proved(findings(trace)):
+        return Result(f"[{accusations[0].code}] {accusations[0].what}", False)
     if healthy.reference is not None:
         reference, perturbed = (runs.trace(healthy.script, healthy.reference, 1, p) for p in (False, True))
         verdict = _first(read(reference), trace, read(perturbed))

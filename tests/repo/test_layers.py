@@ -234,7 +234,11 @@ OTHERS: dict[str, str | tuple[str, ...]] = {
 GROUND_OTHERS = {
     "tracer/hooks.py": "self._scale",  # the loss scale on its device: GradScaler.get_scale waits for it
     "tracer/late_imports.py": "getattr(getattr(module, '__spec__', None), '_initializing'",  # importlib's
-    "tracer/recorder.py": "getattr(tensor, '_version'",  # torch's count of writes
+    "tracer/graph.py": "getattr(node, '_",  # what autograd keeps of a loss: targets, reduction, shapes, masks
+    "tracer/placement.py": "getattr(ddp, '_comm_hooks'",  # whether gradients are reduced in a way of the script's own
+    "tracer/recorder.py": "getattr(module, '_tied_weights_keys'",  # whether a model of transformers has any to tie
+    "tracer/schedules.py": "getattr(scheduler, '_last_lr'",  # the rates of a scheduler's state
+    "tracer/versions.py": "getattr(tensor, '_version'",  # torch's count of writes
 }
 
 

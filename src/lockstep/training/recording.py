@@ -34,7 +34,7 @@ from lockstep.training.session import Session, build_session, join_ranks
 from lockstep_trace.step_writer import RankStep, StepWriter, WholeStep
 from lockstep_trace.tracer.inputs import call_inputs
 from lockstep_trace.tracer.placement import has_stochastic
-from lockstep_trace.tracer.recorder import hexed
+from lockstep_trace.tracer.records import hexed
 
 TRACE = "trace"  # in the folder: gradients, weights, losses and examples of each step
 

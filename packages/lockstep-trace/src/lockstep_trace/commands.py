@@ -50,6 +50,13 @@ def recording_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--perturb", action="store_true", help="flip the last bit of half of the weights before the first forward"
     )
+    verbose_option(parser)
+
+
+def verbose_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--verbose", action="store_true", help="also print findings that are not proved, with what else they could be"
+    )
 
 
 def recording_settings(args: argparse.Namespace) -> dict[str, object]:
@@ -70,6 +77,7 @@ def comparing_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exact", action="store_true", help="of traces: ask for the same bits")
     parser.add_argument("--align", action="store_true", help="of traces: compare windows that saw the same examples")
     parser.add_argument("--perturbed", metavar="DIR", help="of traces: A's command traced again with --perturb")
+    parser.add_argument("--verbose", action="store_true", help="of traces: also print findings that are not proved")
 
 
 def words_of(option: str, text: str | None) -> list[str]:
@@ -117,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 
     watch = commands.add_parser("watch", help="follow a trace while its command runs, and print findings as they come")
     watch.add_argument("folder", metavar="TRACE", type=Path)
+    verbose_option(watch)
     watch.set_defaults(run=_watch)
     return parser
 
@@ -130,14 +139,14 @@ def _record(args: argparse.Namespace) -> int:
             "LS9037",
             "record: no command given; write it after --, as in `lockstep-trace record -o a -- python train.py`",
         )
-    return record(words, Path(args.output), recording_settings(args))
+    return record(words, Path(args.output), recording_settings(args), args.verbose)
 
 
 def _diff(args: argparse.Namespace) -> int:
     from lockstep_trace.terminal import PlainOutput, diff
 
     perturbed = Path(args.perturbed) if args.perturbed else None
-    return diff(args.a, args.b, PlainOutput(), args.exact, perturbed, args.align)
+    return diff(args.a, args.b, PlainOutput(), args.exact, perturbed, args.align, args.verbose)
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -162,7 +171,7 @@ def _report(args: argparse.Namespace) -> int:
 
 def _watch(args: argparse.Namespace) -> int:
     """Returns the traced command's own status, once it has ended."""
-    from lockstep_trace.findings import findings
+    from lockstep_trace.findings import findings, proved
     from lockstep_trace.read import about, is_trace, read
     from lockstep_trace.terminal import finding_lines
 
@@ -185,7 +194,8 @@ def _watch(args: argparse.Namespace) -> int:
             if count > steps:
                 steps = count
                 print(f"{steps} optimizer steps on {trace.world} process{'es' if trace.world > 1 else ''}", flush=True)
-            for each in findings(trace):
+            rows = findings(trace)
+            for each in rows if args.verbose else proved(rows):
                 if each.code not in printed:
                     printed.add(each.code)
                     print(*finding_lines([each]), sep="\n", flush=True)

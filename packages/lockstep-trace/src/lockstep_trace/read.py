@@ -72,6 +72,7 @@ class OptimizerLayout:
     untied: bool
     mesh: Mapping[str, Any] | None
     models: tuple[str, ...]
+    own: bool = False  # a class of the script's or of a library's, and not of torch.optim
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ class Rank:
     path: Path
     layouts: dict[int, OptimizerLayout] = field(default_factory=dict)
     starts: dict[int, tuple[OptimizerLayout, dict[str, Value]]] = field(default_factory=dict)  # by optimizer
+    shards: dict[int, dict[str, tuple[int, bool]]] = field(default_factory=dict)  # contents, and whether constant
     steps: dict[int, dict[int, Step]] = field(default_factory=dict)  # by optimizer, by step
     models: list[Mapping[str, Any]] = field(default_factory=list)
     loaders: list[Mapping[str, Any]] = field(default_factory=list)  # passes that began
@@ -207,6 +209,18 @@ class Trace:
         """Steps that all ranks which use the optimizer have written."""
         sets = [set(rank.steps[optimizer]) for rank in self.ranks if optimizer in rank.steps]
         return sorted(set.intersection(*sets)) if sets else []
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks came to their end by themselves, and every step is recorded."""
+        return not self.about.get("steps") and all(
+            rank.ended is not None and all(n <= len(rank.steps.get(o, {})) for o, n in enumerate(rank.ended["steps"]))
+            for rank in self.ranks
+        )
+
+    def measured(self, optimizer: int) -> list[int]:
+        """Steps in which every rank measured tensors."""
+        return [s for s in self.steps(optimizer) if all(r.measured for _, r in self.at(optimizer, s))]
 
     def at(self, optimizer: int, step: int) -> list[tuple[Rank, Step]]:
         records = [(rank, rank.steps.get(optimizer, {}).get(step)) for rank in self.ranks]
@@ -292,6 +306,13 @@ def _take(rank: Rank, kind: str, record: Mapping[str, Any]) -> None:
         values = decode(record["weights"], [p.width for p in layout.parameters])
         named = {p.name: v for p, v in zip(layout.parameters, values, strict=True)}
         rank.starts.setdefault(record["opt"], (layout, named))
+        if shards := record.get("shards"):
+            contents = decode(shards["content"], [])
+            names = [layout.parameters[i].name for i in shards["of"]]
+            pairs = zip(names, contents, contents[len(names) :], strict=False)
+            rank.shards.setdefault(
+                record["opt"], {n: (v.fingerprint, v.fingerprint == r.fingerprint) for n, v, r in pairs}
+            )
     elif kind == "step":
         rank.steps.setdefault(record["opt"], {})[record["step"]] = Step(record, rank.layouts[record["layout"]])
     elif kind == "end":
@@ -317,7 +338,13 @@ def _layout(record: Mapping[str, Any]) -> OptimizerLayout:
     parameters = tuple(Parameter(**row) for row in rows)
     ties = tuple(tuple(names) for names in record["ties"])
     return OptimizerLayout(
-        record["optimizer"], parameters, ties, record["untied"], record["mesh"], tuple(record["models"])
+        record["optimizer"],
+        parameters,
+        ties,
+        record["untied"],
+        record["mesh"],
+        tuple(record["models"]),
+        bool(record.get("own")),
     )
 
 

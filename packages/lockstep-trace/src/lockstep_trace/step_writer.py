@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep_trace.read import ABOUT
 from lockstep_trace.tracer.fingerprint import differences, measure, whole, width_of
 from lockstep_trace.tracer.placement import dtype_name
-from lockstep_trace.tracer.recorder import packed
+from lockstep_trace.tracer.records import packed
 from lockstep_trace.tracer.writer import FORMAT
 
 EMPTY = {"fp": "", "sq": "", "sk": ""}

@@ -16,12 +16,13 @@ from lockstep_trace.alignment import window
 from lockstep_trace.causes import few
 from lockstep_trace.compare import COLUMNS, Comparison, compare, row_cells
 from lockstep_trace.errors import TraceError
-from lockstep_trace.findings import Finding, findings
+from lockstep_trace.findings import Finding, findings, proved
 from lockstep_trace.matching import match
 from lockstep_trace.merge import merged_start
 from lockstep_trace.read import Trace, read
 from lockstep_trace.redaction import redact_words
 from lockstep_trace.report import write
+from lockstep_trace.rules.finding import WRONG
 from lockstep_trace.run import run
 
 ROWS = 12  # of a table
@@ -56,17 +57,18 @@ class PlainOutput:
             print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip())
 
 
-def record(command: Sequence[str], folder: Path, options: Mapping[str, Any]) -> int:
+def record(command: Sequence[str], folder: Path, options: Mapping[str, Any], verbose: bool = False) -> int:
     """Run a command and trace it. What is said goes to standard error: standard output is the command's own. Returns
-    the command's exit status. Errors: `TraceError` where it cannot be started."""
+    the command's exit status. `verbose`: also findings that are not proved. Errors: `TraceError` where it cannot be
+    started."""
     status = run(command, folder, **options)
-    for line in summary(folder):
+    for line in summary(folder, verbose):
         print(f"lockstep trace: {line}", file=sys.stderr)
     return status
 
 
-def summary(folder: Path) -> list[str]:
-    """What a trace came to, with the findings in it."""
+def summary(folder: Path, verbose: bool = False) -> list[str]:
+    """What a trace came to, with the findings in it: those that are proved, or all."""
     try:
         trace = read(folder)
     except TraceError as error:
@@ -76,9 +78,18 @@ def summary(folder: Path) -> list[str]:
     if trace.others:
         lines.append(f"{trace.others} other processes trained, too, as another job; they are not looked at")
     lines += [f"rank {r.number}: an error of the tracer's own: {e['text']}" for r in trace.ranks for e in r.errors[:1]]
-    finding_list = findings(trace)
-    count = f"{len(finding_list)} finding{'s' if len(finding_list) > 1 else ''}" if finding_list else "no finding"
-    return [*lines, count, *finding_lines(finding_list)]
+    rows = findings(trace)
+    return [*lines, counted(rows, verbose), *finding_lines(rows if verbose else proved(rows))]
+
+
+def counted(rows: Sequence[Finding], verbose: bool) -> str:
+    """The number of findings, and how to see those that are not proved."""
+    certain, rest = len(proved(rows)), len(rows) - len(proved(rows))
+    head = f"{certain} finding{'s' if certain > 1 else ''}" if certain else "no finding"
+    if not rest:
+        return head
+    other = f"{rest} that {'are' if rest > 1 else 'is'} not proved"
+    return f"{head}, and {other}" + ("" if verbose else " (--verbose, or the page of `report`, has them)")
 
 
 def _optimizer(trace: Trace, number: int) -> str:
@@ -87,16 +98,28 @@ def _optimizer(trace: Trace, number: int) -> str:
 
 
 def diff(
-    a: Path, b: Path, output: Output, exact: bool = False, perturbed: Path | None = None, align: bool = False
+    a: Path,
+    b: Path,
+    output: Output,
+    exact: bool = False,
+    perturbed: Path | None = None,
+    align: bool = False,
+    verbose: bool = False,
 ) -> int:
     """Compare two traces. `align`: where their steps see other examples, also over the first steps in which both have
-    seen the same. Returns 0 where nothing differs beyond rounding (`exact`: at all), else 1. Errors:
-    `TraceError`."""
-    return int(any(v.first is not None for v in compared(a, b, output, exact, perturbed, align)))
+    seen the same. `verbose`: also findings of each that are not proved. Returns 0 where nothing differs beyond rounding
+    (`exact`: at all), else 1. Errors: `TraceError`."""
+    return int(any(v.first is not None for v in compared(a, b, output, exact, perturbed, align, verbose)))
 
 
 def compared(
-    a: Path, b: Path, output: Output, exact: bool, perturbed: Path | None, align: bool = False
+    a: Path,
+    b: Path,
+    output: Output,
+    exact: bool,
+    perturbed: Path | None,
+    align: bool = False,
+    verbose: bool = False,
 ) -> list[Comparison]:
     """Compare two traces. Returns a verdict for each optimizer, after printing it. Errors: `TraceError`."""
     one, other = read(a), read(b)
@@ -115,7 +138,8 @@ def compared(
         if align and verdict.first == "examples":
             output.say(_aligned(one, other, verdict.optimizer))
     for trace in (one, other):
-        if lines := finding_lines(findings(trace)):
+        rows = findings(trace)
+        if lines := finding_lines(rows if verbose else proved(rows)):
             output.say(f"in {trace.folder} by itself:")
             for line in lines:
                 output.say(f"  {line}")
@@ -202,5 +226,11 @@ def lines_of(verdict: Comparison) -> list[str]:
 
 
 def finding_lines(findings: Sequence[Finding]) -> list[str]:
-    """A line for each finding and one for what to change."""
-    return [line for each in findings for line in (f"[{each.code}] {each.what}", f"    {each.cause}")]
+    """A line for each finding, one for what to change, and, where it is not proved, one for what else it could be."""
+    lines = []
+    for each in findings:
+        level = "" if each.level == WRONG else f"{each.level}: "
+        lines += [f"[{each.code}] {level}{each.what}", f"    {each.cause}"]
+        if each.otherwise:
+            lines.append(f"    it may be right: {each.otherwise}. To decide: {each.decides}")
+    return lines

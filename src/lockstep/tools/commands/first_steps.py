@@ -128,7 +128,7 @@ def run_trace(args: argparse.Namespace) -> int:
     from lockstep_trace.commands import recording_settings
     from lockstep_trace.terminal import record
 
-    return record(command, Path(args.output), recording_settings(args))
+    return record(command, Path(args.output), recording_settings(args), args.verbose)
 
 
 def init_arguments(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ def run_diff(args: argparse.Namespace) -> int:
         from lockstep_trace.terminal import diff as diff_traces
 
         perturbed = Path(args.perturbed) if args.perturbed else None
-        return diff_traces(Path(args.a), Path(args.b), Console(True), args.exact, perturbed, args.align)
+        return diff_traces(Path(args.a), Path(args.b), Console(True), args.exact, perturbed, args.align, args.verbose)
     if any(both):
         raise RunError(
             "LS8120", f"{args.a} and {args.b}: one is a trace and the other is a run; compare two traces or two runs"

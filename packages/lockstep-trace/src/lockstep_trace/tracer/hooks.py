@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import fsdp1, workers
+from . import fsdp1, observers, workers
 from .fingerprint import measure, whole
 from .placement import is_plain_tensor, local, plain_name
 from .recorder import Recorder
@@ -62,6 +62,7 @@ class Hooks:
         _wrap_scaler(self)
         _wrap_schedulers(self)
         _wrap_loader(self)
+        observers.install(self)
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
 
@@ -90,7 +91,10 @@ class Hooks:
         def wrapped() -> Any:  # gradients are there when it returns; of several calls the last one counts
             result = closure()
             if self.recorder is not None:
-                self._stepping[id(optimizer)] = self.guarded(self.recorder.before_step, optimizer) or {}
+                first = self._stepping.get(id(optimizer)) or {}
+                here = self.guarded(self.recorder.before_step, optimizer) or {}
+                at_first = {name: first[name] for name in ("before", "start", "shards") if name in first}
+                self._stepping[id(optimizer)] = here | at_first  # weights before the step are those of the first call
             return result
 
         if "closure" in kwargs:
@@ -125,7 +129,7 @@ def _wrap_call(hooks: Hooks) -> None:
         depth = getattr(_THREAD, "depth", 0)
         if depth:
             if recorder.since.autocast is None:
-                hooks.guarded(recorder.inside)
+                hooks.guarded(recorder.inside, module)
             if recorder.settings.level == "modules" and torch.is_grad_enabled():
                 return _observed(hooks, module, original(module, *args, **kwargs))
             return original(module, *args, **kwargs)
@@ -216,6 +220,8 @@ def _wrap_clipping(hooks: Hooks) -> None:
             record = hooks.guarded(recorder.clipping, parameters, name, value)
             with hooks.clipping():
                 result = original(parameters, *args, **kwargs)
+            if record is not None:
+                hooks.guarded(recorder.has_clipped, record, parameters)
             if record is not None and is_plain_tensor(result):
                 recorder.since.norms.append((record, result.detach().clone()))
             return result
@@ -256,7 +262,11 @@ def _wrap_scaler(hooks: Hooks) -> None:
         if not recorder.since.unscaled:
             recorder.since.notes.append("scaler unscales")
         before = recorder.steps[recorder.number_of(inner)]
-        result = step(self, optimizer, *args, **kwargs)
+        recorder.by_scaler = True
+        try:
+            result = step(self, optimizer, *args, **kwargs)
+        finally:
+            recorder.by_scaler = False
         if recorder.steps[recorder.number_of(inner)] == before:
             hooks.guarded(recorder.skipped, inner)
         return result
@@ -275,9 +285,11 @@ def _wrap_schedulers(hooks: Hooks) -> None:
         for kind in type(self).__mro__:  # classes of the script's own, which may not call torch's `step`
             if isinstance(vars(kind).get("step"), types.FunctionType):
                 _wrap_step(hooks, kind)
+            if isinstance(vars(kind).get("load_state_dict"), types.FunctionType):
+                _wrap_load(hooks, kind)
         original_init(self, *args, **kwargs)
-        if hooks.recorder is not None and not _by_a_trainer(sys._getframe(1)):
-            hooks.guarded(hooks.recorder.has_scheduler, self)
+        if hooks.recorder is not None:
+            hooks.guarded(hooks.recorder.schedules.register, self, _by_a_trainer(sys._getframe(1)))
 
     module.LRScheduler.__init__ = init  # type: ignore[method-assign]
 
@@ -306,11 +318,11 @@ def _wrap_step(hooks: Hooks, kind: Any) -> None:
         caller = sys._getframe(1)
         if recorder is None or caller.f_code.co_name in ("__init__", "_initial_step"):
             return original(self, *args, **kwargs)
-        hooks.guarded(recorder.steps_scheduler, self)
-        if getattr(_THREAD, "scheduling", False):
-            return original(self, *args, **kwargs)
         by = "accelerate" if str(caller.f_globals.get("__name__", "")).startswith("accelerate.") else ""
-        hooks.guarded(recorder.scheduled, type(self).__name__, by)
+        inner = getattr(_THREAD, "scheduling", False)
+        hooks.guarded(recorder.schedules.stepped, self, by, not inner)
+        if inner:
+            return original(self, *args, **kwargs)
         _THREAD.scheduling = True
         try:
             return original(self, *args, **kwargs)
@@ -319,6 +331,22 @@ def _wrap_step(hooks: Hooks, kind: Any) -> None:
 
     step.lockstep_wrapped = True  # type: ignore[attr-defined]
     kind.step = step
+
+
+def _wrap_load(hooks: Hooks, kind: Any) -> None:
+    original: Any = kind.load_state_dict
+    if hasattr(original, "lockstep_wrapped"):
+        return
+
+    @functools.wraps(original)
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if hooks.recorder is not None:
+            hooks.guarded(hooks.recorder.schedules.resumes, self)
+        return result
+
+    load.lockstep_wrapped = True  # type: ignore[attr-defined]
+    kind.load_state_dict = load
 
 
 def _wrap_loader(hooks: Hooks) -> None:
@@ -364,10 +392,12 @@ def _wrap_next(hooks: Hooks, kind: Any) -> None:
             batch = original(self)
         except StopIteration:
             if recorder is not None and name is not None:
-                recorder.write("epoch end", loader=name, steps=list(recorder.steps))
+                batches = getattr(self, "lockstep_batches", 0)
+                recorder.write("epoch end", loader=name, steps=list(recorder.steps), batches=batches)
             raise
         if recorder is not None and name is not None:
-            recorder.loader = name
+            recorder.loader, recorder.batch = name, getattr(self, "lockstep_batches", 0)
+            self.lockstep_batches = recorder.batch + 1
         return batch
 
     kind.__next__ = functools.wraps(original)(following)
@@ -402,6 +432,11 @@ def _began(recorder: Recorder, loader: Any, iterator: Any) -> None:
         drop=bool(getattr(loader, "drop_last", False)),
         workers=getattr(loader, "num_workers", 0),
         size=None if skips else _size(getattr(loader, "dataset", None)),
+        length=_size(loader),
+        data=observers.number_of_data(recorder, getattr(loader, "dataset", None)),
+        split=observers.split_of(getattr(loader, "dataset", None)),
+        streamed=isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset),
+        seed=getattr(inner, "seed", None),
         generators=workers.states(),
         steps=list(recorder.steps),
     )

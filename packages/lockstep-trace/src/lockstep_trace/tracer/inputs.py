@@ -19,14 +19,19 @@ from .placement import is_plain_tensor
 
 MASK = "attention_mask"
 IGNORED = (MASK, "position_ids", "cache_position", "num_items_in_batch", "past_key_values")
+HASHED = 1 << 20  # elements of a tensor that `hash_of` looks at
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LABELS = ("labels", "label", "label_ids", "start_positions")
 
 
 class CallInputs(NamedTuple):
-    """What one call was given: hashes [B] and the number of targets (None: no labels among the inputs)."""
+    """What one call was given: hashes [B] of all inputs and of those that are no labels, and the number of targets
+    (None: no labels among the inputs). `restarts`: rows in which position_ids begin anew, with no mask beside them."""
 
     hashes: Tensor
+    unlabelled: Tensor | None
     targets: Tensor | None
+    restarts: Tensor | None = None
 
 
 @functools.lru_cache(maxsize=64)
@@ -54,14 +59,34 @@ def call_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallInputs 
     size, device = first.shape[0], first.device
     mask = next((t for n, t in tensors if n == MASK and t.dim() == 2), None)
     total = torch.zeros(size, dtype=torch.int64, device=device)
-    targets = None
+    labels, targets = None, None
     for name, tensor in tensors:
         if name in LABELS and targets is None and not tensor.is_floating_point():
             targets = (tensor != -100).sum()
         if name in IGNORED or tensor.shape[0] != size or tensor.device != device or tensor.requires_grad:
             continue
-        total += _scrambled(_rows(tensor, mask))
-    return CallInputs(total, targets)
+        part = _scrambled(_rows(tensor, mask))
+        total += part
+        if name in LABELS:
+            labels = part if labels is None else labels + part
+    return CallInputs(total, None if labels is None else total - labels, targets, _restarts(tensors, mask))
+
+
+def _restarts(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | None:
+    """The number of rows whose positions begin anew behind a run of more than two, as those of packed rows do. With a
+    mask the restart may be that of padding."""
+    positions = next((t for n, t in tensors if n == "position_ids" and t.dim() == 2), None)
+    if positions is None or mask is not None or positions.shape[1] < 4:
+        return None
+    anew = (positions[:, 3:] == 0) & (positions[:, 2:-1] >= 2)
+    return anew.any(1).sum()
+
+
+def hash_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Hashes of all elements of a tensor, in their order and in any."""
+    flat = plain(tensor.detach()).reshape(1, -1)[:, :HASHED]
+    bits = flat.view(INTEGERS[flat.element_size()]).long() if flat.is_floating_point() else flat.long()
+    return (bits * _odd(bits.shape[1], bits.device)).sum(), _scrambled(bits).sum()
 
 
 def _rows(tensor: Tensor, mask: Tensor | None) -> Tensor:
@@ -69,7 +94,7 @@ def _rows(tensor: Tensor, mask: Tensor | None) -> Tensor:
     tensor = plain(tensor.detach())
     rows = tensor.reshape(tensor.shape[0], -1)
     if rows.is_floating_point():
-        bits = rows.view({2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.uint8}[rows.element_size()]).long()
+        bits = rows.view(INTEGERS[rows.element_size()]).long()
         return (bits * _odd(rows.shape[1], rows.device)).sum(1)
     values = rows.long()
     values = values.masked_fill(values == -100, 0)

@@ -187,5 +187,52 @@ def has_stochastic(root: nn.Module) -> bool:
     return any(isinstance(m, BATCH_NORM) or (isinstance(m, DROPOUT) and m.p > 0) for m in root.modules())
 
 
+def has_dropout(root: nn.Module) -> bool:
+    return any(isinstance(m, DROPOUT) and m.p > 0 for m in root.modules())
+
+
+def unwrapped(root: nn.Module) -> nn.Module:
+    """The innermost of wrappers."""
+    while [name for name, _ in root.named_children()] in [[w] for w in WRAPPERS]:
+        root = next(root.children())
+    return root
+
+
+def replicas_of(root: nn.Module, wrappers: list[Any]) -> dict[str, Any] | None:
+    """Of a model in DistributedDataParallel: the number of ranks that it keeps alike, the parameters that it is told to
+    leave alone, whether it stands inside of the root, and whether the root is its inside. None: it is in none.
+    `wrappers`: weak references to all that were made."""
+    for module in root.modules():
+        if any(t.__name__ == "DistributedDataParallel" for t in type(module).__mro__):
+            return _group(module) | {"part": module is not root, "around": False}
+    for ref in wrappers:
+        module = ref()
+        if module is not None and module.module is root:
+            return _group(module) | {"part": False, "around": True}
+    return None
+
+
+def _group(ddp: Any) -> dict[str, Any]:
+    ignored = sorted(plain_name(n) for n in getattr(ddp, "parameters_to_ignore", ()))
+    return {"ranks": ddp.process_group.size(), "ignored": ignored, "hooked": bool(getattr(ddp, "_comm_hooks", ()))}
+
+
+CASTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.Bilinear)
+
+
+def cast_weights(roots: list[nn.Module]) -> list[str]:
+    """Names of a few weights of float32 that autocast casts, and keeps the casts of."""
+    names = []
+    for root in roots:
+        if any(type(m).__name__ == "OptimizedModule" for m in root.modules()):
+            continue  # its casts are in its own graph
+        for name, module in root.named_modules():
+            weight: Any = getattr(module, "weight", None)
+            casts = isinstance(module, CASTS) and type(weight) is nn.Parameter and weight.requires_grad
+            if casts and weight.dtype == torch.float32 and weight.is_leaf:
+                names.append(plain_name(f"{name}.weight" if name else "weight"))
+    return names[:4]
+
+
 def is_plain_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not is_dtensor(value)

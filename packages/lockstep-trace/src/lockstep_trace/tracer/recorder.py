@@ -6,7 +6,6 @@ error, end. Never communicates. What lies on a device is copied once a step and 
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,34 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from . import fsdp1, placement, workers
-from .fingerprint import Block, differences, heads, measure, width_of
+from .fingerprint import Block, differences, heads, measure, whole, width_of
+from .graph import objectives, unmasked_attention
 from .inputs import CallInputs, call_inputs
-from .pending import Pending, bits_of, number_of
+from .pending import Pending
+from .perturbation import perturb
+from .records import OF_STEP, Since, fill_in, hexed, numbers_of, options_of, packed
+from .schedules import Schedules
 from .settings import Settings
-from .writer import Writer, blob
+from .versions import GradientVersion, gradient_versions, has_gradient, local_shape, touched, untouched, written
+from .writer import Writer
 
 SPARSE = 8  # steps after which moments, and weights that nobody seems to have written to, are measured again
 HASHES = 200_000  # of an evaluation pass that are written down
-
-
-@dataclass
-class Since:
-    """What happened since the last step of an optimizer."""
-
-    inputs: list[CallInputs] = field(default_factory=list)
-    losses: list[tuple[Tensor, bool]] = field(default_factory=list)  # value, whether it is scaled
-    backwards: int = 0
-    clips: list[dict[str, Any]] = field(default_factory=list)
-    norms: list[tuple[dict[str, Any], Tensor]] = field(default_factory=list)  # clip, the norm before it
-    clipped: dict[int, Tensor] = field(default_factory=dict)  # id of parameter -> measured before clipping
-    schedulers: dict[str, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    scale: Tensor | None = None
-    unscaled: bool = False
-    training: bool | None = None
-    autocast: str | None = None  # dtype that products are computed in, "" where autocast is off
-    modules: list[tuple[str, Tensor, tuple[int, ...]]] = field(default_factory=list)  # outputs, in order of forward
-    returned: list[tuple[str, Tensor, tuple[int, ...]]] = field(default_factory=list)  # their gradients, of backward
+LOOKED_AT = 8  # first steps in which values are looked at, which waits for a device
 
 
 @dataclass
@@ -64,18 +49,13 @@ class Evaluation:
     loader: str | None
     training: bool
     active: list[str]
+    trained: bool
+    between: bool
+    mode: dict[str, Any]
+    optimizers: list[int]
     hashes: list[Tensor] = field(default_factory=list)
+    known: list[Tensor] = field(default_factory=list)  # without labels
     count: int = 0
-
-
-@dataclass
-class Scheduler:
-    """A scheduler of learning rates, from when it is made on. `stepped`: it or another one of its optimizer was."""
-
-    ref: weakref.ref[Any]
-    optimizer: weakref.ref[Any]
-    name: str
-    stepped: bool = False
 
 
 class Recorder:
@@ -87,17 +67,28 @@ class Recorder:
         self.active = True
         self.roots: list[weakref.ref[nn.Module]] = []
         self.optimizers: list[weakref.ref[Any]] = []
-        self.schedulers: list[Scheduler] = []
+        self.schedules = Schedules()
         self.steps: list[int] = []
         self.layouts: dict[int, SketchedLayout] = {}
         self.since = Since()
         self.evaluation: Evaluation | None = None
         self.loader: str | None = None
-        self.last_grads: dict[int, list[tuple[weakref.ref[Any], weakref.ref[Any], int]]] = {}
+        self.last_grads: dict[int, list[GradientVersion]] = {}
+        self.after: list[GradientVersion] = []  # gradients as the last backward, or clipping, left them
+        self.clipped_now: list[tuple[dict[str, Any], list[GradientVersion]]] = []  # since the last step
         self.zeroed: dict[int, bool] = {}  # by optimizer, since its last step
         self.pending: list[Any] = []
         self.perturbed = False
         self.loaders = 0
+        self.batch = 0  # of `loader`
+        self.datasets: list[tuple[int, Any]] = []
+        self.wrappers: list[weakref.ref[Any]] = []  # of DistributedDataParallel
+        self.by_scaler = False  # a scaler makes the step
+        self.optimizers_made = 0
+        self.late: dict[int, weakref.ref[Any]] = {}  # parameters that were made after an optimizer
+        self.cleared = 0  # how often torch's cache of cast weights was
+        self.cast_at = self.stepped_at = -1  # `cleared` at the last forward under autocast, and at a step after it
+        self.packed_looks = 0
         self._names: tuple[dict[int, str], list[list[str]]] = ({}, [])
         self._deciding: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
         self._layouts = 0
@@ -118,14 +109,24 @@ class Recorder:
         self.root(module)
         training = self.trains(module)
         self.since.training = training if self.since.training is None else self.since.training and training
+        if self.since.mode is None:
+            self.since.mode = self.mode(module)
+        if self.since.autocast is None and next(module.children(), None) is None:
+            self.inside(module)
         if batch is not None:
             self.since.inputs.append(batch)
+            self.since.fed.append((self.loader, self.batch))
 
-    def inside(self) -> None:
+    def inside(self, module: nn.Module) -> None:
         """The first module inside of the outermost one is called: wrappers switch autocast on in between."""
         device = "cuda" if torch.cuda.is_available() and torch.is_autocast_enabled("cuda") else "cpu"
         on = torch.is_autocast_enabled(device)
         self.since.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if on else ""
+        if on and torch.is_autocast_cache_enabled() and torch.is_grad_enabled():
+            if self.stepped_at == self.cleared:
+                roots = [r for ref in self.roots if (r := ref()) is not None]
+                self.since.stale_casts = placement.cast_weights(roots)
+            self.cast_at = self.cleared
 
     def root(self, module: nn.Module) -> None:
         if all(ref() is not module for ref in self.roots):
@@ -139,25 +140,56 @@ class Recorder:
                 fsdp=placement.is_fsdp(module),
                 training=self.trains(module),
                 stochastic=placement.has_stochastic(module),
+                dropout=placement.has_dropout(module),
+                number=len(self.roots) - 1,
+                group=placement.replicas_of(module, self.wrappers),
             )
 
     def trains(self, module: nn.Module) -> bool:
         """Whether a model that is called is in training mode."""
+        return any(m.training for m in self._decide(module))
+
+    def _decide(self, module: nn.Module) -> list[nn.Module]:
         if module not in self._deciding:
             self._deciding[module] = [weakref.ref(m) for m in placement.deciding(module)]
-        return any(m.training for ref in self._deciding[module] if (m := ref()) is not None)
+        return [m for ref in self._deciding[module] if (m := ref()) is not None]
+
+    def mode(self, module: nn.Module) -> dict[str, Any]:
+        """Whether the model is in training mode, and how many modules of dropout and of batch norm are, of how many."""
+        dropout = [m for m in self._decide(module) if isinstance(m, placement.DROPOUT)]
+        norms = [m for m in self._decide(module) if isinstance(m, placement.BATCH_NORM)]
+        counts = {k: [sum(m.training for m in ms), len(ms)] for k, ms in (("dropout", dropout), ("norms", norms))}
+        return {"root": placement.unwrapped(module).training, **counts}
 
     def _evaluated(self, module: nn.Module, batch: CallInputs | None) -> None:
         name, training = type(module).__name__, self.trains(module)
         now = self.evaluation
-        if now is None or (now.root, now.loader, now.training) != (name, self.loader, training):
+        first = next(module.parameters(), None)
+        trained = first is not None and id(first) in self.names()[0]
+        between = len(self.since.inputs) > self.since.backwards
+        if now is None or (now.root, now.loader, now.training, now.trained, now.between) != (
+            name,
+            self.loader,
+            training,
+            trained,
+            between,
+        ):
             self.end_evaluation()
             active = placement.stochastic(module)
-            now = self.evaluation = Evaluation(name, self.loader, training, active[:20])
+            mode = self.mode(module)
+            now = Evaluation(name, self.loader, training, active[:20], trained, between, mode, self._trainers(module))
+            self.evaluation = now
         if batch is not None:
             now.count += len(batch.hashes)
             if now.count <= HASHES:
                 now.hashes.append(batch.hashes)
+                now.known.append(batch.hashes if batch.unlabelled is None else batch.unlabelled)
+
+    def _trainers(self, module: nn.Module) -> list[int]:
+        """Numbers of the optimizers that hold a model's parameters."""
+        own = {id(p) for p in module.parameters()}
+        optimizers = ((n, o) for n, ref in enumerate(self.optimizers) if (o := ref()) is not None)
+        return [n for n, o in optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
 
     def end_evaluation(self) -> None:
         now, self.evaluation = self.evaluation, None
@@ -168,6 +200,11 @@ class Recorder:
                 loader=now.loader,
                 training=now.training,
                 active=now.active,
+                trained=now.trained,
+                between=now.between,
+                mode=now.mode,
+                optimizers=now.optimizers,
+                known=hexed(now.known),
                 count=now.count,
                 examples=hexed(now.hashes),
                 steps=list(self.steps),
@@ -179,29 +216,44 @@ class Recorder:
             self.end_evaluation()
         self._look_for_zeroed_gradients()
         self.since.backwards += 1
-        for clip in self.since.clips:
-            if not clip.get("early"):
-                clip["early"] = True
+        self.clipped_now = [(clip, rows) for clip, rows in self.clipped_now if not touched(rows)]
         loss = tensors if isinstance(tensors, Tensor) else (tensors[0] if len(tensors) == 1 else None)
         if loss is not None and placement.is_plain_tensor(loss) and loss.numel() == 1:
             self.since.losses.append((loss.detach().reshape(()).clone(), scaled))
+            self.since.objectives += objectives(loss)
+        if loss is not None and self.packed_looks < 2 and any(s.restarts is not None for s in self.since.inputs):
+            self.packed_looks += 1
+            self.since.unmasked = unmasked_attention(loss)
 
     def _look_for_zeroed_gradients(self) -> None:
         """Whether anybody has zeroed gradients since the last step of each optimizer: they are None, other objects, or
-        were written to. `grad.data.zero_()` writes without being counted, so that first steps look at values."""
+        were written to. `grad.data.zero_()` writes without being counted, so that it takes a look at values to know
+        that gradients are still there: in the first steps alone."""
         for number, grads in self.last_grads.items():
             if self.zeroed.get(number, True):
                 continue
-            same = [g for p, ref, version in grads if (g := _same(p, ref, version)) is not None]
-            early = self.steps[number] < 5 and len(same) == len(grads)
-            if len(same) < len(grads) or (early and not any(bool(g.count_nonzero()) for g in same[:3])):
+            same = [g for row in grads if (g := untouched(row)) is not None]
+            early = 0 < self.steps[number] <= LOOKED_AT
+            if len(same) < len(grads) or not same or not early or not all(bool(g.count_nonzero()) for g in same[:3]):
                 self.zeroed[number] = True
 
     def after_backward(self) -> None:
         """The gradients as this backward left them: what is written to them from now on is somebody else's."""
         for number, grads in self.last_grads.items():
             if not self.zeroed.get(number, True):
-                self.last_grads[number] = _gradient_versions(p for ref, _, _ in grads if (p := ref()) is not None)
+                self.last_grads[number] = gradient_versions(p for ref, _, _ in grads if (p := ref()) is not None)
+        for clip, rows in self.clipped_now:  # gradients that were there, clipped, before this backward
+            if any(has_gradient(row) and untouched(row) is None for row in rows):
+                clip["early"] = True
+        self.clipped_now = []
+        roots = (r for ref in self.roots if (r := ref()) is not None)
+        self.after = gradient_versions(p for root in roots for p in root.parameters())
+
+    def collective(self, name: str, elements: int) -> None:
+        """A collective operation of torch.distributed was called."""
+        row = self.since.collectives.setdefault(name, [0, 0])
+        row[0] += 1
+        row[1] += elements
 
     # -- clipping, scaling, schedules --------------------------------------------------------------------------------
 
@@ -213,33 +265,18 @@ class Recorder:
         if self.since.scale is not None and not self.since.unscaled:
             clip["scaled"] = True  # unless the scale turns out to be 1
         self.since.clips.append(clip)
+        self.since.rewritten = self.since.rewritten or touched(self.after)
+        clip["rewritten"] = self.since.rewritten
         if self.measures() and grads:
             parts = [placement.local(p.grad) for p in grads]
             measured = measure([t for t, _, _ in parts], [b for _, b, _ in parts])
             self.since.clipped = {placement.key(p): v for p, v in zip(grads, measured, strict=True)}
         return clip
 
-    def has_scheduler(self, scheduler: Any) -> None:
-        """A scheduler was made."""
-        ref, optimizer = weakref.ref(scheduler), weakref.ref(scheduler.optimizer)
-        self.schedulers.append(Scheduler(ref, optimizer, type(scheduler).__name__))
-
-    def steps_scheduler(self, scheduler: Any) -> None:
-        for each in self.schedulers:
-            each.stepped = each.stepped or each.optimizer() is scheduler.optimizer
-
-    def idle(self, optimizer: Any) -> list[tuple[int, str]]:
-        """Number and name of the schedulers of an optimizer of which none was ever stepped."""
-        members = _inside(optimizer)
-        return [
-            (i, each.name)
-            for i, each in enumerate(self.schedulers)
-            if not each.stepped and each.ref() is not None and members & _inside(each.optimizer())
-        ]
-
-    def scheduled(self, name: str, by: str) -> None:
-        key = f"{name} by {by}" if by else name
-        self.since.schedulers[key] = self.since.schedulers.get(key, 0) + 1
+    def has_clipped(self, clip: dict[str, Any], parameters: list[Tensor]) -> None:
+        """After gradients are clipped."""
+        self.after = gradient_versions(ref for row in self.after if (ref := row[0]()) is not None)
+        self.clipped_now.append((clip, gradient_versions(parameters)))
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -280,6 +317,7 @@ class Recorder:
         here: dict[str, Any] = {"number": number, "layout": layout, "parameters": parameters, "groups": groups}
         if step and self.since.backwards and not self.zeroed.get(number, True):
             self.since.notes.append(f"not zeroed: {number}")
+        here["rewritten"] = self.since.rewritten or touched(self.after)
         if not self.measures(step):
             return here
         params = [p for p, _ in parameters]
@@ -293,6 +331,7 @@ class Recorder:
             weights = measure([t for t, _, _ in locals_], [b for _, b, _ in locals_], sketch=sketch)
         if layout.sketches is None:
             layout.sketches = here["start"] = weights
+            here["shards"] = _contents([t for (t, b, _) in locals_ if b.size != b.shape])
         here["before"] = weights
         present = [i for i, p in enumerate(params) if p.grad is not None]
         here["none"] = [i for i, p in enumerate(params) if p.grad is None]
@@ -315,15 +354,20 @@ class Recorder:
             self.steps[number] += 1
             return
         self.flush()
-        record = self._cheap(here) | {"idle": self.idle(optimizer)}
+        record = self._cheap(here)
+        record |= {"idle": self.schedules.idle(optimizer), "schedulers": self.schedules.since(optimizer, number)}
+        if (loaded := self.schedules.pop_loaded(optimizer)) is not None:
+            record["loaded"] = loaded
+        if self.cast_at == self.cleared:
+            self.stepped_at = self.cleared
         vectors: dict[str, list[Tensor]] = {}
         if "grads" in here:
             vectors = self._measured(optimizer, here, record)
         sources = (getattr(p, "source", p) for p, _ in here["parameters"])
         own = (p if p.grad is not None else q for p, (q, _) in zip(sources, here["parameters"], strict=True))
-        self.last_grads[number] = _gradient_versions(own)
+        self.last_grads[number] = gradient_versions(own)
         self.zeroed[number] = not self.last_grads[number]
-        pending = Pending(record, self.since, vectors | _numbers(self.since, here["groups"]))
+        pending = Pending(record, self.since, vectors | numbers_of(self.since, here["groups"]))
         self.pending.append(pending)
         self.steps[number] += 1
         self.since = Since()
@@ -333,7 +377,7 @@ class Recorder:
     def _cheap(self, here: dict[str, Any]) -> dict[str, Any]:
         number, since = here["number"], self.since
         names, _ = self.names()
-        outside = {}
+        outside, late = {}, []
         optimized = {
             id(getattr(p, "source", p))
             for ref in self.optimizers
@@ -346,7 +390,11 @@ class Recorder:
                 if parameter.requires_grad and id(parameter) not in optimized:
                     if id(parameter) not in names:  # made or replaced since
                         names = self.names(fresh=True)[0]
-                    outside[names.get(id(parameter), "?")] = parameter.grad is not None
+                    name = names.get(id(parameter), "?")
+                    outside[name] = parameter.grad is not None
+                    ref = self.late.get(id(parameter))
+                    if ref is not None and ref() is parameter:
+                        late.append(name)
         return {
             "opt": number,
             "step": self.steps[number],
@@ -355,13 +403,20 @@ class Recorder:
             "forwards": len(since.inputs),
             "backwards": since.backwards,
             "clips": since.clips,
-            "schedulers": since.schedulers,
             "notes": since.notes,
             "unscaled": since.unscaled,
             "training": since.training,
             "autocast": since.autocast,
             "groups": here["groups"],
             "outside": outside,
+            "late": late,
+            "mode": since.mode,
+            "fed": since.fed,
+            "by_scaler": self.by_scaler,
+            "rewritten": here["rewritten"],
+            "collectives": since.collectives,
+            "stale_casts": since.stale_casts,
+            "unmasked": since.unmasked,
             "generators": workers.states(),
         }
 
@@ -379,6 +434,8 @@ class Recorder:
         vectors = {"before": heads(here["before"]), "weights": heads(after), "updates": updates}
         if "start" in here:
             vectors["start"] = here["start"]
+            vectors["shards"] = here["shards"]
+            record["shards_of"] = [i for i, (_, b, _) in enumerate(locals_) if b.size != b.shape]
         grads, clipped = here["grads"], here["clipped"]
         if clipped and all(v is not None for v in clipped):
             vectors["grads"] = heads(grads)
@@ -408,7 +465,7 @@ class Recorder:
         tensors, blocks, names = [], [], []
         for i, (p, _) in enumerate(parameters):
             for name, value in (optimizer.state.get(getattr(p, "source", p)) or {}).items():
-                if isinstance(value, Tensor) and value.shape == _local_shape(p) and value.numel() > 1:
+                if isinstance(value, Tensor) and value.shape == local_shape(p) and value.numel() > 1:
                     tensor, block, _ = placement.local(value)
                     block = p.block if isinstance(p, placement.FlatPart) else block
                     tensors.append(tensor)
@@ -429,7 +486,7 @@ class Recorder:
         names, ties = self.names(fresh)
         known = self.layouts.get(number)
         signature = (
-            *((placement.key(p), p.dtype, tuple(p.shape), p.device) for p, _ in parameters),
+            *((placement.key(p), p.dtype, tuple(p.shape), p.device, p.requires_grad) for p, _ in parameters),
             tuple(map(tuple, ties)),
             tuple(placement.name_of(p, names) for p, _ in parameters),
         )
@@ -463,6 +520,7 @@ class Recorder:
             id=layout.number,
             opt=number,
             optimizer=getattr(optimizer, "kind", type(optimizer).__name__),
+            own=not type(optimizer).__module__.startswith("torch.optim"),
             parameters=rows,
             ties=ties,
             untied=self._untied(),
@@ -481,6 +539,8 @@ class Recorder:
                 if getattr(config, "tie_word_embeddings", False) and hasattr(module, "get_output_embeddings"):
                     one, other = module.get_input_embeddings(), module.get_output_embeddings()
                     weights = [getattr(m, "weight", None) for m in (one, other)]
+                    if not getattr(module, "_tied_weights_keys", None):
+                        return False  # the config of a model that has nothing to tie
                     return all(w is not None for w in weights) and weights[0] is not weights[1]
         return False
 
@@ -505,11 +565,13 @@ class Recorder:
         pending, self.pending = self.pending, []
         for each in pending:
             record, numbers = each.record, each.host()
-            _fill_in(record, each.since, numbers)
+            fill_in(record, each.since, numbers)
             for name in [n for n in numbers if n not in OF_STEP]:
                 record[name] = packed(numbers[name])
             if (start := record.pop("start", None)) is not None:
-                self.write("start", opt=record["opt"], step=record["step"], layout=record["layout"], weights=start)
+                shards = {"of": record.pop("shards_of"), "content": record.pop("shards", packed([]))}
+                about = {"opt": record["opt"], "step": record["step"], "layout": record["layout"]}
+                self.write("start", **about, weights=start, shards=shards)
             self.write("step", **record)
 
     def end(self) -> None:
@@ -517,121 +579,17 @@ class Recorder:
         self.flush()
         self.end_evaluation()
         if self.steps:
-            stepped = [i for i, each in enumerate(self.schedulers) if each.stepped]
+            stepped = [i for i, each in enumerate(self.schedules.schedulers) if each.stepped]
             self.write("end", steps=self.steps, backwards=self.since.backwards, stepped=stepped)
 
 
-def packed(vectors: list[Tensor]) -> dict[str, str]:
-    """Fingerprints (int64), sums of squares (float64) and sketches (float32), one after another, in base64."""
-    if not vectors:
-        return {"fp": "", "sq": "", "sk": ""}
-    vectors = [v if v.numel() > 1 else torch.cat([v, v]) for v in vectors]
-    if len({v.numel() for v in vectors}) == 1:  # the usual, and 600 operations less for 300 tensors
-        joined = torch.stack(vectors)
-        fingerprints, squares, sketches = joined[:, 0], joined[:, 1], joined[:, 2:].reshape(-1)
-    else:
-        pairs = torch.stack([v[:2] for v in vectors])
-        fingerprints, squares, sketches = pairs[:, 0], pairs[:, 1], torch.cat([v[2:] for v in vectors])
-    return {
-        "fp": blob(fingerprints),
-        "sq": blob(squares),
-        "sk": blob(sketches.view(torch.float64).float()) if sketches.numel() else "",
-    }
-
-
-def hexed(hashes: list[Tensor]) -> list[str]:
-    if not hashes:
-        return []
-    numbers = torch.cat([h.to("cpu") for h in hashes]).tolist()
-    return [f"{n & (1 << 64) - 1:016x}" for n in numbers]
-
-
-OF_STEP = ("examples", "targets", "losses", "scale", "norms", "options")  # of `_numbers`
-
-
-def _numbers(since: Since, groups: list[dict[str, Any]]) -> dict[str, list[Tensor]]:
-    """What was kept since the last step and may lie on a device. `_fill_in` reads it a step later."""
-    return {
-        "examples": [s.hashes for s in since.inputs],
-        "targets": [s.targets.reshape(1) for s in since.inputs if s.targets is not None],
-        "losses": [bits_of(value) for value, _ in since.losses],
-        "scale": [] if since.scale is None else [bits_of(since.scale)],
-        "norms": [bits_of(norm) for _, norm in since.norms],
-        "options": [bits_of(v) for group in groups for v in group.values() if isinstance(v, Tensor)],
-    }
-
-
-def _fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tensor]]) -> None:
-    """Put what `_numbers` kept into a step's record."""
-    scale = record["scale"] = next((number_of(v) for v in numbers["scale"]), None)
-    record["examples"] = hexed(numbers["examples"])
-    record["micro"] = [len(s.hashes) for s in since.inputs]
-    targets = iter(numbers["targets"])
-    record["targets"] = [None if s.targets is None else int(next(targets)) for s in since.inputs]
-    values = zip(numbers["losses"], since.losses, strict=True)
-    record["losses"] = [[number_of(v), scale if scaled else None] for v, (_, scaled) in values]
-    for (clip, _), norm in zip(since.norms, numbers["norms"], strict=True):
-        clip["norm"] = number_of(norm)
-    for clip in since.clips:
-        if scale == 1.0:
-            clip.pop("scaled", None)
-    options = iter(numbers["options"])
-    for group in record["groups"]:
-        group |= {name: number_of(next(options)) for name, v in group.items() if isinstance(v, Tensor)}
-
-
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a parameter group; tensors of one number are still tensors."""
-    options: dict[str, Any] = {"of": len(group["params"])}
-    for name, value in group.items():
-        if name == "params":
-            continue
-        if isinstance(value, Tensor) and value.numel() == 1:
-            options[name] = value.detach().clone()  # a number later: it may lie on a device
-        elif isinstance(value, bool | int | float | str) or value is None:
-            options[name] = value
-        elif isinstance(value, tuple | list) and all(isinstance(v, int | float) for v in value):
-            options[name] = list(value)
-    return options
-
-
-def _gradient_versions(parameters: Iterable[Any]) -> list[tuple[weakref.ref[Any], weakref.ref[Any], int]]:
-    """Of the first few parameters with gradients, what tells whether the gradient is written to."""
-    references = ((weakref.ref(p), weakref.ref(p.grad), _version(p.grad)) for p in parameters if p.grad is not None)
-    return list(itertools.islice(references, 8))
-
-
-def _same(parameter: Any, grad: Any, version: int) -> Tensor | None:
-    p, g = parameter(), grad()
-    return g if p is not None and g is not None and p.grad is g and _version(g) == version else None
-
-
-def _local_shape(parameter: Any) -> torch.Size:
-    """What a state of its optimizer has as its shape where it holds a number for each element."""
-    return parameter.tensor.shape if isinstance(parameter, placement.FlatPart) else parameter.shape
-
-
-def _version(tensor: Any) -> int:
-    if placement.is_dtensor(tensor):
-        tensor = tensor.to_local()
-    return int(getattr(tensor, "_version", 0))
-
-
-def written(parameter: Any) -> tuple[int, int]:
-    """What changes where a parameter's values do: its count of writes, and its address."""
-    if isinstance(parameter, placement.FlatPart):
-        parameter = parameter.tensor
-    plain = isinstance(parameter, Tensor) and not placement.is_dtensor(parameter)
-    return _version(parameter), parameter.data_ptr() if plain else 0
-
-
-def _inside(optimizer: Any) -> set[int]:
-    """An optimizer and those that it wraps, as Accelerate's and DeepSpeed's do."""
-    ids: set[int] = set()
-    while optimizer is not None and id(optimizer) not in ids:
-        ids.add(id(optimizer))
-        optimizer = getattr(optimizer, "optimizer", None)
-    return ids
+def _contents(tensors: list[Tensor]) -> list[Tensor]:
+    """Of each local tensor what tells its contents wherever it lies, and the same of its elements rotated by one:
+    equal where all elements are."""
+    tensors = [t.detach() for t in tensors]
+    rotated = [t.reshape(-1).roll(1).view(t.shape) for t in tensors]
+    blocks = [whole(t) for t in tensors]
+    return [*measure(tensors, blocks, sketch=False), *measure(rotated, blocks, sketch=False)]
 
 
 def _number(value: Any) -> float | None:
@@ -639,24 +597,3 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         return None
-
-
-def perturb(module: nn.Module) -> None:
-    """Flip the last bit of half of the weights, by a fixed pattern: as far apart as rounding is."""
-    from .fingerprint import mixed, shifted
-
-    kinds = {
-        torch.float32: torch.int32,
-        torch.float64: torch.int64,
-        torch.bfloat16: torch.int16,
-        torch.float16: torch.int16,
-    }
-    with torch.no_grad():
-        for parameter in module.parameters():
-            tensor, _, _ = placement.local(parameter.detach())
-            if tensor.dtype in kinds and tensor.is_contiguous() and tensor.numel():
-                bits = tensor.view(kinds[tensor.dtype]).view(-1)
-                for at in range(0, bits.numel(), 1 << 20):
-                    part = bits[at : at + (1 << 20)]
-                    flips = shifted(mixed(part.numel(), first=(1 << 46) + at), 41) & 1
-                    part.bitwise_xor_((flips * (part != 0).cpu()).to(part.dtype).to(part.device))

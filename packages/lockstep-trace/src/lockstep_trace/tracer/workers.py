@@ -40,15 +40,36 @@ def _begin(init: Any, write: Callable[..., None], loader: str, number: int) -> N
         return
     try:
         before = states(info.dataset)
-        Finalize(None, _end, (write, loader, number, info.dataset, before), exitpriority=100)
+        first: dict[str, str] = {}
+        _after_first(info.dataset, first)
+        Finalize(None, _end, (write, loader, number, info.dataset, before, first), exitpriority=100)
     except Exception as error:
         write("error", text=f"{type(error).__name__}: {error}", stack="")
 
 
-def _end(write: Callable[..., None], loader: str, number: int, data: Any, before: dict[str, str]) -> None:
+def _after_first(data: Any, first: dict[str, str]) -> None:
+    """Keep the states after the first examples that a worker is asked for. The class is changed in this worker's
+    process alone."""
+    kind: Any = type(data)
+    name = "__getitems__" if hasattr(kind, "__getitems__") else "__getitem__"
+    original = getattr(kind, name)
+
+    @functools.wraps(original)
+    def get(self: Any, index: Any) -> Any:
+        value = original(self, index)
+        if self is data and not first:
+            first.update(states(data))
+        return value
+
+    setattr(kind, name, get)
+
+
+def _end(
+    write: Callable[..., None], loader: str, number: int, data: Any, before: dict[str, str], first: dict[str, str]
+) -> None:
     after = states(data)
     rows = {name: [state, after[name]] for name, state in before.items() if name in after}
-    write("worker", loader=loader, number=number, generators=rows)
+    write("worker", loader=loader, number=number, generators=rows, first=first)
 
 
 def states(data: Any = None) -> dict[str, str]:

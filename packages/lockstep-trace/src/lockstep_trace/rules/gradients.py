@@ -1,0 +1,152 @@
+"""Gradients between backward and step: kept, not finite, clipped or scaled at the wrong place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from lockstep_trace import causes
+from lockstep_trace.causes import few
+from lockstep_trace.ranks import model_parallel, scales_of_clipping
+from lockstep_trace.read import Rank, Step, Trace
+from lockstep_trace.rules import premises
+from lockstep_trace.rules.finding import PATIENCE, WRONG, Finding, weakened
+
+UNSCALED_LIMIT = 100.0  # a limit that is so many times less than the loss scale was not multiplied by it
+
+
+def _first(trace: Trace, optimizer: int, of: Callable[[Step], bool], count: int = 1) -> tuple[Rank, Step] | None:
+    """The first step in which it holds, where it does in at least `count` steps of that rank."""
+    for rank in trace.ranks:
+        steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items()) if of(s)]
+        if len(steps) >= count:
+            return rank, steps[0]
+    return None
+
+
+def zeroed(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Gradients of the step before that a backward adds to: the same tensors, to which nobody has written, and which
+    are not zero. No right program lets the optimizer apply a gradient twice without a word; one that decays them by
+    hand writes to them."""
+    if (row := _first(trace, optimizer, lambda s: f"not zeroed: {optimizer}" in (s.notes or ()), 2)) is not None:
+        rank, step = row
+        cause = "call optimizer.zero_grad() once a step, for the optimizer that holds these parameters"
+        what = f"step {step.step}: backward adds to the gradients of the step before (rank {rank.number})"
+        yield Finding("not-zeroed", what, cause, step.step, WRONG)
+
+
+def finite(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Weights that are finite before a step, not after it, and not at the end: no right program ends so. A step whose
+    gradients are not finite and whose weights stay finite was handled by somebody."""
+    row = _first(trace, optimizer, _breaks)
+    if row is None:
+        return
+    rank, step = row
+    bad = [n for n, v in step.grads.items() if not math.isfinite(v.square)]
+    if bad:
+        cause = "the step has to be skipped (GradScaler.step does it), or the loss and learning rate looked at"
+        what = f"step {step.step}, rank {rank.number}: gradients that are not finite were applied: {few(bad)}"
+    else:
+        names = [n for n, v in step.weights.items() if not math.isfinite(v.square)]
+        cause = "gradients are finite: the learning rate is too high, or the optimizer divides by zero (eps)"
+        what = f"step {step.step}, rank {rank.number}: weights are not finite: {few(names)}"
+    last = [s for _, s in sorted(rank.steps[optimizer].items()) if s.measured][-1]
+    ends = any(not math.isfinite(v.square) for v in last.weights.values())
+    otherwise = "the script went back to weights that it had kept"
+    yield weakened(Finding("not-finite", what, cause, step.step), ends, otherwise, "how it deals with such steps")
+
+
+def _breaks(step: Step) -> bool:
+    broken = {n for n, v in step.weights.items() if not math.isfinite(v.square)}
+    return any(n in broken and math.isfinite(v.square) for n, v in step.before.items())
+
+
+def scaled(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """A step with gradients of a scaled loss: no right program makes it without the scaler, unless it divides them by
+    hand, which writes to them."""
+
+    def applies(step: Step) -> bool:
+        every = all(scale not in (None, 1.0) for _, scale in step.losses or [(None, None)])
+        return every and not step.by_scaler and not step.unscaled and not step.rewritten and not step.grad_scale
+
+    row = _first(trace, optimizer, applies, PATIENCE)
+    if row is None or any(r.skipped for r in trace.ranks):
+        return
+    rank, step = row
+    scale = next(scale for _, scale in step.losses)
+    what = (
+        f"step {step.step}, rank {rank.number}: the loss is multiplied by {scale:g}, and the optimizer steps with "
+        "gradients that nobody has divided by it"
+    )
+    cause = "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()"
+    proved = not step.layout.own
+    otherwise = "an optimizer that divides by the scale in its own step"
+    yield weakened(Finding("scaled-step", what, cause, step.step), proved, otherwise, "the optimizer's source")
+
+
+def clipping(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    yield from _before_unscale(trace, optimizer)
+    for number in trace.steps(optimizer):
+        scales = scales_of_clipping(trace.at(optimizer, number))
+        if scales and (own := causes.own_norms(scales)) is not None:
+            what = f"step {number}: ranks clip the shards of the same tensors by different norms"
+            yield Finding("clip-own-shards", what, own, number, WRONG)
+            break
+    early = _first(trace, optimizer, lambda s: any(c.get("early") for c in s.clips or ()))
+    if early is None:
+        return
+    rank, step = early
+    cause = "clip once, after the last backward of the step"
+    what = f"step {step.step}, rank {rank.number}: a backward adds to gradients that were clipped before"
+    clips = [(c["how"], c["limit"], c.get("of")) for c in step.clips or ()]
+    again = len(clips) > 1 and len(set(clips)) == 1
+    if again:
+        what += f"; they are clipped {len(clips)} times in the step, by the same limit"
+    otherwise = "parts of a loss that are bounded one by one"
+    yield weakened(
+        Finding("clip-early", what, cause, step.step), again, otherwise, "whether the limit is for the whole gradient"
+    )
+
+
+def _before_unscale(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """A limit that is far less than the loss scale applies to gradients that are scaled. No right program bounds them
+    to nothing; one that multiplies the limit by the scale, or divides gradients by hand, does not."""
+
+    def applies(step: Step) -> bool:
+        return any(_small(c, step.scale) for c in step.clips or ())
+
+    row = _first(trace, optimizer, applies, 2)
+    if row is None:
+        return
+    rank, step = row
+    clip = next(c for c in step.clips if _small(c, step.scale))
+    cause = "call scaler.unscale_(optimizer) before clip_grad_norm_; the limit applies to scaled gradients else"
+    what = (
+        f"step {step.step}, rank {rank.number}: gradients are clipped at {clip['limit']:g} while they are scaled by "
+        f"{step.scale:g}"
+    )
+    yield Finding("clip-before-unscale", what, cause, step.step, WRONG)
+
+
+def _small(clip: dict[str, object], scale: float | None) -> bool:
+    limit = clip.get("limit")
+    known = bool(clip.get("scaled")) and not clip.get("rewritten") and isinstance(limit, float) and scale is not None
+    return known and math.isfinite(limit) and limit * UNSCALED_LIMIT <= scale  # type: ignore[arg-type, operator]
+
+
+def overflow(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Ranks that skip other steps. No right program lets replicas, or shards of one tensor, make other steps."""
+    by_rank = {r.number: {s["step"] for s in r.skipped if s["opt"] == optimizer} for r in trace.ranks}
+    counts = {n: len(each) for n, each in by_rank.items()}
+    if trace.world < 2 or len(set(counts.values())) == 1 or model_parallel(trace, optimizer):
+        return
+    rank, least = max(counts, key=lambda n: counts[n]), min(counts, key=lambda n: counts[n])
+    cause = "all ranks have to skip together: let the scaler see reduced gradients, or agree on found_inf over ranks"
+    step = min(by_rank[rank] - by_rank[least], default=min(by_rank[rank]))
+    what = (
+        f"step {step}: rank {rank} skips a step for overflow, rank {least} does not (they skip {counts[rank]} and "
+        f"{counts[least]} steps)"
+    )
+    proved = premises.declared(trace) or any(m.get("fsdp") for r in trace.ranks for m in r.models)
+    otherwise = "ranks that train models of their own"
+    yield weakened(Finding("skipped-some", what, cause, step), proved, otherwise, "whether ranks train one model")

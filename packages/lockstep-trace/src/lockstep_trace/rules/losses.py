@@ -1,0 +1,113 @@
+"""What `backward` is called on: losses of unequal targets that weigh alike, and loss functions that are given what they
+do not take.
+
+Read from the graph of the loss (`tracer/graph.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep_trace.losses import losses_of
+from lockstep_trace.read import Trace
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding
+
+REGRESSIONS = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
+
+
+def means(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Losses of ranks or micro-batches that do not grow with their numbers of targets: means over unequal numbers. They
+    may be meant: examples that weigh alike whatever their length."""
+    rows: list[tuple[float, float]] = []  # logarithms of targets and loss, beside the step's
+    unequal: tuple[int, int, int] | None = None
+    for step in trace.steps(optimizer):
+        losses = losses_of(trace, optimizer, step)
+        pairs = [] if losses is None else list(zip(sum(losses.counts, ()), sum(losses.each, ()), strict=True))
+        if (
+            len(pairs) < 2
+            or not all(n > 0 and math.isfinite(x) and x > 0 for n, x in pairs)
+            or not _labelled(trace, optimizer, step)
+        ):
+            continue
+        logs = [(math.log(n), math.log(x)) for n, x in pairs]
+        middle = [sum(column) / len(logs) for column in zip(*logs, strict=True)]
+        rows += [(n - middle[0], x - middle[1]) for n, x in logs]
+        counts = [n for n, _ in pairs]
+        if unequal is None and len(set(counts)) > 1:
+            unequal = step, min(counts), max(counts)
+    square = sum(n * n for n, _ in rows)
+    if unequal is None or len(rows) < 8 or square / len(rows) < 0.01:
+        return
+    slope = sum(n * x for n, x in rows) / square  # 1: sums over targets, divided by one number; 0: means
+    if slope < 0.3:
+        step, low, high = unequal
+        cause = "divide the sum of all ranks' and micro-batches' losses by the number of all targets of the step"
+        what = f"step {step}: losses are means over unequal numbers of targets ({low} to {high}), and count alike"
+        otherwise = "batches are meant to weigh alike, whatever the number of their targets"
+        decides = "whether training is to be that of one large batch: `lockstep diff` with it"
+        yield Finding("mean-of-means", what, cause, step, SUSPICIOUS, otherwise, decides)
+
+
+def _labelled(trace: Trace, optimizer: int, step: int) -> bool:
+    return all(None not in (s.targets or [None]) for _, s in trace.at(optimizer, step) if s.losses)
+
+
+def functions(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Loss functions that are given something they do not take, by the graph of the loss. No right program spreads a
+    batch of predictions over a batch of targets (torch warns of it), or gives a function of logits what has gone
+    through the function that it applies itself."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None:
+        return
+    counts: Counter[str] = Counter()
+    first: dict[str, tuple[int, dict[str, Any]]] = {}
+    for number, step in sorted(rank.steps[optimizer].items()):
+        kinds = {code: o for o in step.objectives or () if (code := _misused(o)) is not None}
+        for code, objective in kinds.items():
+            counts[code] += 1
+            first.setdefault(code, (number, objective))
+    for code, count in counts.items():
+        if count >= PATIENCE:
+            number, objective = first[code]
+            what, cause = _in_words(code, objective)
+            yield Finding(code, f"step {number}: {what}, in {count} steps", cause, number, WRONG)
+
+
+def _misused(objective: dict[str, Any]) -> str | None:
+    before, of = objective.get("before") or [""], objective["of"]
+    if of in REGRESSIONS and (expanded := objective.get("expanded")):
+        return "loss-broadcast" if _spread(*expanded) else None
+    if of.startswith("NllLoss") and before[:1] == ["Softmax"]:
+        return "loss-of-probabilities"  # not of their logarithms
+    if of.startswith("NllLoss") and before[:2] == ["LogSoftmax", "Softmax"]:
+        return "softmax-twice"
+    if of == "BinaryCrossEntropyWithLogits" and before[0] in ("Sigmoid", "Softmax"):
+        return "sigmoid-twice"
+    return None
+
+
+def _spread(shape: list[int], taken: list[int]) -> bool:
+    """Whether predictions of N examples were spread to N x N (more dimensions may follow)."""
+    n = taken[-1] if taken else 0
+    return n > 1 and taken[-2:] == [n, n] and (shape == [n, 1] or shape == [n])
+
+
+def _in_words(code: str, objective: dict[str, Any]) -> tuple[str, str]:
+    kind = objective["kind"]
+    if code == "loss-broadcast":
+        shape, spread = objective["expanded"]
+        return (
+            f"the {kind} compares each prediction with each target: predictions are spread from {shape} to {spread}",
+            "give predictions and targets the same shape (squeeze or unsqueeze the last dimension of one)",
+        )
+    if code == "loss-of-probabilities":
+        return "nll_loss is given probabilities", "use cross_entropy on logits, or log_softmax in place of softmax"
+    if code == "softmax-twice":
+        return "cross_entropy is given what a softmax returns", "give it logits: cross_entropy has a softmax of its own"
+    return (
+        f"the {kind} is given what a {objective['before'][0].lower()} returns",
+        "give it logits: binary_cross_entropy_with_logits has a sigmoid of its own",
+    )

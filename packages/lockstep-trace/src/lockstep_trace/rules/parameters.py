@@ -1,0 +1,248 @@
+"""Parameters that are not trained: in no optimizer, without a gradient, unchanged, untied, cast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lockstep_trace.causes import few
+from lockstep_trace.merge import merged
+from lockstep_trace.read import Step, Trace
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+
+
+def stale(trace: Trace, optimizer: int) -> Finding | None:
+    """An optimizer of parameters that no called model holds. Gradients that arrive at them prove use, whatever was
+    called; no right program steps an optimizer none of whose parameters ever gets one while those of the model that is
+    called get theirs and are in no optimizer."""
+    records = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
+    if not records or any(p.held for s in records for p in s.layout.parameters) or _arrives(records):
+        return None
+    if not any(s.layout.parameters for s in records) or not any(s.forwards for s in records):
+        return None
+    outside = sorted({n for s in records for n, has in (s.outside or {}).items() if has})
+    what = f"no model that was called holds the parameters of {records[0].layout.optimizer}, and they get no gradient"
+    if outside:
+        what += f"; {few(outside)} get gradients and are in no optimizer"
+    cause = (
+        "make the optimizer after the model is moved, wrapped or replaced, from the parameters of the model that is "
+        "called"
+    )
+    finding = Finding("stale-optimizer", what, cause)
+    otherwise = "an optimizer of a model that is trained later"
+    return weakened(
+        finding, bool(outside) and len(records) >= PATIENCE, otherwise, "whether its parameters ever change"
+    )
+
+
+def _arrives(records: list[Step]) -> bool:
+    """Whether a parameter of an optimizer gets a gradient other than zero; True where it is not known."""
+    measured = [s for s in records if s.measured]
+    return not measured or any(v.square != 0 for s in measured for v in s.grads.values())
+
+
+def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Parameters with gradients that no optimizer has. A body that is left out on purpose, and losses of other
+    networks, look alike; a part that was made after the optimizer, of a model whose other parameters are in it, does
+    not."""
+    if optimizer != trace.optimizers[0]:
+        return
+    records = [s for o in trace.optimizers for r in trace.ranks for s in r.steps.get(o, {}).values()]
+    optimized = {p.name for s in records for p in s.layout.parameters}
+    last = [r.steps[optimizer][max(r.steps[optimizer])] for r in trace.ranks if r.steps.get(optimizer)]
+    outside = {n: has for s in last for n, has in (s.outside or {}).items() if n not in optimized and n != "?"}
+    trained = [n for n, has in outside.items() if has]
+    if not trained:
+        return
+    late = sorted({n for s in last for n in s.late or ()} & set(trained))
+    cause = "add them to the optimizer, or set requires_grad to False; modules made after the optimizer are not in it"
+    otherwise = "a part that is left alone on purpose, or that other code than an optimizer of torch updates"
+    decides = "whether they are meant to be trained: requires_grad_(False) says that they are not"
+    if late:
+        what = f"{few(late)}: made after the optimizer, get gradients and are in no optimizer"
+        proved = trace.complete and _with_others(trace, optimizer, late)
+        yield weakened(Finding("in-no-optimizer", what, cause), proved, otherwise, decides)
+        return
+    what = f"{few(trained)}: get gradients and are in no optimizer"
+    yield Finding("in-no-optimizer", what, cause, None, SUSPICIOUS, otherwise, decides)
+
+
+def _with_others(trace: Trace, optimizer: int, late: list[str]) -> bool:
+    """Whether late parameters get gradients in nearly every step, beside parameters that an optimizer of torch has."""
+    steps = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
+    always = all(sum(bool((s.outside or {}).get(n)) for s in steps) >= 0.9 * len(steps) for n in late)
+    return always and len(steps) >= PATIENCE and any(p.held for s in steps for p in s.layout.parameters)
+
+
+def frozen(trace: Trace, optimizer: int) -> Finding | None:
+    """An optimizer all of whose parameters are frozen from the first to the last step of a run that came to its end.
+    No right program steps it; one that sets gradients by itself (evolution strategies) has gradients."""
+    records = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
+    parameters = [p for s in records for p in s.layout.parameters]
+    if len(records) < PATIENCE or not parameters or any(p.trained for p in parameters):
+        return None
+    if any(v.square != 0 for s in records for v in s.grads.values()) or not any(s.measured for s in records):
+        return None
+    kind, names = records[0].layout.optimizer, [p.name for p in records[0].layout.parameters]
+    what = (
+        f"{kind} makes {len(records)} steps, and requires_grad is False for all of its {len(names)} parameters "
+        f"({few(names)})"
+    )
+    cause = "set requires_grad to True for what is to be trained, or leave the optimizer out"
+    otherwise, decides = "they may be set free later", "a trace of the whole run"
+    return weakened(Finding("frozen-optimizer", what, cause), trace.complete, otherwise, decides)
+
+
+def still(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Parameters that never get a gradient, and those that do not change though they have one."""
+    steps = trace.measured(optimizer)
+    if len(steps) < PATIENCE:
+        return
+    never: set[str] | None = None
+    same: set[str] | None = None
+    changing: set[str] = set()
+    for step in steps:
+        records = trace.at(optimizer, step)
+        grads = merged(trace, optimizer, step, lambda s: s.grads)
+        names = {p.name for _, s in records for p in s.layout.parameters if p.trained}
+        none = {n for n in names if n not in grads or grads[n].value.square == 0}
+        rates = {p.name: s.groups[p.group].get("lr") for _, s in records for p in s.layout.parameters}
+        changed = {n for _, s in records for n, w in s.weights.items() if w.fingerprint != s.before[n].fingerprint}
+        unchanged = {n for n in names - none if n not in changed and (rates.get(n) or 0) > 0}
+        changing |= changed
+        never = none if never is None else never & none
+        same = unchanged if same is None else same & unchanged
+    if same:
+        yield _unchanged(trace, optimizer, same, changing, steps)
+    if never:
+        yield _never(trace, optimizer, never, steps)
+
+
+def _unchanged(trace: Trace, optimizer: int, same: set[str], changing: set[str], steps: list[int]) -> Finding:
+    """No right program makes every step of a run with gradients and a rate, and changes no bit of nearly all weights;
+    single tensors in half precision, and optimizers of the script's own, which may take parts in turn, can."""
+    records = [s for _, s in trace.at(optimizer, steps[0])]
+    dtypes = {p.name: p.dtype for s in records for p in s.layout.parameters}
+    half = all("16" in dtypes[n] for n in same)
+    cause = (
+        "the change is smaller than the last bit of half precision: keep the weights in float32"
+        if half
+        else "the optimizer's step does not reach them: the parameter was replaced, or its gradient is "
+        "cleared before the step"
+    )
+    what = f"{few(sorted(same))}: have gradients and do not change in {len(steps)} steps"
+    what += f" ({len(same)} parameters, {len(changing)} others do)"
+    own = any(s.layout.own for s in records)
+    proved = trace.complete and not own and len(same) >= 9 * len(changing)
+    otherwise = "a rate that is still in its warm-up, or an optimizer that updates parts in turn"
+    return weakened(Finding("unchanged", what, cause), proved, otherwise, "a trace of more steps")
+
+
+def _never(trace: Trace, optimizer: int, never: set[str], steps: list[int]) -> Finding:
+    listed = sorted(never)
+    records = trace.at(optimizer, steps[0])
+    every = {p.name for _, s in records for p in s.layout.parameters if p.trained}
+    if len(never) < len(every):
+        cause = (
+            "the computation is cut (detach, no_grad, argmax, .item()), or these parameters are "
+            "not used; freeze them if that is meant"
+        )
+        what = f"{few(listed)}: get no gradient in {len(steps)} steps ({len(listed)} of {len(every)})"
+        otherwise = "parts of the model that this training does not use"
+        return Finding("no-gradient", what, cause, None, SUSPICIOUS, otherwise, "whether they are meant to be trained")
+    what = f"no parameter of {records[0][1].layout.optimizer} gets a gradient in {len(steps)} steps"
+    why, known = _why_zero(trace, optimizer)
+    otherwise = "an optimizer whose part of the loss is not yet switched on"
+    finding = Finding("all-zero", what + known, why)
+    return weakened(finding, trace.complete, otherwise, "a trace of the whole run")
+
+
+def _why_zero(trace: Trace, optimizer: int) -> tuple[str, str]:
+    """A cause, and what more was seen."""
+    steps = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
+    backwards = any(s.backwards for s in steps)
+    losses = [value for s in steps for value, _ in s.losses or () if value is not None]
+    targets = [o["targets"] for s in steps for o in s.objectives or () if "targets" in o]
+    targets += [n for s in steps for n in s.targets or () if n is not None]
+    if losses and not any(map(math.isfinite, losses)):
+        empty = targets and not any(targets)
+        numbers = f"; the loss is {losses[0]} in each of them" + (", and no target counts" if empty else "")
+        return (
+            "no target counts: every label is ignored (-100), so that the mean is one over nothing: look at how labels "
+            "are made and masked"
+            if empty
+            else "the loss is not a finite number: look at what it is made of (a mean over nothing, a logarithm of 0)"
+        ), numbers
+    if losses and not any(losses):
+        return (
+            "the loss is 0 in each step, whatever the model computes: cross entropy over a single class, or a mask "
+            "that leaves nothing"
+        ), "; the loss is 0 in each of them"
+    if backwards:
+        return "gradients are zeroed between backward and step: call zero_grad() before backward or after step", (
+            "; backward is called in each of them"
+        )
+    return "backward is not called between steps", ""
+
+
+def dtypes(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Parameters that turn into another dtype while they train."""
+    for rank in trace.ranks[:1]:
+        known: dict[str, str] = {}
+        for number, step in sorted(rank.steps.get(optimizer, {}).items()):
+            now = {p.name: p.dtype for p in step.layout.parameters}
+            changed = [n for n in now if n in known and known[n] != now[n]]
+            if changed:
+                n = changed[0]
+                cause = "something casts the model while it trains (.half(), .to(dtype), loading a checkpoint)"
+                what = f"step {number}: {few(changed)} turned from {known[n]} into {now[n]}"
+                otherwise, decides = "a phase in another precision", "whether the script means to cast the model here"
+                yield Finding("dtype", what, cause, number, SUSPICIOUS, otherwise, decides)
+                return
+            known = now
+
+
+def ties(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Tied weights that come apart. A model whose config ties its embeddings is saved with one of the two: no right
+    program trains them into different values. Without a config they may be untied on purpose, even in mid-run."""
+    for rank in trace.ranks[:1]:
+        steps = sorted(rank.steps.get(optimizer, {}).items())
+        first = steps[0][1].layout.ties if steps else ()
+        names = {p.name for p in steps[0][1].layout.parameters} if steps else set()
+        for number, step in steps:
+            lost = [t for t in first if t not in step.layout.ties and set(t) & names]
+            if step.layout.untied:
+                cause = (
+                    "call model.tie_weights() after embeddings are replaced, resized or loaded; both "
+                    "halves train apart else"
+                )
+                what = "the model's config ties input and output embeddings, and they are two parameters"
+                yield Finding("untied", what, cause, number if lost else None, WRONG)
+                return
+            if lost and step.layout.ties != first:
+                cause = (
+                    "one of the names was given a new parameter: tie it again, unless they are to be two from here on"
+                )
+                what = f"step {number}: {' and '.join(lost[0])} were one parameter and are two"
+                otherwise, decides = "weights that are untied on purpose", "whether the script replaces one on purpose"
+                yield Finding("untied", what, cause, number, SUSPICIOUS, otherwise, decides)
+                return
+
+
+def rate_zero(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """A rate of 0 until the end: no right program goes on computing gradients that change nothing. One that recomputes
+    statistics of batch norm, or hands over to another optimizer, may; those are told from it."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None or not trace.complete:
+        return
+    steps = [s for _, s in sorted(rank.steps[optimizer].items())]
+    zero = [all(group.get("lr") == 0 for group in s.groups) for s in steps]
+    tail = next((i for i, z in enumerate(reversed(zero)) if not z), len(zero))
+    if tail < max(PATIENCE, 0.1 * len(steps)) or tail == len(steps):
+        return
+    step = steps[-tail].step
+    what = f"from step {step} on the learning rate is 0: the last {tail} of {len(steps)} steps change nothing"
+    cause = "the schedule is over too early: it is stepped more often than it is long, or its length is too small"
+    alone = len(trace.optimizers) == 1 and not any((s.mode or {}).get("norms", [0, 0])[0] for s in steps[-tail:])
+    otherwise = "statistics that are computed anew, or another optimizer that goes on"
+    yield weakened(Finding("rate-zero", what, cause, step), alone, otherwise, "what the last steps are for")

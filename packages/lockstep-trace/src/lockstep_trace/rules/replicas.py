@@ -1,0 +1,263 @@
+"""Ranks that should be alike and come apart: the first step, and the first thing in it.
+
+What follows from a difference is not looked at. A difference is `wrong` where the trace shows that ranks are meant to
+be replicas (`premises.py`) and where they are still apart at the end; else ranks may hold parts of one model that are
+cut by hand, models of their own (an ensemble, a sweep), or be averaged later (local SGD).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from lockstep_trace.causes import few
+from lockstep_trace.merge import Whole, merged, merged_buffers, merged_start
+from lockstep_trace.ranks import data_ranks, model_parallel, pipelined
+from lockstep_trace.read import Step, Trace, Value
+from lockstep_trace.rules import premises
+from lockstep_trace.rules.finding import INFO, PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+
+PARTS = (
+    "ranks may hold parts of one model that are cut by hand, models of their own, or weights that are averaged later"
+)
+MEANT = "whether ranks are meant to hold the same model: then wrap it in DDP, or reduce every gradient"
+DISTINCT = 3  # batches, before ranks that share them share them for a reason
+
+
+def replicas(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """No right program has replicas that are declared as such, or whose gradients are reduced, and that end apart."""
+    if trace.world < 2 or pipelined(trace, optimizer):
+        return
+    start = {n: w for n, w in merged_start(trace, optimizer).items() if w.differences}
+    if start:
+        cause = "seed every rank alike before the model is made, or wrap it in DDP, which sends weights"
+        what = f"rank {_rank_of(start)} starts from other weights than rank 0: {few(list(start))}"
+        alike = set(start) & premises.reduced(trace, optimizer)
+        if alike:
+            what += f"; the same gradients are applied to them ({few(sorted(alike))})"
+        proved = premises.apart_at_end(trace, optimizer) and bool(alike)
+        yield weakened(Finding("replicas-start", what, cause, 0), proved, PARTS, MEANT)
+        return
+    for step in trace.measured(optimizer):
+        if (finding := _at(trace, optimizer, step)) is not None:
+            yield finding
+            return
+
+
+def _at(trace: Trace, optimizer: int, step: int) -> Finding | None:
+    def differing(of: Callable[[Step], Mapping[str, Value]]) -> dict[str, Whole]:
+        return {n: w for n, w in merged(trace, optimizer, step, of).items() if w.differences}
+
+    if names := differing(lambda s: s.before):
+        cause = (
+            "something beside the optimizer writes to weights on some ranks only (loading, averaging, a branch by rank)"
+        )
+        what = f"before step {step} rank {_rank_of(names)} has other weights: {few(list(names))}"
+        return _judged(trace, optimizer, Finding("replicas-weights", what, cause, step), set(names))
+    if (names := differing(lambda s: s.unclipped)) and not _largest(names) < premises.DIFFERENT:
+        if not differing(lambda s: s.grads):
+            cause = "clip after gradients are reduced: each rank scales by the norm of its own gradient here"
+            what = f"step {step}: gradients are clipped before they are reduced over ranks"
+            private = "a rank may bound its own share on purpose, as private and robust averaging do"
+            finding = Finding("clip-before-reduce", what, cause, step)
+            return weakened(finding, False, private, "whether the limit is meant for a rank's own gradient")
+        return _not_reduced(trace, optimizer, step, list(names), _largest(names))
+    if (options := _unequal_options(trace.at(optimizer, step))) is not None:
+        cause = "every rank has to use the same learning rate and options"
+        finding = Finding("replicas-options", f"step {step}: {options}", cause, step)
+        return _judged(trace, optimizer, finding, premises.reduced(trace, optimizer))
+    if (names := differing(lambda s: s.grads)) and not _largest(names) < premises.DIFFERENT:
+        cause = "each rank clips by a norm or a limit of its own: clip reduced gradients, by one norm and one limit"
+        what = f"step {step}: gradients agree, and after clipping ranks have other ones: {few(list(names))}"
+        before = merged(trace, optimizer, step, lambda s: s.unclipped)
+        alike = {n for n in names if not before[n].differences and before[n].value.square > 0}
+        return _judged(trace, optimizer, Finding("replicas-clipping", what, cause, step), alike, alike)
+    if names := _differing_buffers(trace, optimizer, step):
+        return _buffers(names, step)
+    if (moments := _differing_moments(trace, optimizer, step)) is not None:
+        state, names = moments
+        cause = "gradients agree: the optimizer's state was loaded or changed on some ranks only: load it on every rank"
+        what = f"after step {step} rank {_rank_of(names)} has other moments ({state}): {few(list(names))}"
+        return _judged(trace, optimizer, Finding("replicas-moments", what, cause, step), set(names))
+    if names := differing(lambda s: s.weights):
+        cause = (
+            "equal gradients make other weights: the optimizer's state (moments) or its options differ between ranks"
+        )
+        what = f"after step {step} rank {_rank_of(names)} has other weights: {few(list(names))}"
+        return _judged(trace, optimizer, Finding("replicas-weights", what, cause, step), set(names))
+    return None
+
+
+def _judged(
+    trace: Trace, optimizer: int, finding: Finding, names: set[str], reduced: set[str] | None = None
+) -> Finding:
+    """Proved where `names` belong to declared replicas, or their gradients were reduced before, and ranks end apart."""
+    replicated = names - premises.left_alone(trace)
+    declared = premises.declared(trace) and bool(replicated)
+    alike = bool(replicated & (_reduced_until(trace, optimizer, finding.step) if reduced is None else reduced))
+    return weakened(finding, (declared or alike) and premises.apart_at_end(trace, optimizer), PARTS, MEANT)
+
+
+def _reduced_until(trace: Trace, optimizer: int, step: int | None) -> set[str]:
+    """Parameters whose gradients are the same on all ranks in some step up to this one, from other losses."""
+    names: set[str] = set()
+    for number in [s for s in trace.measured(optimizer) if step is None or s <= step]:
+        wholes = merged(trace, optimizer, number, lambda s: s.grads)
+        losses = {tuple(v for v, _ in s.losses or ()) for _, s in trace.at(optimizer, number)}
+        if len(losses) > 1:
+            names |= {n for n, w in wholes.items() if not w.differences and w.value.square > 0}
+    return names
+
+
+def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], largest: float) -> Finding:
+    every = len(merged(trace, optimizer, step, lambda s: s.unclipped))
+    what = (
+        f"step {step}: ranks have different gradients of {few(names)} ({len(names)} of {every} "
+        f"parameters, by {largest:.2g})"
+    )
+    diverged = premises.apart_at_end(trace, optimizer)
+    enough = trace.complete or len(trace.steps(optimizer)) >= 32
+    if len(names) > 0.9 * every:
+        ddp, fsdp = premises.groups(trace), any(m.get("fsdp") for r in trace.ranks for m in r.models)
+        cause = (
+            "the forward goes around the DDP wrapper (model.module), or the step's backward runs under no_sync"
+            if ddp
+            else "FSDP does not reduce over these ranks: a mesh with sharding groups of one rank, or a forward that "
+            "goes around the wrapper"
+            if fsdp
+            else "gradients are not reduced over ranks: the model that is called is not wrapped in DDP or FSDP"
+        )
+        alone = premises.partitioned(trace) and not premises.exchanges(trace, optimizer)
+        if alone and not ddp:
+            what += "; a DistributedSampler divides the examples among ranks, and no collective carries gradients"
+        proved = diverged and enough and (premises.declared(trace) or (alone and not fsdp) or (fsdp and not ddp))
+        return weakened(Finding("not-reduced", what, cause, step), proved, PARTS, MEANT)
+    cause = (
+        "these parameters are not reduced over ranks: DDP ignores them, they were added after "
+        "wrapping, or a hook changes them"
+    )
+    covered = premises.declared(trace) and not any(g["part"] for g in premises.groups(trace))
+    proved = diverged and enough and covered and bool(set(names) - premises.left_alone(trace))
+    otherwise = "parts that each rank has for itself on purpose: experts, a head of its own, tensor parallelism by hand"
+    return weakened(Finding("not-reduced-some", what, cause, step), proved, otherwise, MEANT)
+
+
+def _buffers(names: Mapping[str, Whole], step: int) -> Finding:
+    cause = "nobody keeps these buffers alike: DDP sends rank 0's, FSDP and a loop by hand do not; reduce them"
+    what = f"after step {step} rank {_rank_of(names)} has other buffers: {few(list(names))}"
+    statistics = any(n.rpartition(".")[2].startswith(("running_", "num_ba")) for n in names)
+    level = SUSPICIOUS if statistics else INFO
+    otherwise = (
+        "statistics of a rank's own batches, of which rank 0's are saved" if statistics else "a rank's own state"
+    )
+    decides = "which rank's buffers are saved and evaluated"
+    return Finding("replicas-buffers", what, cause, step, level, otherwise, decides)
+
+
+def _differing_buffers(trace: Trace, optimizer: int, step: int) -> dict[str, Whole]:
+    """Buffers that differ between ranks. Those of batch norm do so under DDP until the next forward."""
+    sent = any("DistributedDataParallel" in m["wrappers"] for r in trace.ranks for m in r.models)
+    buffers = {n: w for n, w in merged_buffers(trace, optimizer, step).items() if w.differences}
+    return {n: w for n, w in buffers.items() if not sent or not n.rpartition(".")[2].startswith(("running_", "num_ba"))}
+
+
+def _differing_moments(trace: Trace, optimizer: int, step: int) -> tuple[str, dict[str, Whole]] | None:
+    """The first state of an optimizer that differs between ranks, where the step has measured it. A rank that holds
+    zeros leaves the update to others."""
+    states = {state: None for _, s in trace.at(optimizer, step) for _, state in s.moments}
+    for state in states:
+        wholes = merged(
+            trace,
+            optimizer,
+            step,
+            lambda s: {n: v for (n, k), v in s.moments.items() if k == state and v.square},  # noqa: B023
+        )
+        if names := {n: w for n, w in wholes.items() if w.differences}:
+            return state, names
+    return None
+
+
+def _rank_of(norms: Mapping[str, Whole]) -> int:
+    return min(rank for whole in norms.values() for rank in whole.differences)
+
+
+def _largest(wholes: Mapping[str, Whole]) -> float:
+    values = [v for w in wholes.values() for v in w.differences.values() if v is not None]
+    return max(values, default=math.nan)
+
+
+def _unequal_options(records: Sequence[tuple[object, Step]]) -> str | None:
+    first = records[0][1]
+    for rank, step in records[1:]:
+        for one, other in zip(first.groups, step.groups, strict=False):
+            for key in ("lr", "weight_decay", "betas", "momentum"):
+                if one.get(key) != other.get(key):
+                    return f"rank {rank.number} has {key} {other.get(key)}, rank 0 has {one.get(key)}"  # type: ignore[attr-defined]
+    return None
+
+
+def equal_shards(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Shards of different ranks that hold the same numbers. No right program: parts of one tensor that is drawn whole
+    are not equal, and experts that are copied from one layer are a few tensors, not nearly all."""
+    contents: dict[str, set[int]] = {}
+    counts: dict[str, int] = {}
+    constant: set[str] = set()
+    for rank in trace.ranks:
+        for name, (content, same) in rank.shards.get(optimizer, {}).items():
+            contents.setdefault(name, set()).add(content)
+            counts[name] = counts.get(name, 0) + 1
+            if same:
+                constant.add(name)
+    blocks = {
+        n: {
+            p.block
+            for r in trace.ranks
+            if optimizer in r.starts
+            for p in r.starts[optimizer][0].parameters
+            if p.name == n
+        }
+        for n in counts
+    }
+    even = [n for n in counts if len(blocks[n]) > 1 and len({size for _, size in blocks[n]}) == 1]
+    drawn = [n for n in even if n not in constant]
+    equal = [n for n in drawn if len(contents[n]) == 1]
+    if len(equal) >= 2 and len(equal) >= 0.9 * len(drawn):
+        what = f"the shards of all ranks start with the same numbers: {few(equal)} ({len(equal)} tensors)"
+        cause = (
+            "each rank draws its shard from the same random numbers: load or draw the weights before they are "
+            "sharded, or send them from one rank (set_model_state_dict with broadcast_from_rank0), or seed by rank"
+        )
+        yield Finding("equal-shards", what, cause, 0, WRONG)
+
+
+def same_examples(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Ranks that train on the same examples. No right program averages gradients over ranks which compute the same
+    loss of the same examples with the same targets in every step: they do one rank's work. Ranks that share the
+    examples and each take a part of the computation have other targets or losses."""
+    ranks = data_ranks(trace, optimizer)
+    if len(ranks) < 2 or (model_parallel(trace, optimizer) and len(ranks) == 1):
+        return
+    rows = []
+    for step in trace.steps(optimizer):
+        lists = [tuple(sorted(r.steps[optimizer][step].examples or ())) for r in ranks]
+        if all(lists):
+            pairs = [(i, j) for j in range(len(lists)) for i in range(j) if lists[i] == lists[j]]
+            rows.append((step, pairs, lists))
+    same = [row for row in rows if row[1]]
+    if not same or len(same) < max(0.8 * len(rows), min(2, len(rows))):
+        return
+    step, pairs, _ = same[0]
+    i, j = pairs[0]
+    work = [premises.same_computation(ranks[i].steps[optimizer][s], ranks[j].steps[optimizer][s]) for s, *_ in same]
+    distinct = len({lists[i] for _, _, lists in same})
+    together = premises.declared(trace) or premises.sharded(trace) or bool(premises.reduced(trace, optimizer))
+    proved = together and all(work) and distinct >= DISTINCT and len(same) >= PATIENCE
+    cause = (
+        "give each rank its share: DistributedSampler, accelerator.prepare of the loader, or "
+        "split_dataset_by_node; and a seed that is the same on all ranks"
+    )
+    what = f"step {step}: ranks {ranks[i].number} and {ranks[j].number} train on the same examples"
+    what += f", and in {len(same)} of {len(rows)} steps"
+    otherwise = "ranks may each compute a part of the same loss, or models of their own; or it is a trial on one batch"
+    decides = "whether ranks are meant to see different examples"
+    yield weakened(Finding("same-examples", what, cause, step), proved, otherwise, decides)

@@ -1,0 +1,178 @@
+"""Smaller things that the tracer listens to: collectives, the cache of autocast, parameters that are made late, states
+that are loaded, and splits of data sets.
+
+In: `Hooks`. Out: calls of its recorder.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "broadcast",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+)
+DEPTH = 3  # of data sets inside of data sets
+
+
+def install(hooks: Any) -> None:
+    _wrap_collectives(hooks)
+    _wrap_cache(hooks)
+    _wrap_optimizers(hooks)
+    _wrap_split()
+    _wrap_replicas(hooks)
+    register_module_parameter_registration_hook(functools.partial(_registered, hooks))
+
+
+def _wrap_collectives(hooks: Any) -> None:
+    if not torch.distributed.is_available():
+        return
+    for name in COLLECTIVES:
+        original = getattr(torch.distributed, name, None)
+        if original is not None:
+            wrapped = _counting(hooks, name, original)
+            for module in (torch.distributed, torch.distributed.distributed_c10d):
+                if getattr(module, name, None) is original:
+                    setattr(module, name, wrapped)
+
+
+def _counting(hooks: Any, name: str, original: Any) -> Any:
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and hooks.recorder is not None:
+            hooks.guarded(hooks.recorder.collective, name, _elements((args, list(kwargs.values()))))
+        return original(*args, **kwargs)
+
+    return collective
+
+
+def _elements(value: Any) -> int:
+    """The largest number of elements of a tensor, or of a list of tensors, among arguments."""
+    if isinstance(value, Tensor):
+        return value.numel()
+    if isinstance(value, list | tuple) and value:
+        if all(isinstance(v, Tensor) for v in value):
+            return sum(v.numel() for v in value)
+        return max(_elements(v) for v in value)
+    return 0
+
+
+def _wrap_cache(hooks: Any) -> None:
+    """Of weights that autocast has cast: it is cleared where the outermost region of autocast ends."""
+    original = torch.clear_autocast_cache
+
+    @functools.wraps(original)
+    def clear() -> None:
+        original()
+        if not torch.compiler.is_compiling() and hooks.recorder is not None:
+            hooks.recorder.cleared += 1
+
+    torch.clear_autocast_cache = clear
+
+
+def _wrap_optimizers(hooks: Any) -> None:
+    kind = torch.optim.Optimizer
+    init, load = kind.__init__, kind.load_state_dict
+
+    @functools.wraps(init)
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if hooks.recorder is not None:
+            hooks.recorder.optimizers_made += 1
+
+    @functools.wraps(load)
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(self, *args, **kwargs)
+        if hooks.recorder is not None:
+            hooks.guarded(hooks.recorder.schedules.loads, self)
+        return result
+
+    kind.__init__, kind.load_state_dict = begin, load_state_dict  # type: ignore[method-assign]
+
+
+def _registered(hooks: Any, module: nn.Module, name: str, parameter: Any) -> None:
+    """A parameter is given to a module: after an optimizer was made, it is late."""
+    recorder = hooks.recorder
+    if recorder is not None and parameter is not None and recorder.optimizers_made:
+        recorder.late[id(parameter)] = weakref.ref(parameter)
+
+
+def _wrap_replicas(hooks: Any) -> None:
+    kind = torch.nn.parallel.DistributedDataParallel
+    init = kind.__init__
+
+    @functools.wraps(init)
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if hooks.recorder is not None:
+            hooks.recorder.wrappers.append(weakref.ref(self))
+
+    kind.__init__ = begin  # type: ignore[method-assign]
+
+
+# -- data sets -------------------------------------------------------------------------------------------------------
+
+
+def _wrap_split() -> None:
+    """Parts of one `random_split` are meant to have no example in common. The class is wrapped, as the function may
+    have been imported before."""
+    kind: Any = torch.utils.data.Subset
+    init = kind.__init__
+    last: dict[str, Any] = {"number": -1, "part": 0, "base": None, "rows": set()}  # of the split that is made
+
+    @functools.wraps(init)
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        frame = sys._getframe(1)
+        names = {frame.f_code.co_name, frame.f_back.f_code.co_name if frame.f_back else ""}
+        if "random_split" in names:
+            rows = set(self.indices)
+            if last["base"] != id(self.dataset) or rows & last["rows"]:  # another one
+                last.update(number=last["number"] + 1, part=0, base=id(self.dataset), rows=set())
+            self.lockstep_split = [last["number"], last["part"]]
+            last["part"] += 1
+            last["rows"] |= rows
+
+    kind.__init__ = begin
+
+
+def split_of(data: Any, depth: int = DEPTH) -> list[int] | None:
+    """[number of the split, of the part] where a data set is a part of a random split, or wraps one."""
+    values = getattr(data, "__dict__", None)
+    if not isinstance(values, dict):
+        return None
+    if "lockstep_split" in values:
+        return list(values["lockstep_split"])
+    inner = [v for v in values.values() if isinstance(v, torch.utils.data.Dataset)] if depth else []
+    return next((s for v in inner if (s := split_of(v, depth - 1)) is not None), None)
+
+
+def number_of_data(recorder: Any, data: Any) -> int:
+    """Number a data set: one number for each object."""
+    for i, (key, ref) in enumerate(recorder.datasets):
+        if key == id(data) and (ref is None or ref() is data):
+            return i
+    try:
+        ref = weakref.ref(data)
+    except TypeError:  # a list
+        ref = None
+    recorder.datasets.append((id(data), ref))
+    return len(recorder.datasets) - 1

@@ -1,0 +1,143 @@
+"""What is kept between two steps, and the record that it becomes: numbers that may lie on a device are packed apart.
+
+In: a `Since`, vectors of measured tensors. Out: values that a line of JSON holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .graph import LossFunction
+from .inputs import CallInputs
+from .pending import bits_of, number_of
+from .writer import blob
+
+
+@dataclass
+class Since:
+    """What happened since the last step of an optimizer."""
+
+    inputs: list[CallInputs] = field(default_factory=list)
+    losses: list[tuple[Tensor, bool]] = field(default_factory=list)  # value, whether it is scaled
+    backwards: int = 0
+    clips: list[dict[str, Any]] = field(default_factory=list)
+    norms: list[tuple[dict[str, Any], Tensor]] = field(default_factory=list)  # clip, the norm before it
+    clipped: dict[int, Tensor] = field(default_factory=dict)  # id of parameter -> measured before clipping
+    notes: list[str] = field(default_factory=list)
+    scale: Tensor | None = None
+    unscaled: bool = False
+    training: bool | None = None
+    mode: dict[str, Any] | None = None  # which modules are in training mode, of the first forward
+    fed: list[tuple[str | None, int]] = field(default_factory=list)  # loader's pass and number of its batch, by input
+    objectives: list[LossFunction] = field(default_factory=list)
+    rewritten: bool = False  # gradients were written to between backward and the step, and not by clipping
+    collectives: dict[str, list[int]] = field(default_factory=dict)  # by name: calls, elements
+    stale_casts: list[str] = field(default_factory=list)  # modules whose cast weights are older than the last step
+    unmasked: bool | None = None  # packed rows, and attention without a mask
+    autocast: str | None = None  # dtype that products are computed in, "" where autocast is off
+    modules: list[tuple[str, Tensor, tuple[int, ...]]] = field(default_factory=list)  # outputs, in order of forward
+    returned: list[tuple[str, Tensor, tuple[int, ...]]] = field(default_factory=list)  # their gradients, of backward
+
+
+def packed(vectors: list[Tensor]) -> dict[str, str]:
+    """Fingerprints (int64), sums of squares (float64) and sketches (float32), one after another, in base64."""
+    if not vectors:
+        return {"fp": "", "sq": "", "sk": ""}
+    vectors = [v if v.numel() > 1 else torch.cat([v, v]) for v in vectors]
+    if len({v.numel() for v in vectors}) == 1:  # the usual, and 600 operations less for 300 tensors
+        joined = torch.stack(vectors)
+        fingerprints, squares, sketches = joined[:, 0], joined[:, 1], joined[:, 2:].reshape(-1)
+    else:
+        pairs = torch.stack([v[:2] for v in vectors])
+        fingerprints, squares, sketches = pairs[:, 0], pairs[:, 1], torch.cat([v[2:] for v in vectors])
+    return {
+        "fp": blob(fingerprints),
+        "sq": blob(squares),
+        "sk": blob(sketches.view(torch.float64).float()) if sketches.numel() else "",
+    }
+
+
+def hexed(hashes: list[Tensor]) -> list[str]:
+    if not hashes:
+        return []
+    numbers = torch.cat([h.to("cpu") for h in hashes]).tolist()
+    return [f"{n & (1 << 64) - 1:016x}" for n in numbers]
+
+
+OF_STEP = (  # of `numbers_of`
+    "examples",
+    "unlabelled",
+    "targets",
+    "restarts",
+    "objectives",
+    "losses",
+    "scale",
+    "norms",
+    "options",
+)
+
+
+def numbers_of(since: Since, groups: list[dict[str, Any]]) -> dict[str, list[Tensor]]:
+    """What was kept since the last step and may lie on a device. `fill_in` reads it a step later."""
+    return {
+        "examples": [s.hashes for s in since.inputs],
+        "unlabelled": [s.unlabelled for s in since.inputs if s.unlabelled is not None],
+        "targets": [s.targets.reshape(1) for s in since.inputs if s.targets is not None],
+        "restarts": [s.restarts.reshape(1) for s in since.inputs if s.restarts is not None],
+        "objectives": [o.targets for o in since.objectives if o.targets is not None],
+        "losses": [bits_of(value) for value, _ in since.losses],
+        "scale": [] if since.scale is None else [bits_of(since.scale)],
+        "norms": [bits_of(norm) for _, norm in since.norms],
+        "options": [bits_of(v) for group in groups for v in group.values() if isinstance(v, Tensor)],
+    }
+
+
+def fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tensor]]) -> None:
+    """Put what `numbers_of` kept into a step's record."""
+    scale = record["scale"] = next((number_of(v) for v in numbers["scale"]), None)
+    record["examples"] = hexed(numbers["examples"])
+    if len(numbers["unlabelled"]) == len(since.inputs):
+        record["unlabelled"] = hexed(numbers["unlabelled"])
+    record["restarts"] = sum(int(n) for n in numbers["restarts"])
+    hashed = iter(numbers["objectives"])
+    record["objectives"] = [o.about | _targets(o, hashed) for o in since.objectives]
+    record["micro"] = [len(s.hashes) for s in since.inputs]
+    targets = iter(numbers["targets"])
+    record["targets"] = [None if s.targets is None else int(next(targets)) for s in since.inputs]
+    values = zip(numbers["losses"], since.losses, strict=True)
+    record["losses"] = [[number_of(v), scale if scaled else None] for v, (_, scaled) in values]
+    for (clip, _), norm in zip(since.norms, numbers["norms"], strict=True):
+        clip["norm"] = number_of(norm)
+    for clip in since.clips:
+        if scale == 1.0:
+            clip.pop("scaled", None)
+    options = iter(numbers["options"])
+    for group in record["groups"]:
+        group |= {name: number_of(next(options)) for name, v in group.items() if isinstance(v, Tensor)}
+
+
+def _targets(objective: LossFunction, numbers: Iterator[Tensor]) -> dict[str, Any]:
+    if objective.targets is None:
+        return {}
+    count, *hashes = next(numbers).tolist()
+    return {"targets": count, "hashes": [f"{n & (1 << 64) - 1:016x}" for n in hashes]}
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a parameter group; tensors of one number are still tensors."""
+    options: dict[str, Any] = {"of": len(group["params"])}
+    for name, value in group.items():
+        if name == "params":
+            continue
+        if isinstance(value, Tensor) and value.numel() == 1:
+            options[name] = value.detach().clone()  # a number later: it may lie on a device
+        elif isinstance(value, bool | int | float | str) or value is None:
+            options[name] = value
+        elif isinstance(value, tuple | list) and all(isinstance(v, int | float) for v in value):
+            options[name] = list(value)
+    return options

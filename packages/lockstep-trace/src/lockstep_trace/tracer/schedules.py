@@ -1,0 +1,124 @@
+"""Schedulers of learning rates and states that are loaded: which scheduler steps which optimizer, how often, and
+whether one was made after the optimizer's state was loaded.
+
+In: calls of `hooks.py`. Out: counts for a step's record.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Scheduler:
+    """From when it is made on. `foreign`: a trainer made it, which steps it at times of its own choice."""
+
+    ref: weakref.ref[Any]
+    optimizer: weakref.ref[Any]
+    name: str
+    foreign: bool = False
+    stepped: bool = False
+    counts: dict[str, int] = field(default_factory=dict)  # of steps, by who called
+
+
+@dataclass
+class Loaded:
+    """What became of an optimizer whose state was loaded: its learning rates then, and the scheduler that was made
+    after it. `set_to`: the rates as that scheduler set them; `resumed`: those of its own loaded state."""
+
+    rates: list[float]
+    scheduler: str | None = None
+    set_to: list[float] | None = None
+    resumed: list[float] | None = None
+
+
+class Schedules:
+    """Of one process."""
+
+    def __init__(self) -> None:
+        self.schedulers: list[Scheduler] = []
+        self._counted: dict[tuple[int, int, str], int] = {}  # optimizer, scheduler, who: at its last step
+        self._loaded: dict[int, tuple[weakref.ref[Any], Loaded]] = {}  # by id of the optimizer
+
+    def register(self, scheduler: Any, foreign: bool) -> None:
+        """A scheduler was made: it has set the learning rates of its first step."""
+        optimizer = scheduler.optimizer
+        name = type(scheduler).__name__
+        self.schedulers.append(Scheduler(weakref.ref(scheduler), weakref.ref(optimizer), name, foreign))
+        if (loaded := self.loaded_of(optimizer)) is not None and not foreign:
+            loaded.scheduler, loaded.set_to, loaded.resumed = name, rates_of(optimizer), None
+
+    def stepped(self, scheduler: Any, by: str, counted: bool) -> None:
+        """`counted`: it is not a part of another scheduler's step."""
+        known = next((s for s in self.schedulers if s.ref() is scheduler), None)
+        if known is None:
+            known = Scheduler(weakref.ref(scheduler), weakref.ref(scheduler.optimizer), type(scheduler).__name__, True)
+            self.schedulers.append(known)
+        for each in self.schedulers:
+            each.stepped = each.stepped or each.optimizer() is scheduler.optimizer
+        if counted:
+            known.counts[by] = known.counts.get(by, 0) + 1
+
+    def since(self, optimizer: Any, number: int) -> dict[str, int]:
+        """How often each scheduler of an optimizer was stepped since its last step, by name."""
+        members, rows = inside(optimizer), {}
+        for i, each in enumerate(self.schedulers):
+            if not members & inside(each.optimizer()):
+                continue
+            for by, count in each.counts.items():
+                key = (number, i, by)
+                new, self._counted[key] = count - self._counted.get(key, 0), count
+                if new:
+                    name = f"{each.name} by {by}" if by else each.name
+                    while name in rows:  # two schedulers of one class
+                        name = f"{name}'"
+                    rows[name] = new
+        return rows
+
+    def idle(self, optimizer: Any) -> list[tuple[int, str]]:
+        """Number and name of the schedulers of an optimizer of which none was ever stepped."""
+        members = inside(optimizer)
+        return [
+            (i, each.name)
+            for i, each in enumerate(self.schedulers)
+            if not each.stepped and not each.foreign and each.ref() is not None and members & inside(each.optimizer())
+        ]
+
+    def loads(self, optimizer: Any) -> None:
+        """An optimizer's state was loaded. One without moments is that of an optimizer that has made no step."""
+        if optimizer.state:
+            row = weakref.ref(optimizer), Loaded(rates_of(optimizer))
+            self._loaded[id(optimizer)] = row
+
+    def resumes(self, scheduler: Any) -> None:
+        """A scheduler's state was loaded."""
+        loaded = self.loaded_of(getattr(scheduler, "optimizer", None))
+        if loaded is not None and loaded.scheduler == type(scheduler).__name__:
+            loaded.resumed = [float(rate) for rate in getattr(scheduler, "_last_lr", None) or []]
+
+    def loaded_of(self, optimizer: Any) -> Loaded | None:
+        ref, loaded = self._loaded.get(id(optimizer), (None, None))
+        return loaded if ref is not None and ref() is optimizer else None
+
+    def pop_loaded(self, optimizer: Any) -> dict[str, Any] | None:
+        """What became of a loaded optimizer before the step that it makes now; once."""
+        loaded = self.loaded_of(optimizer)
+        if loaded is None:
+            return None
+        del self._loaded[id(optimizer)]
+        return dict(vars(loaded))
+
+
+def rates_of(optimizer: Any) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def inside(optimizer: Any) -> set[int]:
+    """An optimizer and those that it wraps, as Accelerate's and DeepSpeed's do."""
+    ids: set[int] = set()
+    while optimizer is not None and id(optimizer) not in ids:
+        ids.add(id(optimizer))
+        optimizer = getattr(optimizer, "optimizer", None)
+    return ids
