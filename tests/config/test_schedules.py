@@ -105,6 +105,9 @@ def test_rates_that_were_corrected_are_named_in_a_run_s_arithmetic() -> None:
         ({"schedule": "wsd", "warmup_steps": 5}, 64, False),
         ({"schedule": "wsd", "min_lr_ratio": 0.1}, 64, False),
         ({"schedule": "cosine", "warmup_steps": 5, "min_lr_ratio": 0.1}, 64, False),
+        ({"name": "schedule_free", "warmup_steps": 5}, 64, True),
+        ({"name": "schedule_free", "warmup_fraction": 0.1}, 64, True),
+        ({"name": "schedule_free"}, 64, False),
     ):
         section = OptimSection(**keys)
         assert (revised(section) and not as_before(section, steps)) == other, keys
@@ -124,6 +127,14 @@ def test_points_have_straight_lines_between_them() -> None:
 
 def test_warmup_as_a_fraction() -> None:
     assert rates(100, warmup_steps=10) == rates(100, warmup_fraction=0.1)
+
+
+def test_the_warm_up_of_schedule_free_begins_with_one_part() -> None:
+    keys = {"name": "schedule_free", "schedule": "constant"}
+    assert rates(7, **keys, warmup_steps=4) == [3e-4 * part / 4 for part in (1, 2, 3, 4, 4, 4, 4)]
+    assert rates(8, **keys, warmup_fraction=0.5) == rates(8, **keys, warmup_steps=4)
+    assert rates(3, **keys, warmup_steps=1) == rates(3, **keys) == [3e-4] * 3
+    assert rates(7, schedule="constant", warmup_steps=4) == [3e-4 * part / 4 for part in (0, 1, 2, 3, 4, 4, 4)]
 
 
 def test_wsd_falls_in_the_last_tenth_and_never_into_the_warmup() -> None:

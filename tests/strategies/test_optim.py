@@ -242,6 +242,28 @@ def test_schedule_free_is_that_of_its_library() -> None:
     assert torch.equal(weight, trained)
 
 
+@pytest.mark.extras
+@pytest.mark.parametrize("warmup", [0, 1, 3, 5])
+def test_the_warm_up_of_schedule_free_is_its_library_s(warmup: int) -> None:
+    """The library counts its warm-up itself, at one rate. The control: that of the others begins at 0."""
+    library = pytest.importorskip("schedulefree")
+    ours, weight, other = pair("schedule_free")
+    theirs = library.AdamWScheduleFree([other], lr=1e-2, weight_decay=0.1, foreach=False, warmup_steps=warmup)
+    theirs.train()
+    keys: dict[str, Any] = {"learning_rate": 1e-2, "schedule": "constant", "warmup_steps": warmup}
+    section, begins_at_0 = OptimSection(name="schedule_free", **keys), OptimSection(name="adamw", **keys)
+    for step in range(8):
+        torch.manual_seed(step + 1)
+        weight.grad = torch.randn(weight.shape)
+        other.grad = weight.grad.clone()
+        optim.set_rate(ours, optim.learning_rate(section, step, 8))
+        ours.step()
+        theirs.step()
+        assert theirs.param_groups[0]["scheduled_lr"] == pytest.approx(ours.param_groups[0]["lr"], rel=1e-12)
+        assert (optim.learning_rate(begins_at_0, step, 8) == ours.param_groups[0]["lr"]) == (step >= warmup)
+        assert torch.allclose(weight, other, atol=1e-6)
+
+
 def test_schedule_free_exports_the_mean_of_where_the_steps_went() -> None:
     """At a constant rate the average of all z, each the same, without the library."""
     ours, weight, _ = pair("schedule_free", "optim.weight_decay=0")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainingArguments, get_scheduler
+from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from lockstep.config.key_aliases import foreign_keys
@@ -117,6 +117,46 @@ def test_a_share_of_axolotl_is_rounded_down_and_never_one_step(steps: int, share
     assert moved("ax.yaml", f"{usual}warmup_steps: 1\n").optim.warmup_steps == 2
     assert moved("ax.yaml", usual).optim.warmup_fraction == (share or 0.03)
     assert "may be one step longer" in notes(here)
+
+
+FREE = {"optim": "schedule_free_adamw", "output_dir": "o", "learning_rate": RATE}
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+def test_the_warm_up_of_trainer_s_schedule_free_is_the_optimizer_s(warmup: int, here: Path) -> None:
+    """`constant` has none, and the optimizer is given the steps."""
+    pytest.importorskip("schedulefree")
+    given = FREE | {"lr_scheduler_type": "constant", "warmup_steps": warmup}
+    run = moved("args.json", json.dumps(given))
+    args = TrainingArguments(**given, use_cpu=True)
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    optimizer, theirs = kind([torch.nn.Parameter(torch.zeros(1))], **options), []
+    optimizer.train()
+    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(STEPS), STEPS)
+    for _ in range(STEPS):
+        optimizer.step()
+        theirs.append(optimizer.param_groups[0]["scheduled_lr"])
+        scheduler.step()
+    assert (run.optim.name, here_is(run)) == ("schedule_free", same(theirs))
+
+
+def test_the_warm_up_of_schedule_free(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = moved("args.json", json.dumps(FREE | {"lr_scheduler_type": "constant", "warmup_steps": 4}))
+    assert here_is(run)[:6] == same([RATE * part / 4 for part in (1, 2, 3, 4, 4, 4)])
+    (here / "moved.yaml").unlink()
+    twice = FREE | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}
+    assert mentions(refused("args.json", json.dumps(twice), capsys), "LS8209", "warms up twice")
+    share = FREE | {"lr_scheduler_type": "constant", "warmup_steps": 0.1}
+    assert mentions(refused("args.json", json.dumps(share), capsys), "LS8209", "as if it were a number of steps")
+    usual = "base_model: a/b\nmicro_batch_size: 2\ndatasets: [{path: c/d, type: completion}]\nmax_steps: 200\n"
+    for kind, optimizer, warmup in (
+        ("constant", "adamw_torch", 0),
+        ("constant", "schedule_free_adamw", 6),
+        ("constant_with_warmup", "adamw_torch", 6),
+    ):
+        run = moved("ax.yaml", f"{usual}lr_scheduler: {kind}\noptimizer: {optimizer}\n")
+        assert run.optim.warmup_steps == warmup, (kind, optimizer)
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------

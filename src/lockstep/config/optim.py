@@ -32,6 +32,8 @@ _ADVICE = {
 _ENDING = ("linear", "cosine", "polynomial", "wsd", "one_cycle")  # schedules that end at `min_lr_ratio`
 # What an optimizer takes where `schedule` is not given, if it is not linear.
 _USUAL = {"schedule_free": "constant"}
+# Optimizers whose warm-up begins with one part of the rate, and has the full one in its last step: as their libraries.
+_FROM_ONE = ("schedule_free",)
 
 
 def _schedule(value: Any) -> Any:
@@ -101,7 +103,9 @@ class OptimSection(PluginSection):
         description="constant | linear | cosine | inverse_sqrt | polynomial | wsd | one_cycle, after the warm-up, or "
         "points [[step, rate], ...] with straight lines between them; of schedule_free constant by default",
     )
-    warmup_steps: Steps = Field(0, description="steps of linear warm-up from 0 (wsd: from min_lr_ratio)")
+    warmup_steps: Steps = Field(
+        0, description="steps of linear warm-up from 0 (wsd: from min_lr_ratio; schedule_free: from 1 / warmup_steps)"
+    )
     warmup_fraction: float = Field(0.0, ge=0, le=1, description="the same as a share of all steps")
     min_lr_ratio: float = Field(
         0.0, ge=0, le=1, description="what linear, cosine, polynomial, wsd and one_cycle end at: share of learning_rate"
@@ -177,12 +181,12 @@ _ONE_CYCLE = (0.3, 1 / 25)  # torch's OneCycleLR: share of the steps in which it
 def learning_rate(optim: OptimSection, step: int, steps: int) -> float:
     """The rate of the update numbered `step` (from 0) of `steps`.
 
-    Linear warm-up reaches the full rate with the update after the last warm-up step; then the schedules of transformers
-    of the same names: linear and half a cosine (Loshchilov and Hutter, "SGDR", ICLR 2017) to `min_lr_ratio`,
-    polynomial, the inverse square root of Vaswani et al., "Attention is all you need", 2017, and wsd (Hu et al.,
-    "MiniCPM", 2024; its `sqrt` is of Hägele et al., 2024), which warms up from `min_lr_ratio`, too. `one_cycle` is
-    torch's OneCycleLR (Smith and Topin, 2018), without its momentum; the top of its two curves may lie between two
-    steps.
+    Linear warm-up reaches the full rate with the update after the last warm-up step (of `schedule_free` with the last
+    warm-up step, as in its library); then the schedules of transformers of the same names: linear and half a cosine
+    (Loshchilov and Hutter, "SGDR", ICLR 2017) to `min_lr_ratio`, polynomial, the inverse square root of Vaswani et al.,
+    "Attention is all you need", 2017, and wsd (Hu et al., "MiniCPM", 2024; its `sqrt` is of Hägele et al., 2024), which
+    warms up from `min_lr_ratio`, too. `one_cycle` is torch's OneCycleLR (Smith and Topin, 2018), without its momentum;
+    the top of its two curves may lie between two steps.
     """
     if isinstance(optim.schedule, list):
         return _on_lines(optim.schedule, step)
@@ -192,7 +196,7 @@ def learning_rate(optim: OptimSection, step: int, steps: int) -> float:
     if step < warmup and optim.schedule == "wsd" and optim.min_lr_ratio:
         return optim.learning_rate * (step / warmup * (1.0 - optim.min_lr_ratio) + optim.min_lr_ratio)
     if step < warmup:
-        return optim.learning_rate * step / warmup
+        return optim.learning_rate * (step + (optim.name in _FROM_ONE)) / warmup
     return optim.learning_rate * _share(optim, step, steps, warmup)
 
 
@@ -239,10 +243,12 @@ def _one_cycle(optim: OptimSection, step: int, steps: int) -> float:
 
 def revised(optim: OptimSection) -> bool:
     """Whether the rates of some runs of this kind are others since revision 2, which is written down with theirs: until
-    then the top of `one_cycle` was rounded up to a step, and `wsd` warmed up from 0 whatever its `min_lr_ratio`."""
+    then the top of `one_cycle` was rounded up to a step, `wsd` warmed up from 0 whatever its `min_lr_ratio`, and so did
+    `schedule_free`."""
     if optim.schedule == "one_cycle":
         return not optim.warmup_steps
-    return optim.schedule == "wsd" and bool(optim.min_lr_ratio and (optim.warmup_steps or optim.warmup_fraction))
+    other = optim.name in _FROM_ONE or (optim.schedule == "wsd" and optim.min_lr_ratio)
+    return bool(other and (optim.warmup_steps or optim.warmup_fraction))
 
 
 def as_before(optim: OptimSection, steps: int) -> bool:

@@ -1,8 +1,8 @@
 """Schedule-free AdamW (Defazio et al., "The road less scheduled", 2024): a constant rate, and an average of weights.
 
 In: gradients, taken at y, between where the steps go (z) and their average (x). Out: y and z; what is evaluated and
-exported is x. The updates are those of `AdamWScheduleFree` of the library schedulefree (1.4, Apache-2.0), with the
-run's own warm-up. 8 bytes a parameter.
+exported is x. The updates are those of `AdamWScheduleFree` of the library schedulefree (1.4, Apache-2.0), and so is
+the warm-up, which begins with one part of the rate (`config/optim.py`). 8 bytes a parameter.
 """
 
 from __future__ import annotations

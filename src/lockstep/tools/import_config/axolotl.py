@@ -64,7 +64,7 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> N
     table.length(draft, theirs.get("num_epochs", 1), theirs.get("max_steps"), ("num_epochs", "max_steps"))
     table.schedule(draft, theirs, "warmup_steps", "warmup_ratio", theirs.get("lr_scheduler"))
     if theirs.get("warmup_steps") is None:
-        _warm_up(table.number(theirs.get("warmup_ratio")), draft)
+        _warm_up(table.number(theirs.get("warmup_ratio")), theirs.get("lr_scheduler"), draft)
     elif draft.keys.get("optim.warmup_steps") == 1:
         draft.set("optim.warmup_steps", 2, "warmup_steps 1: axolotl makes it two")
     table.numbers(draft, theirs, {"optim.learning_rate": "learning_rate"})
@@ -81,14 +81,19 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> N
         draft.deepspeed = theirs["deepspeed"]
 
 
-def _warm_up(ratio: float | None, draft: RunDraft) -> None:
+def _warm_up(ratio: float | None, kind: str | None, draft: RunDraft) -> None:
     """By `warmup_ratio`, or the one that axolotl has where none is given: a share of all steps, which is rounded down,
-    and never one step. transformers' schedule constant leaves it out."""
+    and never one step. transformers' schedule `constant` leaves it out, but not the optimizer schedule_free."""
     share, most = _WARM_UP if ratio is None else (ratio, None)
     origin = f"warmup_ratio {ratio}"
     if ratio is None:
         origin = f"axolotl's default: {share:.0%} of all steps, at most {most}"
-    if draft.keys.get("optim.schedule") == "constant" or not share:
+    own = draft.keys.get("optim.name") == "schedule_free"
+    if (kind == "constant" and not own) or not share:
+        return
+    if kind == "constant_with_warmup" and own:
+        why = "Trainer warms up twice, in the optimizer and by lr_scheduler: constant leaves it to the optimizer"
+        draft.drop(origin, None, why, True, ("optim.warmup_steps", "optim.warmup_fraction"))
         return
     if (steps := draft.keys.get("steps")) is not None:
         count = int(share * steps) if most is None else min(int(share * steps), most)

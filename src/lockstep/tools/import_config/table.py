@@ -248,10 +248,16 @@ def batches(draft: RunDraft, each: int, accumulated: int, processes: int | None,
 
 def schedule(draft: RunDraft, theirs: Mapping[str, Any], steps: str, share: str, kind: Any = None) -> None:
     """A warm-up in steps, or as a share of all. `kind`: the schedule's name at transformers, where `constant` has no
-    warm-up, whatever is asked for."""
+    warm-up, whatever is asked for; but an optimizer without a schedule is given the steps for one of its own."""
     fraction, count = number(theirs.get(share)), number(theirs.get(steps))
-    if str(kind).rpartition(".")[2].lower() == "constant" and (count or fraction):
-        name, value = (steps, theirs[steps]) if count else (share, theirs[share])
+    kind, own = str(kind).rpartition(".")[2].lower(), draft.keys.get("optim.name") == "schedule_free"
+    name, value = (steps, theirs.get(steps)) if count else (share, theirs.get(share))
+    if own and (count or fraction) and (kind == "constant_with_warmup" or not count or count < 1):
+        why = "Trainer warms up twice, in the optimizer and by lr_scheduler_type: constant leaves it to the optimizer"
+        if kind != "constant_with_warmup":
+            why = "Trainer hands a share to schedule_free as if it were a number of steps; give steps"
+        draft.drop(name, value, why, True, ("optim.warmup_steps", "optim.warmup_fraction"))
+    elif kind == "constant" and (count or fraction) and not own:
         draft.drop(name, value, "transformers' schedule constant has no warm-up, and leaves it out, too")
     elif count and count >= 1:
         draft.set("optim.warmup_steps", int(count), f"{steps} {int(count)}")
