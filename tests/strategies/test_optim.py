@@ -294,6 +294,49 @@ def test_8_bits_stay_near_32() -> None:
     assert small[0].state[small[1]]["exp_avg"].dtype == torch.float32
 
 
+@pytest.mark.extras
+@pytest.mark.parametrize(("least", "as_trainer", "wanted"), [(10**9, False, 1e-5), (4096, True, 1e-4), (0, True, 1e-4)])
+def test_8_bits_are_those_of_bitsandbytes(least: int, as_trainer: bool, wanted: float) -> None:
+    """The change of 8 steps, with the same gradients, beside that of `AdamW8bit`, on a CPU: all moments in 32 bits, and
+    those of embeddings in 32 bits, as Trainer has them. The control: by itself it packs those of embeddings, too."""
+    apart, in_embedding = beside_bitsandbytes(least, as_trainer)
+    assert apart < wanted
+    if as_trainer:
+        apart, in_embedding = beside_bitsandbytes(least, False)
+        assert apart > 10 * wanted
+        assert in_embedding > 0.999 * apart
+
+
+def beside_bitsandbytes(least: int, as_trainer: bool) -> tuple[float, float]:
+    """Of the change of 8 steps, the share by which ours differs from bitsandbytes'; and of the embedding's alone, as a
+    share of the same change."""
+    library = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Sequential(torch.nn.Embedding(400, 64), torch.nn.Linear(64, 96)) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    start = {name: p.detach().clone() for name, p in ours.named_parameters()}
+    (manager := library.optim.GlobalOptimManager.get_instance()).initialize()  # it outlives its models
+    if as_trainer:
+        manager.register_module_override(theirs[0], "weight", {"optim_bits": 32})
+    section = OptimSection(name="adamw_8bit", learning_rate=1e-3, weight_decay=0.0, min_8bit_size=least)
+    stepper = optim.build(section, ours)
+    other = library.optim.AdamW8bit(theirs.parameters(), lr=1e-3, weight_decay=0.0, min_8bit_size=least)
+    for step in range(8):
+        torch.manual_seed(step)
+        ids = torch.randint(0, 400, (8, 8))
+        ours.zero_grad()
+        ours(ids).sin().square().mean().backward()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            q.grad = None if p.grad is None else p.grad.clone()
+        optim.set_rate(stepper, 1e-3)
+        stepper.step()
+        other.step()
+    manager.initialize()
+    squares = [float((p - q).square().sum()) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)]
+    change = sum(float((p - start[name]).square().sum()) for name, p in ours.named_parameters()) ** 0.5
+    return sum(squares) ** 0.5 / change, squares[0] ** 0.5 / change
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "schedule_free"])
 def test_a_number_has_the_same_bits_wherever_its_tensor_is_cut(name: str) -> None:
     """Of rules that take any part. The control: torch's kernel on the bare parts differs."""
