@@ -151,3 +151,26 @@ def test_a_model_folder_without_weights_is_one_message(output: Path, tmp_path: P
     run = tiny(model={"source": str(tmp_path / "model")})
     with raises("LS2430", str(tmp_path / "model"), "model.safetensors"):
         models.build(run, "classification", tokenizer.load(str(tmp_path / "model")))
+
+
+@pytest.mark.parametrize("fault", [turned, text("export/config.json", None)])
+@pytest.mark.parametrize("saved", [True, False])
+def test_status_says_one_thing_of_a_damaged_export(
+    fault: Callable[[Path], None], saved: bool, output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether its checkpoint is there or not; what it advises is what the same command then does."""
+    fault(output)
+    if not saved:
+        shutil.rmtree(output / "checkpoints")
+    capsys.readouterr()
+    assert main(["status", str(output), "--verify"]) == 0
+    said = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "cannot be used" in said["export"]
+    assert "the model is in" not in said["resume"]
+    assert "not here" not in said["resume"]
+    if saved:
+        assert "writes the export again, from the checkpoint of step 2" in said["resume"]
+        assert main(["train", str(output / "run.yaml"), f"output={output}"]) == 0
+        assert exported.damage(output) is None
+    else:
+        assert "begins from the start" in said["resume"]

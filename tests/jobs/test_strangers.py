@@ -216,3 +216,81 @@ def test_an_output_that_is_moved_and_linked_is_written_on(tmp_path: Path) -> Non
     assert status == 0, said
     assert (tmp_path / "elsewhere/checkpoints/step-000006").is_dir()
     assert (tmp_path / "elsewhere/export/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("what", ["documents", "another run"])
+def test_checkpoints_that_a_link_replaces_are_not_written_through(what: str, tmp_path: Path) -> None:
+    """What is behind it stays as it was, with folders of a checkpoint's name; the run says so at each save."""
+    theirs = tmp_path / "theirs"
+    for name in ("step-000002", "step-000004", "step-000006"):
+        (theirs / name).mkdir(parents=True)
+        (theirs / name / "letter.txt").write_text("mine")
+        if what == "another run":
+            (theirs / name / "manifest.json").write_text("{}")
+    before = files_in(theirs)
+    run = run_in(tmp_path / "out", "checkpoint.every=2")
+
+    def swap() -> None:
+        (run.folder / "checkpoints").rename(tmp_path / "moved")
+        (run.folder / "checkpoints").symlink_to(theirs)
+
+    status, said = trained(run, 3, swap)
+    assert files_in(theirs) == before
+    assert sorted(path.name for path in theirs.iterdir()) == ["step-000002", "step-000004", "step-000006"]
+    assert said.count(f"checkpoints was replaced by a link to {theirs}, where nothing is written") == 2
+    assert status == 0  # the model is there
+    assert (tmp_path / "out/export/model.safetensors").is_file()
+    assert (tmp_path / "moved/step-000002").is_dir()  # what was there before
+
+
+@pytest.mark.parametrize("when", ["from the start", "moved"])
+def test_checkpoints_on_another_disk_are_written(when: str, tmp_path: Path) -> None:
+    run = run_in(tmp_path / "out", "checkpoint.every=2")
+    checkpoints, disk = run.folder / "checkpoints", tmp_path / "disk"
+
+    def move() -> None:
+        if when == "moved":
+            checkpoints.rename(disk)
+            checkpoints.symlink_to(disk)
+
+    if when == "from the start":
+        disk.mkdir()
+        run.folder.mkdir(parents=True, exist_ok=True)
+        checkpoints.symlink_to(disk)
+    status, said = trained(run, 3, move)
+    assert status == 0, said
+    assert (disk / "step-000006").is_dir()
+    assert "replaced by a link" not in said
+
+
+@pytest.mark.parametrize("name", [".export.partial", ".export.removed"])
+def test_a_link_in_the_place_of_what_is_written_aside(name: str, tmp_path: Path) -> None:
+    (theirs := tmp_path / "theirs").mkdir()
+    (theirs / "letter.txt").write_text("mine")
+    run = run_in(tmp_path / "out")
+
+    def swap() -> None:
+        (run.folder / name).symlink_to(theirs)
+
+    status, said = trained(run, 3, swap)
+    assert status == 0, said
+    assert files_in(theirs) == {"letter.txt": b"mine"}
+    assert (tmp_path / "out/export/model.safetensors").is_file()
+    assert not (tmp_path / "out" / name).is_symlink()
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "profile"])
+def test_other_folders_of_output_are_not_written_through_a_link(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (theirs := tmp_path / "theirs").mkdir()
+    run = run_in(tmp_path / "out", "track.to=[tensorboard]", "track.every=1", "profile.steps=1", "profile.after=3")
+
+    def swap() -> None:
+        if (run.folder / name).exists():
+            (run.folder / name).rename(tmp_path / "moved")
+        (run.folder / name).symlink_to(theirs)
+
+    status, said = trained(run, 3, swap)
+    assert status == 0, said
+    assert list(theirs.iterdir()) == []
+    assert f"{name} was replaced by a link to {theirs}" in said

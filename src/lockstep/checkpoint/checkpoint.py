@@ -10,7 +10,6 @@ at the step boundaries all ranks agree on when all are done, then rank 0 writes 
 from __future__ import annotations
 
 import secrets
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.checkpoint import manifest as manifests
+from lockstep.checkpoint.exported import clear
 from lockstep.checkpoint.folder import DiskSpace, clear_away
 from lockstep.checkpoint.manifest import (
     WRITTEN,
@@ -157,7 +157,9 @@ class Checkpoints:
         """See that there is a buffer for these parts. Returns what went wrong, and where. Collective."""
         from lockstep.checkpoint.storage import Shard
 
-        laid_out = self.world.all_gather((self.room.away(), self._shard is None or not self._shard.suits(parts)))
+        laid_out = self.world.all_gather(
+            (self.room.checkpoints_away(), self._shard is None or not self._shard.suits(parts))
+        )
         if (away := laid_out[0][0]) is not None or not any(new for _, new in laid_out):
             return [away] if away else []
         self._shard, reason = None, None
@@ -214,7 +216,7 @@ class Checkpoints:
         """Put the scores of an evaluation that was made up for, and the state after it, into the checkpoint that the
         run goes on from. Where that cannot be written, the next start evaluates again."""
         assert self.newest is not None
-        if self.world.is_main:
+        if self.world.is_main and self.room.checkpoints_away() is None:
             with suppress(OSError):
                 manifests.add_scores(self.folder / name_of(self.newest), scores, state)
         self._heed(scores)
@@ -269,8 +271,8 @@ class Checkpoints:
         self._saving = None
         older = f"the newest one is {name_of(self.newest)}" if self.newest else "there is none yet to go on from"
         text = f"the checkpoint of step {step} could not be written ({'; '.join(faults)}); {older}"
-        if self.world.is_main:
-            shutil.rmtree(self.folder / f".{name_of(step)}.partial", ignore_errors=True)
+        if self.world.is_main and self.room.checkpoints_away() is None:
+            clear(self.folder / f".{name_of(step)}.partial")
         if self.run.checkpoint.on_failure == "stop":
             raise CheckpointError("LS6004", text)
         if self.world.is_main:

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -295,7 +294,7 @@ def write_export(
     try:
         exported.settle(_write_aside(folder, run, task, weights, scores, steps), folder)
     finally:
-        shutil.rmtree(folder / ".export.partial", ignore_errors=True)
+        exported.clear(folder / ".export.partial")
     return folder / "export"
 
 
@@ -305,14 +304,14 @@ def try_export(run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict
     try:
         return size_of(_write_aside(run.folder, run, task, weights, scores, 0))
     finally:
-        shutil.rmtree(run.folder / ".export.partial", ignore_errors=True)
+        exported.clear(run.folder / ".export.partial")
 
 
 def _write_aside(
     folder: Path, run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int
 ) -> Path:
     aside = folder / ".export.partial"
-    shutil.rmtree(aside, ignore_errors=True)
+    exported.clear(aside)
     aside.mkdir(parents=True)
     try:
         task.write(aside, weights)

@@ -37,13 +37,13 @@ def settle(aside: Path, output: Path) -> None:
     except OSError:
         record.unlink(missing_ok=True)
         raise
-    shutil.rmtree(before, ignore_errors=True)
+    clear(before)
     with suppress(FileNotFoundError):
         os.rename(final, before)
     os.replace(record, output / FILE)  # first: an export without its hashes counts as damaged
     os.rename(aside, final)
     sync(output)
-    shutil.rmtree(before, ignore_errors=True)
+    clear(before)
 
 
 def withdraw(output: Path) -> None:
@@ -128,6 +128,15 @@ def sha256_of(path: Path) -> str:
     """The hash of a file's bytes. Errors: `OSError`."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def clear(path: Path) -> None:
+    """Remove a folder that is written aside, as far as that goes; of a link the link, and nothing behind it."""
+    with suppress(OSError):
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

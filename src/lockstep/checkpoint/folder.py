@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -20,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint.exported import sync
+from lockstep.checkpoint.exported import clear, sync
 from lockstep.checkpoint.manifest import Manifest, folder_of, name_of, newest_first, superfluous
+from lockstep.config.folder_inside import FolderInside
 from lockstep.config.run import Run, RunError, led_away
 from lockstep.data.cache import cache_folder
 
@@ -70,19 +70,19 @@ def prune(run: Run, newest: Path, in_use: Collection[str] = ()) -> None:
 def remove(path: Path) -> None:
     """Never half: a checkpoint that is being deleted has no checkpoint's name."""
     gone = path.with_name(f".{path.name}.removed")
-    shutil.rmtree(gone, ignore_errors=True)
+    clear(gone)
     try:
         os.rename(path, gone)
     except FileNotFoundError:
         return
-    shutil.rmtree(gone, ignore_errors=True)
+    clear(gone)
 
 
 def clear_away(run: Run) -> None:
     """Remove the half-written files of processes that were killed."""
     for pattern in (".step-*.partial", ".step-*.removed"):
         for path in folder_of(run).glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+            clear(path)
 
 
 _PAGES = 2**18  # bytes: the page about the run, run.yaml, log.txt and their like
@@ -96,12 +96,22 @@ class DiskSpace:
         self.run = run
         self.checkpoint = 0  # bytes of one, of all ranks
         self.export = 0  # bytes
-        self._folder = run.folder.resolve()
+        self._folder, self._checkpoints = run.folder.resolve(), FolderInside(run.folder, folder_of(run).name)
         self._low = False  # whether `warning` has said so
+        self._written: tuple[str, bytes] | None = None  # the checkpoint written last: its name and manifest
 
     def away(self) -> str | None:
         """Why nothing is written into OUTPUT any more, or None. The words of rank 0 count."""
         return led_away(self._folder)
+
+    def checkpoints_away(self) -> str | None:
+        """Why no checkpoint is written or removed in OUTPUT any more, or None. The words of rank 0 count."""
+        if (fault := self._checkpoints.led_away()) is not None and self.away() is None and self._written is not None:
+            name, manifest = self._written
+            with suppress(OSError):  # it was moved, as to another disk, and a link put in its place
+                if (self._checkpoints.path / name / manifests.FILE).read_bytes() == manifest:
+                    return None
+        return fault
 
     def check(self, step: int, steps: int, every: int, processes: int) -> list[str]:
         """Check, before training continues after `step` of `steps` updates with a checkpoint every `every` steps, that
@@ -152,7 +162,10 @@ class DiskSpace:
 
     def commit(self, manifest: Manifest, aside: Path, files: list[Written], in_use: Collection[str]) -> str | None:
         """`folder.commit`, then `clear` for what comes next. Errors: `OSError`."""
+        if (fault := self.checkpoints_away()) is not None:
+            raise OSError(fault)
         commit(self.run, manifest, aside, files, in_use)
+        self._written = name_of(manifest.step), manifest.dump()
         return self.clear(manifest.step == manifest.steps, in_use)
 
     def clear(self, last: bool, in_use: Collection[str] = ()) -> str | None:
@@ -160,7 +173,7 @@ class DiskSpace:
         newest, the best, or what is needed for an average. `in_use`: names of those that stay. Returns what was
         removed, in words."""
         gone = []
-        for path in reversed(self._dispensable() if self.away() is None else []):
+        for path in reversed(self._dispensable() if self.checkpoints_away() is None else []):
             free = free_bytes(self.run.folder)
             if free is None or free >= self._next(last):
                 break

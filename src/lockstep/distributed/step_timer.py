@@ -16,14 +16,16 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from lockstep.config.errors import coded
+from lockstep.config.folder_inside import FolderInside
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
+from lockstep.track.console import error
 
 # In this order in messages between ranks. docs/how-to/report.md explains them.
 NAMES = (
@@ -151,7 +153,7 @@ class Profiler:
     """Looks at `profile.steps` steps of this process, after `profile.after` others and one to warm up."""
 
     def __init__(self, run: Run, world: World) -> None:
-        self._rank, self._folder, self._count = world.rank, run.folder / "profile", run.profile.steps
+        self._rank, self._place, self._count = world.rank, FolderInside(run.folder, "profile"), run.profile.steps
         self._cuda = world.device.type == "cuda"
         self._step: int | None = None  # the run's steps done
         self._first = 0  # the first step of the run that is looked at
@@ -186,13 +188,17 @@ class Profiler:
         """A disk that does not take it is no reason to stop training."""
         if self._step is None or self._step < self._first:  # the run ended while it was warming up
             return
+        if (fault := self._place.led_away()) is not None:
+            error(coded("LS7130", f"rank {self._rank}: the profile is not written: {fault}"))
+            return
+        folder = self._place.path
         with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            trace = self._folder / f"rank-{self._rank}.json.gz"
+            folder.mkdir(parents=True, exist_ok=True)
+            trace = folder / f"rank-{self._rank}.json.gz"
             trace_profile.export_chrome_trace(str(trace))
             summary = summary_of(trace_profile, self._cuda)
             summary |= {"rank": self._rank, "first": self._first, "last": self._step}
-            path = Path(self._folder / f"rank-{self._rank}.summary.json")
+            path = folder / f"rank-{self._rank}.summary.json"
             path.write_text(json.dumps(summary | {"trace": trace.name}, indent=1), encoding="utf-8")
 
 

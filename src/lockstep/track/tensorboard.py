@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lockstep.config.folder_inside import FolderInside
 from lockstep.track.tracker import End, Sample, Tracker, named
 
 
@@ -19,12 +20,15 @@ class TensorBoard(Tracker):
     def open(self) -> str:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = self.run.folder / "tensorboard"
+        self._place = FolderInside(self.run.folder, "tensorboard")
+        folder = self._place.path
         # Readers of the files drop events of steps that are trained again.
         self._writer = SummaryWriter(str(folder), purge_step=self.after + 1 if self.after else None)
         return f"tensorboard --logdir {folder}"
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+        if (fault := self._place.led_away()) is not None:
+            raise OSError(fault)  # it opens its file anew each time
         for name, value in named(split, numbers).items():
             self._writer.add_scalar(name, value, step)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -381,7 +380,7 @@ def finish_interrupted(job: Job, steps: int) -> None:
     """For a run that is finished: what is missing where the start before was killed after its export. Rank 0 only."""
     run, task = job.run, job.task(job.run, job.data)
     for name in (".export.partial", ".export.removed"):
-        shutil.rmtree(run.folder / name, ignore_errors=True)
+        exported.clear(run.folder / name)
     console = Console(True, run.folder.resolve() / LOG, run.track.console)
     if not (run.folder / "metrics.jsonl").is_file():
         console.note(
