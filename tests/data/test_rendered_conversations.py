@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lockstep.config.plugins import find
+from lockstep.config.run import Run, load
+from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.batch import IGNORED
 from lockstep.data.conversations import Writing, documents_of
+from lockstep.data.prepare import prepare
+from lockstep.data.splitting import warnings
 from lockstep.tasks.answer_pairs import AnswerPairOptions, tokens_of
+from lockstep.tasks.models import inference
+from support.harness import TINY
 from support.messages import raises
 
 CHATML = (
@@ -86,3 +100,139 @@ def test_an_answer_of_a_pair_is_rendered_and_no_more(tokenizer: PreTrainedTokeni
     ids, first = tokens_of(tokenizer, options, TALK[:3], TALK[3:])
     assert ids == tokenizer.apply_chat_template(TALK, chat_template=template, return_dict=False)
     assert tokenizer.convert_ids_to_tokens(ids[first:]) == ["one", "three", "<|im_end|>", "\n"]
+
+
+# -- packing, limits, predictions --------------------------------------------------------------------------------------
+
+TALKS = [TALK, TALK[:2], [*TALK[2:], *TALK[:2]]]
+NO_END = CHATML.replace("<|im_end|>", "")
+
+
+def run_of(folder: Path, tokenizer: PreTrainedTokenizerFast, template: str, **task: Any) -> Run:
+    """A run on three conversations, three times over."""
+    tokenizer.save_pretrained(folder / "tokenizer")
+    lines = [
+        json.dumps({"messages": messages, "chosen": [messages[-1]], "prompt": messages[:-1]}) for messages in TALKS
+    ]
+    rows = [json.dumps(json.loads(line) | {"rejected": [{"role": "assistant", "content": "two"}]}) for line in lines]
+    (folder / "train.jsonl").write_text("\n".join(rows * 3) + "\n")
+    (folder / "validation.jsonl").write_text("\n".join(rows) + "\n")
+    data = {"train": str(folder / "train.jsonl"), "validation": str(folder / "validation.jsonl"), "max_length": 32}
+    values = TINY | {"tokenizer": {"source": str(folder / "tokenizer")}, "data": data}
+    options = {"name": "language_modeling", "messages": "messages"} if "name" not in task else {}
+    return load(None, [], values | {"task": options | {"chat_template": template} | task})
+
+
+def prepared(run: Run) -> Prepared:
+    return prepare(run, find("tasks", run.task.name))
+
+
+def judged(tokenizer: PreTrainedTokenizerFast, template: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens and masks of the training conversations, by transformers alone."""
+    asked = {"chat_template": template, "return_dict": True, "return_assistant_tokens_mask": True}
+    rendered = [tokenizer.apply_chat_template(messages, **asked) for messages in TALKS * 3]
+    return [list(one["input_ids"]) for one in rendered], [list(one["assistant_masks"]) for one in rendered]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_packed_conversations_follow_each_other_with_nothing_between(
+    tokenizer: PreTrainedTokenizerFast, together: bool, tmp_path: Path
+) -> None:
+    run = run_of(
+        tmp_path,
+        tokenizer,
+        MARKED,
+        packing=True,
+        block_size=7,
+        **({} if together else {"attend_across_documents": False}),
+    )
+    columns = Columns(prepared(run).splits["train"])
+    ids, masks = judged(tokenizer, MARKED)
+    stream, learned = [token for each in ids for token in each], [mark for each in masks for mark in each]
+    blocks = [(columns.ragged("input_ids").row(n), columns.ragged("targets").row(n)) for n in range(len(columns))]
+    places = [place for place in range(0, len(stream) - 1, 7) if any(learned[place + 1 : place + 8])]
+    assert [block.tolist() for block, _ in blocks] == [stream[p : min(p + 7, len(stream) - 1)] for p in places]
+    wanted = [token if mark else IGNORED for token, mark in zip(stream, learned, strict=True)]
+    firsts = set(np.cumsum([len(each) for each in ids]).tolist()) if not together else set()
+    wanted = [IGNORED if place in firsts else token for place, token in enumerate(wanted)]
+    assert [targets.tolist() for _, targets in blocks] == [wanted[p + 1 : p + 8] for p in places]
+
+
+def test_a_long_conversation_is_cut_at_its_end_and_not_ended_there(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    columns = Columns(prepared(run_of(tmp_path, tokenizer, MARKED, packing=False, block_size=15)).splits["train"])
+    ids, masks = judged(tokenizer, MARKED)
+    assert max(len(each) for each in ids) > 16 > min(len(each) for each in ids)
+    assert len(columns) == len(ids)
+    for row, (tokens, mask) in enumerate(zip(ids, masks, strict=True)):
+        assert columns.ragged("input_ids").row(row).tolist() == tokens[:-1][:15]
+        wanted = [token if mark else IGNORED for token, mark in zip(tokens, mask, strict=True)][1:]
+        assert columns.ragged("targets").row(row).tolist() == wanted[:15]
+
+
+def test_a_long_answer_of_a_pair_is_cut_at_its_end(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    task = {"name": "preference", "prompt": "prompt", "conversations": True}
+    run = run_of(tmp_path, tokenizer, CHATML, **task)
+    run = run.model_copy(update={"data": run.data.model_copy(update={"max_length": 25})})
+    columns = Columns(prepared(run).splits["train"])
+    for row, messages in enumerate(TALKS * 3):
+        tokens = tokenizer.apply_chat_template(messages, chat_template=CHATML, return_dict=False)
+        chosen = int(columns.flat("chosen")[row])
+        assert columns.ragged("input_ids").row(row).tolist()[:chosen] == tokens[:25]
+    assert len(tokenizer.apply_chat_template(TALK, chat_template=CHATML, return_dict=False)) > 25
+
+
+ENDED = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_end|>' }}")  # what asks for an answer ends a turn
+
+
+@pytest.mark.parametrize("template", [CHATML, ENDED])
+def test_predict_asks_by_what_the_template_renders(
+    tokenizer: PreTrainedTokenizerFast, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token for token, also where that ends with an end token, which is taken off raw text alone."""
+    asked: list[list[int]] = []
+
+    def generate(model: Any, inputs: Any, how: Any) -> torch.Tensor:
+        asked.append(inputs["input_ids"][0].tolist())
+        return torch.zeros(1, 1, dtype=torch.long)
+
+    monkeypatch.setattr(inference, "by_transformers", generate)
+    monkeypatch.setitem(tokenizer._special_tokens_map, "pad_token", "[UNK]")
+    user = [{"role": "user", "content": "one two"}]
+    writing = Writing("messages", template)
+    list(
+        inference.continuations(
+            None, tokenizer, [("one two",)], lambda text: writing.text(tokenizer, user, None, True), 40, 4
+        )
+    )
+    rendered = tokenizer.apply_chat_template(
+        user, chat_template=template, add_generation_prompt=True, return_dict=False
+    )
+    assert asked == [rendered]
+
+
+@pytest.mark.parametrize(
+    "task",
+    [{}, {"turns": "per_turn"}, {"name": "preference", "prompt": "prompt", "conversations": True}],
+)
+def test_a_template_that_writes_no_end_token_is_noted(
+    task: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    size = {} if "name" in task else {"block_size": 24}
+    notes = warnings(prepared(run_of(tmp_path, tokenizer, NO_END, **size, **task)).facts)
+    assert any("no answer that is learned holds the end token ('<|im_end|>')" in note for note in notes)
+    notes = warnings(prepared(run_of(tmp_path, tokenizer, CHATML, **size, **task)).facts)
+    assert not any("end token" in note for note in notes)
+
+
+def test_an_end_token_outside_of_what_is_marked_is_not_learned(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    template = MARKED.replace(
+        "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}",
+        "{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>' + '\n' }}",
+    )
+    assert template != MARKED
+    notes = warnings(prepared(run_of(tmp_path, tokenizer, template, block_size=24)).facts)
+    assert any("does not learn to stop" in note for note in notes)

@@ -75,8 +75,9 @@ def rows_of(kind: str, draw: random.Random) -> dict[str, Any]:
     if kind == "prompts":
         return {"question": text, "answer": " ".join(sentence(draw, 3) for _ in range(draw.choice([1, 1, 4])))}
     if kind == "messages":
-        turns = [("user", text), ("assistant", sentence(draw, 3)), ("user", sentence(draw)), ("assistant", "yes .")]
-        return {"messages": [{"role": role, "content": said} for role, said in turns[: draw.choice([2, 4])]]}
+        said = "yes ." if draw.random() < 0.7 else f"{sentence(draw, 14)} {sentence(draw, 14)}"  # far from equally long
+        turns = [("user", sentence(draw, 5)), ("assistant", said), ("user", "why ."), ("assistant", "no .")]
+        return {"messages": [{"role": role, "content": said} for role, said in turns[: draw.choice([2, 2, 4])]]}
     if kind == "questions":
         words = draw.choices(WORDS, k=draw.randint(3, 40))
         at = draw.randrange(len(words))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ import numpy as np
 
 from lockstep.config.run import RunError
 from lockstep.data import arrow_cache, usable_rows
-from lockstep.data.lm_documents import Documents, EncodedDocuments, flat, measured, shares
+from lockstep.data.lm_documents import Documents, EncodedDocuments, end_of, flat, measured, shares
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -183,6 +183,21 @@ def further_keys(dataset: Dataset, column: str) -> list[str]:
     if not isinstance(inner, Mapping):  # values of any kind; the features do not describe them
         inner = {key for _, part in usable_rows.lists(dataset, column) for row in part for each in row for key in each}
     return sorted(set(inner) - {"role", "content"})
+
+
+def never_ends(tokenizer: Any, learned: Iterable[np.ndarray]) -> list[str]:
+    """A note where no answer that is learned holds the token at which writing stops. `learned`: tokens of some answers,
+    [T] each, before any is cut."""
+    end = end_of(tokenizer)
+    if end is None:
+        return ["the tokenizer has no end token, so the model does not learn where an answer ends; set its eos_token"]
+    if any(end in ids for ids in learned):
+        return []
+    return [
+        f"no answer that is learned holds the end token ({tokenizer.convert_ids_to_tokens(end)!r}), so the model does "
+        "not learn to stop: let the chat template write it behind what the assistant says (task.chat_template; within "
+        "its generation marks, if it has any), or let the tokenizer's eos_token be the token that ends a turn"
+    ]
 
 
 def without_nulls(value: Any) -> Any:

@@ -140,6 +140,7 @@ class LanguageModelingOptions(Section):
 
 
 _SIZES = ("bytes", "words")  # of texts
+_LOOKED_AT = 20  # conversations, for the end of what the assistant says
 
 
 class LanguageModeling(PerToken, Generates):
@@ -205,6 +206,14 @@ class LanguageModeling(PerToken, Generates):
     @classmethod
     def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
         return {}  # texts are cut into blocks of any tokens, special or not
+
+    @classmethod
+    def answer_notes(cls, data: TextData, rows: Dataset, tok: Any) -> list[str]:
+        if data.options.messages is None:
+            return []
+        some = range(min(len(rows), _LOOKED_AT))
+        documents = conversations.documents_of(rows, tok, data.options.writing, some)
+        return conversations.never_ends(tok, (each.ids[each.scored] for each, _ in documents))
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:

@@ -17,18 +17,21 @@ from pydantic import Field, model_validator
 
 from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run
-from lockstep.data import tokenizer
+from lockstep.data import conversations, tokenizer
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.tasks.abilities import UsesReference
-from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs
+from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs, tokens_of
 from lockstep.tasks.models import heads
 from lockstep.tasks.per_token import losses
 from lockstep.tasks.task import Forward
 from lockstep.tasks.text_task import Arrays, TextData
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from torch import Tensor
+
+_LOOKED_AT = 20  # pairs, for the end of their answers
 
 
 class PreferenceOptions(AnswerPairOptions):
@@ -98,6 +101,16 @@ class Preference(AnswerPairs, UsesReference):
 
         super().check(data, folder, tok)
         padding.check_foresight(data.run, "causal")
+
+    @classmethod
+    def answer_notes(cls, data: TextData, rows: Dataset, tok: Any) -> list[str]:
+        options = data.options
+        if not options.conversations:
+            return []
+        some = rows.select(range(min(len(rows), _LOOKED_AT)))
+        prompts = some[options.prompt] if options.prompt else [None] * len(some)
+        whole = (tokens_of(tok, options, *each) for each in zip(prompts, some[options.chosen], strict=True))
+        return conversations.never_ends(tok, (np.asarray(ids[first:]) for ids, first in whole))
 
     @classmethod
     def checked_entries(cls, run: Run) -> dict[str, Any]:

@@ -179,11 +179,16 @@ class TextTask(Task):
             token_rows.check_split(run, cls.head, read_by, split, columns)
         if split != ("train" if "train" in data.splits else next(iter(data.splits))):
             return []
-        notes = []
+        notes = cls.answer_notes(data, data.splits[split], read_by["input_ids"])
         for side, tok in read_by.items():
             texts = cls.side_columns(data.options, side)
             notes += token_checks.check(data.splits[split], texts, split, columns, side, tok, limits.get(side))
         return notes
+
+    @classmethod
+    def answer_notes(cls, data: TextData, rows: Dataset, tok: Any) -> list[str]:
+        """Notes on answers that the model learns to write. Errors: `RunError`."""
+        return []
 
     @classmethod
     def side_columns(cls, options: Any, side: str) -> list[str]:

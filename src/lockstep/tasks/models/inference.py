@@ -170,7 +170,7 @@ def continuation(
     where it is longer. `spoken`: a chat template has put the special tokens there."""
     end = lm_documents.end_of(tokenizer)
     ids = tokenizer(text, verbose=False, add_special_tokens=not spoken)["input_ids"]
-    ids = ids[:-1] if ids and ids[-1] == end else ids
+    ids = ids[:-1] if ids and ids[-1] == end and not spoken else ids  # of raw text, which is to go on
     ids = ids[-(most - 1) :] or [lm_documents.end_or_padding(tokenizer)]
     room = min(tokens, most - len(ids))
     how = Decoding(room, tokenizer.pad_token_id, end, temperature=temperature, seed=seed)
