@@ -9,9 +9,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lockstep.tools.import_config import script
+from lockstep.tools.import_config.mapped_function import MappedFunction
 from lockstep.tools.import_config.script import (
     CUT,
     TOKENIZERS,
@@ -120,7 +122,9 @@ def pretrained(call: Call, at: Reading) -> None:
             at.draft.lacks(str(call), "to go on with an adapter, merge it first", "model.source")
         return
     task = next((task for ending, task in TASKS.items() if holder.endswith(ending)), None)
-    if task is None:
+    if holder in at.script.classes:
+        at.draft.unclear(str(call), "a model's class of the script's own computes something else", "task.name")
+    elif task is None:
         at.draft.unclear(str(call), "which task a model of this class has", "task.name")
     if code in at.models:
         return  # once more: a reference, or a model for inference
@@ -363,6 +367,7 @@ def mapped(call: Call, at: Reading) -> None:
         for one in tokenising:
             _tokens(one, function, at)
         _labels(function, at)
+        MappedFunction(at.script, function, at.draft.task or "classification", partial(_changed, at)).read()
         at.read(call, f"line {tokenising[0].line}: the columns and their length")
         return
     block = _block(function, call, at)
@@ -374,6 +379,12 @@ def mapped(call: Call, at: Reading) -> None:
     name = "a function" if isinstance(function, ast.Lambda) else function.name
     what = f"line {call.line}: {name} of {code_of(call.node)}"
     at.draft.unclear(what, f"it makes other rows: {_WHOLE}", "data.source", "data.train", "task.text", "task.prompt")
+
+
+def _changed(at: Reading, node: ast.AST, why: str, *by: str) -> None:
+    line = getattr(node, "lineno", 0)
+    if not any(gap.name.startswith(f"line {line}:") for gap in at.draft.gaps):
+        at.draft.unclear(f"line {line}: {code_of(node)}", why, *by)
 
 
 def _block(function: Scope, call: Call, at: Reading) -> Any:

@@ -536,11 +536,13 @@ def _of_call(script: Script, node: ast.Call, depth: int) -> Kind | None:
     return None
 
 
-def is_trainer(script: Script, name: str) -> bool:
+def is_trainer(script: Script, name: str, depth: int = 0) -> bool:
     """Whether a class is a Trainer of transformers' or TRL's, or one of the script's own that is made of one."""
-    class_node = script.classes.get(name)
-    names = [script.origin_of(base) for base in class_node.bases] if class_node is not None else [name]
-    return any(each.rpartition(".")[2].endswith("Trainer") for each in names)
+    if depth > 10:
+        return False
+    if (own := script.classes.get(name)) is None:
+        return name.rpartition(".")[2].endswith("Trainer")
+    return any(is_trainer(script, script.origin_of(base), depth + 1) for base in own.bases)
 
 
 def split_of(script: Script, node: ast.expr | None, depth: int = 0) -> str | None:

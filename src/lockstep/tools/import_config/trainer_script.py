@@ -16,6 +16,7 @@ from lockstep.tools.import_config.loading import RUNS, Reading
 from lockstep.tools.import_config.quiet_code import QuietCode
 from lockstep.tools.import_config.script import Call, Script, Unknown, code_of, is_trainer, kind_of
 from lockstep.tools.import_config.table import NAMES, RunDraft, decides
+from lockstep.tools.import_config.trainer_statements import TrainerStatements, subclass_of_trainer
 
 Move = Callable[[RunDraft, int | None], None]
 LOOPS = ("lightning", "pytorch_lightning", "pl", "L", "composer", "ignite", "fastai")  # which have a Trainer, too
@@ -76,6 +77,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     for kind in script.classes.values():
         _subclass(kind, at)
     settings(at)
+    TrainerStatements(script, draft, lambda node: _is_read(node, at)).read()
     _settings(at, processes)
     own_tokenizer(at)
     if draft.task is None:
@@ -129,11 +131,19 @@ def _handler(call: Call, at: Reading) -> Callable[[Call, Reading], None] | None:
         return model_method
     if kind == "trainer":
         return None if name in NAMES["trainer_methods"] else _unknown
+    if kind == "arguments":
+        return None if name in NAMES["arguments_methods"] else _unknown
     if kind is not None or kind_of(at.script, call.node.func) in ("tokenizer", "model"):
         return None
     if root in NAMES["libraries"] and name not in NAMES["without_role"] and not _quiet(call):
         return _unknown
     return None
+
+
+def _is_read(node: ast.Call, at: Reading) -> bool:
+    """Whether a call is read, or said not to be understood."""
+    origin = at.script.origin_of(node.func)
+    return _handler(Call(node, origin.rpartition(".")[2], origin), at) is not None
 
 
 def _quiet(call: Call) -> bool:
@@ -158,11 +168,8 @@ def _trainer(call: Call, at: Reading) -> None:
 def _subclass(kind: ast.ClassDef, at: Reading) -> None:
     """A Trainer of the script's own, and rows that a class of its own makes."""
     bases = [at.script.origin_of(base).rpartition(".")[2] for base in kind.bases]
-    if any(base.endswith("Trainer") for base in bases):
-        for line in kind.body:
-            if isinstance(line, ast.FunctionDef) and line.name in NAMES["trainer_overrides"]:
-                why = "a loss, or a step, of the script's own: task.name=module takes a loss"
-                at.draft.lacks(f"line {line.lineno}: {kind.name}.{line.name}", why, "task.loss")
+    if is_trainer(at.script, kind.name):
+        subclass_of_trainer(at.script, kind, at.draft)
     if any(base in ("Dataset", "IterableDataset") for base in bases):
         why = "save its texts to a file, and give that: --data FILE"
         at.draft.unclear(
@@ -243,7 +250,20 @@ def collator(call: Call, at: Reading) -> None:
         at.set(call, "task.mlm_probability", arguments.known.get("mlm_probability", 0.15))
         if call.name == "DataCollatorForWholeWordMask":
             at.set(call, "task.whole_word_mask", True)
+    for name, node in arguments.nodes.items():
+        if name not in ("tokenizer", "mlm", "mlm_probability", "pad_to_multiple_of", "return_tensors"):
+            why = "of masked tokens 80 % are the mask, 10 % others and 10 % as they are"
+            at.draft.lacks(f"line {call.line}: {call.name}({name}={code_of(node)})", why, "task.mlm_probability")
     at.read(call, f"task.name: {at.draft.keys.get('task.name')}")
+
+
+def padding_collator(call: Call, at: Reading) -> None:
+    """DataCollatorForSeq2Seq and its kin: labels of padding are ignored."""
+    arguments = at.script.arguments(call, ("tokenizer", "model"))
+    node = arguments.nodes.get("label_pad_token_id")
+    if node is not None and arguments.known.get("label_pad_token_id") != -100:
+        where = f"line {call.line}: {call.name}(label_pad_token_id={code_of(node)})"
+        at.draft.lacks(where, "padding is no target here, as with -100")
 
 
 completion_collator = loading.without(
@@ -262,6 +282,12 @@ def trainer_call(call: Call, at: Reading) -> None:
     model = arguments.known.get("model")
     if isinstance(model, str):
         at.set(call, "model.source", model)
+    elif (node := arguments.nodes.get("model")) is not None and _is_other(at.script, node, "model"):
+        at.draft.unclear(f"line {call.line}: model={code_of(node)}", "a model of the script's own is task.model")
+    if (node := arguments.nodes.get("train_dataset")) is not None and _is_other(at.script, node, "rows"):
+        why = "save its texts to a file, and give that: --data FILE"
+        where = f"line {call.line}: train_dataset={code_of(node)}"
+        at.draft.unclear(where, why, "data.source", "data.train")
     for name, node in arguments.nodes.items():
         if name in NAMES["older_trainer_arguments"] and call.name.startswith(tuple(trainer.CONFIGS)):
             if name in arguments.known:
@@ -270,7 +296,9 @@ def trainer_call(call: Call, at: Reading) -> None:
                 at.draft.unclear(f"line {call.line}: {name}={arguments.unknown[name]}", RUNS)
         elif name == "args" and kind_of(at.script, node) is None and not isinstance(node, ast.Constant):
             at.draft.unclear(
-                f"line {call.line}: args={code_of(node)}", "where these are made was not seen", decides=not at.arguments
+                f"line {call.line}: args={code_of(node)}",
+                "where these are made was not seen",
+                decides=not at.arguments or _is_other(at.script, node, "arguments"),
             )
         elif name not in NAMES["trainer_arguments"]:
             _own(call, at, name, node)
@@ -304,23 +332,35 @@ def _own(call: Call, at: Reading, name: str, node: ast.expr) -> None:
     at.draft.lacks(f"line {call.line}: {name}={code_of(node)}", why, *by)
 
 
-def _own_collator(script: Script, node: ast.expr) -> str | None:
-    """The code of a collator that the script has made itself."""
+def _is_other(script: Script, node: ast.expr, kind: str) -> bool:
+    """Whether an expression is made in the script, and is nothing of this kind."""
     value = script.bound(node, last=True) if isinstance(node, ast.Name) else node
-    name = ast.unparse(value.func) if isinstance(value, ast.Call) else code_of(node)
-    in_script = name in script.functions or name in script.classes or isinstance(value, ast.Lambda)
-    return code_of(node) if in_script else None
+    return value is not None and not isinstance(value, ast.Constant) and kind_of(script, node) != kind
+
+
+def _own_collator(script: Script, node: ast.expr) -> str | None:
+    """The code of a collator that is none of the libraries'."""
+    value = script.bound(node, last=True) if isinstance(node, ast.Name) else node
+    if isinstance(value, ast.Constant) and value.value is None:
+        return None
+    name = value.func if isinstance(value, ast.Call) else value if value is not None else node
+    origin = script.origin_of(name)
+    known = origin.rpartition(".")[2] in NAMES["collators"] and origin not in (*script.functions, *script.classes)
+    return None if known else code_of(node)
 
 
 def callbacks(call: Call, at: Reading, node: ast.expr | None) -> None:
     value = at.script.bound(node, last=True) if isinstance(node, ast.Name) else node
+    if isinstance(node, ast.Name) and (value is None or at.script.bound(node) is None):
+        at.draft.unclear(f"line {call.line}: the callbacks {node.id}", "which they are is known when the script runs")
     if value is None:
         return
     each = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
     for one in each:
         one = (at.script.bound(one, last=True) or one) if isinstance(one, ast.Name) else one
         name = at.script.origin_of(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2]
-        if name not in NAMES["callbacks"] and not (isinstance(one, ast.Constant) and one.value is None):
+        known = name in NAMES["callbacks"] and name not in at.script.classes
+        if not known and not (isinstance(one, ast.Constant) and one.value is None):
             at.draft.unclear(f"line {call.line}: the callback {code_of(one)}", "what it does is not known")
 
 
@@ -368,6 +408,8 @@ HANDLERS: dict[str, Handler] = {
     "DataCollatorForLanguageModeling": collator,
     "DataCollatorForWholeWordMask": collator,
     "DataCollatorForCompletionOnlyLM": completion_collator,
+    "DataCollatorForSeq2Seq": padding_collator,
+    "DataCollatorForTokenClassification": padding_collator,
     "add_callback": add_callback,
     "set_seed": seed,
     "gradient_checkpointing_enable": checkpointing,

@@ -1,0 +1,33 @@
+"""`lockstep init --from` of scripts with a Trainer: what changes the training is refused, and the rest is read."""
+
+from pathlib import Path
+
+import pytest
+
+from support.messages import mentions
+from support.moving_scripts import moved, refused
+from support.trainer_variants import CHANGING, QUIET, TRAINED, changed
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_script_that_changes_the_training_is_refused(
+    name: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert mentions(refused("train.py", CHANGING[name], capsys), "LS8209", "line ")
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_a_script_that_does_not_is_read(name: str, here: Path) -> None:
+    run = moved("train.py", QUIET[name])
+    assert run.task.name == ("language_modeling" if name.startswith("TRL") else "classification")
+
+
+def test_settings_of_collators_that_decide_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    collator = "DataCollatorForTokenClassification(tokenizer, label_pad_token_id=0)"
+    text = changed(TRAINED, ("DataCollatorWithPadding(tokenizer)", collator))
+    assert "label_pad_token_id=0" in refused("train.py", text, capsys)
+    masked = changed(TRAINED, ("AutoModelForSequenceClassification", "AutoModelForMaskedLM"))
+    masked = masked.replace("AutoModelForSequenceClassification", "AutoModelForMaskedLM")
+    collator = "DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.2, random_replace_prob=0.5)"
+    text = changed(masked, ("DataCollatorWithPadding(tokenizer)", collator))
+    assert "random_replace_prob=0.5" in refused("train.py", text, capsys)
