@@ -173,8 +173,8 @@ def _is_plain_init(function: Any) -> bool:
     for line in function.body:
         text = ast.unparse(line)
         plain = isinstance(line, ast.Expr) and (isinstance(line.value, ast.Constant) or text.startswith("super("))
-        kept = isinstance(line, ast.Assign) and isinstance(line.value, ast.Name | ast.Constant)
-        own = kept and all(isinstance(t, ast.Attribute) and t.attr not in _OF_TRAINER for t in line.targets)
+        assigned = isinstance(line, ast.Assign) and isinstance(line.value, ast.Name | ast.Constant)
+        own = assigned and all(isinstance(t, ast.Attribute) and t.attr not in _OF_TRAINER for t in line.targets)
         if not plain and not own:
             return False
     return True
