@@ -38,6 +38,8 @@ RANGES = {
 }
 # Codes of messages that are gone: no other message takes them. One a line.
 RETIRED = {
+    "LS2006",
+    "LS2007",
     "LS2198",
     "LS2199",
     "LS5050",

@@ -44,6 +44,12 @@ QUOTE = (
 )
 
 
+TYPES = (
+    "what columns hold, by column, where that is not what their values look like: text (as it stands in the file), "
+    "integer or number; of lists it is what they hold"
+)
+
+
 def _character(value: Any) -> Any:
     return _NAMES.get(value, value) if isinstance(value, str) else value
 
@@ -62,6 +68,7 @@ def _one(value: str) -> str:
 Separator = Annotated[str, BeforeValidator(_character), AfterValidator(_one)]
 Layout = Literal["rows", "class_folders", "parallel", "conll", "squad", "columns", "records"]
 Quote = Literal["double", "single", "none"]
+Types = dict[str, Literal["text", "integer", "number"]]
 
 
 # Split -> the names that it has in folders, in columns and on the Hub.
@@ -263,7 +270,7 @@ Filter = Annotated[
 
 Weight = float | list[tuple[int, float]]
 # Keys that each source has for itself; of `data` they are given where there is one source only.
-_READING = ("layout", "columns", "separator", "quote", "encoding", "filter", "split_column")
+_READING = ("layout", "columns", "separator", "quote", "encoding", "types", "filter", "split_column")
 OWN = ("source", "config", "revision", "train", "validation", "test", *_READING)
 
 
@@ -291,6 +298,7 @@ class OneSource(Keys):
     separator: Separator | None = Field(None, description="as data.separator")
     quote: Quote | None = Field(None, description="as data.quote")
     encoding: str = Field("utf-8", description="as data.encoding")
+    types: Types | None = Field(None, description="as data.types")
     filter: Filter = Field(default_factory=dict, description="as data.filter")
     split_column: str | None = Field(None, description="as data.split_column")
 

@@ -16,6 +16,7 @@ from lockstep.config.data_sources import (
     OWN,
     QUOTE,
     SEPARATOR,
+    TYPES,
     Filter,
     Keys,
     Layout,
@@ -24,6 +25,7 @@ from lockstep.config.data_sources import (
     Quote,
     Separator,
     Streaming,
+    Types,
 )
 from lockstep.config.errors import InvalidValue
 
@@ -133,6 +135,7 @@ class DataSection(Streaming, Section):
     )
     separator: Separator | None = Field(None, description=SEPARATOR)
     quote: Quote | None = Field(None, description=QUOTE)
+    types: Types | None = Field(None, description=TYPES)
     validation_fraction: float = Field(
         0.1,
         gt=0,

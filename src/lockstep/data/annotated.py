@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import error_messages as messages
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import file_formats, row_files
+from lockstep.data import column_types, file_formats, row_files, row_reader
+from lockstep.data.column_types import ALL, Wanted
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -272,35 +273,27 @@ def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
     return document
 
 
-def read_columns(files: list[Path], key: str, data: DataSection) -> Dataset:
-    """The columns that a file maps to their values: lists, or mappings of row numbers to values as pandas writes them.
-    Errors: `RunError`."""
-    import datasets
+DOCUMENTS = ("columns", "records")  # layouts that `read_documents` reads
 
+
+def read_documents(files: list[Path], key: str, data: DataSection, wanted: Wanted = ALL) -> Dataset:
+    """The rows that documents hold: lists of them, or columns mapped to their values, as lists or as mappings of row
+    numbers as pandas writes them. Errors: `RunError`."""
     parts = []
     for file in files:
-        document = _read_document(file, key, data, "columns")
-        lists = {
-            name: values if isinstance(values, list) else list(values.values()) for name, values in document.items()
-        }
+        document = _read_document(file, key, data, data.layout)
+        if data.layout == "columns":
+            columns = {n: each if isinstance(each, list) else list(each.values()) for n, each in document.items()}
+        else:
+            rows = _records_in(document)
+            assert rows is not None  # by its layout
+            columns = row_reader.columns_of([dict(row) for row in rows])
+        columns = {name: columns[name] for name in wanted.of(list(columns))}
         try:
-            parts.append(datasets.Dataset.from_dict(lists))
-        except (ValueError, TypeError) as error:
-            raise RunError("LS2006", f"{key}: {file}: a column mixes values of different types: {error}") from None
-    return row_files.together(list(zip(files, parts, strict=True)), key)
-
-
-def read_records(files: list[Path], key: str, data: DataSection) -> Dataset:
-    """The rows that a document holds. Errors: `RunError`."""
-    parts = []
-    for file in files:
-        rows = _records_in(_read_document(file, key, data, "records"))
-        assert rows is not None  # by its layout
-        try:
-            parts.append(row_files.of_rows(rows))
-        except (ValueError, TypeError) as error:
-            raise RunError("LS2007", f"{key}: {file}: a column mixes values of different types: {error}") from None
-    return row_files.together(list(zip(files, parts, strict=True)), key)
+            parts.append(column_types.dataset_of(columns))
+        except RunError as error:
+            raise RunError(error.code, f"{key}: {file}: {error.message}") from None
+    return row_files.together(list(zip(files, parts, strict=True)), key, wanted=wanted, lenient=data.drop_missing)
 
 
 def read_squad(files: list[Path], key: str, data: DataSection) -> Dataset:

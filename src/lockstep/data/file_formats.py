@@ -22,10 +22,11 @@ import re
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from lockstep.config.run import RunError
@@ -267,11 +268,12 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}  # ending -> what separates cells, unle
 NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 QUOTES = {"double": '"', "single": "'", "none": ""}
 BATCH = 10_000  # rows that the reader of `datasets` gives types to together
-VERSION = 1  # of how tables are read
+VERSION = 2  # of how tables are read
 _NUMBER = re.compile(
     r"\s*[+-]?((?P<whole>[0-9]+)|([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf|infinity)\s*", re.A | re.I
 )
 _EXCEL = re.compile(r'"?sep=."?')
+_AS_WRITTEN = re.compile("0|-?[1-9][0-9]*")
 _TRUTHS = ("true", "True", "TRUE", "false", "False", "FALSE")
 
 csv.field_size_limit(2**31 - 1)  # texts may be books
@@ -375,7 +377,7 @@ class Table:
     rows: int = 0
     quoted: bool = False  # whether a quote stands anywhere in it
     doubled: bool = False  # whether two stand beside each other
-    kinds: list[set[str]] = field(default_factory=list)  # of each column: i, f, b, t for whole, decimal, truth, text
+    kinds: list[set[str]] = field(default_factory=list)  # of each column: i, z, f, b, t, as `_kind` has them
     begins: list[set[str]] = field(default_factory=list)  # the same of the first rows
     needless: bool = False  # whether quotes stand around cells that do not need them, beside such without quotes
     wrapped: bool = False  # whether quotes stand around most texts of a column
@@ -502,7 +504,7 @@ def _look(batch: list[list[str]], table: Table, marks: list[Counter[str]]) -> No
         table.kinds = [set() for _ in table.names]
         marks += [Counter() for _ in table.names]
     for place, cells in enumerate(zip(*batch, strict=True)):
-        if len(table.kinds[place]) < 4:
+        if len(table.kinds[place]) < len(_KINDS):
             table.kinds[place] |= set(map(_kind, cells))
         if not table.dialect.quote:
             table.escaped = table.escaped or any(cell.startswith('"') and '\\"' in cell for cell in cells)
@@ -518,19 +520,29 @@ def _mark(cell: str) -> str:
     return "plain" if cell and _kind(cell) == "t" else "empty"
 
 
+_KINDS = "izfbt"
+
+
 def _kind(cell: str) -> str:
-    """i, f, b or t: what pandas makes of a column of such cells."""
+    """What pandas makes of a column of such cells: i or z, whole numbers, of which z are not written as numbers are
+    (01, +1); f, decimal ones; b, truths; t, texts."""
     if cell[:1].isalpha() and cell[:1] not in "tTfFiI":
         return "t"
     if cell in _TRUTHS:
         return "b"
     match = _NUMBER.fullmatch(cell)
-    return "t" if match is None else "i" if match["whole"] else "f"
+    if match is None or not match["whole"]:
+        return "t" if match is None else "f"
+    return "i" if _AS_WRITTEN.fullmatch(cell.strip()) else "z"
 
 
-def converters(tables: list[Table]) -> dict[str, Callable[[str], Any]]:
+def converters(
+    tables: list[Table], as_read: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Callable[[str], Any]]:
     """Column -> how to read its cells, where pandas, which looks at some rows at a time, would take some of a column's
-    for something else than others."""
+    for something else than others; and of `as_read`, what a task reads columns as: texts and labels are the cells as
+    they stand. So are whole numbers that are not written as numbers are, in columns that are not known to hold
+    numbers."""
     kinds: dict[str, set[str]] = {}
     begins: dict[str, set[str]] = {}
     for each in tables:
@@ -539,7 +551,11 @@ def converters(tables: list[Table]) -> dict[str, Callable[[str], Any]]:
             begins.setdefault(name, first)
     readers: dict[str, Callable[[str], Any]] = {}
     for name, found_kinds in kinds.items():
-        if found_kinds == {"i", "f"} and begins[name] == {"i"}:
+        if as_read.get(name) == "number":
+            found_kinds, begins[name] = ({"i" if k == "z" else k for k in some} for some in (found_kinds, begins[name]))
+        if found_kinds != {"t"} and (as_read.get(name) in ("text", "label") or "z" in found_kinds):
+            readers[name] = str
+        elif found_kinds == {"i", "f"} and begins[name] == {"i"}:
             readers[name] = float
         elif len(found_kinds) > 1 and found_kinds != {"i", "f"}:
             readers[name] = str

@@ -14,20 +14,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import RunError
-from lockstep.data import usable_rows
+from lockstep.data import column_types, usable_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def hidden(dataset: Dataset, column: str) -> bool:
-    """Whether the labels of a test split are hidden, or not there at all."""
+NAME_SUFFIXES = ("_name", "_text")  # of a column of names beside integer labels
+
+
+def hidden(dataset: Dataset, column: str, train: Dataset | None = None) -> bool:
+    """Whether the labels of a test split are hidden, or not there at all. `train`: where -1 may be a label."""
     if column not in dataset.column_names:
         return True
     if usable_rows.lacking(dataset, column).all():
         return True
-    lists = any(isinstance(value, list) for value in dataset[:1][column])
-    return not lists and set(map(str, usable_rows.distinct(dataset, column))) in ({"-1"}, {"-1.0"})
+    if any(isinstance(value, list) for value in dataset[:1][column]):
+        return False
+    only = set(map(str, usable_rows.distinct(dataset, column)))
+    if only not in ({"-1"}, {"-1.0"}):
+        return False
+    known = train is not None and column in train.column_names and train[:1][column]
+    return not known or not only <= set(map(str, usable_rows.distinct(train, column)))
 
 
 def readable(dataset: Dataset, column: str) -> Dataset:
@@ -48,7 +56,9 @@ class Codes:
 
     def __init__(self, column: str, names: list[str], values: list) -> None:
         self.column, self.names, self.values = column, names, list(values)
-        self.place = {value: code for code, value in enumerate(values)}
+        self.place: dict[Any, int] = {value: code for code, value in enumerate(values)}
+        if values and isinstance(values[0], int):  # a stream of lines has them as texts
+            self.place |= {str(value): code for value, code in self.place.items()}
 
     def reordered(self, names: list[str], values: list) -> Codes:
         """Return these labels in another order, or beside others that no row has."""
@@ -77,7 +87,11 @@ def values_and_names(values: list, label_names: list[str] | None, name: str) -> 
     if label_names is None:
         return values, [str(value) for value in values]
     if isinstance(values[0], str):
-        raise RunError("LS2100", f"task.label_names: the labels of {name} are strings already; remove task.label_names")
+        raise RunError(
+            "LS2100",
+            f"task.label_names: the labels of {name} are strings already, such as {values[0]!r}; remove "
+            "task.label_names",
+        )
     if values[0] >= 0 and values[-1] < len(label_names):  # they are places in the list, also where train lacks some
         return list(range(len(label_names))), label_names
     if len(label_names) != len(values):
@@ -134,9 +148,11 @@ def count_labels(rows: Dataset, column: str) -> dict[str, list]:
     return {"labels": sorted(counts.items()), "names": getattr(rows.features[column], "names", None) or []}
 
 
-def merge_counts(counts: list[dict[str, list]], column: str) -> tuple[Dataset, Counter[Any]]:
+def merge_counts(
+    counts: list[dict[str, list]], column: str, where: Callable[[type], str]
+) -> tuple[Dataset, Counter[Any]]:
     """Merge the results of `count_labels` for parts of a split: a data set with one row for each label, and the number
-    of rows of each. Errors: `RunError`."""
+    of rows of each. `where`: the place of the first label of a type. Errors: `RunError`."""
     import datasets
 
     values: Counter[Any] = Counter()
@@ -145,12 +161,26 @@ def merge_counts(counts: list[dict[str, list]], column: str) -> tuple[Dataset, C
     if len({*map(type, values)}) > 1:
         raise RunError(
             "LS2104",
-            f"task.label: column {column!r} of the train split mixes integers and strings; write all labels "
-            "as one type",
+            f"task.label: column {column!r} of the train split mixes integers ({where(int)}) and strings "
+            f"({where(str)}); write all labels as one type, or set data.types={{{column}: text}}",
         )
     names = next((part["names"] for part in counts if part["names"]), [])
     features = datasets.Features({column: datasets.ClassLabel(names=names)}) if names else None
     return datasets.Dataset.from_dict({column: sorted(values)}, features=features), values
+
+
+def numbered(splits: Mapping[str, Dataset], column: str) -> tuple[dict[str, Dataset], list[str]]:
+    """Splits whose labels are texts, as a stream of lines has them, as splits whose labels are numbers, where all of
+    them are whole numbers that are written in one way only; else as they are, and what is said of it."""
+    loose = {s: rows for s, rows in splits.items() if column_types.is_text(rows, column)}
+    texts = set().union(*(usable_rows.distinct(rows, column) for rows in loose.values()))
+    if "train" not in loose or not column_types.whole_numbers(texts, strict=True):
+        return dict(splits), column_types.label_note(column, texts)
+
+    def numbers(labels: list[str]) -> list[int]:
+        return [int(label) for label in labels]
+
+    return {**splits, **{s: usable_rows.replaced(rows, column, numbers, "int64") for s, rows in loose.items()}}, []
 
 
 def _first(dataset: Dataset, column: str, predicate: Callable[[Any], bool]) -> tuple[int, Any]:
@@ -188,14 +218,15 @@ def _check(label: Any, row: int, kind: type, column: str, split: str, dataset: D
     if type(label) is not kind:
         raise RunError(
             "LS2106",
-            f"task.label: column {column!r} of the {split} split mixes integers and strings; write all labels "
-            f"as one type: row 0 holds {dataset[0][column]!r}, row {row} holds {label!r}",
+            f"task.label: column {column!r} of the {split} split mixes integers and strings: row 0 holds "
+            f"{dataset[0][column]!r}, row {row} holds {label!r}; write all labels as one type, or set "
+            f"data.types={{{column}: text}}",
         )
 
 
 def _named_by_column(dataset: Dataset, column: str, values: list) -> list[str] | None:
     """Names from a column such as `label_name` or `label_text` beside integer labels, where it fits them one to one."""
-    for suffix in ("_name", "_text"):
+    for suffix in NAME_SUFFIXES:
         if (other := column + suffix) in dataset.column_names:
             pairs: set[tuple[Any, Any]] = set()
             for _, part in usable_rows.lists(dataset, column, other):

@@ -23,7 +23,7 @@ from lockstep.data.hub import model_folder
 from lockstep.data.tokenizer import TARGET
 from lockstep.distributed.activity import ACTIVITY
 
-_YOUNGER = ("separator", "quote")  # keys of `data`
+_YOUNGER = ("separator", "quote", "types")  # keys of `data`
 _TEMPLATES = "additional_chat_templates"  # of a tokenizer's folder
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".pth", ".onnx", ".gguf", ".ckpt", ".lock")
 
@@ -59,6 +59,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
         task.fingerprint(run),
         *elsewhere,
         raw_rows.VERSION,
+        row_files.VERSION,
     )
     path = cache_folder() / "prepared" / f"{key}.json"
     ACTIVITY.at("waiting for another process that prepares the same data")

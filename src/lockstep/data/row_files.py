@@ -9,18 +9,25 @@ from __future__ import annotations
 import glob
 import hashlib
 import itertools
+import os
+import platform
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from lockstep.config.data_sources import USUAL
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import file_formats, row_reader
+from lockstep.data import column_types, file_formats, row_reader, usable_rows
+from lockstep.data.column_types import ALL, Wanted
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
 
 # file ending -> the builder of `datasets` that reads it, or what we read
@@ -36,6 +43,7 @@ FORMATS = {
 }
 _SAVED = re.compile(r"(data-\d{5}-of-\d{5}|dataset)\.arrow")
 _ABOUT = ("state.json", "dataset_info.json")  # files of save_to_disk beside the rows
+VERSION = 2  # of how rows of files are read: what is prepared of them is kept by it, too
 INDEX = "__index_level_0__"  # what pandas calls an index without a name, which it writes as a column
 READ = (
     f"{', '.join(FORMATS)} (all but .parquet and .arrow also with {', '.join(file_formats.ENDINGS)} after it; .tar "
@@ -83,7 +91,12 @@ def check_columns(local: dict[str, list[Path]], data: DataSection) -> None:
         raise RunError("LS2189", "data.encoding: applies to files of text only, and there are none; remove it")
 
 
-def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> Dataset:
+def are_texts(files: Sequence[Path]) -> bool:
+    """Whether all that these files hold are texts, whatever they look like: cells of tables, lines, and archives."""
+    return all(format_of(file) in (*file_formats.SEPARATORS, ".txt", ".tar") for file in files)
+
+
+def read(files: list[Path], key: str, plain: str | None, data: DataSection, wanted: Wanted = ALL) -> Dataset:
     """All rows, in the order of the files. `plain`: a .txt file is text and nothing else, each `line` or the whole
     `file` an example. Errors: `RunError`."""
     for file in files:
@@ -99,27 +112,60 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> D
         names = dict(zip(here, files, strict=True))
         section = data.model_copy(update={"encoding": "utf-8"})
         tables = {f: file_formats.table(f, key, section) for f in here if format_of(f) in file_formats.SEPARATORS}
-        for (ending, _), group in itertools.groupby(here, lambda f: (format_of(f), f in tables and tables[f].dialect)):
+        for (ending, _), group in itertools.groupby(here, lambda f: (format_of(f), _schema(f, tables))):
             assert ending is not None
             alike = list(group)
             builder = FORMATS[ending]
             if alike[0] in tables:
-                rows = _table(alike, key, data, tables)
+                rows = _table(alike, key, data, tables, wanted)
             elif builder == "lines":
                 rows = _texts(alike, key, plain)
+            elif builder == "json":
+                rows = _json(alike, key, wanted)
             else:
                 rows = _loaded(builder, alike, key, {})
             parts.append((names[alike[0]], without_index(rows)))
-    return together(parts, key)
+    return together(_alike_labels(parts, wanted), key, wanted=wanted, lenient=data.drop_missing)
 
 
-def of_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
-    """Rows with all columns that any of them has, and null where one has none (`Dataset.from_list` takes the columns of
-    the first row). Errors: what pyarrow raises for a column of several kinds."""
-    import datasets
+def _schema(file: Path, tables: Mapping[Path, file_formats.Table]) -> Any:
+    """What files have to have in common to be read together. `datasets` gives all of them the types of the first, so
+    that a text "01" becomes the number 1 behind a file of numbers."""
+    if file in tables:
+        return tables[file].dialect, tuple(tables[file].names)
+    with suppress(pa.ArrowException, OSError):  # whoever reads it says what is wrong
+        if format_of(file) == ".parquet":
+            return pq.read_schema(file)
+        if format_of(file) == ".arrow":
+            with pa.memory_map(str(file)) as mapped, suppress(pa.ArrowInvalid):
+                return pa.ipc.open_stream(mapped).schema
+            with pa.memory_map(str(file)) as mapped:
+                return pa.ipc.open_file(mapped).schema
+    return None
 
-    columns = dict.fromkeys(name for row in rows for name in row)
-    return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in columns})
+
+def _alike_labels(parts: list[tuple[Path, Dataset]], wanted: Wanted) -> list[tuple[Path, Dataset]]:
+    """Labels of tables and lines as numbers, where they are whole numbers and other files hold numbers."""
+    for column in wanted.maybe_numbers:
+        kinds = [str(getattr(rows.features.get(column), "dtype", None)) for _, rows in parts]
+        if any(kind.startswith(("int", "uint")) for kind in kinds):
+            loose = [rows for file, rows in parts if are_texts([file]) and column_types.is_text(rows, column)]
+            numbered = iter(as_numbers(loose, column))
+            parts = [(f, next(numbered) if any(rows is one for one in loose) else rows) for f, rows in parts]
+    return parts
+
+
+def as_numbers(several: list[Dataset], column: str) -> list[Dataset]:
+    """Rows whose labels are texts as rows whose labels are numbers, if all of them are `whole_numbers`; else as they
+    are. Blank ones become null."""
+    texts = {text for rows in several for text in usable_rows.distinct(rows, column) if text is not None}
+    if not column_types.whole_numbers({text for text in texts if text.strip()}):
+        return several
+    return [usable_rows.replaced(rows, column, _numbers, "int64") for rows in several]
+
+
+def _numbers(texts: list[str | None]) -> list[int | None]:
+    return [column_types.number_of(text) if text is not None and text.strip() else None for text in texts]
 
 
 def without_index(rows: Dataset) -> Dataset:
@@ -127,13 +173,16 @@ def without_index(rows: Dataset) -> Dataset:
     return rows.remove_columns(INDEX) if INDEX in rows.column_names else rows
 
 
-def _table(files: list[Path], key: str, data: DataSection, table_of: dict[Path, file_formats.Table]) -> Dataset:
-    """Tables of one dialect. Errors: `RunError`."""
+def _table(
+    files: list[Path], key: str, data: DataSection, table_of: dict[Path, file_formats.Table], wanted: Wanted
+) -> Dataset:
+    """Tables of one dialect and the same columns. Errors: `RunError`."""
     tables = [table_of[file] for file in files]
     options = tables[0].dialect.options
     if data.columns is not None:
         options |= {"column_names": data.columns}
-    if converters := file_formats.converters(tables):
+    kinds = {**wanted.kinds, **dict.fromkeys(data.types or (), "text")}
+    if converters := file_formats.converters(tables, kinds):
         options |= {"converters": converters}
     rows = _loaded("csv", files, key, options)
     if len(rows) != (row_count := sum(each.rows for each in tables)):
@@ -146,96 +195,145 @@ def _table(files: list[Path], key: str, data: DataSection, table_of: dict[Path, 
 
 
 def _loaded(builder: str, files: list[Path], key: str, options: dict[str, Any]) -> Dataset:
-    """The rows of files in UTF-8 by a reader of `datasets`, which is faster than ours and keeps columns of mixed types.
-    What it fails on is read by ours, which names the line. Errors: `RunError`."""
+    """The rows of files in UTF-8 by a reader of `datasets`. Errors: `RunError`."""
     import datasets
 
-    for file in files if builder == "json" else ():
-        row_reader.check_levels(file, key)
-    identities = [(f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    name = hashlib.sha256(repr(identities).encode()).hexdigest()[:16]  # its own cache tells files by their times alone
     try:
-        rows = datasets.load_dataset(builder, name, data_files=[str(f) for f in files], split="train", **options)
+        rows = datasets.load_dataset(
+            builder, _identity(files), data_files=[str(f) for f in files], split="train", **options
+        )
     except Exception as error:  # datasets wraps whatever its readers raise
         names = ", ".join(map(str, files))
         blank = any(f.stat().st_size == 0 for f in files) or "corresponds to no data" in str(error)  # a header alone
-        if not blank and builder in ("json", "parquet"):
-            blank = sum(_count(rows) for file in files for rows in row_reader.whole(file, key)) == 0
+        if not blank and builder == "parquet":
+            blank = sum(len(rows) for file in files for rows in row_reader.whole(file, key)) == 0
         if blank:
-            raise RunError(
-                "LS2195", f"{key}: {names} holds no example: the file is empty or has a header only"
-            ) from None
+            raise _nothing(key, files) from None
         cause = " ".join(str(error.__cause__ or error).split())
         raise RunError("LS2196", f"{key}: cannot read {names} as {builder}: {cause}") from error
-    return _without_times(rows, files, key) if builder == "json" else rows
-
-
-def _count(rows: row_reader.Rows) -> int:
-    return len(next(iter(rows.values()), ())) if isinstance(rows, dict) else len(rows)
-
-
-def _without_times(rows: Dataset, files: list[Path], key: str) -> Dataset:
-    """Replace times by the texts of the file: JSON has no type for times, and `datasets` reads texts as times if all of
-    a column look like them, or all at one place within its lists and mappings."""
-    for name, feature in list(rows.features.items()):
-        if "Value('timestamp" in str(feature):
-            names = rows.column_names
-            chunks = [chunk for file in files for chunk in row_reader.whole(file, key)]
-            texts = [text for chunk in chunks for text in chunk.get(name, [None] * _count(chunk))]
-            rows = rows.rename_column(name, f"{name} as a time").add_column(name, texts).select_columns(names)
     return rows
+
+
+def _identity(files: list[Path], *more: Any) -> str:
+    """What stands for the content of files in the cache of `datasets`, which tells them by their times alone."""
+    identities = [(f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.sha256(repr([identities, *more] if more else identities).encode()).hexdigest()[:16]
+
+
+def _nothing(key: str, files: list[Path]) -> RunError:
+    names = ", ".join(map(str, files))
+    return RunError("LS2195", f"{key}: {names} holds no example: the file is empty or has a header only")
+
+
+def _json(files: list[Path], key: str, wanted: Wanted) -> Dataset:
+    """The columns of files of JSON that are read, in the cache of `datasets`, with types that hold every value of every
+    file. Errors: `RunError`. (Its own reader takes the types of the first rows, and reads texts beside numbers as
+    numbers.)"""
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    paths = [str(file.resolve()) for file in files]
+    name = _identity(files, VERSION, paths, wanted.paths, wanted.also, wanted.within)
+    path = Path(datasets.config.HF_DATASETS_CACHE) / "lockstep" / f"{name}.arrow"
+    if path.is_file():
+        return datasets.Dataset.from_file(str(path))
+    shapes: dict[str, column_types.Shape] = {}
+    count = 0
+    for file in files:
+        for chunk in row_reader.whole(file, key):
+            count += row_reader.count(chunk)
+            for column, values in chunk.items():
+                shapes.setdefault(column, column_types.Shape()).look(values if wanted.may_be(column) else ())
+    if not count:
+        raise _nothing(key, files)
+    features = datasets.Features({column: shapes[column].feature for column in wanted.of(list(shapes))})
+    aside = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with ArrowWriter(features=features, path=str(aside)) as writer:
+            for file in files:
+                for table in _tables(file, key, features):
+                    writer.write_table(table)
+            writer.finalize()
+        os.replace(aside, path)
+    except OSError as error:
+        raise RunError(
+            "LS2403",
+            f"{key}: the cache of datasets, {path.parent}, cannot be written: {error.strerror or error}; free disk "
+            "space, or set HF_DATASETS_CACHE to another folder",
+        ) from error
+    finally:
+        aside.unlink(missing_ok=True)
+    return datasets.Dataset.from_file(str(path))
+
+
+def _is_null(feature: Any) -> bool:
+    return getattr(feature, "dtype", None) == "null"
+
+
+def _tables(file: Path, key: str, features: Features) -> Iterator[pa.Table]:
+    row = 0
+    for chunk in row_reader.whole(file, key):
+        count = row_reader.count(chunk)
+        columns = {name: chunk.get(name) or [None] * count for name in features}
+        columns |= {name: [None] * count for name, feature in features.items() if _is_null(feature)}
+        try:
+            yield column_types.table_of(columns, features)
+        except RunError as error:
+            rows = f"rows {row:,} to {row + count - 1:,}"
+            raise RunError(error.code, f"{key}: {file}, {rows}: {error.message}") from None
+        row += count
 
 
 # -- several formats -------------------------------------------------------------------------------------------------
 
 
-def together(parts: Sequence[tuple[Any, Dataset]], key: str, what: str = "files of one split") -> Dataset:
-    """All parts, one after the other, with columns of one order and type. Errors: `RunError`, which says in what two of
-    them differ."""
+def together(
+    parts: Sequence[tuple[Any, Dataset]],
+    key: str,
+    what: str = "files of one split",
+    wanted: Wanted = ALL,
+    lenient: bool = False,
+) -> Dataset:
+    """All parts, one after the other, with columns of one order and type: those that are `wanted`, where that is known.
+    `lenient`: a column that is not in one of them is null there. Errors: `RunError`, which says in what two of them
+    differ."""
     import datasets
 
     first, start = parts[0]
+    names = wanted.of(list(dict.fromkeys(name for _, part in parts for name in part.column_names)))
     if len(parts) == 1:
-        return start
-    features = start.features
-    for file, part in parts[1:]:
-        if missing := [c for c in start.column_names if c not in part.column_names]:
+        return start if names == start.column_names else start.select_columns(names)
+    for file, part in parts[1:] if not lenient else ():
+        if missing := [c for c in names if c in start.column_names and c not in part.column_names]:
             raise RunError(
                 "LS2211",
                 _differ(f"{key}: {what}", first, file, f"has no column {missing[0]!r}: it has {_named(part)}", start),
             )
-        if more := [c for c in part.column_names if c not in features]:
+        if more := [c for c in names if c in part.column_names and c not in start.column_names]:
             raise RunError("LS2212", _differ(f"{key}: {what}", first, file, f"has a column {more[0]!r} more", start))
-    for column in start.column_names:
-        kinds = {file: part.features[column] for file, part in parts}
-        common = _common(list(kinds.values()))
-        if common is None:
-            other = next(file for file, kind in kinds.items() if _common([kinds[first], kind]) is None)
+    features = datasets.Features()
+    for column in names:
+        kinds = {file: part.features[column] for file, part in parts if column in part.column_names}
+        features[column] = column_types.common(list(kinds.values()))
+        if features[column] is None:
+            one = next(iter(kinds))
+            other = next(file for file, kind in kinds.items() if column_types.common([kinds[one], kind]) is None)
             raise RunError(
                 "LS2197",
-                f"{key}: {what} must have columns of the same types, but {column!r} holds {_kind(kinds[first])} "
-                f"in {first} and {_kind(kinds[other])} in {other}",
+                f"{key}: {what} must have columns of the same types, but {column!r} holds {_kind(kinds[one])} "
+                f"in {one} and {_kind(kinds[other])} in {other}",
             )
-        features = type(features)({**features, column: common})
-    alike = [part.select_columns(start.column_names).cast(features) for _, part in parts]
+    alike = [_with_columns(part, names).cast(features) for _, part in parts]
     return datasets.concatenate_datasets(alike)
 
 
-def _common(kinds: list[Any]) -> Any:
-    """The type that stands for all of these without a loss, or None."""
-    import datasets
-
-    names = [getattr(kind, "dtype", None) for kind in kinds]
-    typed = [kind for kind, name in zip(kinds, names, strict=True) if name != "null"]
-    if not typed or all(kind == typed[0] for kind in typed):
-        return typed[0] if typed else kinds[0]
-    dtypes = {str(getattr(kind, "dtype", kind)) for kind in typed}
-    if any(getattr(kind, "names", None) for kind in typed):
-        return None
-    for alike, to in ((("string", "large_string"), "large_string"), (("int8", "int16", "int32", "int64"), "int64")):
-        if dtypes <= set(alike):
-            return next((kind for kind in typed if getattr(kind, "dtype", "") == to), None) or datasets.Value(to)
-    return None
+def _with_columns(part: Dataset, names: list[str]) -> Dataset:
+    """The rows with these columns, null where they have none."""
+    for name in names:
+        if name not in part.column_names:
+            part = part.add_column(name, [None] * len(part))
+    return part.select_columns(names)
 
 
 def _kind(feature: Any) -> str:
@@ -273,8 +371,6 @@ def _texts(files: list[Path], key: str, plain: str | None) -> Dataset:
     for chunk in itertools.chain.from_iterable(row_reader.whole(file, key, plain) for file in files):
         for name, values in chunk.items():
             columns[name] += values
-    if (labels := columns.get("label")) and all(re.fullmatch("-?[0-9]+", label) for label in labels):
-        columns["label"] = [int(label) for label in labels]
     return datasets.Dataset.from_dict(columns)
 
 

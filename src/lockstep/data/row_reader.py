@@ -23,6 +23,7 @@ import tarfile
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -92,17 +93,37 @@ def reader(
 
 
 def whole(file: Path, key: str, plain: str | None = None) -> Iterator[Rows]:
-    """All rows of a file in UTF-8, as columns a chunk at a time; a .json file may hold one list of rows. Errors:
-    `RunError`."""
-    if file.suffix == ".json" and (text := file.read_bytes().decode("utf-8-sig")).lstrip()[:1] == "[":
+    """All rows of a file in UTF-8, as columns a chunk at a time; a file of JSON may hold one list of rows, or of texts,
+    and a .json file rows over several lines. Errors: `RunError`."""
+    if file.suffix in (".json", ".jsonl") and (text := _document(file)) is not None:
         try:
-            yield columns_of(_json_list(text))
+            yield columns_of(_json_list(text) if text.lstrip()[:1] == "[" else _json_sequence(text))
         except ValueError as error:
             raise RunError("LS2227", f"{key}: {file}{error}") from None
         return
     of_file = LineReader(file, key=key) if file.suffix == ".json" else reader(file, plain, key=key)
     for _, rows in of_file.walk():
         yield rows
+
+
+def count(rows: Rows) -> int:
+    """The number of some rows."""
+    return len(next(iter(rows.values()), ())) if isinstance(rows, dict) else len(rows)
+
+
+def _document(file: Path) -> str | None:
+    """The text of a file of JSON whose rows are not lines; None: they are."""
+    with open(file, encoding="utf-8-sig") as lines:
+        first = next((line for line in lines if line.strip(_BLANK.decode())), "")
+    if first.lstrip()[:1] == "[":
+        return file.read_text(encoding="utf-8-sig")
+    if file.suffix == ".jsonl" or not first or _is_value(first):
+        return None
+    text = file.read_text(encoding="utf-8-sig")
+    with suppress(ValueError):
+        _json_sequence(text)
+        return text
+    return None  # the line that is wrong is named by the reader of lines
 
 
 def columns_of(rows: Sequence[dict[str, Any]]) -> Columns:
@@ -282,7 +303,7 @@ class LineReader(_ByteReader):
 
 class ArchiveReader(_ByteReader):
     """Files of an archive that follow each other and have one name up to the first point are a row, whose columns are
-    called as the rest of their names: txt, json (a value), cls (a whole number); `key` is the name."""
+    called as the rest of their names: txt, json (a value), cls (a label, without white space); `key` is the name."""
 
     def _walk(self) -> Iterator[tuple[Chunk, Columns]]:
         stream = self._begin()
@@ -326,7 +347,7 @@ class ArchiveReader(_ByteReader):
             text = data.decode("utf-8")
             if name.endswith("json"):
                 return name, json.loads(text)
-            return name, int(text) if name.endswith("cls") and re.fullmatch(r"\s*-?\d+\s*", text) else text
+            return name, text.strip() if name.endswith("cls") else text
         except ValueError as error:
             raise RunError(
                 "LS2228", f"{self.key}: {self.path}, row {row:,}: {member.name} cannot be read: {error}"
@@ -428,21 +449,54 @@ def json_row(line: str) -> dict[str, Any]:
 def _json_list(text: str) -> list[dict[str, Any]]:
     """The rows of a file that holds one list of them. Errors: `ValueError`, in words that follow the file's name."""
     rows = _parsed(text, "")
+    if rows and all(isinstance(row, str) for row in rows):
+        return [{"text": row} for row in rows]
     for number, row in enumerate(rows):
         _mapping(row, f", row {number}")
     return list(rows)
 
 
+def _json_sequence(text: str) -> list[dict[str, Any]]:
+    """Rows that follow each other, whatever lines they are on. Errors: `ValueError`."""
+    rows, at = [], 0
+    while rest := text[at:].lstrip():
+        at = len(text) - len(rest)
+        row, at = _DECODER.raw_decode(text, at)
+        rows.append(_mapping(row))
+    return rows
+
+
+def _is_value(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping. Errors: `ValueError` for a key that stands in it twice, of which Python would take the last."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f": the key {twice[:60]!r} stands twice in one mapping")
+    return mapping
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_once)
+
+
 def _parsed(text: str, excerpt: str) -> Any:
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         line = "" if excerpt else f", line {error.lineno}"
         raise ValueError(f"{line}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}{excerpt}") from None
     except RecursionError:
         raise ValueError(": nested too deeply") from None
-    except ValueError as error:  # a number of 5,000 digits
-        raise ValueError(f": {str(error).partition(';')[0]}") from None
+    except ValueError as error:  # a number of 5,000 digits, or a key that stands twice
+        raise ValueError(f": {str(error).partition(';')[0].removeprefix(': ')}") from None
 
 
 def _mapping(row: Any, place: str = "") -> dict[str, Any]:

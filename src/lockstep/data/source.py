@@ -25,9 +25,10 @@ import numpy as np
 from lockstep.config.data_sources import OWN, USUAL, OneSource, is_address
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import annotated, arrow_cache, file_formats, remote, row_files, usable_rows
+from lockstep.data import annotated, arrow_cache, column_types, file_formats, labels, remote, row_files, usable_rows
 from lockstep.data import hub as pinning
 from lockstep.data.arrow_cache import digest, examples_in
+from lockstep.data.column_types import Kind, Wanted
 from lockstep.data.hub import downloading, explained
 from lockstep.data.usable_rows import TokenCounts
 
@@ -97,6 +98,8 @@ class Source:
     left_out: dict[str, int] = field(default_factory=dict)  # split -> rows that `data.filter` left out
     sources: list[str] = field(default_factory=list)  # names of those of a mixture, by their numbers in `SOURCE`
     columns: tuple[str, ...] = ()  # that the task reads
+    notes: list[str] = field(default_factory=list)  # about how its columns were read
+    of_texts: frozenset[str] = frozenset()  # splits of files in which all is text, whatever it looks like
 
 
 def sections(data: DataSection) -> list[DataSection]:
@@ -115,18 +118,27 @@ def load_mixture(
     plain: str | None,
     columns: Mapping[str, str],
     tokens: TokenCounts | None,
+    kinds: Mapping[str, Kind],
 ) -> Source:
     """Read every source. `columns`: those that are read, by their keys in the run file; none: all. Errors:
     `RunError`."""
     assert data.sources is not None
     parts: dict[str, list[tuple[str, Dataset]]] = {}
     fewer: Counter[str] = Counter()
+    notes: list[str] = []
+    of_texts: set[tuple[str, str]] = set()
     for number, (entry, section) in enumerate(zip(data.sources, sections(data), strict=True)):
         try:
-            source = load(section, seed, plain, tokens=tokens and tokens.renamed(entry.rename))
+            theirs = {entry.rename.get(column, column): kind for column, kind in kinds.items()}
+            read = source_columns(entry, columns)
+            source = _load(
+                section, seed, plain, {}, tokens and tokens.renamed(entry.rename), _wanted(section, read, theirs)
+            )
         except RunError as error:
             raise RunError(error.code, f"data.sources: {entry.name}: {error.message}") from error
         fewer.update(source.left_out)
+        notes += [f"data.sources: {entry.name}: {note}" for note in source.notes]
+        of_texts |= {(entry.name, split) for split in source.of_texts}
         for split, rows in source.splits.items():
             rows = with_task_columns(rows, entry, columns, split, source.name)
             rows = with_names(rows) if data.stream else rows  # of train no label is known yet
@@ -134,9 +146,27 @@ def load_mixture(
             parts.setdefault(split, []).append((entry.name, rows))
     splits = {}
     for split, some in parts.items():
-        splits[split] = row_files.together(_named_mixed(some), f"data.sources: {split}", "sources of one mixture")
+        loose = [(name, split) in of_texts for name, _ in some]
+        some = _numbers_as_texts(_named_mixed(some), loose, [c for c, kind in kinds.items() if kind == "label"])
+        splits[split] = row_files.together(some, f"data.sources: {split}", "sources of one mixture")
     names = [entry.name for entry in data.sources]
-    return Source(f"{len(names)} sources ({', '.join(names)})", splits, dict(fewer), names, tuple(columns.values()))
+    return Source(
+        f"{len(names)} sources ({', '.join(names)})", splits, dict(fewer), names, tuple(columns.values()), notes
+    )
+
+
+def _numbers_as_texts(
+    some: list[tuple[str, Dataset]], loose: list[bool], labels: list[str]
+) -> list[tuple[str, Dataset]]:
+    """Labels that are numbers in tables and lines as the texts that they are there (`loose`), where other sources have
+    texts."""
+    for column in labels:
+        if any(column_types.is_text(rows, column) for _, rows in some):
+            some = [
+                (name, column_types.declared(rows, {column: "text"}, "train", name) if of_texts else rows)
+                for (name, rows), of_texts in zip(some, loose, strict=True)
+            ]
+    return some
 
 
 def encode_by_source(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]) -> tuple[str, list[int]]:
@@ -233,8 +263,6 @@ _READERS = {
     "parallel": row_files.read_parallel,
     "conll": annotated.read_conll,
     "squad": annotated.read_squad,
-    "columns": annotated.read_columns,
-    "records": annotated.read_records,
 }
 
 
@@ -292,17 +320,41 @@ def load(
     plain: str | None = None,
     columns: Mapping[str, str] | None = None,
     tokens: TokenCounts | None = None,
+    kinds: Mapping[str, Kind] | None = None,
 ) -> Source:
     """Read all splits. `plain`: a .txt file is text and nothing else, each `line` or the whole `file` an example.
-    `columns`: those that are read, by their keys in the run file; dotted paths among them become columns. `tokens`:
-    counts them for `data.filter`. Of a stream all splits but train.
+    `columns`: those that are read, by their keys in the run file; others are left out, and dotted paths become columns;
+    None: all. `tokens`: counts them for `data.filter`. `kinds`: what the task reads columns as. Of a stream all splits
+    but train.
 
     Errors: `RunError`."""
     if data.sources is not None:
-        return load_mixture(data, seed, plain, columns or {}, tokens)
+        return load_mixture(data, seed, plain, columns or {}, tokens, kinds or {})
+    return _load(data, seed, plain, columns or {}, tokens, _wanted(data, columns, kinds))
+
+
+def _wanted(data: DataSection, columns: Mapping[str, str] | None, kinds: Mapping[str, Kind] | None) -> Wanted:
+    """The columns of a source that are read, and those beside labels that may name them."""
+    if columns is None:
+        return Wanted(None, kinds or {})
+    also = [f"{column}{suffix}" for column in kinds or () for suffix in labels.NAME_SUFFIXES]
+    split_column = [] if data.split_column is None else [data.split_column]
+    paths = [*columns.values(), *data.filter, *(data.types or ()), *split_column]
+    return Wanted(tuple(dict.fromkeys(paths)), kinds or {}, tuple(also), (_PAIR,))
+
+
+def _load(
+    data: DataSection,
+    seed: int,
+    plain: str | None,
+    columns: Mapping[str, str],
+    tokens: TokenCounts | None,
+    wanted: Wanted,
+) -> Source:
+    """One source. Errors: `RunError`."""
     if remote.has_address(data):
         with remote.downloaded(data, local_splits) as local:
-            return replace(load(local, seed, plain, columns, tokens), name=remote.display_name(data))
+            return replace(_load(local, seed, plain, columns, tokens, wanted), name=remote.display_name(data))
     _quiet()
     files = local_splits(data)
     _check_kind(data, files is not None)
@@ -310,14 +362,10 @@ def load(
         source = Source(BUILTIN, dict(_emotion(seed)))
     elif files is not None:
         _check_keys(files, data)
-        source = Source(
-            data.source or "local files",
-            {
-                s: _read(each, f"data.{s}", plain, data)
-                for s, each in files.items()
-                if each and not (data.stream and s == "train")
-            },
-        )
+        files = {split: some for split, some in files.items() if some and not (data.stream and split == "train")}
+        read = {split: _read(some, f"data.{split}", plain, data, wanted) for split, some in files.items()}
+        of_texts = {split for split, some in files.items() if data.layout == "rows" and row_files.are_texts(some)}
+        source = Source(data.source or "local files", read, of_texts=frozenset(of_texts))
     elif data.stream:
         raise RunError(
             "LS2244", f"data.stream: {data.source} has no shards to stream; name files or a data set of the Hub"
@@ -328,16 +376,41 @@ def load(
         raise RunError(
             "LS2245", f"data.train: {source.name} has no training split; name the split or its files in data.train"
         )
+    source = _typed(source, data, wanted)
     splits, left_out = usable_rows.filtered(source.splits, data, source.name, tokens)
     if data.split_column is not None:
         splits = usable_rows.by_split_column(splits, data, source.name)
-    splits = {split: usable_rows.added(rows, columns or {}, split, source.name) for split, rows in splits.items()}
+    splits = {split: usable_rows.added(rows, columns, split, source.name) for split, rows in splits.items()}
     if data.limit is not None:
         splits = {name: split.select(range(min(data.limit, len(split)))) for name, split in splits.items()}
     for name, split in splits.items():
         if len(split) == 0:
             raise RunError("LS2246", f"data.{name}: the {name} split of {source.name} is empty")
-    return Source(source.name, splits, left_out, columns=tuple((columns or {}).values()))
+    return replace(source, splits=splits, left_out=left_out, columns=tuple(columns.values()))
+
+
+def _typed(source: Source, data: DataSection, wanted: Wanted) -> Source:
+    """With columns as `data.types` says, and labels of tables and lines as numbers, where all of them are. Errors:
+    `RunError`."""
+    splits, notes = dict(source.splits), []
+    for split, rows in splits.items():
+        column_types.check_names(data.types, rows.column_names, f"the {split} split of {source.name}")
+        splits[split] = column_types.declared(rows, data.types, split, source.name)
+    for column, kind in wanted.maybe_numbers.items() if not data.stream else ():
+        loose = [s for s in splits if s in source.of_texts and column_types.is_text(splits[s], column)]
+        others = [s for s in splits if s not in source.of_texts and column_types.is_text(splits[s], column)]
+        if column in (data.types or ()) or not loose or others:
+            continue
+        numbered = row_files.as_numbers([splits[split] for split in loose], column)
+        splits |= dict(zip(loose, numbered, strict=True))
+        if kind == "number":
+            for split in loose:
+                with suppress(RunError):  # whoever reads the numbers names the row that holds none
+                    splits[split] = column_types.declared(splits[split], {column: "number"}, split, source.name)
+        elif column_types.is_text(splits[loose[0]], column):
+            texts = set().union(*(usable_rows.distinct(splits[split], column) for split in loose))
+            notes += column_types.label_note(column, {text for text in texts if text and text.strip()})
+    return replace(source, splits=splits, notes=notes)
 
 
 def _check_kind(data: DataSection, is_local: bool) -> None:
@@ -476,12 +549,14 @@ def _expand(texts: list[str], key: str, layout: str, root: Path | None = None) -
     return files
 
 
-def _read(files: list[Path], key: str, plain: str | None, data: DataSection) -> Dataset:
+def _read(files: list[Path], key: str, plain: str | None, data: DataSection, wanted: Wanted) -> Dataset:
+    if data.layout in annotated.DOCUMENTS:
+        return annotated.read_documents(files, key, data, wanted)
     if data.layout != "rows":
         return _READERS[data.layout](files, key, data)
     for file in files:
         annotated.check_rows(file, key, data.encoding)
-    return row_files.read(files, key, plain, data)
+    return row_files.read(files, key, plain, data, wanted)
 
 
 # -- elsewhere -------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import pyarrow as pa
 from lockstep.config.data_sources import OneSource, is_address
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import arrow_cache, file_formats, remote, row_reader, source, tokenizer, usable_rows
+from lockstep.data import arrow_cache, column_types, file_formats, remote, row_reader, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import SIDES, Make, digest, encoded, table_of, write_table
 from lockstep.data.cache import cached, discard, folder_of
 from lockstep.data.remote import ShardCache, Unfetched, unpinned, with_addresses
@@ -123,11 +123,13 @@ class StreamingSource:
     @property
     def column_paths(self) -> list[str]:
         """All columns, or paths, that are looked at, as they are called in the files."""
-        return list(dict.fromkeys([*source.source_columns(self.entry, self.columns).values(), *self.data.filter]))
+        read = source.source_columns(self.entry, self.columns).values()
+        return list(dict.fromkeys([*read, *self.data.filter, *(self.data.types or ())]))
 
     def usable(self, chunk_rows: Rows, file: Path) -> Used:
         """Errors: `RunError`."""
         rows = _dataset(chunk_rows, self.column_paths, file, self.data.drop_missing, self.within)
+        rows = column_types.declared(rows, self.data.types, "train", file.name)
         _, holds = usable_rows.holding(rows, self.data, "train", file.name, None)
         some = rows if holds.all() else rows.select(np.flatnonzero(holds))
         if len(some):
@@ -185,7 +187,6 @@ def _dataset(rows: Rows, column_paths: list[str], file: Path, lenient: bool, wit
     """The columns of a chunk that are read, or that the paths among `column_paths` lead into. `lenient`: one that is
     not there has nothing in every row. Errors: `RunError`."""
     import datasets
-    from datasets.arrow_writer import OptimizedTypedSequence
 
     names = rows.column_names if isinstance(rows, pa.Table) else list(rows)
     roots: list[str] = []
@@ -202,41 +203,25 @@ def _dataset(rows: Rows, column_paths: list[str], file: Path, lenient: bool, wit
     try:
         if isinstance(rows, pa.Table):
             kinds = datasets.Features.from_arrow_schema(rows.schema)
-            some = rows.select(roots).replace_schema_metadata(None)
+            chunk = datasets.Dataset(
+                datasets.table.InMemoryTable(rows.select(roots).replace_schema_metadata(None)),
+                info=datasets.DatasetInfo(features=datasets.Features({root: kinds[root] for root in roots})),
+                fingerprint=column_types.IN_MEMORY,
+            )
         else:
-            typed = {root: OptimizedTypedSequence(rows[root], col=root) for root in roots}
-            some = pa.table({root: pa.array(values) for root, values in typed.items()})
-            kinds = datasets.Features({root: values.get_inferred_type() for root, values in typed.items()})
-        chunk = datasets.Dataset(
-            datasets.table.InMemoryTable(some),
-            info=datasets.DatasetInfo(features=datasets.Features({root: kinds[root] for root in roots})),
-            fingerprint="a-chunk",  # kept nowhere: `datasets` would pickle all rows, and hash that, to make one
-        )
+            chunk = column_types.dataset_of({root: rows[root] for root in roots})
     except (pa.ArrowException, TypeError, OverflowError, ValueError) as error:
-        reason = _unlike(rows, roots) or " ".join(str(error).split())
         raise RunError(
-            "LS2272", f"data.train: columns of {file.name} mix values of different types: {reason}"
+            "LS2272", f"data.train: columns of {file.name} cannot be read: {' '.join(str(error).split())}"
         ) from None
+    except RunError as error:
+        raise RunError(error.code, f"data.train: {file.name}: {error.message}") from None
     for path in lacking:
         chunk = chunk.add_column(path, [None] * len(chunk))
     return chunk
 
 
-def _unlike(rows: Rows, roots: list[str]) -> str:
-    """The first value that is not of the kind of those before it, for a person; nothing where kinds are told by the
-    file."""
-    for root in roots if isinstance(rows, dict) else []:
-        kinds: dict[type, Any] = {}
-        for row, value in enumerate(rows[root]):
-            if value is not None:
-                kinds.setdefault(type(value), value)
-            if len(kinds) > 1:
-                before, now = (repr(each)[:40] for each in kinds.values())
-                return f"{root!r} holds {before}, and in row {row:,} {now}"
-    return ""
-
-
-VERSION = 2  # of what an index holds
+VERSION = 3  # of what an index holds
 ENDING = ".stream"  # of an index in the cache
 CHUNKS, ABOUT = "chunks.arrow", "about.json"
 _KINDS = {"row": "int64", "rows": "int32", "at": "int64", "size": "int64", "examples": "int32", "tokens": "int64"}
@@ -299,6 +284,13 @@ class Stream:
                 for rows in each.of(file):
                     yield from batches(rows)
 
+    def walk(self) -> Iterator[tuple[StreamingSource, Path, Chunk, Dataset]]:
+        """The rows that are used of each chunk, in order, and where it is. Errors: `RunError`."""
+        for each in self.parts:
+            for file in each.files:
+                for chunk, rows in each.opened(file).walk():
+                    yield each, file, chunk, each.usable(rows, file).rows
+
     def tokenizer(self, run: Run, batches: Callable[[Dataset], Iterator[list[str]]], generative: bool = False) -> Path:
         """Prepare the tokenizer of the run. `batches`: the texts of some rows. Errors: `RunError`."""
         content = "" if run.tokenizer.train is None else self.content
@@ -329,7 +321,11 @@ class Stream:
         choices: list[Any] = []
         for each in self.parts:
             rename = None if each.entry is None else each.entry.rename
-            choices += [len(each.files), each.data.model_dump(include={"filter", "drop_missing"}, mode="json"), rename]
+            choices += [
+                len(each.files),
+                each.data.model_dump(include={"filter", "drop_missing", "types"}, mode="json"),
+                rename,
+            ]
         held_out = self.held_out.content if self.held_out and self.held_out.drop else None
         return [dict(self.columns), self.plain, held_out, *choices]
 

@@ -8,7 +8,7 @@ Columns are scanned in parts: no column is ever a list.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,31 @@ def distinct(dataset: Dataset, column: str) -> set[Any]:
         for _, values in lists(dataset, column):
             values_seen.update(values)
     return values_seen
+
+
+def replaced(dataset: Dataset, column: str, convert: Callable[[list[Any]], list[Any]], dtype: str) -> Dataset:
+    """The rows with what `convert` makes of a column, some values at a time, in its place."""
+    import datasets
+
+    only = dataset.select_columns([column]).map(
+        lambda rows: {column: convert(rows[column])},
+        batched=True,
+        batch_size=ROWS,
+        features=datasets.Features({column: datasets.Value(dtype)}),
+        load_from_cache_file=False,
+    )
+    return with_column(dataset, column, only)
+
+
+def with_column(dataset: Dataset, column: str, only: Dataset) -> Dataset:
+    """The rows with a column of another data set in place of their own."""
+    import datasets
+
+    others = [name for name in dataset.column_names if name != column]
+    if not others:
+        return only
+    both = datasets.concatenate_datasets([dataset.select_columns(others), only], axis=1)
+    return both.select_columns(dataset.column_names)
 
 
 def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -> Dataset:

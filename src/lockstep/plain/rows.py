@@ -184,7 +184,38 @@ def read(data: dict, task: dict) -> Splits:
         names = {s: next((w for w in [named.get(s), *words] if w in hub), None) for s, words in USUAL.items()}
         return {split: list(hub[name]) for split, name in names.items() if name}
     files |= {split: _files(value, root) for split, value in named.items()}
-    return {s: [row for file in some for row in _rows(file, data, task)] for s, some in files.items() if some}
+    read = {s: [(file, row) for file in some for row in _rows(file, data, task)] for s, some in files.items() if some}
+    _number_labels([pair for pairs in read.values() for pair in pairs], data, task)
+    return {split: [_declared(row, data["types"] or {}) for _, row in pairs] for split, pairs in read.items()}
+
+
+def _number_labels(pairs: list[tuple[Path, Row]], data: dict, task: dict) -> None:
+    """Labels of tables and lines, which are texts, become whole numbers where each number is written in one way."""
+    names = columns(task)[1]
+    several = task.get("multi_label") or not task["name"].endswith("classification") or "tags" in task
+    if several or names[0] in (data["types"] or {}):
+        return
+    label = names[0]
+    loose = [row for file, row in pairs if file.suffix in (".csv", ".tsv", ".txt") and isinstance(row.get(label), str)]
+    texts = {row[label].strip() for row in loose} - {""}
+    held = [row.get(label) for file, row in pairs if file.suffix not in (".csv", ".tsv", ".txt")]
+    wholes = {text.removesuffix(".0") for text in texts} if all(text.endswith(".0") for text in texts) else texts
+    ways = {text for text in wholes if text.lstrip("-").isdecimal() and str(int(text)) == text}
+    if ways == wholes and not any(isinstance(value, str) for value in held):
+        for row in loose:
+            row[label] = int(row[label].strip().removesuffix(".0")) if row[label].strip() else None
+
+
+def _declared(row: Row, types: dict[str, str]) -> Row:
+    """A row whose columns are what `data.types` says."""
+    make = {"text": lambda v: v if isinstance(v, str) else json.dumps(v), "integer": lambda v: int(float(v))}
+
+    def of(value: Any, kind: str) -> Any:
+        if value is None or (kind != "text" and isinstance(value, str) and not value.strip()):
+            return None
+        return [of(each, kind) for each in value] if isinstance(value, list) else make.get(kind, float)(value)
+
+    return row | {name: of(row[name], kind) for name, kind in types.items() if name in row}
 
 
 def _classes(root: Path, task: dict, encoding: str) -> Splits:
@@ -218,7 +249,9 @@ def _rows(file: Path, data: dict, task: dict) -> list[Row]:
     if file.suffix in (".csv", ".tsv"):
         mark = {None: "\t" if file.suffix == ".tsv" else ",", "tab": "\t"}.get(data["separator"], data["separator"])
         how = csv.ReadOptions(column_names=data["columns"], encoding=data["encoding"])
-        texts = csv.ConvertOptions(column_types=dict.fromkeys(columns(task)[0], "string"))
+        read, labels = columns(task)
+        as_text = [*read, *(data["types"] or {}), *([] if _of_numbers(task) else labels)]
+        texts = csv.ConvertOptions(column_types=dict.fromkeys(as_text, "string"))
         return csv.read_csv(file, how, csv.ParseOptions(delimiter=mark, newlines_in_values=True), texts).to_pylist()
     text = file.read_text(encoding=data["encoding"]).removeprefix("\ufeff")
     lines = [line for line in text.split("\n") if line.strip()]
@@ -227,5 +260,10 @@ def _rows(file: Path, data: dict, task: dict) -> list[Row]:
     if task["name"].endswith("language_modeling"):
         return [{"text": each} for each in (lines if task["document"] == "line" else [text]) if each.strip()]
     pairs = [line.rpartition(";") for line in lines]
-    whole = all(label.strip().lstrip("-").isdigit() for _, _, label in pairs)
-    return [{"text": t, "label": int(label) if whole else label.strip()} for t, _, label in pairs]
+    numbers = _of_numbers(task)
+    return [{"text": t, "label": float(label) if numbers else label.strip()} for t, _, label in pairs]
+
+
+def _of_numbers(task: dict) -> bool:
+    """Whether the columns beside the texts hold numbers, or marks of 0 and 1."""
+    return bool(task.get("regression") or task.get("multi_label") or "score" in task)

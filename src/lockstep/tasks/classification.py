@@ -16,17 +16,18 @@ import numpy as np
 import pyarrow as pa
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import labels, source, splitting, stream, tokenizer, usable_rows
+from lockstep.data import labels, row_files, source, splitting, stream, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import MicroBatch
 from lockstep.data.builtin import best_accuracy
+from lockstep.data.column_types import Kind
 from lockstep.data.stream import Stream
 from lockstep.data.token_checks import Limit
 from lockstep.tasks.abilities import Streams
 from lockstep.tasks.label_task import LabelTask
 from lockstep.tasks.models import head_labels, heads
 from lockstep.tasks.objectives.objective import ClassificationOptions, LabelCodes, Objective
-from lockstep.tasks.objectives.objectives import OneLabel, RegressionObjective, SeveralLabels, whole_numbers
+from lockstep.tasks.objectives.objectives import OneLabel, RegressionObjective, SeveralLabels
 from lockstep.tasks.text_task import Arrays, Encoder, TextData, TextTask
 
 if TYPE_CHECKING:
@@ -75,6 +76,12 @@ class Classification(TextTask, Streams, LabelTask):
         return options.columns | options.labels
 
     @classmethod
+    def read_as(cls, options: ClassificationOptions) -> dict[str, Kind]:
+        labels_as: dict[type[Objective], Kind] = {OneLabel: "label", RegressionObjective: "number"}
+        kind = labels_as.get(objective_of(options))
+        return super().read_as(options) | ({} if kind is None else dict.fromkeys(options.labels.values(), kind))
+
+    @classmethod
     def compared(cls, options: ClassificationOptions) -> tuple[list[str], list[str]]:
         return list(options.columns.values()), list(options.labels.values())
 
@@ -82,14 +89,11 @@ class Classification(TextTask, Streams, LabelTask):
     def usable_splits(cls, read: source.Source, run: Run, options: ClassificationOptions) -> dict[str, Dataset]:
         """A test split whose labels are hidden, as benchmarks have them, is none."""
         splits = dict(read.splits)
-        learned, test = options.labels.values(), splits.get("test")
-        if run.data.test is None and test is not None and all(labels.hidden(test, column) for column in learned):
+        learned, train = options.labels.values(), splits.get("train")
+        given = run.data.test is not None or "test" not in splits
+        if not given and all(labels.hidden(splits["test"], column, train) for column in learned):
             del splits["test"]
-        for split, rows in splits.items():
-            usable = cls.usable(rows, options, split, read.name, run.data.drop_missing)
-            whole = len(usable) == len(rows) or options.multi_label or options.regression
-            splits[split] = usable if whole else whole_numbers(usable, options.labels["task.label"])
-        return splits
+        return {s: cls.usable(rows, options, s, read.name, run.data.drop_missing) for s, rows in splits.items()}
 
     @classmethod
     def usable(cls, rows: Dataset, options: ClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
@@ -290,10 +294,22 @@ def _of(rows: Stream, run: Run, options: ClassificationOptions, others: dict[str
     """The labels of a stream and of the other splits. Errors: `RunError`."""
     column = options.labels["task.label"]
     counts = rows.gather(partial(labels.count_labels, column=column), "labels", "looking for the labels of the shards")
-    train, examples = labels.merge_counts(counts, column)
-    codes = labels.codes_of({"train": train} | others, column, options.label_names, rows.files[0].name)
-    ordered, notes = _as_the_model(run, options, codes)
-    return Learned(ordered, notes, [examples[value] for value in ordered.values])
+    train, examples = labels.merge_counts(counts, column, partial(_first_of, rows=rows, column=column))
+    splits, notes = {"train": train} | others, list[str]()
+    if row_files.are_texts(rows.files) and column not in (run.data.types or ()):
+        splits, notes = labels.numbered(splits, column)
+    codes = labels.codes_of(splits, column, options.label_names, rows.files[0].name)
+    ordered, more = _as_the_model(run, options, codes)
+    texts = {str(value): count for value, count in examples.items()}
+    return Learned(ordered, notes + more, [examples.get(v, texts.get(str(v), 0)) for v in ordered.values])
+
+
+def _first_of(kind: type, rows: Stream, column: str) -> str:
+    """Where a stream has the first label of a type, for a person."""
+    for part, file, chunk, used in rows.walk():
+        if any(type(label) is kind for label in used[column]):
+            return f"in rows {chunk.row:,} to {chunk.row + chunk.rows - 1:,} of {part.display_name(file)}"
+    return "somewhere"
 
 
 def _instead_of_none(tok: Any) -> int:

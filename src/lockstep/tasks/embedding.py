@@ -20,6 +20,7 @@ from lockstep.config.sections import Section
 from lockstep.data import splitting, text_pairs
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.batch import MicroBatch, Sums
+from lockstep.data.column_types import Kind
 from lockstep.data.order import by_chance
 from lockstep.tasks.abilities import GivesPredictions, Predicts
 from lockstep.tasks.models import heads, pooling, retrieval
@@ -136,6 +137,10 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     @classmethod
     def columns(cls, options: EmbeddingOptions) -> dict[str, str]:
         return options.columns | ({} if options.score is None else {"task.score": options.score})
+
+    @classmethod
+    def read_as(cls, options: EmbeddingOptions) -> dict[str, Kind]:
+        return super().read_as(options) | ({} if options.score is None else {options.score: "number"})
 
     @classmethod
     def usable(cls, rows: Dataset, options: EmbeddingOptions, split: str, name: str, drop: bool) -> Dataset:

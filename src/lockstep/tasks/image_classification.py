@@ -101,16 +101,19 @@ class ImageClassification(LabelTask):
                 "LS3030", "task.name: image_classification needs Pillow: pip install 'lockstep-train[images]'"
             )
         options = cls.options_of(run)
-        data = source.load(run.data, run.seed, columns={"task.image": options.image} | options.labels)
+        columns = {"task.image": options.image} | options.labels
+        data = source.load(run.data, run.seed, columns=columns, kinds={options.label: "label"})
         splits = {}
         for split, rows in data.splits.items():
-            if split == "test" and run.data.test is None and labels.hidden(rows, options.label):
+            if split == "test" and run.data.test is None and labels.hidden(rows, options.label, data.splits["train"]):
                 continue  # benchmarks hide the labels of their test split
             splits[split] = _whole(rows, options, split, data.name, run.data.drop_missing)
         codes = labels.codes_of(splits, options.label, options.label_names, data.name)
         ordered = head_labels.in_model_order(run, cls.head, codes.names, codes.values)
         codes = codes.reordered(ordered.names, ordered.values)
-        notes = ordered.notes + head_labels.problem_notes(run, cls.head, OneLabel.problem, len(codes.names))
+        notes = (
+            data.notes + ordered.notes + head_labels.problem_notes(run, cls.head, OneLabel.problem, len(codes.names))
+        )
 
         def cut(train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
             return OneLabel.cut(codes, train, share, seed, key)

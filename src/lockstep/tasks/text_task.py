@@ -17,6 +17,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data import lm_documents, source, splitting, stream, token_checks, tokenizer, usable_rows
 from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
+from lockstep.data.column_types import Kind
 from lockstep.data.stream import Stream
 from lockstep.data.usable_rows import TokenCounts
 from lockstep.tasks.task import Task
@@ -66,6 +67,12 @@ class TextTask(Task):
     def columns(cls, options: Any) -> dict[str, str]:
         """Key of the run file -> the column that it names: all that are read."""
         return dict(options.columns)
+
+    @classmethod
+    def read_as(cls, options: Any) -> dict[str, Kind]:
+        """What is read of tables and lines, in which all is text: column -> a text or a label as it stands there, or a
+        number."""
+        return dict.fromkeys(options.columns.values(), "text")
 
     @classmethod
     def target_columns(cls, options: Any) -> list[str]:
@@ -273,7 +280,9 @@ class TextTask(Task):
         (texts, labels), targets = cls.compared(options), cls.target_columns(options)
         counts = TokenCounts.of(run, targets)
         source.check_document(run.data, cls.document(options))
-        read = source.load(run.data, run.seed, cls.document(options), cls.columns(options), counts)
+        read = source.load(
+            run.data, run.seed, cls.document(options), cls.columns(options), counts, cls.read_as(options)
+        )
         splits = cls.usable_splits(read, run, options)
         rows = cls.stream(run).with_files(splits, texts) if run.data.stream else None
         data = TextData(run, options, read.name, splits, rows)
@@ -297,7 +306,8 @@ class TextTask(Task):
             if of_sources:
                 left_out["sources"]["rows"][split] = of_sources
         facts = {"source": read.name} | cls.facts(data, files)
-        facts |= {"notes": [*facts.get("notes", []), *notes]} if notes else {}
+        notes = [*read.notes, *facts.get("notes", []), *notes]
+        facts |= {"notes": notes} if notes else {}
         if rows is not None:
             make, bounds = cls.bounded(run, read_by, cls.example_maker(run, str(folder), facts))
             key = digest(*cls.cache_name, VERSION, folder.name, *cls.key_parts(data, tok, None), *bounds)

@@ -24,6 +24,7 @@ from lockstep.config.sections import Section
 from lockstep.data import labels, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
+from lockstep.data.column_types import Kind
 from lockstep.tasks.models import head_labels, heads
 from lockstep.tasks.models.head_labels import HeadLabels
 from lockstep.tasks.own_metrics import listed
@@ -133,6 +134,10 @@ class TokenClassification(PerToken):
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
+    def read_as(cls, options: TokenClassificationOptions) -> dict[str, Kind]:
+        return {}  # they are lists
+
+    @classmethod
     def usable(cls, rows: Dataset, options: TokenClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
         """Columns `words` and `tags`, both lists of texts, of the rows that have a word, and a tag for every word."""
         import datasets
@@ -141,6 +146,7 @@ class TokenClassification(PerToken):
         usable_rows.check_columns(rows, columns, split, name)
         names = getattr(getattr(rows.features[options.tags], "feature", None), "names", None)
         faults = []  # whether there is a word at all; which rows lack words, and which tags
+        kinds: dict[type, str] = {}  # of tags: the first row that has one
         for first, part in usable_rows.lists(rows, options.words, options.tags):
             for row, (row_words, marked) in enumerate(part, first):
                 if None not in (row_words, marked) and not (
@@ -151,9 +157,19 @@ class TokenClassification(PerToken):
                         f"task.tags: row {row} of the {split} split of {name} must hold as many tags as words, both as "
                         f"lists, but holds {str(row_words)[:60]} and {str(marked)[:60]}",
                     )
+                for kind in set(map(type, marked or ())) - kinds.keys() - {type(None)}:
+                    first_one = next(tag for tag in marked if type(tag) is kind)
+                    kinds[kind] = f"row {row} holds {repr(first_one)[:40]}"
             wordless = [not row_words or any(_nothing(word) for word in row_words) for row_words, _ in part]
             tagless = [marked is None or any(_nothing(tag, names) for tag in marked) for _, marked in part]
             faults.append((any(row_words for row_words, _ in part), np.array(wordless), np.array(tagless)))
+        if len(kinds) > 1:
+            raise RunError(
+                "LS3400",
+                f"task.tags: column {options.tags!r} of the {split} split of {name} mixes tags of several kinds: "
+                f"{', '.join(kinds.values())}; write all of them as strings, or set "
+                f"data.types={{{options.tags}: text}}",
+            )
         if not any(some for some, *_ in faults):
             raise RunError("LS3364", f"task.words: the {split} split of {name} holds no words")
         columns_lacking = ((options.words, [w for _, w, _ in faults]), (options.tags, [t for *_, t in faults]))

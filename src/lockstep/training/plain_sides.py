@@ -183,6 +183,10 @@ def check_tokenizer(run: Run, task: Task, job: Plain, examples: list[dict[str, A
 
 def rows_of(task: Task, raw_rows: RawRows) -> list[dict[str, Any]]:
     """The kept rows as the plain path reads them."""
+    if task.run.task.name == "classification" and isinstance((labels_of(task) or [""])[0], int):
+        column = task.options.label  # of which a stream of lines has the numbers as texts
+        texts = [column] if isinstance(column, str) and isinstance(raw_rows.rows[0].get(column), str) else []
+        return [row | {name: int(row[name]) for name in texts} for row in raw_rows.rows]
     if task.run.task.name != "question_answering":
         return raw_rows.rows
     spans = [(row[TEXTS], row[START]) for row in raw_rows.rows]

@@ -6,14 +6,13 @@ lists of them. Out: what `objective.py` says.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lockstep.config.run import RunError
-from lockstep.data import labels, usable_rows
+from lockstep.data import labels
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import Sums
 from lockstep.tasks.objectives import objective
@@ -239,18 +238,6 @@ class OneLabel(Objective):
 
     def format_target(self, targets: Tensor) -> str:
         return self.names[int(targets)]
-
-
-def whole_numbers(dataset: Dataset, column: str) -> Dataset:
-    """Turn labels that are texts of whole numbers into integers: as they would have been, had none been
-    missing."""
-    import datasets
-
-    if isinstance(dataset[0][column], str) and all(
-        re.fullmatch("-?[0-9]+", label) for label in usable_rows.distinct(dataset, column)
-    ):
-        return dataset.cast_column(column, datasets.Value("int64"))
-    return dataset
 
 
 def _reliability(probabilities: np.ndarray, true: np.ndarray) -> objective.Reliability:

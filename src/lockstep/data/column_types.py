@@ -1,0 +1,332 @@
+"""Types of columns: what all values of a column have in common, and what the run file says they are (`data.types`).
+
+In: values as a file has them. Out: columns of a type that holds every value as it stands; where no type does, because
+texts stand beside numbers, a column of JSON, in which a text stays a text. Whole numbers of tables and lines, whose
+cells are all texts, become numbers where they are written in one way only: of '01' and '1' nobody can know.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow as pa
+
+from lockstep.config.run import RunError
+from lockstep.data import usable_rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+Kind = Literal["text", "label", "number"]  # what a task reads a column as
+IN_MEMORY = "in-memory"  # a fingerprint of what is kept nowhere: `datasets` would pickle all rows to make one
+_EXACT = 2**53  # up to which every whole number is a float64
+_LARGEST = 2**63
+_DIGITS = "0|-?[1-9][0-9]{0,17}"  # a whole number that is written in one way only
+_WHOLE = re.compile(_DIGITS)
+_POINTED = re.compile(rf"({_DIGITS})\.0")  # as tables write them where some are missing
+_NUMBER = re.compile(r"[+-]?[0-9]+(\.0*)?")
+
+
+# -- of values -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shape:
+    """What is common to the values that it was shown."""
+
+    kinds: set[type] = field(default_factory=set)  # of Python: str, int, float, bool, dict, list and others
+    widest: int = 0  # the largest of the whole numbers, by amount
+    keys: frozenset[str] | None = None  # of the first mapping
+    ragged: bool = False  # whether mappings have other keys than the first, or none
+    fields: dict[str, Shape] = field(default_factory=dict)
+    items: Shape | None = None  # of lists
+
+    def look(self, values: Iterable[Any]) -> None:
+        """Take more values into account."""
+        values = [value for value in values if value is not None]
+        kinds = set(map(type, values))
+        self.kinds |= kinds
+        if int in kinds:
+            self.widest = max(self.widest, max(abs(value) for value in values if type(value) is int))
+        if list in kinds:
+            self.items = self.items or Shape()
+            self.items.look(item for value in values if type(value) is list for item in value)
+        if dict not in kinds:
+            return
+        columns: dict[str, list[Any]] = {}
+        for value in values if kinds == {dict} else [value for value in values if type(value) is dict]:
+            self.keys = frozenset(value) if self.keys is None else self.keys
+            self.ragged = self.ragged or not value or value.keys() != self.keys
+            for name, inner in value.items():
+                columns.setdefault(name, []).append(inner)
+        for name, inner in columns.items():
+            self.fields.setdefault(name, Shape()).look(inner)
+
+    @property
+    def feature(self) -> Any:
+        """The type, as `datasets` has it: `Json` where there is none that holds all values as they are. Mappings have
+        the same keys, or are JSON: a key that is not there is not null."""
+        import datasets
+
+        names = {bool: "bool", int: "int64", float: "float64", str: "string", bytes: "binary"}
+        if not self.kinds:
+            return datasets.Value("null")
+        if self.kinds == {list} and self.items is not None:
+            return datasets.List(self.items.feature)
+        if self.kinds == {dict} and not self.ragged:
+            return {name: inner.feature for name, inner in self.fields.items()}
+        if self.kinds == {int, float} and self.widest <= _EXACT:
+            return datasets.Value("float64")
+        if len(self.kinds) == 1 and (kind := next(iter(self.kinds))) in names and self.widest < _LARGEST:
+            return datasets.Value(names[kind])
+        return datasets.Json()
+
+
+def table_of(columns: Mapping[str, list[Any]], features: Features) -> pa.Table:
+    """Values as a table of these types. Errors: `RunError` for what Arrow cannot hold, such as half a character."""
+    from datasets.table import table_cast
+
+    arrays = {}
+    for name, values in columns.items():
+        json_inside = _has_json(features[name])
+        try:
+            written = [_written(value, features[name]) for value in values] if json_inside else values
+            arrays[name] = pa.array(written, _stored(features[name]))
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise RunError(
+                "LS2400", f"column {name!r} holds a value that cannot be read: {' '.join(str(error).split())}"
+            ) from None
+    return table_cast(pa.table(arrays), features.arrow_schema)
+
+
+def dataset_of(columns: Mapping[str, list[Any]]) -> Dataset:
+    """Rows in memory, with every value as it is. Errors: as those of `table_of`."""
+    import datasets
+
+    shapes = {name: Shape() for name in columns}
+    for name, values in columns.items():
+        shapes[name].look(values)
+    features = datasets.Features({name: shape.feature for name, shape in shapes.items()})
+    return _in_memory(columns, features)
+
+
+def _in_memory(columns: Mapping[str, list[Any]], features: Features) -> Dataset:
+    import datasets
+
+    table = datasets.table.InMemoryTable(table_of(columns, features))
+    return datasets.Dataset(table, info=datasets.DatasetInfo(features=features), fingerprint=IN_MEMORY)
+
+
+def is_text(rows: Dataset, column: str) -> bool:
+    """Whether a column is there and holds texts."""
+    return getattr(rows.features.get(column), "dtype", None) in ("string", "large_string")
+
+
+def is_json(feature: Any) -> bool:
+    """Whether values of several kinds stand in a column."""
+    return type(feature).__name__ == "Json"
+
+
+def _has_json(feature: Any) -> bool:
+    if isinstance(feature, Mapping):
+        return any(map(_has_json, feature.values()))
+    return is_json(feature) or ((inner := getattr(feature, "feature", None)) is not None and _has_json(inner))
+
+
+def _written(value: Any, feature: Any) -> Any:
+    """A value with what is JSON in it as a text: texts, too, so that "01" is not read as a number."""
+    if value is None:
+        return None
+    if is_json(feature):
+        if isinstance(value, int) and abs(value) >= _LARGEST:
+            raise ValueError(f"the whole number {str(value)[:40]} has more than 64 bits; write it as a text")
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(feature, Mapping):
+        return {name: _written(value[name], inner) for name, inner in feature.items()}
+    inner = getattr(feature, "feature", None)
+    return value if inner is None else [_written(item, inner) for item in value]
+
+
+def _stored(feature: Any) -> pa.DataType:
+    """The type in Arrow, with JSON as texts."""
+    if isinstance(feature, Mapping):
+        return pa.struct({name: _stored(inner) for name, inner in feature.items()})
+    if is_json(feature):
+        return pa.string()
+    inner = getattr(feature, "feature", None)
+    return feature() if inner is None else pa.list_(_stored(inner))
+
+
+# -- of several files ------------------------------------------------------------------------------------------------
+
+
+def common(features: Sequence[Any]) -> Any:
+    """The type that stands for all of these without a loss, or None."""
+    import datasets
+
+    typed = [feature for feature in features if getattr(feature, "dtype", None) != "null"]
+    if not typed or all(feature == typed[0] for feature in typed):
+        return typed[0] if typed else features[0]
+    if all(isinstance(feature, Mapping) for feature in typed):
+        names = dict.fromkeys(name for feature in typed for name in feature)
+        inner = {name: common([feature[name] for feature in typed if name in feature]) for name in names}
+        return None if None in inner.values() else inner
+    lists = ("List", "LargeList")
+    if all(type(feature).__name__ in lists and getattr(feature, "length", -1) == -1 for feature in typed):
+        item = common([feature.feature for feature in typed])
+        return None if item is None else datasets.List(item)
+    if any(getattr(feature, "names", None) for feature in typed):
+        return None
+    dtypes = {str(getattr(feature, "dtype", feature)) for feature in typed}
+    for alike, to in ((("string", "large_string"), "large_string"), (("int8", "int16", "int32", "int64"), "int64")):
+        if dtypes <= set(alike):
+            return next((feature for feature in typed if getattr(feature, "dtype", "") == to), datasets.Value(to))
+    return None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which columns are read, and as what."""
+
+    paths: Sequence[str] | None = None  # columns, or paths into them; None: it is not known, so all are kept
+    kinds: Mapping[str, Kind] = field(default_factory=dict)  # what the task reads them as
+    also: Sequence[str] = ()  # columns that are used where they are there
+    within: Sequence[str] = ()  # columns that others may be in which are not there
+
+    @property
+    def maybe_numbers(self) -> dict[str, Kind]:
+        """What of tables and lines may be numbers: where it is not known what is read, the label of text;label."""
+        kinds: Mapping[str, Kind] = {"label": "label"} if self.paths is None else self.kinds
+        return {column: kind for column, kind in kinds.items() if kind != "text"}
+
+    def may_be(self, name: str) -> bool:
+        """Whether a column may be read, whatever others there are."""
+        roots = (path for path in self.paths or () if f"{path}.".startswith(f"{name}."))
+        return self.paths is None or name in (*self.also, *self.within) or next(roots, None) is not None
+
+    def of(self, names: Sequence[str]) -> list[str]:
+        """Those of some columns that are read, by the longest name that a path begins with: all, where it is not known,
+        or one that is read is not among them."""
+        read = set(self.also)
+        for path in self.paths or ():
+            parts = path.split(".")
+            prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+            root = next((name for name in (*prefixes, *self.within) if name in names), None)
+            if root is None:
+                return list(names)
+            read.add(root)
+        return [name for name in names if self.paths is None or name in read]
+
+
+ALL = Wanted()
+
+
+# -- numbers that are texts ------------------------------------------------------------------------------------------
+
+
+def whole_numbers(texts: Collection[str], strict: bool = False) -> bool:
+    """Whether texts are whole numbers that are written in one way only, so that as many numbers stand for them: 0, 1
+    and 10, or all with a point and a zero; not 01, +1 or 1 beside 1.0. `strict`: without white space, and no point."""
+    there = set(texts) if strict else {text.strip() for text in texts}
+    forms = (_WHOLE,) if strict else (_WHOLE, _POINTED)
+    return bool(there) and any(all(map(form.fullmatch, there)) for form in forms)
+
+
+def number_of(text: str) -> int:
+    """The number that one of `whole_numbers` is."""
+    return int(text.strip().removesuffix(".0"))
+
+
+def label_note(column: str, texts: Collection[str]) -> list[str]:
+    """What is said of labels that are all whole numbers, but not written as these are."""
+    odd = [text for text in sorted(texts) if not _WHOLE.fullmatch(text.strip())]
+    if not odd or not all(_NUMBER.fullmatch(text.strip()) for text in texts) or whole_numbers(texts):
+        return []
+    number = int(odd[0].strip().partition(".")[0])
+    return [
+        f"column {column!r} holds whole numbers, not all written alike ({odd[0]!r}): the labels are the texts as they "
+        f"stand. With data.types={{{column}: integer}} they are numbers, and {odd[0]!r} is {number}"
+    ]
+
+
+# -- as the run file says --------------------------------------------------------------------------------------------
+
+
+def declared(rows: Dataset, types: Mapping[str, str] | None, split: str, name: str) -> Dataset:
+    """Rows whose columns are of the types that `data.types` gives them; those that are not there are passed over.
+    Errors: `RunError`, which names the row whose value is none of its type."""
+    import datasets
+
+    for column, kind in (types or {}).items():
+        if column not in rows.column_names:
+            continue
+        feature, dtypes = rows.features[column], {"text": ("string", "large_string"), "integer": ("int64",)}
+        names = getattr(feature, "names", None)
+        if names is None and getattr(feature, "dtype", None) in dtypes.get(kind, ("float64",)):
+            continue
+        converted: list[Any] = []
+        for first, part in usable_rows.lists(rows, column):
+            for row, value in enumerate(part, first):
+                value = names[value] if names and value is not None and value >= 0 else value
+                try:
+                    converted.append(_as(value, kind))
+                except ValueError:
+                    raise RunError(
+                        "LS2401",
+                        f"data.types: {column}: {kind}: row {row:,} of the {split} split of {name} holds "
+                        f"{repr(value)[:60]} there, of which no {kind} can be made; correct it, or give another type",
+                    ) from None
+        shape = Shape()
+        shape.look(converted)
+        plain = {"text": "string", "integer": "int64", "number": "float64"}
+        kinds = shape.feature if list in shape.kinds else datasets.Value(plain[kind])
+        only = _in_memory({column: converted}, datasets.Features({column: kinds}))
+        rows = usable_rows.with_column(rows, column, only)
+    return rows
+
+
+def check_names(types: Mapping[str, str] | None, names: Iterable[str], where: str) -> None:
+    """Errors: `RunError` for a column of `data.types` that is not there."""
+    there = list(names)
+    if absent := [column for column in types or {} if column not in there]:
+        raise RunError("LS2402", f"data.types: {where} has no column {absent[0]!r}; it has {', '.join(there)}")
+
+
+def _as(value: Any, kind: str) -> Any:
+    """A value, or the items of a list, as a text, an integer or a number. Errors: `ValueError`."""
+    if value is None:
+        return None
+    if isinstance(value, list):
+        return [_as(item, kind) for item in value]
+    if kind == "text":
+        if isinstance(value, str):
+            return value
+        if isinstance(value, bool | int | float):
+            return json.dumps(value)
+    elif isinstance(value, str) and not value.strip():
+        return None
+    elif isinstance(value, str | int | float) and not isinstance(value, bool):
+        if kind == "number" and "_" in str(value):  # which Python passes over
+            raise ValueError
+        return _integer(value) if kind == "integer" else _finite(float(value))
+    raise ValueError
+
+
+def _integer(value: str | int | float) -> int:
+    if isinstance(value, str) and not _NUMBER.fullmatch(value.strip()):
+        raise ValueError
+    number = int(value.strip().partition(".")[0]) if isinstance(value, str) else int(_finite(value))
+    if abs(number) >= _LARGEST or (isinstance(value, float) and number != value):
+        raise ValueError
+    return number
+
+
+def _finite(number: float) -> float:
+    if not math.isfinite(number):
+        raise ValueError
+    return number

@@ -1,0 +1,378 @@
+"""Labels and texts are what stands in the file: also where they look like numbers, or numbers stand beside them."""
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lockstep.config.plugins import find
+from lockstep.config.run import DataSection, Run
+from lockstep.data import column_types, source
+from lockstep.data.prepare import prepare
+from support.harness import tiny
+from support.messages import raises
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "dogs", "and", "birds", "sang", "in", "trees"]
+ODD = ["01", "1", "2"]  # 01 is not 1
+LIKE_JSON = ["01", "1", "007", "null", "NaN", "true"]  # texts that read as JSON
+TAGS = ["01", "1", "O", "null", "NaN", "2"]
+
+
+def sentence(number: int) -> str:
+    return " ".join(WORDS[(number * 7 + place * 3) % len(WORDS)] for place in range(6 + number % 4))
+
+
+def rows(labels: list[Any], count: int = 48) -> list[dict[str, Any]]:
+    return [{"text": sentence(i), "label": labels[i % len(labels)]} for i in range(count)]
+
+
+def lines(some: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in some)
+
+
+def table(some: list[dict[str, Any]]) -> str:
+    return "text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in some)
+
+
+def semicolons(some: list[dict[str, Any]]) -> str:
+    return "".join(f"{row['text']};{row['label']}\n" for row in some)
+
+
+def archive(path: Path, some: list[dict[str, Any]]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for number, row in enumerate(some):
+            for ending, text in (("txt", row["text"]), ("cls", f"{row['label']}\n")):
+                member = tarfile.TarInfo(f"{number:04d}.{ending}")
+                member.size = len(text)
+                tar.addfile(member, io.BytesIO(text.encode()))
+
+
+WRITE: dict[str, Callable[[list[dict[str, Any]]], str]] = {"jsonl": lines, "csv": table, "txt": semicolons}
+
+
+def save(path: Path, some: list[dict[str, Any]]) -> str:
+    if path.suffix == ".tar":
+        archive(path, [{"text": row["text"], "label": row["label"]} for row in some])
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(some), path)
+    else:
+        path.write_text(WRITE[path.suffix[1:]](some))
+    return str(path)
+
+
+def run_of(data: dict[str, Any], **task: Any) -> Run:
+    return tiny(data={"max_length": 32} | data, task={"name": "classification"} | task, model={"type": "bert", **SMALL})
+
+
+SMALL = {"config": {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}}
+
+
+def facts(data: dict[str, Any], **task: Any) -> dict[str, Any]:
+    run = run_of(data, **task)
+    return prepare(run, find("tasks", run.task.name)).facts
+
+
+# -- one label a text ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "txt", "parquet"])
+def test_a_label_is_the_text_that_stands_in_the_file(ending: str, tmp_path: Path) -> None:
+    seen = facts({"source": save(tmp_path / f"a.{ending}", rows(ODD))})
+    assert seen["labels"] == ODD
+    assert seen["of_label"] == [14, 14, 14]
+    told = any("'01'" in note and "data.types" in note for note in seen.get("notes", []))
+    assert told == (ending in ("csv", "txt"))  # where a number could have been meant
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "txt", "parquet", "tar"])
+def test_a_stream_has_the_labels_of_the_file(ending: str, tmp_path: Path) -> None:
+    train = save(tmp_path / f"a.{ending}", rows(ODD))
+    names = {"text": "txt", "label": "cls"} if ending == "tar" else {}
+    held_out = [{names.get(key, key): value for key, value in row.items()} for row in rows(ODD, 9)]
+    seen = facts({"train": train, "stream": True, "validation": save(tmp_path / "v.jsonl", held_out)}, **names)
+    assert seen["labels"] == ODD
+    assert seen["of_label"] == [16, 16, 16]
+
+
+@pytest.mark.parametrize("ending", ["csv", "txt"])
+def test_whole_numbers_of_tables_and_lines_are_numbers(ending: str, tmp_path: Path) -> None:
+    """Where each is written in one way only, whatever split it stands in: 10 comes behind 2, and names can be given."""
+    data = {"train": save(tmp_path / f"a.{ending}", rows(["0", "10", "2"]))}
+    data["validation"] = save(tmp_path / f"v.{ending}", rows(["0", "2"], 8))
+    assert facts(data)["label_values"] == [0, 2, 10]
+    assert facts(data, label_names=["a", "b", "c"])["labels"] == ["a", "b", "c"]
+    data["validation"] = save(tmp_path / "v.jsonl", rows([0, 2], 8))
+    assert facts(data)["label_values"] == [0, 2, 10]
+    data["train"] = save(tmp_path / f"b.{ending}", rows(["0", "00", "2"]))
+    data["validation"] = save(tmp_path / f"v.{ending}", rows(["0", "2"], 8))  # not numbers there alone
+    assert facts(data)["label_values"] == ["0", "00", "2"]
+
+
+@pytest.mark.parametrize("ending", ["txt", "tar"])
+@pytest.mark.parametrize("held_out", ["txt", "jsonl", "parquet"])
+def test_a_stream_has_whole_numbers_as_numbers(held_out: str, ending: str, tmp_path: Path) -> None:
+    train = save(tmp_path / f"a.{ending}", rows(["0", "10", "2"]))
+    some = rows(["0", "2"], 8) if held_out == "txt" else rows([0, 2], 8)
+    names = {"text": "txt", "label": "cls"} if ending == "tar" else {}
+    if names and held_out == "txt":
+        pytest.skip("lines have the columns text and label")
+    some = [{names.get(key, key): value for key, value in row.items()} for row in some]
+    data = {"train": train, "stream": True, "validation": save(tmp_path / f"v.{held_out}", some)}
+    assert facts(data, **names)["labels"] == ["0", "2", "10"]
+    assert facts(data, label_names=["a", "b", "c"], **names)["labels"] == ["a", "b", "c"]
+
+
+def test_points_and_truths_of_tables_are_kept_apart(tmp_path: Path) -> None:
+    def labels(some: list[str]) -> list[str]:
+        return list(facts({"source": save(tmp_path / "a.csv", rows(some))})["labels"])
+
+    assert labels(["0.0", "1.0", "2.0"]) == ["0", "1", "2"]  # as tables have whole numbers where some are missing
+    assert labels(["0", "1", "1.0"]) == ["0", "1", "1.0"]
+    assert labels(["+1", "1", "-1"]) == ["+1", "-1", "1"]
+    assert labels(["True", "true", "False"]) == ["False", "True", "true"]
+
+
+def test_a_column_of_texts_and_numbers_is_refused_with_the_row(tmp_path: Path) -> None:
+    some = rows(LIKE_JSON)
+    assert facts({"source": save(tmp_path / "a.jsonl", some)})["labels"] == sorted(LIKE_JSON)
+    some[5]["label"] = 7
+    data = {"source": save(tmp_path / "a.jsonl", some)}
+    with raises("LS2106", "row 0 holds '01'", "row 5 holds 7", "data.types={label: text}"):
+        facts(data)
+    assert facts(data | {"types": {"label": "text"}})["labels"] == sorted([*LIKE_JSON, "7"])
+    stream = {"train": data["source"], "stream": True, "validation": save(tmp_path / "v.jsonl", rows(LIKE_JSON, 12))}
+    with raises("LS2106", "row 0 holds '01'", "row 5 holds 7"):
+        facts(stream)
+    assert facts(stream | {"types": {"label": "text"}})["labels"] == sorted([*LIKE_JSON, "7"])
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_files_of_texts_and_of_numbers_are_refused_in_either_order(ending: str, tmp_path: Path) -> None:
+    """The reader of `datasets` gives every file the types of the first: "01" became 1."""
+    names = [save(tmp_path / f"a.{ending}", rows(ODD, 24)), save(tmp_path / f"b.{ending}", rows([1, 2], 24))]
+    for files in (names, names[::-1]):
+        with raises("LS2106" if ending == "jsonl" else "LS2197", "'label'"):
+            facts({"train": files})
+
+
+def test_a_text_among_numbers_is_named_as_it_stands(tmp_path: Path) -> None:
+    some = rows(["a", "b"])
+    some[3]["text"], some[4]["text"], some[5]["text"] = "12", "null", " NaN "
+    path = save(tmp_path / "a.jsonl", some)
+    assert facts({"source": path})["of_label"] == [22, 22]
+    some[7]["text"] = 5
+    with raises("LS2314", "row 7 holds 5"):
+        facts({"source": save(tmp_path / "a.jsonl", some)})
+    cells = "".join(f"{i:03d},{'ab'[i % 2]}\n" for i in range(48))
+    (tmp_path / "a.csv").write_text("text,label\n" + cells)
+    assert facts({"source": str(tmp_path / "a.csv")})["of_label"] == [22, 22]  # in a table all is text
+
+
+def test_numbers_to_predict_are_numbers_however_they_are_written(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"{sentence(i)},+{i % 5:02d}\n" for i in range(48)))
+    (tmp_path / "a.txt").write_text("".join(f"{sentence(i)};{i % 5 / 2}\n" for i in range(48)))
+    for name in ("a.csv", "a.txt"):
+        assert facts({"source": str(tmp_path / name)}, regression=True)["numbers"] == ["label"]
+
+
+def test_minus_one_is_a_label_where_train_has_it(tmp_path: Path) -> None:
+    for ending in ("jsonl", "csv"):
+        folder = tmp_path / ending
+        folder.mkdir()
+        save(folder / f"train.{ending}", rows(["-1", "0", "1"]))
+        save(folder / f"test.{ending}", rows(["-1"], 4))
+        run = run_of({"source": str(folder)})
+        assert "test" in prepare(run, find("tasks", "classification")).splits
+        save(folder / f"train.{ending}", rows(["0", "1"]))
+        assert "test" not in prepare(run, find("tasks", "classification")).splits
+
+
+# -- tags, words, answers, several labels ----------------------------------------------------------------------------
+
+
+def tagged(tags: list[Any]) -> list[dict[str, Any]]:
+    return [{"tokens": sentence(i).split()[:6], "tags": list(tags)} for i in range(48)]
+
+
+def test_tags_are_the_texts_of_the_file(tmp_path: Path) -> None:
+    some = tagged(TAGS)
+    data = {"source": save(tmp_path / "a.jsonl", some)}
+    assert facts(data, name="token_classification")["labels"] == sorted(TAGS)
+    some[3]["tags"][2] = 5
+    save(tmp_path / "a.jsonl", some)
+    with raises("LS3400", "row 0 holds '01'", "row 3 holds 5"):
+        facts(data, name="token_classification")
+    declared = facts(data | {"types": {"tags": "text"}}, name="token_classification")
+    assert declared["labels"] == sorted([*TAGS, "5"])
+    stream = {"train": data["source"], "validation": save(tmp_path / "v.jsonl", tagged(TAGS)), "stream": True}
+    with raises("LS3400", "row 0 holds '01'", "row 3 holds 5"):
+        facts(stream, name="token_classification")
+
+
+def test_words_are_the_texts_of_the_file(tmp_path: Path) -> None:
+    some = tagged(["O", "B-X", "O", "O", "O", "O"])
+    some[2]["tokens"][1], some[4]["tokens"][1], some[5]["tokens"][2] = 1999, "007", "null"
+    path = save(tmp_path / "a.jsonl", some)
+    options = find("tasks", "token_classification").Options()  # type: ignore[attr-defined]
+    read = source.load(DataSection(source=path), 0, columns=options.columns)
+    usable = find("tasks", "token_classification").usable(read.splits["train"], options, "train", "a", False)  # type: ignore[attr-defined]
+    assert [usable[row]["words"][place] for row, place in ((2, 1), (4, 1), (5, 2))] == ["1999", "007", "null"]
+
+
+def test_answers_and_lists_of_labels_are_named_with_the_row(tmp_path: Path) -> None:
+    answers = [{"text": ["1999"], "answer_start": [3]} for _ in range(48)]
+    some = [{"question": "when", "context": f"in 1999 cat {i}", "answers": each} for i, each in enumerate(answers)]
+    data = {"source": save(tmp_path / "a.jsonl", some)}
+    facts(data, name="question_answering", stride=4)
+    some[7]["answers"] = {"text": [1999], "answer_start": [3]}
+    save(tmp_path / "a.jsonl", some)
+    with raises("LS2160", "row 7", "[1999]"):
+        facts(data, name="question_answering", stride=4)
+    lists = [{"text": sentence(i), "label": [["01"], ["1", "a"], ["null"]][i % 3]} for i in range(48)]
+    data = {"source": save(tmp_path / "b.jsonl", lists)}
+    assert facts(data, multi_label=True)["labels"] == ["01", "1", "a", "null"]
+    lists[9]["label"] = [3]
+    save(tmp_path / "b.jsonl", lists)
+    with raises("LS2114", "row 9 holds [3]"):
+        facts(data, multi_label=True)
+
+
+# -- as the run file says --------------------------------------------------------------------------------------------
+
+
+def test_types_make_numbers_of_texts_and_texts_of_numbers(tmp_path: Path) -> None:
+    data = {"source": save(tmp_path / "a.csv", rows(ODD))}
+    assert facts(data | {"types": {"label": "integer"}})["label_values"] == [1, 2]
+    data = {"source": save(tmp_path / "b.csv", rows(["0", "10", "2"]))}
+    assert facts(data | {"types": {"label": "text"}})["label_values"] == ["0", "10", "2"]
+    data = {"source": save(tmp_path / "a.parquet", rows([3, 20]))}
+    assert facts(data | {"types": {"label": "text"}})["label_values"] == ["20", "3"]
+    data = {"sources": [{"source": save(tmp_path / "c.csv", rows(ODD)), "types": {"label": "integer"}}]}
+    assert facts(data)["label_values"] == [1, 2]
+
+
+def test_types_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    data = {"source": save(tmp_path / "a.csv", rows(["1", "x"]))}
+    with raises("LS2401", "label: integer: row 1", "'x'"):
+        facts(data | {"types": {"label": "integer"}})
+    with raises("LS2402", "'lable'", "text, label"):
+        facts(data | {"types": {"lable": "integer"}})
+    with raises("LS2401", "label: number: row 0", "'1_0'"):
+        facts({"source": save(tmp_path / "b.csv", rows(["1_0"])), "types": {"label": "number"}}, regression=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (["01", None, "null"], "string"),
+        ([1, None, 2**60], "int64"),
+        ([1.0, 2.5], "float64"),
+        ([True, False, None], "bool"),
+        (["01", 1, "null", "1", True, 0.1, None, ["1"], {"a": "1"}], "json"),
+        ([{"a": "1"}, {"a": 1}, {"a": "null"}, None], "json"),
+        ([[1, "1"], ["01"], [], None], "json"),
+        ([{"a": 1, "b": "x"}, {"a": 2}], "json"),
+        ([2**53 + 1, 0.5], "json"),
+    ],
+)
+def test_every_value_stays_as_it_is(values: list[Any], kind: str) -> None:
+    seen = column_types.dataset_of({"a": values})
+    assert kind in str(seen.features["a"]).lower()
+    assert seen.to_list() == [{"a": value} for value in values]
+    assert [type(row["a"]) for row in seen.to_list()] == [type(value) for value in values]
+
+
+def test_what_cannot_be_held_is_refused_with_its_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": "\\ud800", "label": "y"}\n')
+    with raises("LS2400", "a.jsonl, rows 0 to 1", "'text'"):
+        facts({"source": str(tmp_path / "a.jsonl")})
+    (tmp_path / "b.jsonl").write_text(f'{{"text": "a", "label": "x"}}\n{{"text": "b", "label": {10**30}}}\n')
+    with raises("LS2400", "b.jsonl, rows 0 to 1", "64 bits"):
+        facts({"source": str(tmp_path / "b.jsonl")})
+    (tmp_path / "c.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "x", "label": "y"}\n')
+    with raises("LS2226", "c.jsonl, line 2", "'label' stands twice"):
+        facts({"source": str(tmp_path / "c.jsonl")})
+
+
+def test_rows_of_json_may_stand_on_several_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("\n".join(json.dumps(row, indent=2) for row in rows(ODD, 6)))
+    assert source.load(DataSection(source=str(path)), 0).splits["train"].to_list() == rows(ODD, 6)
+    path.write_text(json.dumps(["01", "null"]))
+    assert source.load(DataSection(source=str(path)), 0).splits["train"]["text"][:] == ["01", "null"]
+    path.write_text('{"text": "a",\n "label": }')
+    with raises("LS2226", "line 1"):
+        source.load(DataSection(source=str(path)), 0)
+
+
+# -- files that differ -----------------------------------------------------------------------------------------------
+
+
+UNREAD: dict[str, tuple[Any, Any]] = {
+    "null throughout": (None, "s"),
+    "of another type": (5, "s"),
+    "of other keys": ({"a": 1}, {"b": [2]}),
+}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", [*UNREAD, "not there"])
+def test_a_column_that_nobody_reads_is_left_out_first(kind: str, ending: str, tmp_path: Path) -> None:
+    values = UNREAD.get(kind, (None, "s"))
+    files = []
+    for name, value in zip("ab", values, strict=True):
+        more = {} if kind == "not there" and name == "a" else {"more": value}
+        files.append(save(tmp_path / f"{name}.{ending}", [row | more for row in rows(["x", "y"], 24)]))
+    for some in (files, files[::-1]):
+        assert facts({"train": some})["of_label"] == [22, 22]
+
+
+def test_a_table_with_a_column_more_is_read_where_nobody_reads_it(tmp_path: Path) -> None:
+    first = save(tmp_path / "a.csv", rows(["x", "y"], 24))
+    (tmp_path / "b.csv").write_text("text,more,label\n" + "".join(f"{sentence(i)},{i},x\n" for i in range(24)))
+    for files in ([first, str(tmp_path / "b.csv")], [str(tmp_path / "b.csv"), first]):
+        assert facts({"train": files})["labels"] == ["x", "y"]
+
+
+def test_a_column_that_is_read_is_asked_for_in_every_file(tmp_path: Path) -> None:
+    first = save(tmp_path / "a.parquet", rows(["x", "y"], 24))
+    pq.write_table(pa.table({"text": [sentence(i) for i in range(24)]}), tmp_path / "b.parquet")
+    files = [first, str(tmp_path / "b.parquet")]
+    with raises("LS2211", "b.parquet", "'label'"):
+        facts({"train": files})
+    with raises("LS2212", "a.parquet", "'label'"):
+        facts({"train": files[::-1]})
+    for some in (files, files[::-1]):
+        assert facts({"train": some, "drop_missing": True})["left_out"] == {"train": 24}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_optional_keys_of_messages_are_read_in_either_order(ending: str, tmp_path: Path) -> None:
+    def talk(number: int, **more: Any) -> dict[str, Any]:
+        turns = [{"role": "user", "content": sentence(number)} | more, {"role": "assistant", "content": "null"}]
+        return {"messages": turns}
+
+    files = [
+        save(tmp_path / f"a.{ending}", [talk(i) for i in range(24)]),
+        save(tmp_path / f"b.{ending}", [talk(i, name="bob") for i in range(24)]),
+    ]
+    columns, seen = {"task.messages": "messages"}, []
+    for some in (files, files[::-1]):
+        read = source.load(DataSection(train=some), 0, columns=columns).splits["train"].to_list()  # type: ignore[arg-type]
+        turns = [turn for row in read for turn in row["messages"]]
+        seen.append(sorted(str({key: turn[key] for key in turn if turn[key] is not None}) for turn in turns))
+    assert seen[0] == seen[1]
+    assert sum("bob" in turn for turn in seen[0]) == 24
+    assert sum("'content': 'null'" in turn for turn in seen[0]) == 48
+
+
+def test_columns_that_are_not_there_are_named_beside_all_that_are(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.jsonl", [row | {"more": 1} for row in rows(["x", "y"])])
+    with raises("LS2312", "'tweet'", "text, label, more"):
+        facts({"source": path}, text="tweet")
