@@ -290,10 +290,10 @@ def test_every_value_stays_as_it_is(values: list[Any], kind: str) -> None:
 
 def test_what_cannot_be_held_is_refused_with_its_rows(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": "\\ud800", "label": "y"}\n')
-    with raises("LS2400", "a.jsonl, rows 0 to 1", "'text'"):
+    with raises("LS2409", "a.jsonl, rows 0 to 1", "'text'"):
         facts({"source": str(tmp_path / "a.jsonl")})
     (tmp_path / "b.jsonl").write_text(f'{{"text": "a", "label": "x"}}\n{{"text": "b", "label": {10**30}}}\n')
-    with raises("LS2400", "b.jsonl, rows 0 to 1", "64 bits"):
+    with raises("LS2409", "b.jsonl, rows 0 to 1", "64 bits"):
         facts({"source": str(tmp_path / "b.jsonl")})
     (tmp_path / "c.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "x", "label": "y"}\n')
     with raises("LS2226", "c.jsonl, line 2", "'label' stands twice"):

@@ -17,7 +17,7 @@ from lockstep.config import error_messages as messages
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import column_types, file_formats, row_files, row_reader
-from lockstep.data.column_types import ALL, Wanted
+from lockstep.data.column_types import ALL, ColumnUse
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -276,7 +276,7 @@ def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
 DOCUMENTS = ("columns", "records")  # layouts that `read_documents` reads
 
 
-def read_documents(files: list[Path], key: str, data: DataSection, wanted: Wanted = ALL) -> Dataset:
+def read_documents(files: list[Path], key: str, data: DataSection, use: ColumnUse = ALL) -> Dataset:
     """The rows that documents hold: lists of them, or columns mapped to their values, as lists or as mappings of row
     numbers as pandas writes them. Errors: `RunError`."""
     parts = []
@@ -288,12 +288,12 @@ def read_documents(files: list[Path], key: str, data: DataSection, wanted: Wante
             rows = _records_in(document)
             assert rows is not None  # by its layout
             columns = row_reader.columns_of([dict(row) for row in rows])
-        columns = {name: columns[name] for name in wanted.of(list(columns))}
+        columns = {name: columns[name] for name in use.of(list(columns))}
         try:
             parts.append(column_types.dataset_of(columns))
         except RunError as error:
             raise RunError(error.code, f"{key}: {file}: {error.message}") from None
-    return row_files.together(list(zip(files, parts, strict=True)), key, wanted=wanted, lenient=data.drop_missing)
+    return row_files.together(list(zip(files, parts, strict=True)), key, use=use, lenient=data.drop_missing)
 
 
 def read_squad(files: list[Path], key: str, data: DataSection) -> Dataset:

@@ -99,7 +99,7 @@ def table_of(columns: Mapping[str, list[Any]], features: Features) -> pa.Table:
             arrays[name] = pa.array(written, _stored(features[name]))
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise RunError(
-                "LS2400", f"column {name!r} holds a value that cannot be read: {' '.join(str(error).split())}"
+                "LS2409", f"column {name!r} holds a value that cannot be read: {' '.join(str(error).split())}"
             ) from None
     return table_cast(pa.table(arrays), features.arrow_schema)
 
@@ -190,7 +190,7 @@ def common(features: Sequence[Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ColumnUse:
     """Which columns are read, and as what."""
 
     paths: Sequence[str] | None = None  # columns, or paths into them; None: it is not known, so all are kept
@@ -223,7 +223,7 @@ class Wanted:
         return [name for name in names if self.paths is None or name in read]
 
 
-ALL = Wanted()
+ALL = ColumnUse()
 
 
 # -- numbers that are texts ------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from lockstep.config.data_sources import USUAL
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import column_types, file_formats, row_reader, usable_rows
-from lockstep.data.column_types import ALL, Wanted
+from lockstep.data.column_types import ALL, ColumnUse
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -96,7 +96,7 @@ def are_texts(files: Sequence[Path]) -> bool:
     return all(format_of(file) in (*file_formats.SEPARATORS, ".txt", ".tar") for file in files)
 
 
-def read(files: list[Path], key: str, plain: str | None, data: DataSection, wanted: Wanted = ALL) -> Dataset:
+def read(files: list[Path], key: str, plain: str | None, data: DataSection, use: ColumnUse = ALL) -> Dataset:
     """All rows, in the order of the files. `plain`: a .txt file is text and nothing else, each `line` or the whole
     `file` an example. Errors: `RunError`."""
     for file in files:
@@ -117,15 +117,15 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection, want
             alike = list(group)
             builder = FORMATS[ending]
             if alike[0] in tables:
-                rows = _table(alike, key, data, tables, wanted)
+                rows = _table(alike, key, data, tables, use)
             elif builder == "lines":
                 rows = _texts(alike, key, plain)
             elif builder == "json":
-                rows = _json(alike, key, wanted)
+                rows = _json(alike, key, use)
             else:
                 rows = _loaded(builder, alike, key, {})
             parts.append((names[alike[0]], without_index(rows)))
-    return together(_alike_labels(parts, wanted), key, wanted=wanted, lenient=data.drop_missing)
+    return together(_alike_labels(parts, use), key, use=use, lenient=data.drop_missing)
 
 
 def _schema(file: Path, tables: Mapping[Path, file_formats.Table]) -> Any:
@@ -144,9 +144,9 @@ def _schema(file: Path, tables: Mapping[Path, file_formats.Table]) -> Any:
     return None
 
 
-def _alike_labels(parts: list[tuple[Path, Dataset]], wanted: Wanted) -> list[tuple[Path, Dataset]]:
+def _alike_labels(parts: list[tuple[Path, Dataset]], use: ColumnUse) -> list[tuple[Path, Dataset]]:
     """Labels of tables and lines as numbers, where they are whole numbers and other files hold numbers."""
-    for column in wanted.maybe_numbers:
+    for column in use.maybe_numbers:
         kinds = [str(getattr(rows.features.get(column), "dtype", None)) for _, rows in parts]
         if any(kind.startswith(("int", "uint")) for kind in kinds):
             loose = [rows for file, rows in parts if are_texts([file]) and column_types.is_text(rows, column)]
@@ -174,14 +174,14 @@ def without_index(rows: Dataset) -> Dataset:
 
 
 def _table(
-    files: list[Path], key: str, data: DataSection, table_of: dict[Path, file_formats.Table], wanted: Wanted
+    files: list[Path], key: str, data: DataSection, table_of: dict[Path, file_formats.Table], use: ColumnUse
 ) -> Dataset:
     """Tables of one dialect and the same columns. Errors: `RunError`."""
     tables = [table_of[file] for file in files]
     options = tables[0].dialect.options
     if data.columns is not None:
         options |= {"column_names": data.columns}
-    kinds = {**wanted.kinds, **dict.fromkeys(data.types or (), "text")}
+    kinds = {**use.kinds, **dict.fromkeys(data.types or (), "text")}
     if converters := file_formats.converters(tables, kinds):
         options |= {"converters": converters}
     rows = _loaded("csv", files, key, options)
@@ -225,7 +225,7 @@ def _nothing(key: str, files: list[Path]) -> RunError:
     return RunError("LS2195", f"{key}: {names} holds no example: the file is empty or has a header only")
 
 
-def _json(files: list[Path], key: str, wanted: Wanted) -> Dataset:
+def _json(files: list[Path], key: str, use: ColumnUse) -> Dataset:
     """The columns of files of JSON that are read, in the cache of `datasets`, with types that hold every value of every
     file. Errors: `RunError`. (Its own reader takes the types of the first rows, and reads texts beside numbers as
     numbers.)"""
@@ -233,7 +233,7 @@ def _json(files: list[Path], key: str, wanted: Wanted) -> Dataset:
     from datasets.arrow_writer import ArrowWriter
 
     paths = [str(file.resolve()) for file in files]
-    name = _identity(files, VERSION, paths, wanted.paths, wanted.also, wanted.within)
+    name = _identity(files, VERSION, paths, use.paths, use.also, use.within)
     path = Path(datasets.config.HF_DATASETS_CACHE) / "lockstep" / f"{name}.arrow"
     if path.is_file():
         return datasets.Dataset.from_file(str(path))
@@ -243,10 +243,10 @@ def _json(files: list[Path], key: str, wanted: Wanted) -> Dataset:
         for chunk in row_reader.whole(file, key):
             count += row_reader.count(chunk)
             for column, values in chunk.items():
-                shapes.setdefault(column, column_types.Shape()).look(values if wanted.may_be(column) else ())
+                shapes.setdefault(column, column_types.Shape()).look(values if use.may_be(column) else ())
     if not count:
         raise _nothing(key, files)
-    features = datasets.Features({column: shapes[column].feature for column in wanted.of(list(shapes))})
+    features = datasets.Features({column: shapes[column].feature for column in use.of(list(shapes))})
     aside = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -292,16 +292,16 @@ def together(
     parts: Sequence[tuple[Any, Dataset]],
     key: str,
     what: str = "files of one split",
-    wanted: Wanted = ALL,
+    use: ColumnUse = ALL,
     lenient: bool = False,
 ) -> Dataset:
-    """All parts, one after the other, with columns of one order and type: those that are `wanted`, where that is known.
+    """All parts, one after the other, with columns of one order and type: those of `use`, where it is known.
     `lenient`: a column that is not in one of them is null there. Errors: `RunError`, which says in what two of them
     differ."""
     import datasets
 
     first, start = parts[0]
-    names = wanted.of(list(dict.fromkeys(name for _, part in parts for name in part.column_names)))
+    names = use.of(list(dict.fromkeys(name for _, part in parts for name in part.column_names)))
     if len(parts) == 1:
         return start if names == start.column_names else start.select_columns(names)
     for file, part in parts[1:] if not lenient else ():

@@ -28,7 +28,7 @@ from lockstep.config.sections import DataSection
 from lockstep.data import annotated, arrow_cache, column_types, file_formats, labels, remote, row_files, usable_rows
 from lockstep.data import hub as pinning
 from lockstep.data.arrow_cache import digest, examples_in
-from lockstep.data.column_types import Kind, Wanted
+from lockstep.data.column_types import Kind, ColumnUse
 from lockstep.data.hub import downloading, explained
 from lockstep.data.usable_rows import TokenCounts
 
@@ -132,7 +132,7 @@ def load_mixture(
             theirs = {entry.rename.get(column, column): kind for column, kind in kinds.items()}
             read = source_columns(entry, columns)
             source = _load(
-                section, seed, plain, {}, tokens and tokens.renamed(entry.rename), _wanted(section, read, theirs)
+                section, seed, plain, {}, tokens and tokens.renamed(entry.rename), _use_of(section, read, theirs)
             )
         except RunError as error:
             raise RunError(error.code, f"data.sources: {entry.name}: {error.message}") from error
@@ -330,17 +330,17 @@ def load(
     Errors: `RunError`."""
     if data.sources is not None:
         return load_mixture(data, seed, plain, columns or {}, tokens, kinds or {})
-    return _load(data, seed, plain, columns or {}, tokens, _wanted(data, columns, kinds))
+    return _load(data, seed, plain, columns or {}, tokens, _use_of(data, columns, kinds))
 
 
-def _wanted(data: DataSection, columns: Mapping[str, str] | None, kinds: Mapping[str, Kind] | None) -> Wanted:
+def _use_of(data: DataSection, columns: Mapping[str, str] | None, kinds: Mapping[str, Kind] | None) -> ColumnUse:
     """The columns of a source that are read, and those beside labels that may name them."""
     if columns is None:
-        return Wanted(None, kinds or {})
+        return ColumnUse(None, kinds or {})
     also = [f"{column}{suffix}" for column in kinds or () for suffix in labels.NAME_SUFFIXES]
     split_column = [] if data.split_column is None else [data.split_column]
     paths = [*columns.values(), *data.filter, *(data.types or ()), *split_column]
-    return Wanted(tuple(dict.fromkeys(paths)), kinds or {}, tuple(also), (_PAIR,))
+    return ColumnUse(tuple(dict.fromkeys(paths)), kinds or {}, tuple(also), (_PAIR,))
 
 
 def _load(
@@ -349,12 +349,12 @@ def _load(
     plain: str | None,
     columns: Mapping[str, str],
     tokens: TokenCounts | None,
-    wanted: Wanted,
+    use: ColumnUse,
 ) -> Source:
     """One source. Errors: `RunError`."""
     if remote.has_address(data):
         with remote.downloaded(data, local_splits) as local:
-            return replace(_load(local, seed, plain, columns, tokens, wanted), name=remote.display_name(data))
+            return replace(_load(local, seed, plain, columns, tokens, use), name=remote.display_name(data))
     _quiet()
     files = local_splits(data)
     _check_kind(data, files is not None)
@@ -363,7 +363,7 @@ def _load(
     elif files is not None:
         _check_keys(files, data)
         files = {split: some for split, some in files.items() if some and not (data.stream and split == "train")}
-        read = {split: _read(some, f"data.{split}", plain, data, wanted) for split, some in files.items()}
+        read = {split: _read(some, f"data.{split}", plain, data, use) for split, some in files.items()}
         of_texts = {split for split, some in files.items() if data.layout == "rows" and row_files.are_texts(some)}
         source = Source(data.source or "local files", read, of_texts=frozenset(of_texts))
     elif data.stream:
@@ -376,7 +376,7 @@ def _load(
         raise RunError(
             "LS2245", f"data.train: {source.name} has no training split; name the split or its files in data.train"
         )
-    source = _typed(source, data, wanted)
+    source = _typed(source, data, use)
     splits, left_out = usable_rows.filtered(source.splits, data, source.name, tokens)
     if data.split_column is not None:
         splits = usable_rows.by_split_column(splits, data, source.name)
@@ -389,14 +389,14 @@ def _load(
     return replace(source, splits=splits, left_out=left_out, columns=tuple(columns.values()))
 
 
-def _typed(source: Source, data: DataSection, wanted: Wanted) -> Source:
+def _typed(source: Source, data: DataSection, use: ColumnUse) -> Source:
     """With columns as `data.types` says, and labels of tables and lines as numbers, where all of them are. Errors:
     `RunError`."""
     splits, notes = dict(source.splits), []
     for split, rows in splits.items():
         column_types.check_names(data.types, rows.column_names, f"the {split} split of {source.name}")
         splits[split] = column_types.declared(rows, data.types, split, source.name)
-    for column, kind in wanted.maybe_numbers.items() if not data.stream else ():
+    for column, kind in use.maybe_numbers.items() if not data.stream else ():
         loose = [s for s in splits if s in source.of_texts and column_types.is_text(splits[s], column)]
         others = [s for s in splits if s not in source.of_texts and column_types.is_text(splits[s], column)]
         if column in (data.types or ()) or not loose or others:
@@ -549,14 +549,14 @@ def _expand(texts: list[str], key: str, layout: str, root: Path | None = None) -
     return files
 
 
-def _read(files: list[Path], key: str, plain: str | None, data: DataSection, wanted: Wanted) -> Dataset:
+def _read(files: list[Path], key: str, plain: str | None, data: DataSection, use: ColumnUse) -> Dataset:
     if data.layout in annotated.DOCUMENTS:
-        return annotated.read_documents(files, key, data, wanted)
+        return annotated.read_documents(files, key, data, use)
     if data.layout != "rows":
         return _READERS[data.layout](files, key, data)
     for file in files:
         annotated.check_rows(file, key, data.encoding)
-    return row_files.read(files, key, plain, data, wanted)
+    return row_files.read(files, key, plain, data, use)
 
 
 # -- elsewhere -------------------------------------------------------------------------------------------------------

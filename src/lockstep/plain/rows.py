@@ -198,10 +198,10 @@ def _number_labels(pairs: list[tuple[Path, Row]], data: dict, task: dict) -> Non
     label = names[0]
     loose = [row for file, row in pairs if file.suffix in (".csv", ".tsv", ".txt") and isinstance(row.get(label), str)]
     texts = {row[label].strip() for row in loose} - {""}
-    held = [row.get(label) for file, row in pairs if file.suffix not in (".csv", ".tsv", ".txt")]
+    typed = [row.get(label) for file, row in pairs if file.suffix not in (".csv", ".tsv", ".txt")]
     wholes = {text.removesuffix(".0") for text in texts} if all(text.endswith(".0") for text in texts) else texts
     ways = {text for text in wholes if text.lstrip("-").isdecimal() and str(int(text)) == text}
-    if ways == wholes and not any(isinstance(value, str) for value in held):
+    if ways == wholes and not any(isinstance(value, str) for value in typed):
         for row in loose:
             row[label] = int(row[label].strip().removesuffix(".0")) if row[label].strip() else None
 

@@ -90,8 +90,8 @@ class Classification(TextTask, Streams, LabelTask):
         """A test split whose labels are hidden, as benchmarks have them, is none."""
         splits = dict(read.splits)
         learned, train = options.labels.values(), splits.get("train")
-        given = run.data.test is not None or "test" not in splits
-        if not given and all(labels.hidden(splits["test"], column, train) for column in learned):
+        test_named = run.data.test is not None or "test" not in splits
+        if not test_named and all(labels.hidden(splits["test"], column, train) for column in learned):
             del splits["test"]
         return {s: cls.usable(rows, options, s, read.name, run.data.drop_missing) for s, rows in splits.items()}
 
