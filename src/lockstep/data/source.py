@@ -28,7 +28,7 @@ from lockstep.config.sections import DataSection
 from lockstep.data import annotated, arrow_cache, column_types, file_formats, labels, remote, row_files, usable_rows
 from lockstep.data import hub as pinning
 from lockstep.data.arrow_cache import digest, examples_in
-from lockstep.data.column_types import Kind, ColumnUse
+from lockstep.data.column_types import ColumnUse, Kind
 from lockstep.data.hub import downloading, explained
 from lockstep.data.usable_rows import TokenCounts
 
