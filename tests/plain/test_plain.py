@@ -52,7 +52,7 @@ from support.task_runs import MARIAN, TASKS, make, sentence, write
 FILES = sorted(Path(lockstep.plain.__file__).parent.glob("**/*.py"))
 ALLOWED = {"torch", "transformers", "peft", "numpy", "pyarrow", "datasets", "trl", "sentence_transformers", "sacrebleu"}
 ALLOWED |= {"PIL", "sklearn", "scipy", "seqeval", "rouge_score", "torchmetrics"}
-MOST = {"rows.py": 160, "scores.py": 105}  # logical lines that read rows, and that score an evaluation
+MOST = {"rows.py": 200, "scores.py": 105}  # logical lines that read rows, and that score an evaluation
 MOST_OF_REST = 640  # for the examples, losses and steps of all tasks
 OTHERS: dict[str, tuple[str, ...]] = {  # every strategy but single and ddp, and the engines that stand behind one name
     **dict.fromkeys(("allreduce", "fsdp2", "zero1", "zero2", "zero3", "pipeline", "hf_accelerate", "hf_trainer"), ()),

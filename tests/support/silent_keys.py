@@ -40,6 +40,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "data.test": ("data.test=data2/validation.ENDING",),
     "data.layout": ("data.layout=class_folders",),
     "data.columns": ("data.columns=[a, b]",),
+    "data.types": ("data.types={nowhere: text}",),
     "data.separator": ("data.separator=semicolon",),
     "data.quote": ("data.quote=none",),
     "data.validation_fraction": ("data.validation_fraction=0.3",),
