@@ -110,9 +110,9 @@ def test_what_once_was_a_crash(
 
 def test_brackets_in_texts_are_none(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "%s \\" [[[", "x": [[1]]}\n' % ("[" * 500))
-    row_reader.check_levels(tmp_path / "rows.jsonl", "data.train")
+    assert [row_reader.count(rows) for rows in row_reader.whole(tmp_path / "rows.jsonl", "data.train")] == [1]
     (tmp_path / "rows.json").write_text("[" + ",".join(['{"x": [1, {}]}'] * 400) + "]")
-    row_reader.check_levels(tmp_path / "rows.json", "data.train")
+    assert [row_reader.count(rows) for rows in row_reader.whole(tmp_path / "rows.json", "data.train")] == [400]
 
 
 def test_a_path_of_a_command_that_is_too_long(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,6 +109,9 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "data.columns": Tried("data.columns=[text, label]", "refused", "headless"),
     "data.separator": Tried("data.separator=semicolon", "refused", "table"),
     "data.quote": Tried("data.quote=none", "inputs weights", "table"),
+    "data.types": Tried(
+        "data.types={number: text}", "refused", "rows", ("task.label=number", "task.label_names=[a, b, c]")
+    ),
     "data.validation_fraction": Tried("data.validation_fraction=0.3", "order weights", "cut"),
     "data.test_fraction": Tried("data.test_fraction=0.2", "order weights", "cut"),
     "data.split_column": Tried("data.split_column=split", "order weights", "cut"),

@@ -116,7 +116,7 @@ def test_truth_and_whole_numbers_with_a_point(here: Path) -> None:
     (here / "a.csv").write_text("text,is_spam\n" + "".join(f"words {i},{i % 2 == 0}\n" for i in range(60)))
     run = written("--data", "a.csv")
     assert run.task.options["label"] == "is_spam"
-    assert prepare(run, plugins.find("tasks", "classification")).facts["labels"] == ["false", "true"]  # type: ignore[arg-type]
+    assert prepare(run, plugins.find("tasks", "classification")).facts["labels"] == ["False", "True"]  # type: ignore[arg-type]
     (here / "b.csv").write_text("text,stars\n" + "".join(f"words {i},{i % 3}.0\n" for i in range(60)))
     run = written("--data", "b.csv", path="b.yaml")
     assert prepare(run, plugins.find("tasks", "classification")).facts["labels"] == ["0", "1", "2"]  # type: ignore[arg-type]

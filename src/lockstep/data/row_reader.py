@@ -97,6 +97,7 @@ def whole(file: Path, key: str, plain: str | None = None) -> Iterator[Rows]:
     and a .json file rows over several lines. Errors: `RunError`."""
     if file.suffix in (".json", ".jsonl") and (text := _document(file)) is not None:
         try:
+            _check_levels(text)
             yield columns_of(_json_list(text) if text.lstrip()[:1] == "[" else _json_sequence(text))
         except ValueError as error:
             raise RunError("LS2227", f"{key}: {file}{error}") from None
@@ -422,13 +423,12 @@ _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?')
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 
 
-def check_levels(file: Path, key: str) -> None:
-    """Refuse a .json or .jsonl file, not compressed, with a line that is nested more than `LEVELS` deep. Errors:
-    `RunError`."""
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.count(b"[") + line.count(b"{") > LEVELS and _is_deep(line):
-                raise RunError("LS2067", f"{key}: {file}, line {number}{_DEEP}")
+def _check_levels(text: str) -> None:
+    """Errors: `ValueError` for a document with a line that is nested more than `LEVELS` deep, in words that follow the
+    file's name."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count("[") + line.count("{") > LEVELS and _is_deep(line.encode()):
+            raise ValueError(f", line {number}{_DEEP}")
 
 
 _DEEP = f": nested more than {LEVELS} levels deep"
