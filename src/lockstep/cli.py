@@ -12,11 +12,9 @@ import errno
 import gc
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import ModuleType
-from typing import TextIO
 
 from lockstep._version import __version__
 from lockstep.config import entry_points
@@ -81,13 +79,10 @@ def _completion(words: list[str]) -> int:
 
 def _command(name: str, words: list[str]) -> int:
     """Run one command. The modules that it takes are imported here, and not by `lockstep --help`."""
-    from lockstep.config.key_aliases import RenamedKey
     from lockstep.tools.commands import run_file
     from lockstep.track.console import error, strike_tracebacks
 
     strike_tracebacks()
-    warnings.showwarning = _note
-    warnings.simplefilter("once", RenamedKey)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings about sockets come with stacks of C++
     if name in QUICK:
         gc.set_threshold(1_000_000, 100, 100)
@@ -157,26 +152,6 @@ def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace)
             ACTIVITY.at("importing torch and transformers")
             stack.enter_context(Waiting(lambda: ACTIVITY.name))
         return finish(next(int(answer) for answer in answers if answer is not None))
-
-
-_show = warnings.showwarning
-
-
-def _note(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Print a former name of a key as a note, and any other warning as Python does."""
-    from lockstep.config.key_aliases import RenamedKey
-
-    if issubclass(category, RenamedKey):
-        print(f"lockstep: note: {message}", file=sys.stderr)
-    else:
-        _show(message, category, filename, lineno, file, line)
 
 
 def refuse_missing(name: str, command: argparse.ArgumentParser, option: str) -> None:

@@ -4,14 +4,12 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from lockstep.checkpoint.checkpoint import Checkpoints, check_resumable, finished, newest_first
 from lockstep.checkpoint.manifest import Manifest, changed, read_manifest
-from lockstep.config.optim import REVISION
 from lockstep.config.run import Run, RunError
 from lockstep.data.arrow_cache import Prepared
 from lockstep.data.prepare import prepare
@@ -206,40 +204,6 @@ def test_what_cannot_change_the_weights_may_change(trained: tuple, changes: list
     manifest = check_resumable(run, prepare(run, Classification))
     assert manifest is not None
     assert manifest.step == 4
-
-
-@pytest.mark.parametrize(
-    ("key", "then", "now"),
-    [
-        ("data.group_by_length", 1, 50),
-        ("optim.betas", [0.9, 0.999], [0.8, 0.999]),
-        ("task.text_pair", None, "other"),
-        ("on_nonfinite", "stop", "skip"),
-    ],
-)
-def test_a_checkpoint_older_than_a_key_had_its_default(trained: tuple, key: str, then: Any, now: Any) -> None:
-    run = run_in(trained[0])
-    prepared = prepare(run, Classification)
-    manifest = check_resumable(run, prepared)
-    assert manifest is not None
-    older = dataclasses.replace(manifest, arithmetic={k: v for k, v in manifest.arithmetic.items() if k != key})
-    assert changed(run, prepared, older) is None
-    told = changed(run_in(trained[0], f"{key}={json.dumps(now)}"), prepared, older)
-    assert told is not None
-    assert f"{key}: {then!r} in the checkpoint, {now!r} now" in told
-
-
-def test_a_schedule_that_was_corrected_is_not_changed_in_the_middle(trained: tuple) -> None:
-    run = run_in(trained[0], "optim={schedule: one_cycle, learning_rate: 0.005}")
-    prepared = prepare(run, Classification)
-    manifest = manifest_of(trained[0] / "checkpoints" / "step-000004")
-    now = dataclasses.replace(manifest, arithmetic=run.arithmetic())
-    older = dataclasses.replace(now, arithmetic={k: v for k, v in now.arithmetic.items() if k != REVISION})
-    assert changed(run, prepared, now) is None
-    told = changed(run, prepared, older)  # 0.3 of 6 steps are not whole
-    assert told is not None
-    assert "optim.schedule=one_cycle was corrected" in told
-    assert changed(run, prepared, dataclasses.replace(older, steps=10)) is None  # and of 10 steps they are
 
 
 def test_the_same_data_under_another_name_is_the_same_data(trained: tuple, tmp_path: Path) -> None:

@@ -11,13 +11,10 @@ from transformers import get_scheduler
 from lockstep.config.optim import (
     BLOCKS,
     NAMES,
-    REVISION,
     OptimSection,
-    as_before,
     drawn,
     learning_rate,
     planned,
-    revised,
 )
 from lockstep.config.run import RunError, load
 from support.harness import TINY
@@ -93,26 +90,6 @@ def test_one_cycle_is_torch_s(steps: int, minimum: float) -> None:
         )
         found = rates(steps, schedule="one_cycle", min_lr_ratio=minimum, **keys)
         assert found == pytest.approx(theirs(scheduler, known, steps), abs=1e-12), keys
-
-
-def test_rates_that_were_corrected_are_named_in_a_run_s_arithmetic() -> None:
-    """So that no run changes them in the middle; where they are what they were, none is named."""
-    for keys, steps, other in (
-        ({"schedule": "one_cycle"}, 64, True),
-        ({"schedule": "one_cycle"}, 190, False),  # 0.3 of them are whole
-        ({"schedule": "one_cycle", "warmup_steps": 5}, 64, False),
-        ({"schedule": "wsd", "warmup_steps": 5, "min_lr_ratio": 0.1}, 64, True),
-        ({"schedule": "wsd", "warmup_steps": 5}, 64, False),
-        ({"schedule": "wsd", "min_lr_ratio": 0.1}, 64, False),
-        ({"schedule": "cosine", "warmup_steps": 5, "min_lr_ratio": 0.1}, 64, False),
-        ({"name": "schedule_free", "warmup_steps": 5}, 64, True),
-        ({"name": "schedule_free", "warmup_fraction": 0.1}, 64, True),
-        ({"name": "schedule_free"}, 64, False),
-    ):
-        section = OptimSection(**keys)
-        assert (revised(section) and not as_before(section, steps)) == other, keys
-        named = load(None, [], TINY | {"optim": keys}).arithmetic()
-        assert named.get(REVISION) == (2 if revised(section) else None), keys
 
 
 def test_points_have_straight_lines_between_them() -> None:

@@ -4,10 +4,8 @@ that its config builds.
 Each difference from Trainer is wanted, and stands here with its reason.
 """
 
-import dataclasses
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +14,10 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, Trainer
 
-from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.checkpoint.manifest import changed, newest_first
 from lockstep.config.optim import OptimSection
-from lockstep.distributed.world import World
 from lockstep.plain import train as plain
 from lockstep.strategies.exact import optim
 from lockstep.tasks.models import heads, weight_decay
-from support.harness import build, tiny
 
 # Without decay here, decayed by Trainer: the weights of norms whose class is not `nn.LayerNorm` and whose names are not
 # among those that Trainer knows (ResNet's, Mamba's `norm_f`). A norm's scale is near 1, and to shrink it regularizes
@@ -170,34 +164,3 @@ def test_own_modules() -> None:
 def test_a_copy_that_peft_trains_has_the_decay_of_the_weight() -> None:
     assert weight_decay.is_bias("base_model.block.0.relative_attention_bias.modules_to_save.default.weight")
     assert not weight_decay.is_bias("base_model.classifier.modules_to_save.default.weight")
-
-
-SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-RELATIVE = "optim.groups=[{match: '*relative_attention_bias*', weight_decay: 0}]"
-
-
-@pytest.mark.parametrize(
-    ("model", "keys", "concerned"),
-    [
-        ({"type": "mpnet", "config": SMALL}, (), True),
-        ({"type": "mpnet", "config": SMALL}, ("optim.weight_decay=0",), False),
-        ({"type": "mpnet", "config": SMALL}, (RELATIVE,), False),
-        ({"type": "mpnet", "config": SMALL}, ("model.freeze=['*relative_attention_bias*']",), False),
-        ({"type": "bert", "config": SMALL}, (), False),
-    ],
-)
-def test_a_run_does_not_change_its_decay_in_the_middle(
-    tmp_path: Path, model: dict[str, Any], keys: tuple[str, ...], concerned: bool
-) -> None:
-    """A checkpoint of a version that decayed relative positions is refused where the run has such weights."""
-    run = tiny(f"output={tmp_path}", "strategy.name=single", "optim.weight_decay=0.01", *keys, model=model)
-    world = World(run)
-    task, strategy = build(run, world)
-    checkpoints = Checkpoints(run, world, task.prepared, 6)
-    checkpoints.save(1, strategy)
-    checkpoints.settle()
-    strategy.close()
-    _, manifest = next(newest_first(run))
-    assert changed(run, task.prepared, manifest) is None
-    said = changed(run, task.prepared, dataclasses.replace(manifest, revisions={}))
-    assert (said is not None and "with other weight decay" in said) == concerned

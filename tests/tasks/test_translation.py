@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.checkpoint.manifest import REASONS, revisions_of
 from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
@@ -337,7 +336,7 @@ PROPHETNET = {"hidden_size": 32, "num_encoder_layers": 1, "num_decoder_layers": 
 
 
 def test_prophetnet_is_told_what_is_padding(tmp_path: Path) -> None:
-    """Its relative positions move with it. Checkpoints from when it was not told are not gone on from."""
+    """Its relative positions move with it."""
     model = json.dumps({"type": "prophetnet", "config": PROPHETNET})
     run = make(tmp_path, "translation", f"model={model}")
     task = task_of(run)
@@ -345,8 +344,6 @@ def test_prophetnet_is_told_what_is_padding(tmp_path: Path) -> None:
     lengths = task.splits["train"].ragged("target_ids").lengths[:4]
     assert batch.inputs["decoder_attention_mask"].sum(1).tolist() == lengths.tolist()
     assert len(set(lengths.tolist())) > 1
-    assert revisions_of(run) == {"model": 2}
-    assert "ProphetNet" in REASONS["model"]
 
 
 @pytest.mark.processes

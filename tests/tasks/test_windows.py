@@ -2,7 +2,6 @@
 transformers' own attention and masks, against masks written down token by token, and against an export that plain
 transformers reads."""
 
-import dataclasses
 import inspect
 import json
 from itertools import pairwise
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import masking_utils
 
-from lockstep.checkpoint.checkpoint import Checkpoints, newest_first
-from lockstep.checkpoint.manifest import WRITTEN, changed, revisions_of
 from lockstep.config.plugins import find
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
@@ -251,7 +248,6 @@ def test_a_language_model_of_an_encoders_family_looks_back_only(tmp_path: Path, 
         one, other = (model(input_ids=torch.cat([ids[:, :5], last], 1)).logits for last in (ids[:, 5:], ids[:, :1]))
     assert torch.equal(one[:, :5], other[:, :5])
     assert not torch.equal(one[:, 5], other[:, 5])
-    assert ("task.name" in revisions_of(run)) == (task == "preference")  # which let it read ahead once
 
 
 def test_sliding_layers_without_a_window_are_refused(tmp_path: Path) -> None:
@@ -303,25 +299,3 @@ def test_an_evaluation_is_that_of_plain_transformers(
         cuts = sorted({0, len(ids), *starts})
         texts += [(ids[a:b], targets[a:b]) for a, b in pairwise(cuts)]
     assert said == pytest.approx(plain_loss(other, texts), rel=1e-5)
-
-
-def test_a_checkpoint_of_before_the_correction_is_not_gone_on_from(tmp_path: Path) -> None:
-    """A window's weights were trained on what they shall predict; those of other runs were not, and go on."""
-    window = {"type": "mistral", "config": GROUPED | {"sliding_window": 100, "head_dim": 8}}
-    plain = GROUPED | {"head_dim": 8}  # nothing is derived of its entries
-    for model, concerned in ((window, True), ({"type": "llama", "config": plain}, False)):
-        folder = f"output={tmp_path / str(model['type'])}"
-        run = tiny(folder, "strategy.name=single", model=model)
-        world = World(run)
-        task, strategy = build(run, world)
-        checkpoints = Checkpoints(run, world, task.prepared, 6)
-        checkpoints.save(1, strategy)
-        checkpoints.settle()
-        strategy.close()
-        _, manifest = next(newest_first(run))
-        assert manifest.revisions == ({"data.padding": 2} if concerned else {}) | WRITTEN
-        assert changed(run, task.prepared, manifest) is None
-        told = changed(run, task.prepared, dataclasses.replace(manifest, revisions={}))
-        assert (told is not None and "let windowed attention see later tokens" in told) == concerned
-        padded = tiny(folder, "strategy.name=single", "data.padding=batch", model=model)
-        assert revisions_of(padded) == {}

@@ -20,7 +20,6 @@ from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.exported import clear
 from lockstep.checkpoint.folder import DiskSpace, clear_away
 from lockstep.checkpoint.manifest import (
-    WRITTEN,
     Manifest,
     best_first,
     check_resumable,
@@ -28,7 +27,6 @@ from lockstep.checkpoint.manifest import (
     folder_of,
     name_of,
     newest_first,
-    revisions_of,
     score_of,
 )
 from lockstep.checkpoint.remote_sync import CheckpointCatalog, reason_of
@@ -83,7 +81,7 @@ class Checkpoints:
     ) -> None:
         self.run, self.world, self.prepared, self.say = run, world, prepared, say
         self.steps, self.every, self.folder = steps, every, folder_of(run)
-        self.code, self.revisions = manifests.code_of(run), revisions_of(run) | WRITTEN  # when this process started
+        self.code = manifests.code_of(run)  # when this process started
         self.trackers: dict[str, str] = {}  # run ids by tracker, which travel in the manifest
         self.newest: int | None = None  # step of the last one that was written or resumed from
         self.best: float | None = None  # the highest score of `checkpoint.best` that is kept
@@ -133,7 +131,6 @@ class Checkpoints:
             progress=state.get("progress", {}),
             pending=state.get("pending", []),
             every=self.every if self.run.average.last is not None else 0,
-            revisions=self.revisions,
             **manifests.facts_of(self.world),
         )
         shard, aside = self._shard, self.folder / f".{name_of(step)}.partial"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import exported
-from lockstep.config import key_aliases, optim, plugins, user_code
+from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
 from lockstep.track.report import history
 
@@ -83,70 +83,6 @@ def best_first(run: Run, evaluated: Mapping[int, Mapping[str, float]]) -> list[C
     return sorted(candidates, key=lambda each: (-each.score, each.step))
 
 
-REASONS = {
-    "data.padding": "while data.padding=none let windowed attention see later tokens in batches of texts of one "
-    "length; that was corrected. Its weights are of little use: train anew with",
-    "model.config": "with another model: what its family derives from entries of model.config (the size of a head, "
-    "the kinds of layers) did not follow them; that was corrected. Train it anew with",
-    "task.name": "while the task preference let a language model of an encoder's family read the tokens after each; "
-    "that was corrected. Train it anew with",
-    "model.type": "while decoders of its family started from padding; that was corrected. Train it anew with",
-    "model": "while ProphetNet's decoder was not told what is padding, and computed something else for it; that was "
-    "corrected. Train it anew with",
-    "optim.weight_decay": "with other weight decay: biases of relative positions and of recurrent layers had some, and "
-    "embeddings with a norm had none; that was corrected, so the run would change its decay in the middle. Train it "
-    "anew with",
-}
-WRITTEN = {"optim.weight_decay": 2}  # in the manifest of every run: whom it concerns is asked when one goes on
-
-
-def revisions_of(run: Run) -> dict[str, int]:
-    """Keys of a run whose arithmetic was corrected, with the number of the correction: runs that no correction concerns
-    have none. Errors: `RunError` where the model's config cannot be read."""
-    head = plugins.find("tasks", run.task.name).head  # type: ignore[attr-defined]
-    if not head:
-        return {}
-    from lockstep.tasks.models import model_configs, padding
-
-    concerned = {
-        "data.padding": run.data.padding == "none" and padding.windowed(run, head),
-        "model.config": model_configs.derives(run),
-        "task.name": run.task.name == "preference" and model_configs.needs_decoder(run),
-        "model.type": head == "seq2seq" and run.model.type in (*model_configs.FROM_FIRST_TOKEN, "fsmt"),
-        "model": head == "seq2seq" and model_configs.load_config(run).model_type == "prophetnet",
-    }
-    return {key: 2 for key, concerns in concerned.items() if concerns}
-
-
-def refusal(run: Run, prepared: Prepared, manifest: Manifest, differing: Iterable[str], other: str) -> str | None:
-    """Why a run cannot go on from a checkpoint since its arithmetic was corrected, or None. `differing`: keys of the
-    arithmetic that differ. `other`: what a run of its own is given."""
-    step, revisions = manifest.step, manifest.revisions
-    concerned = revisions_of(run) | (WRITTEN if _decays_revised(run, prepared, revisions) else {})
-    for key, number in concerned.items():
-        if revisions.get(key, 1) < number:
-            return f"a checkpoint (step {step}) that was trained {REASONS[key]} {other}"
-    if set(differing) == {optim.REVISION}:
-        return (
-            f"a checkpoint (step {step}) that was trained with other learning rates: optim.schedule="
-            f"{run.optim.schedule} was corrected ({optim.REVISION} 2), so the run would change its rates in the "
-            f"middle. Train it anew with {other}, or go on with the version of lockstep that began it"
-        )
-    return None
-
-
-def _decays_revised(run: Run, prepared: Prepared, revisions: Mapping[str, int]) -> bool:
-    """Whether a checkpoint is of before the correction of weight decay, which concerns weights of this run."""
-    key = "optim.weight_decay"
-    decays = run.optim.weight_decay or any(group.weight_decay for group in run.optim.groups)
-    if revisions.get(key, 1) >= WRITTEN[key] or not decays:
-        return False
-    from lockstep.tasks.models import weight_decay
-
-    task = plugins.find("tasks", run.task.name)(run, prepared)
-    return weight_decay.revised(run, task.model(empty=True))
-
-
 FORMAT = 2
 FILE = "manifest.json"
 # Keys that say where tokens come from. What counts is what they are, and the manifest has their hash.
@@ -194,22 +130,11 @@ class Manifest:
     code: dict[str, str] = field(default_factory=dict)  # of the user's own files that decide the weights, their hashes
     progress: dict[str, Any] = field(default_factory=dict)  # what evaluations came to so far: progress.py
     every: int = 0  # steps between checkpoints, of a run whose export is the mean of some of them
-    revisions: dict[str, int] = field(default_factory=dict)  # keys -> how often their arithmetic was corrected, and 1
     pending: list[str] = field(default_factory=list)  # what is still to be done after this step: train_state.py
 
     def dump(self) -> bytes:
         """JSON, with the hash of everything else in it as its last entry."""
-        newer = (
-            "hosts",
-            "launch",
-            "meter",
-            "code",
-            "progress",
-            "every",
-            "revisions",
-            "pending",
-        )  # older manifests have none of them
-        values = {k: v for k, v in asdict(self).items() if v or k not in newer}
+        values = asdict(self)
         seal = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
         return json.dumps(values | {"sha256": seal}, indent=1).encode()
 
@@ -261,7 +186,7 @@ def parsed(content: bytes, name: str) -> Manifest | str:
         return f"{FILE} does not match its own hash"
     if name_of(manifest.step) != name:
         return f"{FILE} is that of step {manifest.step}"
-    return replace(manifest, arithmetic=key_aliases.of_checkpoint(manifest.arithmetic))
+    return manifest
 
 
 def add_scores(folder: Path, scores: Mapping[str, float], state: Mapping[str, Any]) -> None:
@@ -373,8 +298,6 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
     where, other = mirror or run.folder, "another mirror" if mirror else "another output=FOLDER"
     differing = differing_keys(run, prepared.key, manifest)
     rows = "\n".join(f"  {k}: {then!r} in the checkpoint, {now!r} now" for k, (then, now) in differing.items())
-    if (corrected := refusal(run, prepared, manifest, differing, other)) is not None:
-        return f"{where} holds {corrected}"
     if not differing.keys() <= _READ_FROM:
         return (
             f"{where} holds a checkpoint (step {manifest.step}) of a run with other arithmetic:\n{rows}\n"
@@ -398,14 +321,8 @@ def differing_keys(run: Run, data: str, manifest: Manifest) -> dict[str, tuple[A
     """The keys that decide weights and that have changed since a checkpoint was written: (value then, value now).
     `data`: the hash of the run's tokens; where the checkpoint has the same hash, keys that only say where the data are
     read from do not count."""
-    now = run.arithmetic()
-    # a checkpoint that is older than a key was trained with the key's default
-    then = {key: run.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
-    # once every optimizer's keys stood there, whichever was used
-    then = {key: value for key, value in then.items() if key in now or not key.startswith("optim.")}
+    now, then = run.arithmetic(), manifest.arithmetic
     keys = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
-    if optim.REVISION in keys and optim.as_before(run.optim, manifest.steps):
-        keys.remove(optim.REVISION)
     if manifest.data == data:
         same = {"data.sources"} if _drawn(now) == _drawn(then) else set()
         keys = [key for key in keys if key not in _READ_FROM | same]

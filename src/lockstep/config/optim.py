@@ -90,8 +90,6 @@ def _groups(value: Any) -> Any:
 
 
 class OptimSection(PluginSection):
-    section = "optim"
-
     name: str = Field(
         "adamw",
         description="adamw | sgd | lion | adafactor | muon | schedule_free | adamw_8bit, or your.module.Class; its "
@@ -174,7 +172,6 @@ class OptimSection(PluginSection):
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 LOOKED_AT = 10_000  # steps whose rates are looked at to draw them
-REVISION = "optim.schedule_revision"  # in a run's arithmetic, of schedules that are `revised`; no key of the run file
 _ONE_CYCLE = (0.3, 1 / 25)  # torch's OneCycleLR: share of the steps in which it rises, and the share that it begins at
 
 
@@ -239,22 +236,6 @@ def _one_cycle(optim: OptimSection, step: int, steps: int) -> float:
         return 1.0 - _falling("cosine", step / top, 1.0, 0.0) * (1.0 - begin)
     down = steps - 1 - top
     return _falling("cosine", min(1.0, (step - top) / down) if down > 0 else 0.0, 1.0, optim.min_lr_ratio)
-
-
-def revised(optim: OptimSection) -> bool:
-    """Whether the rates of some runs of this kind are others since revision 2, which is written down with theirs: until
-    then the top of `one_cycle` was rounded up to a step, `wsd` warmed up from 0 whatever its `min_lr_ratio`, and so did
-    `schedule_free`."""
-    if optim.schedule == "one_cycle":
-        return not optim.warmup_steps
-    other = optim.name in _FROM_ONE or (optim.schedule == "wsd" and optim.min_lr_ratio)
-    return bool(other and (optim.warmup_steps or optim.warmup_fraction))
-
-
-def as_before(optim: OptimSection, steps: int) -> bool:
-    """Whether a `revised` run of so many steps has the rates of before all the same."""
-    top = (optim.warmup_fraction or _ONE_CYCLE[0]) * steps
-    return optim.schedule == "one_cycle" and (steps == 1 or top == math.ceil(top))
 
 
 def _on_lines(points: Sequence[tuple[int, float]], step: int) -> float:

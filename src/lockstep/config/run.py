@@ -29,7 +29,7 @@ from lockstep.config.data_sources import Mirror, PathText, is_address
 from lockstep.config.errors import InvalidValue, coded
 from lockstep.config.errors import RunError as RunError
 from lockstep.config.model_selection import AverageSection, EvaluateSection, choose_best
-from lockstep.config.optim import REVISION, OptimSection, revised
+from lockstep.config.optim import OptimSection
 from lockstep.config.quick_start import QUICK_START as QUICK_START
 from lockstep.config.quick_start import quick_start_for
 from lockstep.config.sections import (
@@ -70,8 +70,6 @@ MICRO_BATCHES = 8
 
 class Run(Section):
     """One training job, complete: everything that decides its arithmetic, and how and where it runs."""
-
-    section = ""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the output folder")
     output: PathText | None = Field(None, pattern=r"^[^\x00-\x1f\x7f]*$", description="default: outputs/NAME")
@@ -243,14 +241,10 @@ class Run(Section):
             del values["data"][key]
         for key in task.display_keys:
             values["task"].pop(key, None)
-        for part in (values["data"], *(values["data"]["sources"] or ())):
-            for key in ("separator", "quote"):  # younger than checkpoints that there are
-                if part[key] is None:
-                    del part[key]
         if self.strategy.exact:
             exact = self.strategy.exact
             values["strategy"] = {"exact": exact, "tensor_leaves": self.strategy.tensor_leaves}
-        return messages.flat(values) | ({REVISION: 2} if revised(self.optim) else {})
+        return messages.flat(values)
 
     def check_shared(self, processes: int, source: str) -> None:
         """Errors: `RunError` when a process would have no micro-batch. `source`: the key, and how many it makes."""
@@ -472,10 +466,6 @@ class _Source:
             options: type[Section] = plugins.find(kind, name).Options  # type: ignore[attr-defined]
         except plugins.PluginError as error:
             raise RunError(error.code, f"{named_by}: {error.message} ({self.where(named_by)})") from None
-        try:
-            values = key_aliases.translate(key, values, options.model_fields)
-        except InvalidValue as error:
-            raise RunError(error.code, f"{error.message} ({self.where(key)})") from None
         try:
             return options.model_validate(values).model_dump()
         except ValidationError as error:

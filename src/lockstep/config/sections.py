@@ -6,11 +6,10 @@ explains. A plug-in types the keys of its own in a nested `Options`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from lockstep.config import key_aliases
 from lockstep.config.data_sources import (
     LAYOUT,
     OWN,
@@ -75,12 +74,6 @@ class Section(Keys):
     """A mapping of the run file: unknown keys are errors, values never change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-    section: ClassVar[str | None] = None  # its name in the run file, "" for the whole; None: it has no renamed keys
-
-    @model_validator(mode="before")
-    @classmethod
-    def _present_names(cls, values: Any) -> Any:
-        return values if cls.section is None else key_aliases.translate(cls.section, values, cls.model_fields)
 
 
 class OpenSection(Section):
@@ -108,8 +101,6 @@ class TaskSection(PluginSection):
 
 
 class DataSection(Streaming, Section):
-    section = "data"
-
     source: PathText | None = Field(None, description="Hub id, local folder, file or glob, or builtin/emotion")
     sources: Mixture | None = Field(
         None,
@@ -299,8 +290,6 @@ class TokenizerSection(Section):
 
 
 class StrategySection(Section):
-    section = "strategy"
-
     name: str = Field(
         "ddp",
         description="single | allreduce | ddp | hf_accelerate | hf_trainer | zero1 | zero2 | zero3 | fsdp2 | pipeline, "
@@ -327,8 +316,6 @@ class StrategySection(Section):
 
 
 class LaunchSection(PluginSection):
-    section = "launch"
-
     name: str = Field(
         "local",
         description="local | torchrun | accelerate | slurm | tcp; with lockstep-clouds kubernetes | ray | sagemaker; "
@@ -407,8 +394,6 @@ class CheckpointSection(Section):
 
 
 class TrackSection(OpenSection):
-    section = "track"
-
     to: Names = Field(
         default_factory=list,
         description="tensorboard | wandb | mlflow | trackio, or your.module.Class; console and jsonl always; each has "
@@ -465,8 +450,6 @@ class FingerprintSection(Section):
 
 
 class GuardSection(Section):
-    section = "sdc_check"
-
     every: Steps = Field(
         0,
         description="steps between those in which one micro-batch is computed a second time, by another rank, and the "

@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from lockstep.config import key_aliases
 from lockstep.config.errors import RunError, appended, uncoded
 
 # The key that a message is about stands first in its line: `data.max_length: ...`, `micro_batches (8) is ...`.
@@ -33,15 +32,8 @@ class WrittenKeys(frozenset[str]):
 
 
 def keys_of(*mappings: Mapping[str, Any]) -> WrittenKeys:
-    """The keys of nested mappings as a person wrote them, under their present names."""
-    names = {key for mapping in mappings for key in _flat(mapping)}
-    return WrittenKeys(_present(name) for name in names)
-
-
-def _present(key: str) -> str:
-    section, dot, inner = key.partition(".")
-    section = key_aliases.RENAMED.get(section, section)
-    return key_aliases.RENAMED.get(f"{section}{dot}{inner}", f"{section}{dot}{inner}")
+    """The keys of nested mappings as a person wrote them."""
+    return WrittenKeys(key for mapping in mappings for key in _flat(mapping))
 
 
 def _flat(values: Any, prefix: str = "") -> Iterator[str]:

@@ -20,7 +20,6 @@ from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import Manifest, ended, export_of, finished, newest_first, other_export
 from lockstep.config import plugins
 from lockstep.config.errors import EXCLUDED, coded
-from lockstep.config.optim import REVISION
 from lockstep.config.run import Run, RunError, keep, load
 from lockstep.config.written import naming_defaults
 from lockstep.distributed import job_record
@@ -352,8 +351,7 @@ def further(run: Run, say: Callable[[str], object]) -> Run:
 def _added(run: Run, manifest: Manifest) -> tuple[str, float] | None:
     """`epochs` or `steps`, and by how much it was raised, if that is all that differs."""
     now, then = run.arithmetic(), manifest.arithmetic
-    differing = [key for key in now if now[key] != (then[key] if key in then else run.default(key))]
-    differing = [key for key in differing if key != REVISION]  # a run of its own has the schedule as it is now
+    differing = [key for key in now if now[key] != then.get(key)]
     if differing not in (["epochs"], ["steps"]):
         return None
     (key,) = differing

@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from lockstep.config import key_aliases
 from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
@@ -128,14 +127,9 @@ class LanguageModelingOptions(Section):
         always = ("text", "prompt", "response", "messages", "chat_template", "block_size")
         options = {k: v for k, v in self.model_dump().items() if k in always}
         options |= {} if self.attend_across_documents else {"cross_documents": False}
-        if self.messages is not None:  # keys that are younger than checkpoints: what they are without them
-            template_settings = (
-                self.template_arguments,
-                self.tools,
-                key_aliases.former("task", {"turns": self.turns})["turns"],
-                conversations.further_keys(dataset, self.messages),
-            )
-            options |= {} if template_settings == ({}, None, "together", []) else {"written": template_settings}
+        if self.messages is not None:
+            further = conversations.further_keys(dataset, self.messages)
+            options |= {"written": (self.template_arguments, self.tools, self.turns, further)}
         return options
 
 
@@ -221,7 +215,7 @@ class LanguageModeling(PerToken, Generates):
         written = tokenizer.template_of(tok, options.chat_template) if options.messages is not None else []
         if rows is None:
             displayed = {*cls.display_keys, "loss_chunk"}
-            return [key_aliases.former("task", options.model_dump(exclude=displayed)), *written]
+            return [options.model_dump(exclude=displayed), *written]
         return [options.values(rows), options.packed, *written]
 
     @classmethod

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from lockstep.config import key_aliases
 from lockstep.config.run import Run, RunError, keep
 from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed.activity import ACTIVITY
@@ -307,7 +306,7 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What is not as it was when the file was written: keys of the run file, data, versions, hardware."""
-    former = key_aliases.of_checkpoint(then["run"])
+    former = then["run"]
     keys = sorted(k for k in former.keys() | now["run"].keys() if former.get(k) != now["run"].get(k))
     rows = [f"{key}: {former.get(key)!r} then, {now['run'].get(key)!r} now" for key in keys[:_MOST_KEYS]]
     rows += [f"{len(keys) - _MOST_KEYS} more keys of the run file"] if len(keys) > _MOST_KEYS else []

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lockstep.config import plugins
-from lockstep.config.optim import REVISION, learning_rate
+from lockstep.config.optim import learning_rate
 from lockstep.config.run import Run
 from lockstep.config.user_code import is_own
 from lockstep.data.arrow_cache import Prepared
@@ -26,7 +26,7 @@ from lockstep.training.data_loader import StepLoader
 # Keys that affect a step only through its learning rate.
 _OF_RATES: tuple[str, ...] = ("learning_rate", "schedule", "warmup_steps", "warmup_fraction", "min_lr_ratio", "power")
 _OF_RATES += ("decay_fraction", "decay_steps", "decay_shape")
-OF_RATES = {"epochs", "steps", REVISION, *(f"optim.{key}" for key in _OF_RATES)}
+OF_RATES = {"epochs", "steps", *(f"optim.{key}" for key in _OF_RATES)}
 OF_STEPS = OF_RATES | {"optim.groups", "data.sources"}  # and its examples: keys that are answered by comparing steps
 
 

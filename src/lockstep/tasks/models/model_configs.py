@@ -214,23 +214,6 @@ def with_architectures(config: Any) -> Any:
     return config
 
 
-def derives(run: Run) -> bool:
-    """Whether entries of a model from scratch decide about others. Until 2026-11-24 those others kept their defaults
-    where no entry was a mapping for a config within the config. Errors: `RunError`."""
-    from transformers import CONFIG_MAPPING
-
-    family, entries = str(run.model.type), run.model.config
-    if family not in CONFIG_MAPPING:
-        return False
-    kind = CONFIG_MAPPING[family]
-    parts = _parts(kind, entries)
-    config: Any = _usual(kind, parts)
-    if parts or config.is_heterogeneous:
-        return False
-    set_entries(config, entries)
-    return bool(config.to_dict() != from_scratch(kind, entries).to_dict())
-
-
 def causal_entries(run: Run) -> dict[str, Any]:
     """Entries of a causal language model's config: no cache in training, and an encoder's family looks back only.
     Errors: `RunError`."""

@@ -1,17 +1,13 @@
 """Which weights have no weight decay: biases, tables of relative positions among them, and norms.
 
-In: a model, which may be on the meta device. Out: names of its parameters; and whether a run decayed other weights by
-the rule of earlier versions, so that none changes its decay in the middle.
+In: a model, which may be on the meta device. Out: names of its parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 
 from torch import nn
-
-from lockstep.config.run import Run
 
 _WRAPPERS = ("modules_to_save", "default")  # between a module's name and its weights', where peft trains a copy of it
 
@@ -28,22 +24,6 @@ def is_bias(name: str) -> bool:
     return any("bias" in word.lower() for word in words[-2:])
 
 
-def revised(run: Run, model: nn.Module) -> bool:
-    """Whether the run decays other weights than before revision 2: then only parameters whose own names end in "bias"
-    were biases, and embeddings whose class is called a norm had no decay."""
-    before = {n for n, m in _owned(model) if _called_norm(m) or n.rpartition(".")[2].endswith("bias")}
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    return any(_decay(run, name) for name in (before ^ exempt(model)) & trained)
-
-
-def _decay(run: Run, name: str) -> float:
-    """The decay that the run file asks for; 0 of a frozen weight."""
-    if any(fnmatchcase(name, pattern) for pattern in run.model.freeze):
-        return 0.0
-    group = next((group for group in run.optim.groups if fnmatchcase(name, group.match)), None)
-    return run.optim.weight_decay if group is None or group.weight_decay is None else group.weight_decay
-
-
 def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Name of each parameter, and the module that holds it."""
     for prefix, module in model.named_modules():
@@ -52,8 +32,4 @@ def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return _called_norm(module) and not isinstance(module, nn.Embedding)
-
-
-def _called_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
+    return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Embedding)
