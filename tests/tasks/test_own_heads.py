@@ -161,6 +161,14 @@ def test_weights_are_compared_by_name_before_the_first_step(harm: bool, tmp_path
         assert found[0] is None
 
 
+@pytest.mark.processes
+def test_buffers_that_stay_float32_are_not_other_weights(tmp_path: Path) -> None:
+    """Rotary frequencies beside an adapter, whose base is loaded in bfloat16."""
+    own_heads.save(tmp_path / "model", "llama")
+    adapter = "model.adapter={type: lora, r: 4, target_modules: [q_proj]}"
+    assert run_on(1, compared, run_of(tmp_path, "llama", adapter), False, joined=False) == [None]
+
+
 def test_the_file_has_a_head_of_its_own(tmp_path: Path) -> None:  # or all of the above would show nothing
     own_heads.save(tmp_path / "model", "gpt2")
     weights = load_file(tmp_path / "model" / "model.safetensors")
