@@ -4,6 +4,8 @@ said to follow."""
 import os
 import resource
 import signal
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from lockstep.distributed import host_memory, system_metrics
+from lockstep.distributed import host_memory, job_record, system_metrics
 from lockstep.distributed.host_memory import Sources
 from lockstep.launchers.processes import elastic, out_of_memory
 from lockstep.launchers.processes.elastic import Agent
@@ -170,8 +172,8 @@ def test_the_kernel_s_log_names_it(tmp_path: Path, clock: list[float], monkeypat
 
     memory = None
     with monkeypatch.context() as patched:
-        patched.setattr(out_of_memory.os, "open", open_log)
-        patched.setattr(out_of_memory.os, "read", read_log)
+        patched.setattr(host_memory.os, "open", open_log)
+        patched.setattr(host_memory.os, "read", read_log)
         memory = Memory(kernel.sources)
         assert memory.why(PID, -signal.SIGKILL) == ""
         records.append(LINE.format(8).encode())
@@ -249,3 +251,59 @@ def test_a_rank_that_takes_all_memory(goes_on: bool, small: Path, tmp_path: Path
     assert "from the last checkpoint" not in err
     assert (tmp_path / "ate").exists()
     assert bits(tmp_path)["export"] == bits(untouched)["export"]
+
+
+DEAD = job_record.Process(socket.gethostname(), PID, "")
+
+
+def gone(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, **values: Any) -> str:
+    """What is said of a launch that began before the kernel told what it tells now."""
+    for name in ("kills", "cgroup"):
+        function = getattr(host_memory, name)
+        monkeypatch.setattr(host_memory, name, lambda f=function: f(kernel.sources))
+    monkeypatch.setattr(host_memory, "killed_since", lambda *_: False)
+    record = job_record.JobRecord("local", 2, time.time() - 60, DEAD, **values)
+    return job_record.state_of_process(record).text
+
+
+@pytest.mark.parametrize(("inside", "machine", "same", "said"), [
+    (0, 0, True, "it was killed, or the machine was"),
+    (2, 2, True, "the kernel killed 2 process(es) of its cgroup because memory ran out"),
+    (2, 2, False, "the kernel killed 2 process(es) of this machine because memory ran out; if it was one of them"),
+    (0, 1, True, "the kernel killed 1 process(es) of this machine because memory ran out; if it was one of them"),
+])  # fmt: skip
+@pytest.mark.parametrize("cgroup", [V1, V2])
+def test_a_launcher_that_memory_took_too(
+    cgroup: str, inside: int, machine: int, same: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the kernel counted when it began and counts now; counts of another cgroup say nothing of this one."""
+    kernel = Kernel(tmp_path, cgroup)
+    kernel.kills(3, 5)
+    kills, place = host_memory.kills(kernel.sources), host_memory.cgroup(kernel.sources)
+    assert kills[1] == 5
+    kernel.kills(3 + inside, 5 + machine)
+    text = gone(kernel, monkeypatch, kills=kills, cgroup=place if same else "another")
+    assert said in text
+    assert ("micro_batches" in text) is bool(inside or machine)
+
+
+def test_what_a_launch_writes_down_of_memory_is_read_again(tmp_path: Path) -> None:
+    job_record.write(tmp_path, record := job_record.here("local", 2))
+    assert record.kills == host_memory.kills()
+    assert job_record.read(tmp_path) == record
+
+
+@pytest.mark.parametrize("space", ["pid:[4026531836]", "pid:[4026532999]"])
+def test_the_kernel_s_log_names_a_process_of_the_machine_alone(
+    space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container the same number is another process."""
+    kernel = Kernel(tmp_path)
+    (tmp_path / "self/ns").mkdir()
+    (tmp_path / "self/ns/pid").symlink_to(space)
+    now = int(1e6 * time.clock_gettime(time.CLOCK_MONOTONIC))
+    record = LINE.partition(";")[2]
+    monkeypatch.setattr(host_memory, "records", lambda _: iter([(1, 100, record), (2, now, record)]))
+    assert host_memory.killed_since(PID, time.time() - 5, kernel.sources) is (space == "pid:[4026531836]")
+    assert not host_memory.killed_since(PID, time.time() + 60, kernel.sources)
+    assert not host_memory.killed_since(PID + 1, time.time() - 5, kernel.sources)

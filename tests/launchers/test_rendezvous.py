@@ -134,3 +134,14 @@ def test_no_event_is_made_that_nobody_reads(threads: ThreadPoolExecutor, monkeyp
     formed = threads.submit(first.next_rendezvous)
     assert [formed.result(LONG).world_size, joined.result(LONG).world_size] == [2, 2]
     assert not asked
+
+
+def test_the_time_for_more_machines_comes_on_top_of_that_for_the_fewest() -> None:
+    """One machine of 1:2 is enough, however short `join_timeout_s` is beside `last_call_timeout_s`."""
+    node = Node("a", "127.0.0.1", 1, holds=True)
+    alone = ElasticRendezvous("127.0.0.1", 0, 1, 2, node, Limits(join=1, more=2, lost=60), key="")
+    try:
+        assert alone.next_rendezvous().world_size == 1
+    finally:
+        alone.end(0)
+        alone.shutdown()

@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
+from lockstep.config.error_messages import read_yaml
 from lockstep.config.run import load
 from lockstep.tasks.classification import Classification
 from lockstep.tools.init import questions
+from lockstep.tools.init.init import scalar
 from support.command import ended, start
 from support.contributed import example
+from support.harness import TINY
 from support.init_runs import EMOTION, answering, here, jsonl, written
 from support.messages import mentions
 
@@ -231,3 +234,16 @@ def test_what_it_writes_trains(here: Path, cache: Path) -> None:
     status, _, err = ended(start([sys.executable, "-c", code], here, cache), 400)
     assert status == 0, err
     assert [name for name in cases if not (here / f"outputs/{name}/export/config.json").exists()] == [], err
+
+
+@pytest.mark.parametrize("mark", ["\u200f", "\u202e", "\u2066", "\ufeff", "\u2028"])
+def test_no_mark_that_turns_text_is_written_raw(mark: str) -> None:
+    """What a person reads in the run file is what it says; the value is the same."""
+    value = {"label": f"gut{mark}tug", "other": "caf\xe9"}
+    text = scalar(value)
+    assert mark not in text
+    assert read_yaml(text) == value
+    assert scalar("caf\xe9") == "caf\xe9"
+    run = load(None, [], TINY | {"data": {"source": "builtin/emotion", "columns": [value["label"]]}})
+    assert mark not in run.dump()
+    assert read_yaml(run.dump())["data"]["columns"] == [value["label"]]

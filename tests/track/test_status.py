@@ -320,3 +320,16 @@ def test_advice_on_a_run_that_is_done_without_its_last_checkpoint(tmp_path: Path
     said = advice(run, State("done", status=0), False, None)
     assert said.startswith(f"the model is in {tmp_path}/export, its checkpoint is not here")
     assert said.endswith("trains again from the start")
+
+
+def test_a_run_whose_records_end_early_is_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a disk that filled up while it trained, metrics.jsonl ends; launch.json needs no more room."""
+    (tmp_path / "run.yaml").write_text(tiny(f"output={tmp_path}", "track.every=1").dump())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 12, "split": "train", "loss": 1.5}\n')
+    record = job_record.here("local", 1)
+    job_record.write(tmp_path, replace(record, steps=300, status=0))
+    job_record.note(tmp_path, reached=300)
+    assert main(["status", str(tmp_path)]) == 0
+    said = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "300 of 300" in said["step"]
+    assert "metrics.jsonl ends at step 12" in said["records"]

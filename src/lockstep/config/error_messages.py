@@ -306,6 +306,13 @@ def read_yaml(text: str) -> Any:
     return yaml.load(text, Loader=Yaml)
 
 
+def dump_yaml(value: Any, **options: Any) -> str:
+    """A value as YAML, without characters that command a terminal or turn the direction of text: with one of those, all
+    that is not ASCII is escaped. `options`: of `yaml.safe_dump`."""
+    text = str(yaml.safe_dump(value, allow_unicode=True, **options))
+    return text if redaction.visible(text) == text else str(yaml.safe_dump(value, **options))
+
+
 _INT = "tag:yaml.org,2002:int"
 Yaml.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]

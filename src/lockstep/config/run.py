@@ -222,7 +222,7 @@ class Run(Section):
         values = self.model_dump(mode="json")
         if (hidden := messages.secret(values)) is not None:
             raise secret_in(hidden)
-        return yaml.safe_dump(redaction.redact_all(values, filtered), sort_keys=False, allow_unicode=True, width=110)
+        return messages.dump_yaml(redaction.redact_all(values, filtered), sort_keys=False, width=110)
 
     def arithmetic(self) -> dict[str, Any]:
         """The keys that decide the weights, flat: a resume must not change any of them. With `strategy.exact` neither

@@ -5,6 +5,9 @@ In: files of the kernel. Out: bytes. Linux; elsewhere nothing is known. Nothing 
 
 from __future__ import annotations
 
+import os
+import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +24,56 @@ class Sources:
 
 
 KERNEL = Sources()
+_FIRST_SPACE = "pid:[4026531836]"  # the machine's own numbers of processes
+KILLED = re.compile(r"[Kk]illed process (\d+) .*?anon-rss:(\d+)kB, file-rss:(\d+)kB(?:, shmem-rss:(\d+)kB)?")
+
+
+def kills(sources: Sources = KERNEL) -> tuple[int, int]:
+    """How many processes the kernel has killed because memory ran out: in this cgroup, and on this machine."""
+    inside = 0
+    for folder in folders(sources):
+        for name in ("memory.events", "memory.oom_control"):
+            inside += numbers(folder / name).get("oom_kill", 0)
+    return inside, numbers(sources.proc / "vmstat").get("oom_kill", 0)
+
+
+def cgroup(sources: Sources = KERNEL) -> str:
+    """The memory cgroups that this process is in, as one text; "" where there are none."""
+    return ":".join(map(str, folders(sources)))
+
+
+def killed_since(pid: int, began: float, sources: Sources = KERNEL) -> bool:
+    """Whether the kernel's log, where this user may read it, names a process that it has killed for memory since a time
+    in seconds since 1970."""
+    with suppress(OSError):
+        if os.readlink(sources.proc / "self/ns/pid") != _FIRST_SPACE:
+            return False  # in a container a process has another number than the kernel's log gives it
+    boot = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
+    for _, microseconds, text in records(sources):
+        match = KILLED.search(text)
+        if match is not None and int(match[1]) == pid and boot + microseconds / 1e6 > began - 1:
+            return True
+    return False
+
+
+def records(sources: Sources = KERNEL) -> Iterator[tuple[int, int, str]]:
+    """Number, microseconds since boot, and text of each record of the kernel's log; none where it cannot be read."""
+    try:
+        descriptor = os.open(sources.log, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        while True:
+            with suppress(BrokenPipeError):  # it was written over meanwhile: the next one is there
+                head, _, text = os.read(descriptor, 8192).decode(errors="replace").partition(";")
+                if not head:
+                    return
+                fields = head.split(",")
+                yield int(fields[1]), int(fields[2]), text
+    except (OSError, ValueError, IndexError):  # the end
+        return
+    finally:
+        os.close(descriptor)
 
 
 def limit(sources: Sources = KERNEL) -> int:

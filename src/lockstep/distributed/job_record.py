@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from lockstep.config.errors import DONE, STOPPED
 from lockstep.config.run import RunError, replace_text
+from lockstep.distributed import host_memory
 
 FILE = "launch.json"
 # What ranks do: the dotted name of a function of (run, world), and further words for it.
@@ -40,6 +41,7 @@ FACT = "LOCKSTEP_FACT"  # and one of the facts, as name=value
 
 _ASIDE = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<pid>\d+)\.partial")  # what `aside_of` gives
 # What a scheduler's ids, names of namespaces, regions and steps look like: never like an option of a program.
+LESS_MEMORY = "Use more micro_batches, a smaller batch_size or data.max_length, or fewer processes"
 _NAME = re.compile(r"[A-Za-z0-9][\w.:@/\[\]%+,-]*")
 
 Word = Literal["waiting", "running", "done", "stopped", "failed", "gone", "unknown"]
@@ -76,6 +78,9 @@ class JobRecord:
     facts: Mapping[str, str] = field(default_factory=dict)  # what the launcher needs to find the job again
     main: Process | None = None  # rank 0, once it is there
     steps: int | None = None  # of the whole run, once rank 0 has counted them
+    reached: int | None = None  # updates done when training ended; metrics.jsonl may end before, on a full disk
+    kills: tuple[int, int] | None = None  # processes killed for memory when it began: in its cgroup, on the machine
+    cgroup: str = ""  # in which it began
     ended: float | None = None
     status: int | None = None  # exit status, once there is one
 
@@ -96,7 +101,10 @@ class State:
 
 def here(launcher: str, processes: int, job: str | None = None, facts: Mapping[str, str] | None = None) -> JobRecord:
     """A launch from this process, now."""
-    return JobRecord(launcher, processes, time.time(), Process.this(), job, facts or {})
+    kills = host_memory.kills()
+    return JobRecord(
+        launcher, processes, time.time(), Process.this(), job, facts or {}, kills=kills, cgroup=host_memory.cgroup()
+    )
 
 
 def write(folder: Path, launched: JobRecord) -> bool:
@@ -134,6 +142,8 @@ def read(folder: Path) -> JobRecord | None:
         values = {name: value for name, value in values.items() if name in known}
         for name in ("process", "main"):
             values[name] = Process(**values[name]) if values.get(name) else None
+        kills = values.get("kills")
+        values["kills"] = None if kills is None else (int(kills[0]), int(kills[1]))
         record = JobRecord(**values)
         names = [record.job, *(value for name, value in record.facts.items() if name != "log")]
         if not all(not name or _NAME.fullmatch(name) for name in names):
@@ -207,7 +217,28 @@ def state_of_process(launched: JobRecord) -> State:
         return State("unknown", f"{who} cannot be seen from {socket.gethostname()}; ask there")
     if alive:
         return State("running", who)
-    return State("gone", f"{who} is not there any more and left no exit status: it was killed, or the machine was")
+    return State("gone", f"{who} is not there any more and left no exit status: {why_gone(launched)}")
+
+
+def why_gone(launched: JobRecord) -> str:
+    """What this machine's kernel tells of the end of a launch that left no exit status."""
+    boot, now = launched.process.born.partition("/")[0], (born(os.getpid()) or "").partition("/")[0]
+    if boot and now and boot != now:
+        return "the machine has been restarted since"
+    for name, process in (("it", launched.process), ("rank 0", launched.main)):
+        if process is not None and host_memory.killed_since(process.pid, launched.began):
+            return f"the kernel killed {name} because memory ran out. {LESS_MEMORY}"
+    if launched.kills is not None:
+        inside, machine = (now - then for now, then in zip(host_memory.kills(), launched.kills, strict=True))
+        killed = "because memory ran out"
+        if inside > 0 and launched.cgroup == host_memory.cgroup():
+            return f"since it began the kernel killed {inside} process(es) of its cgroup {killed}. {LESS_MEMORY}"
+        if machine > 0:
+            return (
+                f"it was killed, or the machine was. Since it began the kernel killed {machine} process(es) of this "
+                f"machine {killed}; if it was one of them: {LESS_MEMORY[0].lower()}{LESS_MEMORY[1:]}"
+            )
+    return "it was killed, or the machine was"
 
 
 def stop_process(launched: JobRecord) -> str:

@@ -120,6 +120,9 @@ def concluded(run: Run, processes: int, steps: int) -> int:
 
 def started(run: Run, launcher: Launcher, plan: LaunchPlan) -> int:
     """Start the ranks and wait for their end, which OUTPUT/launch.json tells of. Returns the exit status."""
+    before = job_record.read(run.folder)
+    if before is not None and before.job is None and (state := job_record.state_of_process(before)).word == "gone":
+        Console(True, voice=run.track.console).note(f"the start before ended without a word: {state.text}")
     job_record.write(run.folder, mine := job_record.here(run.launch.name, plan.processes))
     try:
         status = launcher.start(run, plan)

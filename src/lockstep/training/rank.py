@@ -252,6 +252,8 @@ def train_and_evaluate(session: Session, console: Console, state: TrainState) ->
         strategy, step = session.strategy, state.step
         sinks.advance(step)
         console.stop()
+        if world.is_main and led_away(world.log.parent) is None:
+            job_record.note(run.folder, reached=step)
         ended = step == session.feed.total or state.over
         final = final_scores(session, console, sinks, state) if ended else None
         if final is None:

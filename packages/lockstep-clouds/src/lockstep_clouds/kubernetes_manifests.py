@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import yaml
-
 from lockstep.config import error_messages as messages
 from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError
@@ -84,7 +82,7 @@ def _text(module: str, path: Path) -> str:
 
 def dump(objects: list[dict[str, Any]]) -> str:
     """As one YAML file."""
-    return "---\n".join(yaml.safe_dump(m, sort_keys=False, width=110, allow_unicode=True) for m in objects)
+    return "---\n".join(messages.dump_yaml(m, sort_keys=False, width=110) for m in objects)
 
 
 def check(run: Run, options: Any) -> None:

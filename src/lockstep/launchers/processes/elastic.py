@@ -116,7 +116,8 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
         error(
             coded(
                 "LS7314",
-                f"too few machines joined at {rendezvous.at}:{rendezvous.port} within {rendezvous.limits.join:g} s: "
+                f"too few machines joined at {rendezvous.at}:{rendezvous.port} within "
+                f"{rendezvous.limits.meeting(rendezvous.fewest, rendezvous.most):g} s: "
                 f"expected {rendezvous.fewest}, got {there}. Start the same command on the other machines, or lower "
                 "launch.machines",
             )

@@ -220,6 +220,9 @@ class Node:
         return (-self.step, place, not self.holds, _number(self.address), self.host)
 
 
+_MARGIN_S = 5.0  # for the round in which the last call is found to be over
+
+
 @dataclass(frozen=True)
 class Limits:
     """Timeouts in seconds."""
@@ -227,6 +230,11 @@ class Limits:
     join: float = 600.0  # until enough machines are there
     more: float = 30.0  # for more machines to come once the fewest are there
     lost: float = 15.0  # without a sign of life until a machine counts as lost
+
+    def meeting(self, fewest: int, most: int) -> float:
+        """Seconds until a meeting has failed. The time for more machines comes on top of that for the fewest: torch
+        counts both from the beginning, and would give up while it waits for more."""
+        return self.join + (self.more + _MARGIN_S if fewest < most else 0.0)
 
 
 @dataclass(frozen=True)
@@ -289,7 +297,9 @@ class ElasticRendezvous:
             fewest,
             most,
             node.address,
-            RendezvousTimeout(*(timedelta(seconds=each) for each in (limits.join, limits.more, 10, 5))),
+            RendezvousTimeout(
+                *(timedelta(seconds=each) for each in (limits.meeting(fewest, most), limits.more, 10, 5))
+            ),
             keep_alive_interval=max(1, round(limits.lost / 3)),
             keep_alive_max_attempt=3,
         )

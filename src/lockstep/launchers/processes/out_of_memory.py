@@ -8,23 +8,19 @@ machine; and how little was left before. Linux only. Nothing here imports torch.
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lockstep.distributed import host_memory
-from lockstep.distributed.host_memory import Sources, folders, numbers
+from lockstep.distributed.host_memory import Sources, numbers
 from lockstep.track.report.charts import size
 
 LOOK_S = 1.0
 RECENT_S = 10.0  # a process with much memory may take seconds to end
 FULL = 0.95  # of the memory that there is
-KILLED = re.compile(r"[Kk]illed process (\d+) .*?anon-rss:(\d+)kB, file-rss:(\d+)kB(?:, shmem-rss:(\d+)kB)?")
 
 
 @dataclass
@@ -39,7 +35,7 @@ class Memory:
     _read: int = -1  # the last record of the kernel's log that is older than the ranks
 
     def __post_init__(self) -> None:
-        self._read = max((number for number, _ in self._log()), default=-1)
+        self._read = max((number for number, *_ in host_memory.records(self.sources)), default=-1)
         self._count(time.monotonic())
 
     def look(self, pids: Iterable[int]) -> None:
@@ -91,37 +87,15 @@ class Memory:
 
     def _count(self, now: float) -> None:
         """Processes that the kernel has killed for memory, now. Keeps what is older than `RECENT_S` once."""
-        inside = 0
-        for folder in folders(self.sources):
-            for name in ("memory.events", "memory.oom_control"):
-                inside += numbers(folder / name).get("oom_kill", 0)
-        machine = numbers(self.sources.proc / "vmstat").get("oom_kill", 0)
+        inside, machine = host_memory.kills(self.sources)
         self._kills.append((now, inside, machine))
         while len(self._kills) > 1 and now - self._kills[1][0] > RECENT_S:
             self._kills.popleft()
 
     def _named(self, pid: int) -> int | None:
         """Bytes that this process held when the kernel killed it for memory, by the kernel's log."""
-        for number, text in self._log():
-            match = KILLED.search(text)
+        for number, _, text in host_memory.records(self.sources):
+            match = host_memory.KILLED.search(text)
             if number > self._read and match is not None and int(match[1]) == pid:
                 return sum(int(part or 0) for part in match.groups()[1:]) * 1024
         return None
-
-    def _log(self) -> Iterator[tuple[int, str]]:
-        """Number and text of each record."""
-        try:
-            descriptor = os.open(self.sources.log, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError:
-            return
-        try:
-            while True:
-                with suppress(BrokenPipeError):  # it was written over meanwhile: the next one is there
-                    head, _, text = os.read(descriptor, 8192).decode(errors="replace").partition(";")
-                    if not head:
-                        return
-                    yield int(head.split(",")[1]), text
-        except (OSError, ValueError, IndexError):  # the end
-            return
-        finally:
-            os.close(descriptor)

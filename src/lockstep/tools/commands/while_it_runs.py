@@ -48,7 +48,9 @@ def run_status(args: argparse.Namespace) -> int:
     metrics = last_metrics(run.folder)
     sound, damaged = checkpoints(run, args.verify)
     total = (record.steps if record else None) or next((m.steps for m in sound.values()), None) or run.steps
-    step = max([line["step"] for line in metrics.values()] + list(sound), default=0)
+    reached = (record.reached if record else None) or 0
+    recorded = max((line["step"] for line in metrics.values()), default=0)
+    step = max([recorded, reached, *sound])
     ended = came_to_its_end(run, sound, total or 0)
     finished = ended and (run.folder / "export" / "config.json").exists()
     looks = args.verify and not state.live and (run.folder / "export").is_dir()
@@ -80,6 +82,10 @@ def run_status(args: argparse.Namespace) -> int:
     for split, line in metrics.items():
         rows[split] = f"step {line['step']}: " + ", ".join(
             f"{k} {v:.4g}" for k, v in line.items() if k not in ("step", "split") and isinstance(v, int | float)
+        )
+    if reached - recorded >= run.track.every:
+        rows["records"] = (
+            f"metrics.jsonl ends at step {recorded}: what came later could not be written, as on a full disk"
         )
     rows["saved"] = ", ".join(f"step {s}" for s in sorted(sound)) or "no checkpoint yet"
     for name, reason in damaged.items():

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lockstep.config import plugins
 from lockstep.config.data_sources import OWN
+from lockstep.config.error_messages import dump_yaml
+from lockstep.config.redaction import visible
 from lockstep.config.run import PATHS, Run, RunError, load, overrides_of
 from lockstep.config.sections import DataSection, at_length
 from lockstep.data import splitting
@@ -415,7 +415,8 @@ def write(filled: Mapping[str, Any], header: list[str], comments: Mapping[str, s
             rows.append((f"  {inner}: {scalar(each)}", _comment(f"{key}.{inner}", comments, about)))
     width = min(_WIDTH, max(len(left) for left, _ in rows))
     lines = [f"# {line}".rstrip() for text in header for line in _wrapped(text)]
-    return "\n".join([*lines, *(f"{left:<{width}}  # {about}" if about else left for left, about in rows)]) + "\n"
+    text = "\n".join([*lines, *(f"{left:<{width}}  # {about}" if about else left for left, about in rows)]) + "\n"
+    return visible(text)  # comments may quote the data; values hold no such characters (`dump_yaml`)
 
 
 def _known(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -446,8 +447,8 @@ def scalar(value: Any) -> str:
     if isinstance(value, float) and 0 < abs(value) < 1e-3:
         digits, _, power = f"{value:.15g}".partition("e")
         return f"{digits if '.' in digits else f'{digits}.0'}e{power}" if power else digits
-    dumped = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
-    return str(dumped).removesuffix("...\n").strip()
+    dumped = dump_yaml(value, default_flow_style=True, width=10_000)
+    return dumped.removesuffix("...\n").strip()
 
 
 # what `plan` says of a machine that lacks something, and not of a run file: packages, GPUs
