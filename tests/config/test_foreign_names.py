@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lockstep.cli import main
 from lockstep.config import error_messages, plugins
 from lockstep.config.key_aliases import foreign_names, without_counterpart
 from lockstep.config.run import Run, RunError, load, schema
@@ -218,3 +219,19 @@ def test_the_page_denies_no_key_that_there_is(section: str) -> None:
             )
         named = set(re.findall(r"\b(?:task|data|model|optim|launch|evaluate|checkpoint|average)\.\w+", why))
         assert not {key for key in named if key not in ours and f"{key}s" not in ours}, (name, why)
+
+
+@pytest.mark.parametrize("name", ["preload", "init_from", "pretrained", "load_from", "warm_start", "model.preload"])
+def test_weights_to_begin_with_are_found_by_the_words_that_people_have(name: str) -> None:
+    with raises("LS1000", "'model.source'", "OUTPUT/checkpoints/step-N", "lockstep branch"):
+        load(None, [f"{name}=x"], {"data": "x.csv", "model": "y"})
+
+
+def test_deepspeed_and_resume_are_told_what_they_are_here(capfd: pytest.CaptureFixture[str]) -> None:
+    with raises("LS1121", "'zero1' or 'zero2' or 'zero3'"):
+        load(None, ["strategy=deepspeed"], {"data": "x.csv", "model": "y"})
+    with raises("LS1000", "newest checkpoint", "lockstep branch OUTPUT@N"):
+        load(None, ["resume=true"], {"data": "x.csv", "model": "y"})
+    for word, wanted in {"resume": "goes on", "eval": "evaluate", "generate": "predict", "upload": "push"}.items():
+        assert main([word, "out"]) == 2
+        assert mentions(capfd.readouterr().err, "LS8420", wanted)

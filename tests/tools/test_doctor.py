@@ -262,3 +262,29 @@ def test_whether_this_machine_computes_portably_is_told(monkeypatch: pytest.Monk
     assert len(facts["computes"]) == 16
     monkeypatch.setattr(machine_info, "_PORTABLE", "raise SystemExit('no AVX2')")
     assert "no AVX2" in machine_info.portable_facts(200)["unsupported"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "wanted"),
+    [
+        ({}, "this machine trains on 4 CPU cores; torch sees no GPU; no problem found"),
+        ({"torch": {"version": "2.13", "devices": [{}, {}]}}, "this machine trains on 2 GPUs; no problem found"),
+        ({"torch": {"failed": "no answer"}}, "this machine cannot train: torch does not start; no problem found"),
+        ({"network": {"hub_reachable": False}}, "the Hub cannot be reached, so models and data have to be local"),
+        ({"problems": ["a", "b"]}, "; 2 problems above"),
+        ({"ranks": {"failed": "no route"}}, "these ranks cannot train together"),
+    ],
+)
+def test_the_verdict(changed: dict[str, Any], wanted: str) -> None:
+    found = {"machine": {"cores": 4}, "torch": {"version": "2.13", "devices": []}, "problems": []} | changed
+    assert wanted in doctor.verdict(found)
+
+
+def test_facts_are_told_in_words_with_their_units() -> None:
+    facts = {"cores_of_machine": 2, "total_gb": 23.5, "write_mb_s": 172, "GLOO_SOCKET_IFNAME": "eth0"}
+    assert doctor.rows_of("machine", facts) == [
+        ("cores of machine", "2"),
+        ("total", "23.5 GB"),
+        ("write", "172 MB/s"),
+        ("GLOO_SOCKET_IFNAME", "eth0"),
+    ]

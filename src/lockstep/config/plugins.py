@@ -252,6 +252,11 @@ OTHER_NAMES = {
     "token_classification": ("ner", "token-classification"),
     "question_answering": ("qa", "question-answering"),
     "preference": ("dpo",),
+    "zero1": ("deepspeed",),
+    "zero2": ("deepspeed",),
+    "zero3": ("deepspeed",),
+    "fsdp2": ("fsdp", "fully_shard"),
+    "ddp": ("dp", "data_parallel", "horovod", "mirrored"),
     "adamw_8bit": ("adamw_bnb_8bit", "paged_adamw_8bit"),
     "adamw": ("adam", "adamw_torch", "adamw_torch_fused"),
 }
@@ -263,7 +268,7 @@ def unknown(kind: str, name: str) -> str:
         return f"{name} needs {what}"
     known = names(kind)
     near = [other for other in known if name in OTHER_NAMES.get(other, ())] or difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     return f"unknown {_SINGULAR[kind]} {name!r}; {hint}known are {', '.join(known)}"
 
 

@@ -33,6 +33,7 @@ TRAIN = ("lockstep.training.rank.work",)
 # status of a machine's first rank, where that program has only one of its own; what ranks do, where it is not `TRAIN`.
 PLANNED_SIZE, STATUS, JOB_WORDS = "LOCKSTEP_WORLD_SIZE", "LOCKSTEP_STATUS_FILE", "LOCKSTEP_JOB"
 RESOLVED = "LOCKSTEP_RESOLVED_JOB"  # a file of the launching process that holds what it has decided
+INTRODUCED = "LOCKSTEP_INTRODUCED"  # set for ranks whose terminal has the lines about what runs already
 # Set for ranks by a launcher that has written launch.json itself; ranks without it were started by hand (torchrun,
 # accelerate launch, srun), and rank 0 writes the file.
 VARIABLE = "LOCKSTEP_LAUNCHER"

@@ -287,6 +287,12 @@ def pick_device(run: Run, local_rank: int, local_size: int = 1) -> torch.device:
     count = torch.cuda.device_count() if device_name != "cpu" else 0
     if not count and device_name != "cuda":
         return torch.device("cpu")
+    if not count:
+        raise RunError(
+            "LS7120",
+            f"launch.device: cuda, but local rank {local_rank} finds no CUDA device that torch can use; set "
+            "launch.device=cpu, or start it where there is one (`lockstep doctor` says what torch sees)",
+        )
     if count * each < max(local_size, local_rank + 1):
         raise RunError(
             "LS7070",

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from lockstep.config.run import Run, RunError, keep, load
 from lockstep.config.written import naming_defaults
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
-from lockstep.distributed.job_record import JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TRAIN
+from lockstep.distributed.job_record import INTRODUCED, JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TRAIN
 from lockstep.distributed.signals import listen_no_more
 from lockstep.launchers.processes import accelerate_config, output_lock, srun
 from lockstep.track.console import Console, error
@@ -60,7 +60,8 @@ def train(run: Run) -> int:
             plan, steps = ready(run, launcher, plan, console)
             run = run if plan.job is None else plan.job.run  # with defaults that the model has room for
         if lock is None:
-            return launcher.start(run, plan)
+            with introduced():
+                return launcher.start(run, plan)
         if steps is not None:
             return lock.verdict(concluded(run, plan.processes, steps))
         keep(run)
@@ -68,6 +69,16 @@ def train(run: Run) -> int:
             lock.release()  # from here on it is that of the job's ranks
             return lock.verdict(launcher.start(run, plan))
         return lock.verdict(started(run, launcher, plan))
+
+
+@contextmanager
+def introduced() -> Iterator[None]:
+    """A context whose ranks do not print again what runs, and where to: this process has, in the same terminal."""
+    os.environ[INTRODUCED] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(INTRODUCED, None)
 
 
 def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> tuple[LaunchPlan, int | None]:
@@ -125,7 +136,8 @@ def started(run: Run, launcher: Launcher, plan: LaunchPlan) -> int:
         Console(True, voice=run.track.console).note(f"the start before ended without a word: {state.text}")
     job_record.write(run.folder, mine := job_record.here(run.launch.name, plan.processes))
     try:
-        status = launcher.start(run, plan)
+        with introduced():
+            status = launcher.start(run, plan)
     except KeyboardInterrupt:
         job_record.note(run.folder, status=130, ended=time.time())
         raise

@@ -171,7 +171,24 @@ def tell(report: dict[str, Any]) -> None:
         _tell_ranks(console, report["ranks"])
     for problem in report["problems"]:
         console.say(f"problem: {problem}")
-    console.say("no problem found" if not report["problems"] else f"{len(report['problems'])} problem(s)")
+    console.say(f"verdict: {verdict(report)}")
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """Whether training can start here, on what, and how many problems there are: one sentence."""
+    torch_facts, count = report.get("torch", {}), len(report["problems"])
+    listed = f"; {count} problem{'s' * (count > 1)} above" if count else "; no problem found"
+    if "failed" in torch_facts or not torch_facts.get("version"):
+        return f"this machine cannot train: torch does not start{listed}"
+    cores, devices = report.get("machine", {}).get("cores"), torch_facts.get("devices") or []
+    where = (
+        f"on {len(devices)} GPU{'s' * (len(devices) > 1)}" if devices else f"on {cores} CPU cores; torch sees no GPU"
+    )
+    offline = report.get("network", {}).get("hub_reachable") is False
+    hub = "; the Hub cannot be reached, so models and data have to be local" * offline
+    if breaks(report):
+        return f"these ranks cannot train together with the same bits{hub}{listed}"
+    return f"this machine trains {where}{hub}{listed}"
 
 
 def _tell_ranks(console: Console, ranks: Facts) -> None:
@@ -202,17 +219,29 @@ def _sides(each: dict[str, Any]) -> str:
 def rows_of(name: str, facts: Facts) -> list[tuple[str, str]]:
     """A row for each fact of a section; what is not there is told last, on one row."""
     if name not in ("packages", "tokens", "programs") or "failed" in facts:
-        return [(key, _text(each)) for key, each in facts.items() if each not in (None, [], {})]
+        return [_row(key, each) for key, each in facts.items() if each not in (None, [], {})]
     there = [(key, "yes" if each is True else str(each)) for key, each in facts.items() if each]
     absent = {"packages": "not installed", "tokens": "not set", "programs": "not found"}[name]
     gone = ", ".join(key for key, each in facts.items() if not each)
     return [*there, *([(absent, gone)] if gone else [])]
 
 
+# The unit that the name of a fact ends with -> as it stands behind a number.
+_UNITS = {"_mb_s": "MB/s", "_gb": "GB", "_ms": "ms", "_gflops": "GFLOP/s", "_s": "s"}
+
+
+def _row(key: str, value: Any) -> tuple[str, str]:
+    """What a fact is called, and its value with its unit. Names of variables and hosts stay as they are."""
+    ending = next((ending for ending in _UNITS if key.endswith(ending)), "")
+    text = _text(value)
+    name = key.removesuffix(ending)
+    return name.replace("_", " ") if name.islower() else name, f"{text} {_UNITS[ending]}" if ending else text
+
+
 def _text(value: Any) -> str:
     """Nested facts on a line: `cores 2, python 3.11.2, devices ...`."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_text(each)}" for key, each in value.items() if each not in (None, [], {}))
+        return ", ".join(" ".join(_row(key, each)) for key, each in value.items() if each not in (None, [], {}))
     if isinstance(value, list):
         return "; ".join(_text(each) for each in value)
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

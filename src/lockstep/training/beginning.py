@@ -51,7 +51,11 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
     alone = launched_by(run) == "launcher local" and len(set(world.hosts)) == 1
     if alone:  # the launcher has said it
         console.detail({"run": opening["run"], **where})
-    console.facts({k: v for k, v in opening.items() if k != "run"} if alone else opening | where)
+        console.facts({k: v for k, v in opening.items() if k != "run"})
+    else:
+        if introduced := job_record.INTRODUCED in os.environ:
+            console.detail({"run": opening["run"]})
+        console.facts({k: v for k, v in (opening | where).items() if k != "run" or not introduced})
     if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
     prepared = session.task.prepared

@@ -76,12 +76,28 @@ def names() -> list[str]:
     return [*HELP, *(name for name in entry_points.named("commands") if name not in HELP)]
 
 
+_GOES_ON = "the same `lockstep train` goes on from the newest checkpoint; `lockstep branch OUTPUT@N` from an older one"
+# What other programs call a command -> how it is done here.
+ELSEWHERE = {
+    **dict.fromkeys(("resume", "restart", "continue"), _GOES_ON),
+    **dict.fromkeys(("fit", "run", "finetune", "fine_tune", "pretrain", "launch"), "it is `lockstep train`"),
+    **dict.fromkeys(("eval", "test", "score"), "it is `lockstep evaluate`"),
+    **dict.fromkeys(("infer", "inference", "generate", "pipeline", "chat"), "it is `lockstep predict`"),
+    **dict.fromkeys(("validate", "dry_run", "check"), "`lockstep plan` checks a run file, `lockstep doctor` a machine"),
+    **dict.fromkeys(("upload", "publish"), "it is `lockstep push`"),
+    **dict.fromkeys(("export", "save"), "`lockstep train` writes OUTPUT/export"),
+    **dict.fromkeys(("env", "info"), "it is `lockstep doctor`"),
+}
+
+
 def unknown(name: str) -> str | None:
     """The message for a name that no command has; None for a command."""
     if name in HELP or name in (added := entry_points.named("commands")):
         return None
     near = difflib.get_close_matches(name, [*HELP, *added], 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
+    if (what := ELSEWHERE.get(name.lower().replace("-", "_"))) is not None:
+        hint = f"{what}. "
     return coded("LS8420", f"unknown command {name!r}; {hint}`lockstep --help` lists them all")
 
 
