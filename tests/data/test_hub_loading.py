@@ -2,15 +2,19 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from huggingface_hub.repocard_data import model_index_to_eval_results
+from huggingface_hub.utils import http_backoff, http_stream_backoff
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from lockstep.config.run import Run
+from lockstep.data import hub as hub_names
 from support.command import LOCKSTEP
 from support.hub_jobs import PUSH, RUN, Command, finished, hub, lockstep, process, trained
 from support.hub_server import Hub
@@ -113,3 +117,38 @@ def test_what_cannot_be_loaded_is_one_message_each(hub: Hub, finished: Path, tmp
         for text in wanted:
             assert text in said[word], said[word]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_silently(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for function in (http_backoff, http_stream_backoff):
+        monkeypatch.setattr(function, "__kwdefaults__", function.__kwdefaults__)
+    hub_names.reachable.cache_clear()
+    try:
+        hub_names.be_brief()
+        waits: list[float] = []
+        monkeypatch.setattr(time, "sleep", waits.append)
+        with pytest.raises(Exception, match=r"refused|connect"):
+            http_backoff("HEAD", "http://127.0.0.1:9/some/model")
+        assert waits == []
+        assert caplog.text == ""
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which may reach it
+        hub_names.reachable.cache_clear()
+        assert hub_names.reachable()
+    finally:
+        hub_names.reachable.cache_clear()
+
+
+def test_only_what_may_be_on_the_hub_is_asked_of_it(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("text,label\na,b\n")
+    local = {"data": {"train": str(tmp_path / "train.csv")}, "model": {"source": str(tmp_path)}}
+    assert not hub_names.names_hub(Run.load(local))
+    assert hub_names.names_hub(Run.load(local | {"model": "some/model"}))
+    assert hub_names.names_hub(Run.load(local | {"tokenizer": "some/tokenizer"}))
+    assert not hub_names.names_hub(Run.load(local | {"data": "builtin/emotion"}))
+    assert not hub_names.names_hub(Run.load(local | {"data": {"source": "s3://bucket/set", "train": "a.csv"}}))

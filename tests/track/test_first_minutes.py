@@ -20,6 +20,7 @@ from lockstep.track import busy
 from lockstep.track.best import Best
 from lockstep.track.console import error, joined, on_a_line
 from lockstep.training.summary import parameters, what_next
+from support.command import CommandJob, free_port
 from support.consoles import TRAIN, console, screen
 from support.harness import tiny
 
@@ -272,3 +273,13 @@ def test_a_table_that_is_too_wide_breaks_the_names_of_its_columns_and_cuts_none(
         assert ("learning_rate" not in said) is broken
         assert "…" not in said
         assert ("learning_ " in said and " rate " in said) is broken
+
+
+@pytest.mark.processes
+def test_what_runs_is_said_once_where_the_ranks_share_the_terminal(job: CommandJob) -> None:
+    """Under tcp and accelerate a rank is this process, or is started from here."""
+    meet = ("launch.name=tcp", f"launch.init_method=tcp://127.0.0.1:{free_port()}", "launch.rank=0")
+    job.write()
+    status, out, err = job.train(*meet, "launch.world_size=1", "steps=1")
+    assert status == 0, err
+    assert [line for line in out.splitlines() if line.startswith(("lockstep ", "run "))] == [out.splitlines()[0]]

@@ -9,18 +9,23 @@ outside, as files that grow in the Hub's cache: the libraries' own bars draw ove
 from __future__ import annotations
 
 import hashlib
+import logging
 import pickle
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
-from lockstep.config.data_sources import USUAL, address_of
+from lockstep.config.data_sources import USUAL, address_of, is_address
 from lockstep.config.errors import InvalidValue
 from lockstep.config.redaction import one_line
-from lockstep.config.run import RunError
+from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.cache import cache_folder
 from lockstep.distributed.activity import ACTIVITY
@@ -37,6 +42,7 @@ _STATUS = {
 
 
 OFFLINE = "HF_HUB_OFFLINE is set, and it is not in the cache; unset it, give a local folder, or `hf download` it first"
+CONNECT_S = 5.0  # seconds that the Hub may take to accept a connection
 NO_WRITING = "HF_HUB_OFFLINE is set; unset it"
 
 
@@ -65,6 +71,44 @@ def explained(error: BaseException, revision: str | None = None, writes: bool = 
         instead = "" if writes else ". A local folder needs no network"
         return f"the Hub at {constants.ENDPOINT} cannot be reached: {last}{instead}"
     return one_line(error, 300)
+
+
+def names_hub(run: Run) -> bool:
+    """Whether a run's data, model or tokenizer may be on the Hub: what they name is no address, and not on this
+    machine."""
+    sources = [
+        run.model.source,
+        run.tokenizer.source,
+        run.data.source,
+        *(each.source for each in run.data.sources or ()),
+    ]
+    names = [source for source in sources if source is not None and not source.startswith("builtin/")]
+    return any(not is_address(name) and not Path(name).expanduser().exists() for name in names)
+
+
+def be_brief() -> None:
+    """Keep the Hub's library from its own words about a request that fails, and, if the Hub cannot be reached now, from
+    trying each file six times, in 23 s, while a person waits. What is in the cache is found at once."""
+    from huggingface_hub.utils import http_backoff, http_stream_backoff
+
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
+    for function in () if reachable() else (http_backoff, http_stream_backoff):
+        function.__kwdefaults__ = (function.__kwdefaults__ or {}) | {"max_retries": 0}
+
+
+@cache
+def reachable() -> bool:
+    """Whether the Hub's host takes connections, or a proxy is to do it. Looks once in the life of a process."""
+    from huggingface_hub import constants
+
+    endpoint = urlsplit(constants.ENDPOINT)
+    if getproxies().keys() & {endpoint.scheme, "all"}:
+        return True
+    with suppress(OSError):
+        port = endpoint.port or (443 if endpoint.scheme == "https" else 80)
+        socket.create_connection((str(endpoint.hostname), port), CONNECT_S).close()
+        return True
+    return False
 
 
 def transient(error: BaseException) -> bool:

@@ -350,6 +350,7 @@ def _output(run: Run, scope: Scope) -> tuple[str, ...]:
 def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     """Data, tokens, and what they and the model decide. `data`: the run whose data they are, if that is another.
     `fresh`: the Hub is asked again. Errors: `RunError`."""
+    from lockstep.data import hub
     from lockstep.data.prepare import prepare
     from lockstep.tasks import own_metrics
     from lockstep.tasks.models import model_configs, padding
@@ -357,6 +358,8 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     from lockstep.training.checkpoint_model import fetch
 
     task: Any = job.task
+    if hub.names_hub(job.run):
+        hub.be_brief()
     fetch(job.run)
     run, notes = task.fit_defaults(job.run)
     data = run if data is None else task.fit_defaults(data)[0]
