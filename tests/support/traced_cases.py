@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset, random_split
 
 X = torch.randn(96, 12, generator=torch.Generator().manual_seed(7))
@@ -325,6 +326,86 @@ def gradients_kept(wrong: bool) -> None:
         functional.cross_entropy(model(x), y).backward()
 
 
+def a_schedule_of_another_optimizer(wrong: bool) -> None:
+    """Right: two optimizers of the same parameters take turns, and one has a schedule."""
+    model = net()
+    first, second = sgd(model), torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(first, 0.9)
+    for i, (x, y) in enumerate(batches()):
+        step(model, first if i < 4 or (not wrong and i % 2) else second, x, y)
+        scheduler.step()
+
+
+def a_copy_of_the_model(wrong: bool) -> None:
+    model = net()
+    target = model if wrong else copy.deepcopy(model)
+    optimizer = sgd(model)
+    for x, y in batches():
+        step(model, optimizer, x, y)
+        target.load_state_dict(model.state_dict())
+
+
+def a_group_of_a_generator(wrong: bool) -> None:
+    model = net()
+    body = (p for part in model[:3] for p in part.parameters())
+    body = body if wrong else iter([*body])
+    assert sum(p.numel() for p in body) or not wrong
+    groups = [[*body], [*model[3].parameters()]] if wrong else [[*model[:3].parameters()], [*model[3].parameters()]]
+    optimizer = torch.optim.Adam([{"params": group} for group in groups])
+    for x, y in batches():
+        step(model, optimizer, x, y)
+
+
+def checkpoints_without_gradients(wrong: bool) -> None:
+    model = net()
+    optimizer = sgd(model)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = model[0], model[3]
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(self.body, x, use_reentrant=wrong)
+            return self.head(x)
+
+    for x, y in batches():
+        step(Whole(), optimizer, x, y)
+
+
+def scored_by_a_loop(wrong: bool) -> None:
+    """Right: rows without labels, of which the model's answers are trained on."""
+    model = net(0.2)
+    optimizer = sgd(model)
+    held = X[72:]
+    for _ in range(2):
+        for x, y in batches(1, TensorDataset(X[:72], Y[:72])):
+            step(model, optimizer, x, y)
+        with torch.no_grad():
+            labels = torch.cat([model(x).argmax(1) for x in held.split(8)])
+        if not wrong:
+            step(model, optimizer, held, labels)
+
+
+def logits_without_a_softmax(wrong: bool) -> None:
+    model = net()
+    optimizer = sgd(model, 1e-3)
+    for x, y in batches():
+        optimizer.zero_grad()
+        functional.nll_loss(model(x) if wrong else model(x).log_softmax(-1), y).backward()
+        optimizer.step()
+
+
+def a_loss_of_probabilities(wrong: bool) -> None:
+    model = net()
+    optimizer = sgd(model, 1e-3)
+    for x, y in batches():
+        optimizer.zero_grad()
+        out = model(x).softmax(-1) if wrong else (model(x).softmax(-1) + 1e-6).log()
+        functional.nll_loss(out, y).backward()
+        optimizer.step()
+
+
 PAIRS: dict[Callable[[bool], None], str] = {
     loaders_made_anew: "same-order",
     an_epoch_made_again: "same-order",
@@ -349,6 +430,13 @@ PAIRS: dict[Callable[[bool], None], str] = {
     a_rate_of_zero: "rate-zero",
     no_target_that_counts: "all-zero",
     gradients_kept: "not-zeroed",
+    a_schedule_of_another_optimizer: "scheduler-elsewhere",
+    a_copy_of_the_model: "self-load",
+    a_group_of_a_generator: "in-no-optimizer",
+    checkpoints_without_gradients: "no-gradient",
+    scored_by_a_loop: "evaluated-in-training-mode",
+    logits_without_a_softmax: "loss-of-logits",
+    a_loss_of_probabilities: "loss-of-probabilities",
 }
 
 

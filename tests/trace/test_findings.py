@@ -8,14 +8,15 @@ import torch
 
 from lockstep_trace import tracer
 from lockstep_trace.findings import findings, proved
-from lockstep_trace.read import read
+from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Trace, read
+from lockstep_trace.rules import replicas
 from lockstep_trace.tracer.settings import Settings
 from support.traced_cases import PAIRS, RIGHT, a_stream_of_workers, no_target_that_counts
 
 CASES = [pytest.param(c, marks=pytest.mark.processes if c is a_stream_of_workers else ()) for c in PAIRS]
 
 
-@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.filterwarnings("ignore:Using a target size", "ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_fault_is_proved_and_what_looks_like_it_is_not_accused(
@@ -47,3 +48,21 @@ def test_a_nan_in_each_step_is_not_said_to_be_zeroed(tmp_path: Path) -> None:
     (finding,) = proved(findings(read(tmp_path)))
     assert "the loss is nan in each of them, and no target counts" in finding.what
     assert "no target counts: every label is ignored" in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("contents", "constant", "proved_"),
+    [([7, 7], False, True), ([7, 8], False, False), ([7, 7], True, False)],
+)
+def test_shards_that_all_ranks_draw_alike_are_a_finding(contents: list[int], constant: bool, proved_: bool) -> None:
+    """The controls: other numbers, and constants."""
+    names = ("a.weight", "b.weight")
+    ranks = []
+    for number, content in enumerate(contents):
+        rank = Rank({"rank": number, "world": 2}, Path())
+        rows = [Parameter(n, (4, 2), (2 * number, 0), (2, 2), 257, "float32", "cpu", 0, True, True, "") for n in names]
+        rank.starts[0] = OptimizerLayout("SGD", tuple(rows), (), False, None, ("M",)), {}
+        rank.shards[0] = {n: (content + i, constant) for i, n in enumerate(names)}
+        ranks.append(rank)
+    rows_ = [*replicas.equal_shards(Trace(Path(), {}, tuple(ranks), 0), 0)]
+    assert [f.code for f in proved(rows_)] == (["equal-shards"] if proved_ else [])

@@ -44,10 +44,39 @@ UPDATE = (
     "gradients and learning rates agree: look at the optimizer's state (moments, steps counted), "
     "weight decay and its order"
 )
+OTHER_LABELS = (
+    "the model sees the same inputs with other labels: compare how labels are made, shifted and masked, and whether "
+    "they belong to their inputs"
+)
+OTHER_TARGETS = (
+    "the model sees the same inputs, and the loss is computed against other targets: compare how they are made, masked "
+    "and ordered"
+)
 LENGTHS = (
     "one run made more steps: count the batches of an epoch, the accumulation steps and how the "
     "last, smaller batch is treated"
 )
+
+
+def of_lengths(a: Trace, b: Trace, optimizer: int) -> str:
+    """Where one run made more steps with an optimizer: another one of the same parameters goes on with them, or not."""
+    counts = [len(t.steps(optimizer)) for t in (a, b)]
+    short = (a, b)[counts[1] < counts[0]]
+    side = "here" if short is b else "in the reference"
+    for other in (o for o in short.optimizers if o > optimizer):
+        if _names(short, other) == _names(short, optimizer) and counts[short is b] + len(short.steps(other)) == max(
+            counts
+        ):
+            return (
+                f"after {min(counts)} steps the optimizer is made anew {side}, of the same parameters: its moments "
+                "begin at zero. Keep it, or load its state"
+            )
+    return LENGTHS
+
+
+def _names(trace: Trace, optimizer: int) -> set[str]:
+    steps = (s for rank in trace.ranks for s in list(rank.steps.get(optimizer, {}).values())[:1])
+    return {p.name for s in steps for p in s.layout.parameters}
 
 
 def of_start(differing: int, among: int, ranks_apart: Sequence[int]) -> str:
@@ -73,9 +102,14 @@ def of_scores(one: float, other: float) -> str:
     return "the models are not the same, or evaluation changes them"
 
 
-def of_names(tied: Sequence[str]) -> str:
+def of_names(tied: Sequence[str], here: bool = False) -> str:
+    """`tied`: names that share a tensor on one side alone; `here`: they do in this run, and not in the reference."""
     if tied:
-        return f"{', '.join(tied[:3])} is tied to another parameter on one side and not on the other: tie it again"
+        which = ("here", "the reference") if here else ("the reference", "here")
+        what = f"{', '.join(tied[:3])} is tied to another parameter in {which[0]}, and not in {which[1]}"
+        if here:
+            return f"{what}: it was tied, or the reference came apart".replace("in here", "here")
+        return f"{what}: tie it again".replace("in here", "here")
     return "the optimizers hold different parameters: some are frozen, new or left out on one side"
 
 
@@ -85,6 +119,8 @@ def of_examples(
     ranks = data_ranks(trace, optimizer)
     lists = [tuple(r.steps[optimizer][step].examples or ()) for r in ranks if step in r.steps[optimizer]]
     n, m = one.total(), other.total()
+    if n == m and _unlabelled(reference, optimizer, step) == _unlabelled(trace, optimizer, step) != Counter():
+        return OTHER_LABELS
     if len(lists) > 1 and len({tuple(sorted(each)) for each in lists}) == 1:
         return (
             "all ranks got the same examples: give each its share (DistributedSampler, or "
@@ -125,6 +161,12 @@ def of_examples(
             "that depends on the process"
         )
     return "the step is cut elsewhere: compare batch size, the last, smaller batch (drop_last) and the sampler"
+
+
+def _unlabelled(trace: Trace, optimizer: int, step: int) -> Counter[str]:
+    """Hashes of a step's inputs without labels; empty where no labels go through the model."""
+    records = [r.steps[optimizer][step] for r in data_ranks(trace, optimizer) if step in r.steps[optimizer]]
+    return Counter(h for s in records for h in s.unlabelled or ())
 
 
 def _more_often(reference: Trace, trace: Trace, optimizer: int) -> int:
@@ -210,12 +252,53 @@ def _of_records(other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> 
         return f"the loss of rank {silent[0]} is 0: its examples are masked, or it skips the loss"
     if (left := _left_out(theirs)) and not _left_out(ours):
         return f"backward is not called for {left} of the micro-batches that went through the model"
+    if (text := _of_functions(ours, theirs)) is not None:
+        return text
     targets = [targets_of(records) for records in (ours, theirs)]
     if None not in targets and targets[0] != targets[1]:
         return (
             f"the step has {targets[1]} targets here and {targets[0]} in the reference: padding counts as a target "
             "(label -100 leaves it out), or labels are masked in another way"
         )
+    return None
+
+
+def _of_functions(ours: Sequence[Step], theirs: Sequence[Step]) -> str | None:
+    """Loss functions of torch that differ, by the graphs of losses: their kind, their targets, what they are given.
+    None: they do not, or nothing is known."""
+    sides = [[each for s in records for each in s.objectives or ()] for records in (ours, theirs)]
+    if not all(sides):
+        return None
+    kinds = [Counter(str(each["kind"]) for each in side) for side in sides]
+    if kinds[0].keys() != kinds[1].keys():
+        names = [", ".join(sorted(each)) for each in kinds]
+        return f"the loss is another function: {names[1]} here, {names[0]} in the reference"
+    spread = [sum(bool(each.get("expanded")) for each in side) for side in sides]
+    if bool(spread[0]) != bool(spread[1]):
+        return (
+            "predictions are spread over targets of another shape "
+            f"{'here' if spread[1] else 'in the reference'}: give both the same shape"
+        )
+    counts = [[each.get("targets") for each in side] for side in sides]
+    if None in counts[0] or None in counts[1]:
+        return None
+    if sum(counts[0]) != sum(counts[1]):
+        return (
+            f"the step has {sum(counts[1])} targets here and {sum(counts[0])} in the reference: padding counts as a "
+            "target (label -100 leaves it out), or labels are masked in another way"
+        )
+    if len(sides[0]) == len(sides[1]):  # cut in the same way
+        ordered, any_order = ([[each["hashes"][i] for each in side] for side in sides] for i in (0, 1))
+        if any_order[0] == any_order[1] and ordered[0] != ordered[1]:
+            return (
+                f"the loss has the same targets in another order: they do not belong to their inputs. {OTHER_TARGETS}"
+            )
+        if Counter(any_order[0]) != Counter(any_order[1]):
+            return OTHER_TARGETS
+    before = [Counter(tuple(each["before"][:2]) for each in side) for side in sides]
+    if before[0].keys() != before[1].keys():
+        names = [" and ".join(sorted(" after ".join(b) for b in each)) for each in before]
+        return f"what the loss is given is computed in another way: {names[1]} here, {names[0]} in the reference"
     return None
 
 

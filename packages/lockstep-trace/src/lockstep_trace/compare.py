@@ -204,7 +204,8 @@ def _start(a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], limits:
             for side, each in zip(("the reference", "this run"), lonely, strict=True)
             if each
         ]
-        raise _Parted("start weights", tuple(lines), causes.of_names(tied))
+        here = bool(tied) and all(n in ties[1] for n in tied)
+        raise _Parted("start weights", tuple(lines), causes.of_names(tied, here))
     differences = _differences(one, other, names, None)
     limit = limits.get("start weights", 1e-6 if any(limits.values()) else 0.0)
     beyond_limit = {n: d for n, d in differences.items() if d > limit or math.isnan(d)}
@@ -429,7 +430,7 @@ def _lengths(a: Trace, b: Trace, optimizer: int) -> None:
     complete = all(rank.ended is not None for t in (a, b) for rank in t.ranks)
     if complete and len(one) != len(other) and a.about.get("steps") == b.about.get("steps"):
         text = f"{len(one)} steps in the reference, {len(other)} here; they agree up to step {min(one[-1], other[-1])}"
-        raise _Parted("examples", (text,), causes.LENGTHS)
+        raise _Parted("examples", (text,), causes.of_lengths(a, b, optimizer))
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------

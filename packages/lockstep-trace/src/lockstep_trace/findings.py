@@ -31,6 +31,7 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     gradients.clipping,
     gradients.overflow,
     schedules.after_load,
+    schedules.elsewhere,
     schedules.often,
     schedules.never,
     parameters.rate_zero,
@@ -40,6 +41,7 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
 OF_ALL: tuple[Callable[[Trace], Iterable[Finding]], ...] = (
     modes.evaluated,
     modes.trained,
+    parameters.self_loads,
     data.one_batch,
     data.whole_stream,
     data.same_order,

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from lockstep_trace.ranks import data_ranks
-from lockstep_trace.read import Trace
+from lockstep_trace.read import Step, Trace
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,22 @@ def losses_of(trace: Trace, optimizer: int, step: int) -> Losses | None:
     for rank in _with_loss(trace, optimizer, step):
         record = rank.steps[optimizer][step]
         own = tuple(v / (s or 1.0) for v, s in record.losses if v is not None)
-        targets = record.targets or []
+        targets = targets_of_micro(record)
         sizes = [t if t is not None else n for t, n in zip(targets, record.micro or [], strict=False)]
         reported = record.raw.get("loss", reported)
         each.append(own)
         counts.append(tuple(sizes) if len(sizes) == len(own) else (0,) * len(own))
     return Losses(tuple(each), tuple(counts), reported) if each else None
+
+
+def targets_of_micro(record: Step) -> list[int | None]:
+    """Targets of each micro-batch: of labels that the model is given, else of the loss functions in the graph, where
+    each loss has one."""
+    targets: list[int | None] = list(record.targets or [])
+    functions = record.objectives or []
+    if (not targets or None in targets) and len(functions) == len(record.losses or ()):
+        return [each.get("targets") for each in functions]
+    return targets
 
 
 def _with_loss(trace: Trace, optimizer: int, step: int):  # type: ignore[no-untyped-def]

@@ -180,6 +180,7 @@ class Rank:
     scores: list[Mapping[str, Any]] = field(default_factory=list)  # that a known evaluator was returned
     skipped: list[Mapping[str, Any]] = field(default_factory=list)
     errors: list[Mapping[str, Any]] = field(default_factory=list)
+    loads: list[Mapping[str, Any]] = field(default_factory=list)  # of a model's own tensors into itself
     workers: list[Mapping[str, Any]] = field(default_factory=list)  # of data loaders
     ended: Mapping[str, Any] | None = None
 
@@ -271,6 +272,12 @@ def _count(rank: Rank) -> int:
 
 def _why_none(about: Mapping[str, Any], ranks: Sequence[Rank]) -> str:
     command = " ".join(redact_words(about.get("command") or [])) or "the command"
+    skipped = sum(len(rank.skipped) for rank in ranks)
+    if skipped:
+        return (
+            f"{command}: a GradScaler skipped all {skipped} steps: the gradients of each are not finite. Look at the "
+            "loss and at its gradient (torch.autograd.set_detect_anomaly names the operation)"
+        )
     if ranks:
         return f"{command} called a model, and no optimizer of torch made a step"
     return f"{command} trained nothing, or its Python ignores PYTHONPATH (python -I or -E), or it does not use torch"
@@ -314,7 +321,9 @@ def _take(rank: Rank, kind: str, record: Mapping[str, Any]) -> None:
                 record["opt"], {n: (v.fingerprint, v.fingerprint == r.fingerprint) for n, v, r in pairs}
             )
     elif kind == "step":
-        rank.steps.setdefault(record["opt"], {})[record["step"]] = Step(record, rank.layouts[record["layout"]])
+        at = sum(map(len, rank.steps.values()))  # among the steps of all optimizers
+        step = Step({**record, "at": at}, rank.layouts[record["layout"]])
+        rank.steps.setdefault(record["opt"], {})[record["step"]] = step
     elif kind == "end":
         rank.ended = record
     else:
@@ -327,6 +336,7 @@ def _take(rank: Rank, kind: str, record: Mapping[str, Any]) -> None:
             "skipped": rank.skipped,
             "error": rank.errors,
             "worker": rank.workers,
+            "self load": rank.loads,
         }
         lists.get(kind, []).append(record)
 

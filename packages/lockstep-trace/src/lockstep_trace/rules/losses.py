@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep_trace.losses import losses_of
+from lockstep_trace.losses import losses_of, targets_of_micro
 from lockstep_trace.read import Trace
 from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding
 
+LAYERS = ("Addmm", "Mm", "Linear", "Convolution")  # whose outputs are no logarithms of probabilities
 REGRESSIONS = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
 
 
@@ -52,7 +53,7 @@ def means(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _labelled(trace: Trace, optimizer: int, step: int) -> bool:
-    return all(None not in (s.targets or [None]) for _, s in trace.at(optimizer, step) if s.losses)
+    return all(None not in (targets_of_micro(s) or [None]) for _, s in trace.at(optimizer, step) if s.losses)
 
 
 def functions(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -82,6 +83,8 @@ def _misused(objective: dict[str, Any]) -> str | None:
         return "loss-broadcast" if _spread(*expanded) else None
     if of.startswith("NllLoss") and before[:1] == ["Softmax"]:
         return "loss-of-probabilities"  # not of their logarithms
+    if of.startswith("NllLoss") and before[0] in LAYERS:
+        return "loss-of-logits"
     if of.startswith("NllLoss") and before[:2] == ["LogSoftmax", "Softmax"]:
         return "softmax-twice"
     if of == "BinaryCrossEntropyWithLogits" and before[0] in ("Sigmoid", "Softmax"):
@@ -105,6 +108,8 @@ def _in_words(code: str, objective: dict[str, Any]) -> tuple[str, str]:
         )
     if code == "loss-of-probabilities":
         return "nll_loss is given probabilities", "use cross_entropy on logits, or log_softmax in place of softmax"
+    if code == "loss-of-logits":
+        return "nll_loss is given what a layer returns", "use cross_entropy, or log_softmax before nll_loss"
     if code == "softmax-twice":
         return "cross_entropy is given what a softmax returns", "give it logits: cross_entropy has a softmax of its own"
     return (

@@ -29,7 +29,7 @@ def evaluated(trace: Trace) -> Iterator[Finding]:
             cause = "call model.eval() before evaluating, and model.train() after it"
             otherwise = "statistics of batch norm, labels or outputs for training, dropout that is sampled on purpose"
             finding = Finding("evaluated-in-training-mode", what, cause)
-            proved = _held_out(rank, record) and not calm & set(record["examples"])
+            proved = (_held_out(rank, record) or _again(rank, record)) and not calm & set(record["examples"])
             yield weakened(finding, proved, otherwise, "whether what it returns is a score")
             return
 
@@ -45,6 +45,19 @@ def _held_out(rank: Rank, record: Mapping[str, Any]) -> bool:
     once = len(hashes) == len(set(hashes)) and len(passes) == 1
     separate = name not in epochs.examples_of_passes(rank)
     return whole and once and every and separate and not trained & set(hashes)
+
+
+def _again(rank: Rank, record: Mapping[str, Any]) -> bool:
+    """Whether the same examples, never trained on and once each, go through the model with its dropout between two
+    stretches of training and after the second one: that is an evaluation, by whatever loop."""
+    hashes, mode = record["examples"], record.get("mode") or {}
+    dropout, norms = mode.get("dropout", [0, 0]), mode.get("norms", [0, 0])
+    alike = [r for r in rank.evaluations if r["examples"] == hashes and r.get("trained") and not r.get("between")]
+    stretches = {tuple(r["steps"]) for r in alike}
+    hashed = {h for steps in rank.steps.values() for s in steps.values() for h in s.examples or ()}
+    once = len(hashes) == len(set(hashes)) and len(stretches) == len(alike) > 1
+    every = dropout[0] == dropout[1] > 0 and norms[0] == norms[1]
+    return once and every and not hashed & set(hashes)
 
 
 def trained(trace: Trace) -> Iterator[Finding]:

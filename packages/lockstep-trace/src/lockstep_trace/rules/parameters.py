@@ -54,6 +54,7 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
     trained = [n for n, has in outside.items() if has]
     if not trained:
         return
+    empty = [s.layout.optimizer for s in records if any(group.get("of") == 0 for group in s.groups)]
     late = sorted({n for s in last for n in s.late or ()} & set(trained))
     cause = "add them to the optimizer, or set requires_grad to False; modules made after the optimizer are not in it"
     otherwise = "a part that is left alone on purpose, or that other code than an optimizer of torch updates"
@@ -64,6 +65,11 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
         yield weakened(Finding("in-no-optimizer", what, cause), proved, otherwise, decides)
         return
     what = f"{few(trained)}: get gradients and are in no optimizer"
+    if empty:
+        what += f", and a group of {empty[0]} has no parameter"
+        cause = "make a list of what is given to the optimizer: a generator that was used up is an empty group"
+        yield Finding("in-no-optimizer", what, cause, None, WRONG)
+        return
     yield Finding("in-no-optimizer", what, cause, None, SUSPICIOUS, otherwise, decides)
 
 
@@ -142,6 +148,14 @@ def _never(trace: Trace, optimizer: int, never: set[str], steps: list[int]) -> F
     listed = sorted(never)
     records = trace.at(optimizer, steps[0])
     every = {p.name for _, s in records for p in s.layout.parameters if p.trained}
+    cut = [s for _, s in records if s.cut]
+    if cut and len(never) < len(every):
+        what = (
+            f"{few(listed)}: get no gradient in {len(steps)} steps ({len(listed)} of {len(every)}), and a reentrant "
+            "checkpoint is given inputs none of which has a gradient"
+        )
+        cause = "call checkpoint(..., use_reentrant=False), or let an input require a gradient: it computes none else"
+        return Finding("no-gradient", what, cause, None, WRONG)
     if len(never) < len(every):
         cause = (
             "the computation is cut (detach, no_grad, argmax, .item()), or these parameters are "
@@ -183,6 +197,22 @@ def _why_zero(trace: Trace, optimizer: int) -> tuple[str, str]:
             "; backward is called in each of them"
         )
     return "backward is not called between steps", ""
+
+
+def self_loads(trace: Trace) -> Iterator[Finding]:
+    """A model that loads its own tensors, after steps were made. No right program does so again and again, or at the
+    end, to get other weights: a state_dict holds the model's tensors, and not copies."""
+    for rank in trace.ranks[:1]:
+        if not rank.loads:
+            continue
+        record = rank.loads[0]
+        times = f", {len(rank.loads)} times" if len(rank.loads) > 1 else ""
+        what = (
+            f"after {sum(record['steps'])} steps {record['model']} loads a state_dict of its own tensors, which "
+            f"changes nothing{times}"
+        )
+        cause = "keep copies (copy.deepcopy(model.state_dict())), or a model of its own (copy.deepcopy(model))"
+        yield Finding("self-load", what, cause, next(iter(record["steps"]), None), WRONG)
 
 
 def dtypes(trace: Trace, optimizer: int) -> Iterator[Finding]:

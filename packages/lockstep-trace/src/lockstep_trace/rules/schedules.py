@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from lockstep_trace.read import Rank, Trace
+from lockstep_trace.read import Rank, Step, Trace
 from lockstep_trace.rules import epochs
 from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
 
@@ -75,6 +75,34 @@ def never(trace: Trace, optimizer: int) -> Iterator[Finding]:
             proved = trace.complete and not any(n in LATER for n in idle) and epochs.rounds(rank, optimizer) > 1
             otherwise = "a scheduler that begins at a later step or epoch"
             yield weakened(Finding("scheduler-not-stepped", what, why), proved, otherwise, "a trace of the whole run")
+
+
+def elsewhere(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """A scheduler that is stepped while another optimizer than its own updates the same parameters. No right program
+    goes on stepping it when its optimizer makes no step any more; two optimizers that take turns both do."""
+    for rank in trace.ranks[:1]:
+        steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
+        calls = [s for s in steps if s.elsewhere]
+        if len(calls) < 2 or any(s.schedulers for s in steps):
+            continue
+        name, first = calls[0].elsewhere[0], calls[0].step
+        rates = {tuple(group.get("lr") for group in s.groups) for s in steps}
+        others = [o for o in rank.steps if o != optimizer]
+        kind = steps[0].layout.optimizer
+        what = (
+            f"{name} is stepped {len(calls)} times from step {first} of {kind} on, and belongs to another optimizer of "
+            f"the same parameters: the rate of {kind} is not changed by it"
+        )
+        cause = "make the scheduler of the optimizer that steps, after that is made"
+        turns = any(_later(rank, o, calls[0]) for o in others)
+        proved = len(rates) == 1 and not turns
+        otherwise = "optimizers that take turns"
+        yield weakened(Finding("scheduler-elsewhere", what, cause, first), proved, otherwise, "which optimizers step")
+
+
+def _later(rank: Rank, optimizer: int, step: Step) -> bool:
+    """Whether an optimizer makes a step after one of another was made, by the order of their lines."""
+    return any(s.raw["at"] > step.raw["at"] for s in rank.steps[optimizer].values())
 
 
 def after_load(trace: Trace, optimizer: int) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -39,6 +40,8 @@ def install(hooks: Any) -> None:
     _wrap_optimizers(hooks)
     _wrap_split()
     _wrap_replicas(hooks)
+    _wrap_loads(hooks)
+    _wrap_checkpoint(hooks)
     register_module_parameter_registration_hook(functools.partial(_registered, hooks))
 
 
@@ -126,6 +129,44 @@ def _wrap_replicas(hooks: Any) -> None:
             hooks.recorder.wrappers.append(weakref.ref(self))
 
     kind.__init__ = begin  # type: ignore[method-assign]
+
+
+def _wrap_loads(hooks: Any) -> None:
+    """A module that loads its own tensors: nothing is copied."""
+    load = nn.Module.load_state_dict
+
+    @functools.wraps(load)
+    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = hooks.recorder
+        if recorder is not None and any(recorder.steps):
+            hooks.guarded(_loads, recorder, self, state_dict)
+        return load(self, state_dict, *args, **kwargs)
+
+    nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _loads(recorder: Any, module: nn.Module, state: Any) -> None:
+    own = [(p, state[n]) for n, p in module.named_parameters() if isinstance(state.get(n), Tensor)]
+    plain = [(p, t) for p, t in own if type(p) is nn.Parameter and p.numel() and t.layout == torch.strided]
+    if plain and all(p.data_ptr() == t.data_ptr() and p.shape == t.shape for p, t in plain):
+        recorder.write("self load", model=type(module).__name__, count=len(plain), steps=list(recorder.steps))
+
+
+def _wrap_checkpoint(hooks: Any) -> None:
+    """Of the reentrant kind, which computes no gradients where none of its inputs has one."""
+    module: Any = torch.utils.checkpoint
+    original = getattr(module, "check_backward_validity", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def check(inputs: Any) -> Any:
+        inputs = list(inputs)
+        if hooks.recorder is not None and hooks.recorder.with_gradients:  # off inside of the checkpoint itself
+            hooks.recorder.since.cut |= not any(isinstance(i, Tensor) and i.requires_grad for i in inputs)
+        return original(inputs)
+
+    module.check_backward_validity = check
 
 
 # -- data sets -------------------------------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ class Recorder:
         self.batch = 0  # of `loader`
         self.datasets: list[tuple[int, Any]] = []
         self.wrappers: list[weakref.ref[Any]] = []  # of DistributedDataParallel
+        self.with_gradients = False  # the last call of a model from outside
         self.by_scaler = False  # a scaler makes the step
         self.optimizers_made = 0
         self.late: dict[int, weakref.ref[Any]] = {}  # parameters that were made after an optimizer
@@ -98,7 +99,7 @@ class Recorder:
 
     def entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The outermost module that holds parameters is about to be called, outside backward."""
-        gradients = torch.is_grad_enabled()
+        gradients = self.with_gradients = torch.is_grad_enabled()
         if self.settings.perturb and not self.perturbed:
             self.perturbed = True
             perturb(module)
@@ -314,7 +315,13 @@ class Recorder:
         parameters = [(p, g) for g, group in groups_ for p in self.parts(group["params"])]
         layout = self._layout_of(optimizer, number, parameters)
         groups = [options_of(group) for group in optimizer.param_groups]  # a scheduler changes them after the step
-        here: dict[str, Any] = {"number": number, "layout": layout, "parameters": parameters, "groups": groups}
+        here: dict[str, Any] = {
+            "number": number,
+            "layout": layout,
+            "optimizer": optimizer,
+            "parameters": parameters,
+            "groups": groups,
+        }
         if step and self.since.backwards and not self.zeroed.get(number, True):
             self.since.notes.append(f"not zeroed: {number}")
         here["rewritten"] = self.since.rewritten or touched(self.after)
@@ -417,6 +424,8 @@ class Recorder:
             "collectives": since.collectives,
             "stale_casts": since.stale_casts,
             "unmasked": since.unmasked,
+            "cut": since.cut,
+            "elsewhere": self.schedules.elsewhere(here["optimizer"]),
             "generators": workers.states(),
         }
 

@@ -38,6 +38,7 @@ class Since:
     rewritten: bool = False  # gradients were written to between backward and the step, and not by clipping
     collectives: dict[str, list[int]] = field(default_factory=dict)  # by name: calls, elements
     stale_casts: list[str] = field(default_factory=list)  # modules whose cast weights are older than the last step
+    cut: bool = False  # a reentrant checkpoint computes no gradients
     unmasked: bool | None = None  # packed rows, and attention without a mask
     autocast: str | None = None  # dtype that products are computed in, "" where autocast is off
     modules: list[tuple[str, Tensor, tuple[int, ...]]] = field(default_factory=list)  # outputs, in order of forward

@@ -20,6 +20,7 @@ class Scheduler:
     name: str
     foreign: bool = False
     stepped: bool = False
+    fresh: bool = False  # stepped since the last step of any optimizer
     counts: dict[str, int] = field(default_factory=dict)  # of steps, by who called
 
 
@@ -58,6 +59,7 @@ class Schedules:
             self.schedulers.append(known)
         for each in self.schedulers:
             each.stepped = each.stepped or each.optimizer() is scheduler.optimizer
+        known.fresh = True
         if counted:
             known.counts[by] = known.counts.get(by, 0) + 1
 
@@ -76,6 +78,18 @@ class Schedules:
                         name = f"{name}'"
                     rows[name] = new
         return rows
+
+    def elsewhere(self, optimizer: Any) -> list[str]:
+        """Schedulers that were stepped since the last step of any optimizer, and whose optimizer is another object with
+        parameters of this one."""
+        members, own = inside(optimizer), _parameters(optimizer)
+        names = []
+        for each in self.schedulers:
+            other = each.optimizer()
+            if other is not None and each.fresh and not members & inside(other) and own & _parameters(other):
+                names.append(each.name)
+            each.fresh = False
+        return names
 
     def idle(self, optimizer: Any) -> list[tuple[int, str]]:
         """Number and name of the schedulers of an optimizer of which none was ever stepped."""
@@ -109,6 +123,10 @@ class Schedules:
             return None
         del self._loaded[id(optimizer)]
         return dict(vars(loaded))
+
+
+def _parameters(optimizer: Any) -> set[int]:
+    return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
 
 
 def rates_of(optimizer: Any) -> list[float]:

@@ -1,0 +1,149 @@
+"""Causes that `diff` names where two traces see the same inputs."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lockstep_trace import tracer
+from lockstep_trace.compare import Comparison, compare
+from lockstep_trace.findings import findings, proved
+from lockstep_trace.read import read
+from lockstep_trace.tracer.settings import Settings
+
+X = torch.randn(6, 8, 5, generator=torch.Generator().manual_seed(1))
+Y = X[..., :3].argmax(-1)
+
+
+class Labelled(nn.Module):
+    """Computes its loss by itself, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self.layer(x), labels)
+
+
+def train(folder: Path, loss: Callable[[nn.Module, Tensor, Tensor], Tensor], model: nn.Module, anew: int = 99) -> None:
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    tracer.begin(Settings(str(folder)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for i, (x, y) in enumerate(zip(X, Y, strict=True)):
+        if i == anew:
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        loss(model, x, y).backward()
+        optimizer.step()
+    tracer.end()
+
+
+def cross(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x), y)
+
+
+def verdict(folder: Path, other: Callable[[nn.Module, Tensor, Tensor], Tensor], anew: int = 99) -> Comparison:
+    train(folder / "a", cross, nn.Linear(5, 3))
+    train(folder / "b", other, nn.Linear(5, 3), anew)
+    return compare(read(folder / "a"), read(folder / "b"))
+
+
+def smoothed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x), y, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "cause"),
+    [
+        (lambda m, x, y: cross(m, x, y.roll(1)), "the same targets in another order"),
+        (lambda m, x, y: cross(m, x, (y + 1) % 3), "against other targets"),
+        (lambda m, x, y: cross(m, x, y.masked_fill(y == 2, -100)), "labels are masked in another way"),
+        (
+            lambda m, x, y: functional.mse_loss(m(x).softmax(-1), functional.one_hot(y, 3).float()),
+            "another function: squared error here, cross entropy in the reference",
+        ),
+        (lambda m, x, y: functional.cross_entropy(m(x).softmax(-1), y), "is computed in another way"),
+        (smoothed, "label smoothing"),  # the control: only the function's options differ
+    ],
+)
+def test_a_loss_that_differs_is_told_by_its_graph(
+    tmp_path: Path, loss: Callable[[nn.Module, Tensor, Tensor], Tensor], cause: str
+) -> None:
+    result = verdict(tmp_path, loss)
+    assert result.first == "loss"
+    assert cause in result.cause, result.cause
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_other_labels_are_not_another_order(tmp_path: Path, labels: bool) -> None:
+    """The control sees other inputs."""
+
+    def other(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return model(x, labels=(y + 1) % 3) if labels else model(x + 1, labels=y)  # type: ignore[no-any-return]
+
+    train(tmp_path / "a", lambda m, x, y: m(x, labels=y), Labelled())  # type: ignore[no-any-return]
+    train(tmp_path / "b", other, Labelled())
+    result = compare(read(tmp_path / "a"), read(tmp_path / "b"))
+    assert result.first == "examples"
+    assert ("the same inputs with other labels" in result.cause) is labels
+    assert ("in another order" in result.cause) is not labels
+
+
+def test_an_optimizer_that_is_made_anew_is_named(tmp_path: Path) -> None:
+    result = verdict(tmp_path, cross, anew=4)
+    assert "after 4 steps the optimizer is made anew here" in result.cause
+
+
+def test_a_tie_is_told_by_the_side_that_has_it(tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self, tied: bool) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+            if tied:
+                self.other.weight = self.one.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(self.one(x))  # type: ignore[no-any-return]
+
+    for name, tied in (("apart", False), ("tied", True)):
+        train(tmp_path / name, cross, Two(tied))
+    apart, tied_ = (read(tmp_path / name) for name in ("apart", "tied"))
+    assert "tied to another parameter in the reference, and not here: tie it again" in compare(tied_, apart).cause
+    assert "tied to another parameter here, and not in the reference: it was tied" in compare(apart, tied_).cause
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_packed_rows_are_proved_by_positions_and_the_mask_of_attention(tmp_path: Path, masked: bool) -> None:
+    """The control cuts the rows at the documents."""
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+        def forward(self, ids: Tensor, position_ids: Tensor) -> Tensor:
+            x = self.embed(ids)[:, None]
+            document = (position_ids == 0).cumsum(-1)
+            mask = (document[:, None, :] == document[:, :, None]) & torch.ones(8, 8, dtype=torch.bool).tril()
+            out = functional.scaled_dot_product_attention(
+                x, x, x, attn_mask=mask[:, None] if masked else None, is_causal=not masked
+            )
+            return self.head(out[:, 0])  # type: ignore[no-any-return]
+
+    model = Attending()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * 2)
+    tracer.begin(Settings(str(tmp_path)))
+    for ids in torch.randint(0, 20, (4, 2, 8), generator=torch.Generator().manual_seed(0)):
+        optimizer.zero_grad()
+        out = model(ids, position_ids=positions)
+        functional.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+    tracer.end()
+    assert [f.code for f in proved(findings(read(tmp_path)))] == ([] if masked else ["packed-rows"])
