@@ -126,6 +126,24 @@ def test_a_tokenizer_of_few_tokens_is_noted(tmp_path: Path) -> None:
     assert warnings(prepared(run_on(tmp_path, rows_with(), model="near")).facts) == []
 
 
+def test_a_tokenizer_of_other_tokens_is_noted(tmp_path: Path) -> None:
+    """Each id has a row, and what the row has learned is of another token."""
+    save(tmp_path / "model", "bert")
+    other = tokenizer_of([word.replace("w", "v") for word in WORDS])
+    other.save_pretrained(tmp_path / "other")
+    tokenizer_of(added=NEW).save_pretrained(tmp_path / "more")
+
+    def notes(*overrides: str) -> list[str]:
+        return warnings(prepared(run_on(tmp_path, rows_with(), *overrides)).facts)
+
+    rows = [row | {"text": row["text"].replace("w", "v")} for row in rows_with()]
+    said = warnings(prepared(run_on(tmp_path, rows, f"tokenizer.source={tmp_path / 'other'}")).facts)
+    assert any(f"tokenizer.source: {len(WORDS)} of {ROWS} ids are other tokens" in note for note in said)
+    assert not any("other tokens" in note for note in notes(f"tokenizer.source={tmp_path / 'more'}"))
+    assert any("tokenizer.train: " in note for note in notes("tokenizer.train=wordlevel", "tokenizer.vocab_size=30"))
+    assert notes() == []
+
+
 def test_ids_with_gaps_get_rows_up_to_the_highest() -> None:
     class Gaps:
         def __len__(self) -> int:

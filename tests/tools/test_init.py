@@ -147,8 +147,8 @@ def test_a_text_stands_for_a_section(here: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["--data", "builtin/emotion", "optim.learning_rat=1"], ["optim.learning_rat", "learning_rate", "run.yaml"]),
-        (["--data", "builtin/emotion", "out=x"], ["unknown key 'out'", "output", "run.yaml"]),
+        (["--data", "builtin/emotion", "optim.learning_rat=1"], ["optim.learning_rat", "learning_rate"]),
+        (["--data", "builtin/emotion", "out=x"], ["unknown key 'out'", "output"]),
         (["--data", "none.jsonl"], ["none.jsonl", "no such file"]),
         (["--data", "builtin/emotion", "--task", "poetry"], ["--task", "poetry", "translation"]),
         (["--data", "numbers"], ["LS8272", "a (number)", "--task"]),
@@ -247,3 +247,22 @@ def test_no_mark_that_turns_text_is_written_raw(mark: str) -> None:
     run = load(None, [], TINY | {"data": {"source": "builtin/emotion", "columns": [value["label"]]}})
     assert mark not in run.dump()
     assert read_yaml(run.dump())["data"]["columns"] == [value["label"]]
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "said"),
+    [
+        ("optim.learning_rate=abc", "LS1002", "optim.learning_rate: invalid value 'abc'"),
+        ("task.nope=1", "LS1000", "task.nope"),
+        ("micro_batches=4000", "LS1103", "micro_batches (4000)"),
+    ],
+)
+def test_a_refusal_cites_no_file_that_is_not_there(
+    override: str, code: str, said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jsonl(here, EMOTION, "moods.jsonl")
+    assert main(["init", "new.yaml", "--data", "moods.jsonl", "--yes", override]) == 2
+    err = capsys.readouterr().err
+    assert mentions(err, code, said)
+    assert "new.yaml" not in err
+    assert not Path("new.yaml").exists()

@@ -50,6 +50,9 @@ class Tokens:
     def __len__(self) -> int:
         return 100
 
+    def get_vocab(self) -> dict[str, int]:
+        return {str(id_): id_ for id_ in range(100)}
+
 
 def test_a_table_without_a_header(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "a.csv").write_text("".join(f'"I feel it, {i}",{"joy" if i % 2 else "fear"}\n' for i in range(150)))

@@ -114,7 +114,7 @@ def _alike(
     cut = limit is not None and all(len(each) == limit.tokens for each in sample)
     why, what = "", "use a tokenizer that knows these texts"
     if limit is not None and cut:
-        why, what = f" of {limit.tokens} tokens ({limit.key}), to which every text is cut", f"raise {limit.key}"
+        why, what = f", as every text is cut to {limit.tokens} tokens", f"raise {limit.key}"
     if left == 1 and different > 1:
         raise RunError(
             "LS2442",

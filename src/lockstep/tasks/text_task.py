@@ -172,7 +172,9 @@ class TextTask(Task):
         from lockstep.tasks.models import token_rows
 
         token_checks.check_limits(list(cls.limits(run, cls.options_of(run), read_by).values()))
-        return [] if cls.head is None else token_rows.check(run, cls.head, read_by)
+        if cls.head is None:
+            return []
+        return token_rows.check(run, cls.head, read_by) + token_rows.other_tokens(run, read_by["input_ids"])
 
     @classmethod
     def check_tokens(cls, data: TextData, read_by: Mapping[str, Any], split: str, columns: Columns) -> list[str]:

@@ -44,7 +44,7 @@ def check(run: Run, config: Any, head: str) -> None:
 def refuse(run: Run, model: Any, head: str, differing: Shapes) -> None:
     """Errors: `RunError` for weights with other shapes, but for those of a head of labels."""
     base = f"{model.base_model_prefix}."
-    wrong = {name: of for name, of in differing.items() if head not in _OWN_HEADS or name.startswith(base)}
+    wrong = {name: of for name, of in sorted(differing.items()) if head not in _OWN_HEADS or name.startswith(base)}
     if not wrong:
         return
     name, (stored, built) = next(iter(wrong.items()))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _NAMED = 3  # tokens in a message
 _FEW = 0.5  # of the model's rows: a tokenizer of fewer tokens is noted
+_OTHER = 0.01  # of the ids: more with other tokens are noted
 # Entries of configs with two vocabularies, by the column of the tokens; of others `vocab_size` holds for both.
 _OWN_SIZES = {"input_ids": ("src_vocab_size",), "target_ids": ("decoder_vocab_size", "tgt_vocab_size")}
 
@@ -103,6 +104,30 @@ def check(run: Run, head: str, tokenizers: Tokenizers) -> list[str]:
             f"none for {names}. No text may hold them"
         )
     return notes
+
+
+def other_tokens(run: Run, tokenizer: Any) -> list[str]:
+    """A note where the ids of the run's tokenizer are other tokens than those of the pretrained model. Nothing where
+    the model has none, or none that can be loaded."""
+    key = "tokenizer.train" if run.tokenizer.train else "tokenizer.source" if run.tokenizer.source else None
+    if run.model.source is None or key is None or run.tokenizer.source == run.model.source:
+        return []
+    from transformers import AutoTokenizer
+
+    options = {"revision": run.model.revision, "trust_remote_code": run.model.trust_remote_code}
+    try:
+        known = AutoTokenizer.from_pretrained(model_configs.local_or_id(run), **options).get_vocab()
+    except Exception:  # no tokenizer, or no network: of what it would have there is nothing to say
+        return []
+    there = {id_: token for token, id_ in known.items()}
+    shared = {id_: token for token, id_ in tokenizer.get_vocab().items() if id_ in there}
+    other = sum(there[id_] != token for id_, token in shared.items())
+    if other <= _OTHER * len(shared):
+        return []
+    return [
+        f"{key}: {other:,} of {len(shared):,} ids are other tokens than in the tokenizer of {run.model.source}, so "
+        "that what its embedding has learned of them belongs to others"
+    ]
 
 
 def check_split(run: Run, head: str, tokenizers: Tokenizers, split: str, columns: Columns) -> None:

@@ -288,13 +288,13 @@ def _text(path: Path, origin: Path, called: str, draft: RunDraft, talk: Prompter
             return text
         except RunError as error:
             wrong = [line for line in str(error).splitlines() if draft.comments.get(line.partition(":")[0])]
-            if not wrong:  # the file is not there yet: its lines say nothing to anybody
-                text = re.sub(rf" \({re.escape(str(path))}(:|, line )?\d*\)", "", error.message)
-                raise RunError(error.code, f"--from: what would be written cannot be loaded: {text}") from None
+            if not wrong:
+                message = f"--from: what would be written cannot be loaded: {error.message}"
+                raise RunError(error.code, message) from None
             for line in wrong:
                 key, _, why = line.partition(": ")
                 name = draft.comments.pop(key) or key
-                draft.drop(name, draft.keys.pop(key), why.partition(f" ({path}")[0], decides(key), (key,))
+                draft.drop(name, draft.keys.pop(key), why, decides(key), (key,))
 
 
 def _name_first(value: Any) -> Any:

@@ -9,6 +9,7 @@ explains it.
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -100,7 +101,7 @@ def free(path: Path, force: bool) -> None:
 
 @contextmanager
 def _aside(path: Path, text: str) -> Iterator[Path]:
-    """A run file beside `path`, gone afterwards. Errors: `RunError`, which name `path`."""
+    """A run file beside `path`, gone afterwards. Errors: `RunError`, which cite no line of it: it is not there."""
     aside = path.with_name(f".{path.name}.partial")
     try:
         aside.write_text(text, encoding="utf-8")
@@ -108,7 +109,8 @@ def _aside(path: Path, text: str) -> Iterator[Path]:
     except OSError as error:
         raise RunError("LS8292", f"cannot write {path}: {error.strerror}") from error
     except RunError as error:
-        raise RunError(error.code, error.message.replace(str(aside), str(path))) from error
+        message = re.sub(rf" \({re.escape(str(aside))}[^()]*\)", "", error.message)
+        raise RunError(error.code, message.replace(str(aside), str(path))) from error
     finally:
         aside.unlink(missing_ok=True)
 
@@ -124,7 +126,7 @@ def checked(path: Path, text: str, planned: bool = True) -> Run:
 
 
 def loaded(path: Path, text: str) -> Run:
-    """The run of a file of this text at this place, which is not written. Errors: `RunError`, which name `path`."""
+    """The run of a file of this text at this place, which is not written. Errors: `RunError`."""
     with _aside(path, text) as aside:
         return load(aside, [])
 
@@ -272,7 +274,7 @@ def _trial(path: Path, filled: dict[str, Any], look: Look, here: MachineInfo, ta
                     f"the model {filled['model'].get('source')} cannot be fetched from here, so whether there is one "
                     "of that name, and what it wants, was not tried"
                 )
-                small = filled | {"task": dict(filled["task"])}
+                small = filled | {"task": {key: value for key, value in filled["task"].items() if key != "prefix"}}
                 exact = filled["task"]["name"] != "language_modeling"
                 length = filled["task"].get("block_size") or filled["data"].get("max_length", 0)
                 small |= questions.scratch(filled["task"]["name"], length, look.sizes["train"])
