@@ -1,5 +1,5 @@
 """Plug-ins of other distributions: found by their entry points, listed without being imported, refused where a name is
-not one plug-in's alone. The distribution of CONTRIBUTING.md is built, installed and trained with."""
+not one plug-in's alone. The distribution of docs/how-to/plug-ins is built, installed and trained with."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def gossip(site: Path) -> Iterator[Path]:
-    """The strategy and the command of CONTRIBUTING.md, without the build."""
+    """The strategy and the command of docs/how-to/plug-ins, without the build."""
     source = distribution(site.parent) / "src/lockstep_gossip"
     source.rename(site / "lockstep_gossip")
     entries = {

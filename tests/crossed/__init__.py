@@ -1,1 +1,1 @@
-"""Runs that nobody thought of: drawn, run, compared, shrunk and written down (CONTRIBUTING.md)."""
+"""Runs that nobody thought of: drawn, run, compared, shrunk and written down (tests/README.md)."""

@@ -1,4 +1,4 @@
-"""Runs that were drawn, of one seed, and the smallest forms of those that once broke a promise (CONTRIBUTING.md)."""
+"""Runs that were drawn, of one seed, and the smallest forms of those that once broke a promise (tests/README.md)."""
 
 from __future__ import annotations
 

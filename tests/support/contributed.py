@@ -1,16 +1,17 @@
-"""The examples of CONTRIBUTING.md as modules of a user's own."""
+"""The examples of docs/how-to/plug-ins as modules of a user's own."""
 
 from pathlib import Path
 
 from support.places import ROOT
 
-_PAGE = ROOT / "CONTRIBUTING.md"
+_NAMES = ("strategy.md", "task.md", "optimizer.md", "launcher.md", "tracker.md", "distribution.md")
+_PAGES = [ROOT / "docs/how-to/plug-ins" / name for name in _NAMES]
 
 
 def example(file: str) -> str:
     """The source that the page says to save as this file of `src/lockstep/`."""
     code = _block(f"src/lockstep/{file}")
-    assert code.startswith('"""'), f"CONTRIBUTING.md has no {file}"
+    assert code.startswith('"""'), f"no page of plug-ins has {file}"
     return code
 
 
@@ -26,5 +27,5 @@ def distribution(folder: Path) -> Path:
 
 
 def _block(file: str) -> str:
-    found = _PAGE.read_text().partition(f"Save this as `{file}`")[2]
+    found = "".join(page.read_text() for page in _PAGES).partition(f"Save this as `{file}`")[2]
     return found.partition("```")[2].partition("\n")[2].partition("\n```")[0] + "\n"

@@ -1,4 +1,4 @@
-"""A task and a strategy of one's own, as CONTRIBUTING.md has them, under every strategy; what only the end of a run
+"""A task and a strategy of one's own, as docs/how-to/plug-ins has them, under every strategy; what only the end of a run
 asks for is tried before its first step."""
 
 import json

@@ -141,8 +141,8 @@ def test_only_one_rank_writes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_tracker_in_contributing_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+def test_the_tracker_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs/how-to/plug-ins/tracker.md").read_text()
     code = text.partition("src/lockstep/track/table.py")[2].partition("```python\n")[2].partition("```")[0]
     (tmp_path / "mine_table.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
