@@ -424,7 +424,7 @@ def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytes
         ("optim=adamm", "optim.name: unknown optimizer 'adamm'; did you mean 'adamw'?"),
         (
             "optim=torch.optim.NAdam",
-            "optim.name: torch.optim.NAdam is an optimizer of torch, not of lockstep; docs/how-to/plug-ins/optimizer.md",
+            "optim.name: torch.optim.NAdam is an optimizer of torch, not of lockstep; docs/how-to/plug-ins",
         ),
         ("optim.momentum=0.8", "unknown key 'optim.momentum': it is 'optim.momentum' with optim.name: muon, sgd"),
         ("optim.groups=[{match: x, lr: 3}]", "optim.groups: group 1: unknown key 'lr'; known are match, learning_rate"),

@@ -1,5 +1,5 @@
-"""A task and a strategy of one's own, as docs/how-to/plug-ins has them, under every strategy; what only the end of a run
-asks for is tried before its first step."""
+"""A task and a strategy of one's own, as docs/how-to/plug-ins has them, under every strategy; what only the end of a
+run asks for is tried before its first step."""
 
 import json
 import random
