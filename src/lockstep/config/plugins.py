@@ -174,8 +174,8 @@ def find(kind: str, name: str) -> type:
         if kind == "optimizers" and getattr(plugin, "plugin", "") != kind:
             raise PluginError(
                 "LS1090",
-                f"{name} is an optimizer of torch, not of lockstep; docs/how-to/plug-ins/optimizer.md shows how to wrap "
-                "an optimizer of torch",
+                f"{name} is an optimizer of torch, not of lockstep; docs/how-to/plug-ins/optimizer.md shows how to "
+                "wrap an optimizer of torch",
             )
         return plugin
     _refuse_ambiguous(kind, name)
