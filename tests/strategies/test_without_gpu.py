@@ -84,12 +84,16 @@ CASES |= {  # what is generated is not looked at here
 CASES |= {f"{kind or 'texts'} without padding": single(UNPADDED, kind=kind) for kind in KINDS}
 CASES |= {f"{kind} with padding": single(PADDED, kind=kind) for kind in ("packed", "translation", "masked")}
 CASES |= {f"{kind} in chunks": single(UNPADDED, CHUNKED, kind=kind) for kind in OF_TOKENS}
+ODD = ("precision=bf16", "tokenizer.vocab_size=301")
 APART = "task.attend_across_documents=false"
 CASES |= {
     "translation padded, in chunks": single(PADDED, CHUNKED, kind="translation"),
     "texts apart, in chunks": single(UNPADDED, APART, CHUNKED, kind="packed"),
     "texts apart, padded": single(PADDED, APART, kind="packed"),
     "attention by length": single(UNPADDED, "precision=bf16", "model.config.attn_pdrop=0.0"),
+    "odd vocabulary": single(UNPADDED, *ODD, kind="packed"),
+    "odd vocabulary, in chunks": single(UNPADDED, CHUNKED, *ODD, kind="packed"),
+    "odd vocabulary, fsdp2": Case("fsdp2", 2, 0, (*ODD, "strategy.options.gather=micro_batch"), {}, "packed"),
     "written-out attention": single("model.attention=eager", kind="prompts"),
     "smoothed": single(UNPADDED, "task.label_smoothing=0.1", kind="translation"),
 }
@@ -172,6 +176,14 @@ def test_full_rows_are_not_laid_end_to_end(answers: dict[str, dict[str, Any]]) -
 def test_texts_of_any_length_go_through_attention_by_length(answers: dict[str, dict[str, Any]]) -> None:
     names = answers["attention by length"]["names"]
     assert any("varlen" in name or "_flash_attention_forward" in name for name in names), sorted(names)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("odd vocabulary")])
+def test_no_product_has_an_odd_vocabulary(name: str, answers: dict[str, dict[str, Any]]) -> None:
+    """In the head, forward and backward: 320 rows where the model has 301."""
+    products = answers[name]["products"]
+    assert 301 not in products
+    assert 320 in products
 
 
 def test_the_control_what_is_planted_is_found(answers: dict[str, dict[str, Any]]) -> None:

@@ -68,6 +68,7 @@ class Watch(TorchDispatchMode):
         self.scalars: Counter[str] = Counter()  # numbers of the host in operations of the device, which cost nothing
         self.operations = 0
         self.names: Counter[str] = Counter()
+        self.products: set[int] = set()  # all sizes of matrix products in 16 bits
 
     def wait(self, what: str) -> None:
         if self.on:
@@ -90,6 +91,8 @@ class Watch(TorchDispatchMode):
             self.operations += self.on
             if self.on:
                 self.names[name] += 1
+                if name in ("aten::mm", "aten::addmm") and there[-1].dtype in (torch.bfloat16, torch.float16):
+                    self.products |= {size for t in there for size in t.shape}
             if self.on and any(t.dim() == 0 for t in tensors if t.device.type == "cpu"):
                 self.scalars[name] += 1
         if func.overloadpacket in VALUES and (there or isinstance(tensors[0], FakeTensor)):
@@ -360,7 +363,13 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
             WATCH.on = False
             waits.append(dict(WATCH.waits))
             assert result.loss.device == result.grad_norm.device == DEVICE
-    return {"waits": waits, "scalars": WATCH.scalars, "operations": WATCH.operations, "names": WATCH.names}
+    return {
+        "waits": waits,
+        "scalars": WATCH.scalars,
+        "operations": WATCH.operations,
+        "names": WATCH.names,
+        "products": sorted(WATCH.products),
+    }
 
 
 def planting() -> Any:

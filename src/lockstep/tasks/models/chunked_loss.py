@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -26,7 +26,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data import host_facts
 from lockstep.data.batch import TARGETS
 from lockstep.data.host_facts import TargetPlaces
-from lockstep.tasks.models import heads, model_configs
+from lockstep.tasks.models import head_padding, heads, model_configs
 
 KEY = "task.loss_chunk"
 LIGER = "liger"
@@ -227,19 +227,21 @@ class _Loss(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad
         used = states[rows].to(dtype)  # [n, H]
         with torch.autocast(weight.device.type, enabled=False):
-            matrix = weight.to(dtype)
+            missing = head_padding.missing_rows(len(weight), dtype, weight.device)
+            matrix = pad(weight.to(dtype), (0, 0, 0, missing)) if missing else weight.to(dtype)
+            vector = bias if bias is None else pad(bias.to(dtype), (0, missing)) if missing else bias.to(dtype)
             to_states = torch.zeros_like(states) if needs_grad[0] else None
             to_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad[3] else None
             to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_grad[4] else None
             losses = [states.new_zeros(0, dtype=torch.float32)]
             for start in range(0, len(rows), size):
                 part, labels = used[start : start + size], targets[start : start + size]
-                logits = linear(part, matrix, None if bias is None else bias.to(dtype)).float()  # [n, V]
+                logits = linear(part, matrix, vector)[:, : len(weight)].float()  # [n, V]
                 loss, slope = _losses(logits, labels, finish, smoothing)  # slope: in the memory of logits
                 losses.append(loss)
                 if to_bias is not None:
                     to_bias += slope.sum(0)
-                slope = slope.to(dtype)
+                slope = pad(slope.to(dtype), (0, missing)) if missing else slope.to(dtype)
                 if to_states is not None:
                     to_states[rows[start : start + size]] = (slope @ matrix).to(states.dtype)
                 if to_weight is None:
@@ -247,7 +249,7 @@ class _Loss(torch.autograd.Function):
                 if dtype == torch.float32:
                     to_weight.addmm_(slope.t(), part)
                 else:
-                    to_weight += slope.t() @ part
+                    to_weight += (slope.t() @ part)[: len(weight)]
         ctx.gradients, ctx.dtypes = (
             (to_states, to_weight, to_bias),
             (weight.dtype, None if bias is None else bias.dtype),

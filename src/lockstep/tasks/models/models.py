@@ -26,6 +26,7 @@ from lockstep.distributed.randomness import seed_libraries
 from lockstep.tasks.models import (
     adapters,
     config_checks,
+    head_padding,
     heads,
     padding,
     quantized,
@@ -238,7 +239,9 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     if laid:
         unpadded.install(model)
     masks.prepare(model)
-    return storage_dtype.cast_weights(run, model)
+    model = storage_dtype.cast_weights(run, model)
+    head_padding.install(model)
+    return model
 
 
 def _pretrained(run: Run, head: str, auto: Any, config: Any, options: Mapping[str, Any]) -> Any:
