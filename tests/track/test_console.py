@@ -77,9 +77,19 @@ def test_an_evaluation_is_a_line_of_a_terminal_and_whole_in_the_log(tmp_path: Pa
 def test_the_bar_fits_a_narrow_terminal(width: int) -> None:
     told, out = console(terminal=True, width=width)
     training(told)
-    bars = [line for line in screen(out.getvalue()) if "200/400" in line or "loss 0.43" in line]
-    assert len(bars) == 2
+    lines = [line for line in screen(out.getvalue()) if line.strip()]
+    bars = lines[next(i for i, line in enumerate(lines) if "200/400" in line) :]
     assert all(len(line) <= width for line in bars), bars
+    numbers = "  ".join(line.strip() for line in bars[1:])
+    assert numbers == "loss 0.4321  rate 3.00e-05  1,520 examples/s  33,461 tokens/s  1.25 GB", "nothing is cut off"
+
+
+@pytest.mark.parametrize("width", range(58, 74))
+def test_the_last_line_leaves_room_for_the_echo_of_ctrl_c(width: int) -> None:
+    """Else the echo begins a new line, and the bar is taken away from one line too low: its first one stays."""
+    told, out = console(terminal=True, width=width)
+    training(told)
+    assert all(len(line) + len("^C") <= width for line in screen(out.getvalue()) if "/s" in line or "GB" in line)
 
 
 def test_the_bar_says_what_is_going_on() -> None:

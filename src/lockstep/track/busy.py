@@ -19,6 +19,7 @@ from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
@@ -30,6 +31,7 @@ from lockstep_trace import streams
 
 _COUNTED = re.compile(r"([0-9][0-9,]*) of ([0-9][0-9,]*)")
 _SURE_S = 3.0  # before it is said how long the rest will take
+ECHO = 2  # columns that a line which moves leaves free: a terminal echoes ^C there, which must not begin a new line
 FIRST_S = 0.5  # before a command that computes shows that it does
 PAUSES_S = (10.0, 20.0, 30.0)  # between plain lines; then a minute
 
@@ -64,12 +66,12 @@ class Busy:
         else:
             self._thread.join()
 
-    def _line(self) -> Table:
+    def _line(self) -> Constrain:
         row = Table.grid(padding=(0, 1))
         place = self._place()
         label = Text(place, no_wrap=True, overflow="ellipsis")
         row.add_row(self._spinner.render(time.monotonic()), label, *self._progress(place), self._clock)
-        return row
+        return Constrain(row, self._rich.width - ECHO)
 
     def _progress(self, place: str) -> list[RenderableType]:
         """A bar, where the place says how much of how many there is, and how long the rest will take at this rate."""

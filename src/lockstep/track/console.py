@@ -27,6 +27,7 @@ from rich import progress
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
+from rich.constrain import Constrain
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
@@ -36,7 +37,7 @@ from lockstep.config.errors import with_addresses
 from lockstep.config.redaction import printable
 from lockstep.config.run import led_away
 from lockstep.track.best import Best
-from lockstep.track.busy import Busy
+from lockstep.track.busy import ECHO, Busy
 from lockstep_trace import streams
 
 LOG = "log.txt"  # in OUTPUT: what rank 0 said, and what any rank said of a failure
@@ -283,9 +284,10 @@ class Console:
             f"{numbers['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in numbers else "",
             self._memory.strip(),
         ]
-        text = "  ".join(filter(None, parts))
+        parts = [part for part in parts if part]
+        text = "  ".join(parts)
         if self._bar is not None:
-            self._bar.numbers = text
+            self._bar.numbers = parts
         if self._voice == "verbose":
             self.say(f"step {step:>6}  train: {_listed(numbers)}", hang=13)
         elif self._loud and self._is_time(step):
@@ -378,10 +380,12 @@ class Console:
 
 
 class _Bar(progress.Progress):
-    """Two lines: how far it is and how long it will take; the last numbers."""
+    """How far it is and how long it will take, and the last numbers below, in as many lines as the terminal needs."""
 
     def __init__(self, console: RichConsole, total: int, done: int, place: Callable[[], str]) -> None:
-        self.numbers, self._place = "", place
+        self.numbers: list[str] = []
+        self._rich = console
+        self._place = place
         super().__init__(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(bar_width=max(4, min(30, console.width - 50))),
@@ -400,8 +404,19 @@ class _Bar(progress.Progress):
             place = self._place()
             task.description = "training" if place.startswith("step ") or not place else place.partition(",")[0]
         yield from super().get_renderables()
-        if self.numbers:
-            yield Text(self.numbers, no_wrap=True, overflow="ellipsis")
+        for line in _filled(self.numbers, self._rich.width - ECHO):
+            yield Constrain(Text(line, no_wrap=True, overflow="ellipsis"), self._rich.width - ECHO)
+
+
+def _filled(parts: Iterable[str], width: int) -> list[str]:
+    """The parts in lines of at most `width` columns, two blanks between them; a longer part has a line of its own."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and cell_len(lines[-1]) + 2 + cell_len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return lines
 
 
 def _of_sources(numbers: Mapping[str, float]) -> str:
