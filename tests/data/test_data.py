@@ -354,3 +354,19 @@ def test_four_processes_at_once(tmp_path: Path) -> None:
     assert len(set(run_on(4, prepare_in, run, str(tmp_path / "cache")))) == 1
     assert len(list((tmp_path / "cache" / "tokens").rglob("*.arrow/*.arrow"))) == 2
     assert not list((tmp_path / "cache").rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("name", ["./away", "away/", "a/b/away", "./away.d"])
+def test_a_folder_that_is_not_there_is_said_to_be_away(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not looked for on the Hub, where a name has one slash at most."""
+    monkeypatch.chdir(tmp_path)
+    with raises("LS2250", "data.source: no such file or folder", Path(name).name):
+        source.load(DataSection(source=name), 0)
+    for layout, code in (("class_folders", "LS2200"), ("parallel", "LS2205"), ("conll", "LS2250")):
+        with raises(code, "does not exist" if code != "LS2250" else "no such file or folder"):
+            source.load(DataSection(source=name, layout=layout), 0)  # type: ignore[arg-type]
+    Path(name).mkdir(parents=True)
+    with raises("LS2248", "holds no data file"):
+        source.load(DataSection(source=name), 0)

@@ -119,6 +119,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "data.deduplicate": Tried("data.deduplicate=true", "order weights", "rows"),
     "data.decontaminate": Tried("data.decontaminate=true", "order weights", "rows"),
     "data.drop_missing": Tried("data.drop_missing=true", "refused", "missing"),
+    "data.drop_unusable": Tried("data.drop_unusable=true", "refused", "rows", ("data.validation=FOLDER/odd.jsonl",)),
     "data.follow_links": Tried("data.follow_links=true", "refused", "linked"),
     "data.encoding": Tried("data.encoding=latin-1", "refused", "latin"),
     "data.limit": Tried("data.limit=60", "order weights"),

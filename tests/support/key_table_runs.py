@@ -54,6 +54,7 @@ def _rows(folder: Path, train: list[dict[str, Any]], validation: list[dict[str, 
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / "train.jsonl", train)
     write(folder / "validation.jsonl", validation)
+    write(folder.parent / "odd.jsonl", [*validation, validation[0] | {"label": "d"}])
     return {"data": {"source": str(folder), "max_length": 32}}
 
 

@@ -182,6 +182,7 @@ IDLE: dict[tuple[str, str], str] = {
     ("*", "max_time"): "the run ends sooner",
     ("*", "on_nonfinite"): "every loss is finite",
     ("*", "data.drop_missing"): "no row lacks anything",
+    ("*", "data.drop_unusable"): "every row can be used",
     ("*", "data.follow_links"): "there are no links",
     ("*", "data.encoding"): "every letter is ASCII",
     ("*", "model.checkpoint_activations"): "memory alone: the same bits",

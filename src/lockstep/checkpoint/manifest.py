@@ -99,7 +99,9 @@ _READ_FROM = {
             "encoding",
             "separator",
             "quote",
+            "types",
             "drop_missing",
+            "drop_unusable",
         )
     ),
     "tokenizer.source",

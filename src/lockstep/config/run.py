@@ -398,6 +398,8 @@ def unusable_keys(run: Run, task: Any) -> dict[str, str]:
         streamed["data.stream"] = f"the task {run.task.name} cannot: {task.not_streamed_reason}; leave it out"
     elif run.data.stream and run.model.compile:
         streamed["model.compile"] = "it looks for the shortest of all examples first, which a stream does not know"
+    if run.data.drop_unusable and not task.own_model and not task.has_unusable_rows(task.options_of(run)):
+        streamed["data.drop_unusable"] = f"the task {run.task.name} can use every row, as it is set; leave it out"
     if task.own_model:
         return dict(task.unsupported_keys(run)) | streamed
     missing = {key: "missing, and it has no default" for key in ("data", "model") if key not in run.model_fields_set}

@@ -158,6 +158,12 @@ class DataSection(Streaming, Section):
         False,
         description="leave out, and count, rows that lack a text or a label (null, empty, blank); false: refuse them",
     )
+    drop_unusable: bool = Field(
+        False,
+        description="leave out, and count, rows of which nothing can be learned or scored: a negative that is its "
+        "row's own text, two answers that are the same, and in validation and test a label or tag that train has not; "
+        "false: refuse them",
+    )
     follow_links: bool = Field(
         False,
         description="read files that links in the folders named lead to, outside of these; false: refuse them",

@@ -126,9 +126,21 @@ def codes_of(splits: dict[str, Dataset], column: str, label_names: list[str] | N
             raise RunError(
                 "LS2103",
                 f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which is not in "
-                f"the train split; the train split has {', '.join(map(repr, values[:20]))}",
+                f"the train split; the train split has {', '.join(map(repr, values[:20]))}. Correct the label, add "
+                "rows with it to train, or set data.drop_unusable=true to leave such rows out",
             )
     return Codes(column, list(names), values)
+
+
+def known_rows(dataset: Dataset, columns: list[str], known: Callable[[Any], bool]) -> Dataset:
+    """The rows whose labels are all `known`."""
+    good = [
+        first + row
+        for first, part in usable_rows.lists(dataset, *columns)
+        for row, one in enumerate(part)
+        if known(one)
+    ]
+    return dataset.select(good) if len(good) < len(dataset) else dataset
 
 
 def alike(counts: Mapping[str, int]) -> dict[str, list[list[tuple[str, int]]]]:
@@ -381,7 +393,8 @@ def list_codes_of(
                 raise RunError(
                     "LS2112",
                     f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which is not in "
-                    f"the train split; the train split has {', '.join(map(repr, values[:20]))}",
+                    f"the train split; the train split has {', '.join(map(repr, values[:20]))}. Correct the label, add "
+                    "rows with it to train, or set data.drop_unusable=true to leave such rows out",
                 )
     return LabelLists(columns, names, values)
 

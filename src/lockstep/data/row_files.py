@@ -426,6 +426,10 @@ def is_image(file: Path) -> bool:
     return file.suffix.lower() in IMAGES
 
 
+def _no_folder(root: Path) -> str:
+    return "is not a folder" if root.exists() else "does not exist"
+
+
 def class_files(data: DataSection) -> dict[str, list[Path]]:
     """Split -> its files, those of a label together. Errors: `RunError`."""
     named_splits = splits_named(data)
@@ -435,7 +439,7 @@ def class_files(data: DataSection) -> dict[str, list[Path]]:
         if not root.is_dir():
             raise RunError(
                 "LS2200",
-                f"data.source: {root} is not a folder; layout: class_folders expects a folder with one "
+                f"data.source: {root} {_no_folder(root)}; layout: class_folders expects a folder with one "
                 "subfolder per label",
             )
         folder_of = {s: next((root / w for w in words if classes_in(root / w)), None) for s, words in USUAL.items()}
@@ -525,7 +529,7 @@ def parallel_files(data: DataSection) -> dict[str, list[Path]]:
         root = Path(data.source).expanduser()
         if not root.is_dir():
             raise RunError(
-                "LS2205", f"data.source: {root} is not a folder; name files in data.train: [train.en, train.de]"
+                "LS2205", f"data.source: {root} {_no_folder(root)}; name files in data.train: [train.en, train.de]"
             )
         splits = {split: files for split, words in USUAL.items() if (files := _of_split(root, words))}
         if not splits and "train" not in named_splits:

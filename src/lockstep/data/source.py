@@ -107,7 +107,7 @@ def sections(data: DataSection) -> list[DataSection]:
     if data.sources is None:
         return [data]
     common = data.model_dump(
-        include={"follow_links", "limit", "drop_missing", "stream", "stream_window", "stream_cache_gb"}
+        include={"follow_links", "limit", "drop_missing", "drop_unusable", "stream", "stream_window", "stream_cache_gb"}
     )
     return [DataSection(**entry.own, **common) for entry in data.sources]
 
@@ -437,7 +437,11 @@ def _check_kind(data: DataSection, is_local: bool) -> None:
 
 def _looks_local(text: str) -> bool:
     return (
-        text.startswith((".", "/", "~")) or row_files.format_of(Path(text)) is not None or any(c in text for c in "*?[")
+        text.startswith((".", "/", "~"))
+        or text.endswith("/")  # an id of the Hub has one slash at most, within it
+        or text.count("/") > 1
+        or row_files.format_of(Path(text)) is not None
+        or any(c in text for c in "*?[")
     )
 
 
@@ -533,6 +537,10 @@ def _near(path: Path) -> str:
     return ""
 
 
+def _or_folder(key: str) -> str:
+    return " or folder" if key == "data.source" else ""
+
+
 def _expand(texts: list[str], key: str, layout: str, root: Path | None = None) -> list[Path]:
     files: list[Path] = []
     for text in texts:
@@ -541,7 +549,7 @@ def _expand(texts: list[str], key: str, layout: str, root: Path | None = None) -
             path = root / path
         matches = [path] if path.is_file() else sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_file())
         if not matches:
-            raise RunError("LS2250", f"{key}: no such file: {path}{_near(path)}")
+            raise RunError("LS2250", f"{key}: no such file{_or_folder(key)}: {path}{_near(path)}")
         for file in matches:
             if layout == "rows" and row_files.format_of(file) is None:
                 raise RunError("LS2251", f"{key}: {file} has an unknown file type; supported are {row_files.READ}")

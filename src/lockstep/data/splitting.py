@@ -223,6 +223,8 @@ def left_out(facts: Mapping[str, Any]) -> str:
     """Counts of rows that are not used, for the end of a line about the data; empty where all are."""
     why = {
         "left_out": "for want of a text or label",
+        "lacking_or_unusable": "for want of a text or label, or as unusable",
+        "unusable": "as unusable, by data.drop_unusable",
         "filtered": "by data.filter",
         "duplicates": "as duplicates",
         "dropped": "for standing in validation or test, too",

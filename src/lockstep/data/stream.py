@@ -323,7 +323,7 @@ class Stream:
             rename = None if each.entry is None else each.entry.rename
             choices += [
                 len(each.files),
-                each.data.model_dump(include={"filter", "drop_missing", "types"}, mode="json"),
+                each.data.model_dump(include={"filter", "drop_missing", "drop_unusable", "types"}, mode="json"),
                 rename,
             ]
         held_out = self.held_out.content if self.held_out and self.held_out.drop else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import RunError
-from lockstep.data import lm_documents, usable_rows
+from lockstep.data import lm_documents, splitting, usable_rows
 from lockstep.data.arrow_cache import Columns, encode, padded
 from lockstep.data.batch import IGNORED
 
@@ -58,6 +58,15 @@ def whole(
     return rows
 
 
+def without_own_negatives(dataset: Dataset, columns: list[str]) -> Dataset:
+    """The rows none of whose negatives is their anchor or positive, up to white space."""
+    anchor, positive, *negatives = (splitting.hashes(dataset, [column]) for column in columns)
+    own = np.zeros(len(dataset), dtype=bool)
+    for negative in negatives:
+        own |= (negative == anchor).all(axis=1) | (negative == positive).all(axis=1)
+    return dataset.select(np.flatnonzero(~own)) if own.any() else dataset
+
+
 def refuse_own_negatives(
     dataset: Dataset, columns: Mapping[str, str], numbers: Sequence[np.ndarray], split: str, name: str
 ) -> None:
@@ -71,7 +80,7 @@ def refuse_own_negatives(
                     "LS2291",
                     f"{key}: the same text as {other} in {len(rows)} of {len(dataset)} rows of the {split} split of "
                     f"{name}, first in row {rows[0]}: {text!r}. Such a row teaches nothing; correct or remove these "
-                    "rows",
+                    "rows, or set data.drop_unusable=true to leave them out",
                 )
 
 

@@ -312,6 +312,25 @@ def left_out(read: Mapping[str, Dataset], used: Mapping[str, Dataset]) -> dict[s
     return {"left_out": counts} if counts else {}
 
 
+def with_unusable(
+    facts: dict[str, Any], usable: Mapping[str, Dataset], used: Mapping[str, Dataset], name: str
+) -> dict[str, Any]:
+    """The facts with the rows of `usable` that are not `used` counted by themselves, and not among those that lack
+    something. Errors: `RunError` where a split has none left."""
+    counts = {split: fewer for split, rows in usable.items() if (fewer := len(rows) - len(used[split]))}
+    for split in counts:
+        if not len(used[split]):
+            raise RunError(
+                "LS2405", f"data.drop_unusable: no row of the {split} split of {name} is left; correct the rows"
+            )
+    if not counts:
+        return facts
+    lacking = {split: count - counts.get(split, 0) for split, count in facts["left_out"].items()}
+    rest = {key: value for key, value in facts.items() if key != "left_out"}
+    rest |= {"left_out": some} if (some := {split: count for split, count in lacking.items() if count}) else {}
+    return rest | {"unusable": counts}
+
+
 def lacking(dataset: Dataset, column: str) -> np.ndarray:
     """Whether each row has nothing in a column: bool [rows]."""
     label_names = getattr(dataset.features[column], "names", None)

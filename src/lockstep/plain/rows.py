@@ -42,6 +42,11 @@ def read_splits(run: dict, tokenizer: Any = None) -> Splits:
     data, (texts, labels), first = run["data"], columns(run["task"]), dict[str, Row]()
     sources = [read_source(data | each, run["task"], tokenizer) for each in data["sources"] or [{}]]
     whole = [row for rows in sources for row in rows["train"]]
+    if data["drop_unusable"] and labels and "classification" in run["task"]["name"]:
+        known = {each for row in whole for each in _listed(get(row, labels[0]))}
+        known |= {*range(len(run["task"].get("label_names") or ()))}
+        for rows in sources:
+            rows |= {s: [r for r in rows[s] if known >= {*_listed(get(r, labels[0]))}] for s in rows if s != "train"}
     for rows in sources:
         if data["deduplicate"]:
             rows["train"] = [row for row in rows["train"] if first.setdefault(same(row, texts + labels), row) is row]
@@ -60,6 +65,10 @@ def read_splits(run: dict, tokenizer: Any = None) -> Splits:
     return splits | {WHOLE: whole}
 
 
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def read_source(data: dict, task: dict, tokenizer: Any) -> Splits:
     """The rows of one source that lack nothing, their columns called as the task calls them."""
     splits = read(data, task)
@@ -70,7 +79,8 @@ def read_source(data: dict, task: dict, tokenizer: Any) -> Splits:
         named = [(str(get(row, column)).strip().lower(), row) for row in splits["train"]]
         splits = {s: rows for s, words in USUAL.items() if (rows := [row for name, row in named if name in words])}
     splits = {split: rows[: data["limit"]] for split, rows in splits.items()}
-    return {s: [row for row in rows if not (data["drop_missing"] and lacks(row, task))] for s, rows in splits.items()}
+    drops = [(data["drop_missing"], lacks), (data["drop_unusable"], idle)]
+    return {s: [r for r in rows if not any(drop and of(r, task) for drop, of in drops)] for s, rows in splits.items()}
 
 
 def columns(task: dict) -> tuple[list[str], list[str]]:
@@ -127,6 +137,15 @@ def lacks(row: Row, task: dict) -> bool:
     turns = values[0] if task.get("messages") else [{"role": "assistant", "content": ""}]
     spoken = any(turn.get("role", turn.get("from")) in ("assistant", "gpt") for turn in turns)
     return not spoken or any(t.get("content", t.get("value")) is None and not t.get("tool_calls") for t in turns)
+
+
+def idle(row: Row, task: dict) -> bool:
+    """Whether a row tells nothing apart: two answers that are the same, a negative that is the row's own text."""
+    texts, _ = columns(task)
+    if task["name"] in ("preference", "reward"):
+        return bool(get(row, task["chosen"]) == get(row, task["rejected"]))
+    own = {same(row, [text]) for text in texts[:2]}
+    return task["name"] == "embedding" and any(same(row, [text]) in own for text in texts[2:])
 
 
 def same(row: Row, read: list[str]) -> str:

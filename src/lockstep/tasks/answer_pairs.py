@@ -79,7 +79,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
 
     @classmethod
     def usable(cls, rows: Dataset, options: AnswerPairOptions, split: str, name: str, drop: bool) -> Dataset:
-        """The rows with something in every column, and two answers that differ. Errors: `RunError`."""
+        """The rows with something in every column. Errors: `RunError`."""
         usable_rows.check_columns(rows, options.columns, split, name)
         if options.conversations:
             for key, column in options.columns.items():
@@ -102,15 +102,28 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
                         "set task.conversations=true",
                     )
             rows = usable_rows.texts(rows, options.columns, split, name, drop)
+        return rows
+
+    @classmethod
+    def has_unusable_rows(cls, options: AnswerPairOptions) -> bool:
+        return True
+
+    @classmethod
+    def learnable(cls, rows: Dataset, options: AnswerPairOptions, split: str, name: str, drop: bool) -> Dataset:
+        """The rows with two answers that differ. Errors: `RunError`."""
+        same: list[int] = []
         for first, part in usable_rows.lists(rows, options.chosen, options.rejected):
             for row, (chosen, rejected) in enumerate(part, first):
                 if chosen == rejected:
+                    same.append(row)
+                if same and not drop:
                     raise RunError(
                         "LS3003",
                         f"task.rejected: row {row} of the {split} split of {name} has the same answer as chosen and as "
-                        f"rejected, {str(chosen)[:60]!r}, so it states no preference; remove such rows",
+                        f"rejected, {str(chosen)[:60]!r}, so it states no preference; remove such rows, or "
+                        "set data.drop_unusable=true to leave them out",
                     )
-        return rows
+        return rows.select(np.setdiff1d(np.arange(len(rows)), same)) if same else rows
 
     @classmethod
     def tokenizer_texts(cls, rows: Dataset, options: AnswerPairOptions) -> Iterator[list[str]]:

@@ -104,9 +104,24 @@ class Classification(TextTask, Streams, LabelTask):
     @classmethod
     def read_labels(cls, data: TextData) -> Learned:
         options = data.options
+        others = {} if data.run.data.drop_unusable else data.splits  # whose labels train has to have
         if data.rows is not None:
-            return _of(data.rows, data.run, options, data.splits)
-        return Learned(*_as_the_model(data.run, options, objective_of(options).codes(data.splits, options, data.name)))
+            return _of(data.rows, data.run, options, others)
+        splits = {split: rows for split, rows in data.splits.items() if split in ("train", *others)}
+        return Learned(*_as_the_model(data.run, options, objective_of(options).codes(splits, options, data.name)))
+
+    @classmethod
+    def has_unusable_rows(cls, options: ClassificationOptions) -> bool:
+        return not options.regression
+
+    @classmethod
+    def with_known_labels(cls, data: TextData) -> dict[str, Dataset]:
+        columns, kind = list(data.options.labels.values()), objective_of(data.options)
+        if kind is RegressionObjective or len(columns) > 1:
+            return data.splits
+        place = set(data.labels.codes.place)
+        known = place.__contains__ if kind is OneLabel else place.issuperset
+        return {split: labels.known_rows(rows, columns, known) for split, rows in data.splits.items()}
 
     @classmethod
     def cut_of(cls, data: TextData) -> splitting.Cut:

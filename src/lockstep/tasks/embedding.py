@@ -147,6 +147,16 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return text_pairs.whole(rows, options.columns, options.score, options.score_range, split, name, drop)
 
     @classmethod
+    def has_unusable_rows(cls, options: EmbeddingOptions) -> bool:
+        return options.negative is not None
+
+    @classmethod
+    def learnable(cls, rows: Dataset, options: EmbeddingOptions, split: str, name: str, drop: bool) -> Dataset:
+        """The rows whose negatives are other texts than their own; without `drop` all rows, which `encode_split` looks
+        at."""
+        return text_pairs.without_own_negatives(rows, list(options.columns.values())) if drop else rows
+
+    @classmethod
     def compared(cls, options: EmbeddingOptions) -> tuple[list[str], list[str]]:
         return list(options.columns.values()), [] if options.score is None else [options.score]
 

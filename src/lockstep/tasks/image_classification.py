@@ -108,7 +108,13 @@ class ImageClassification(LabelTask):
             if split == "test" and run.data.test is None and labels.hidden(rows, options.label, data.splits["train"]):
                 continue  # benchmarks hide the labels of their test split
             splits[split] = _whole(rows, options, split, data.name, run.data.drop_missing)
-        codes = labels.codes_of(splits, options.label, options.label_names, data.name)
+        usable, drop = dict(splits), run.data.drop_unusable
+        train = {"train": splits["train"]}
+        codes = labels.codes_of(train if drop else splits, options.label, options.label_names, data.name)
+        if drop:
+            known = codes.place.keys().__contains__
+            splits = {split: labels.known_rows(rows, [options.label], known) for split, rows in splits.items()}
+        learned = splits
         ordered = head_labels.in_model_order(run, cls.head, codes.names, codes.values)
         codes = codes.reordered(ordered.names, ordered.values)
         notes = (
@@ -118,7 +124,8 @@ class ImageClassification(LabelTask):
         def cut(train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
             return OneLabel.cut(codes, train, share, seed, key)
 
-        splits, facts = splitting.deduplicate_and_split(data, splits, run, [options.image], [options.label], cut)
+        splits, facts = splitting.deduplicate_and_split(data, learned, run, [options.image], [options.label], cut)
+        facts = usable_rows.with_unusable(facts, usable, learned, data.name)
         counts = codes.counts(splits["train"])
         OneLabel(options, codes.names, counts, len(splits["train"]))  # refuses weights and thresholds of none of them
         models.check(run, cls.head)
@@ -134,6 +141,10 @@ class ImageClassification(LabelTask):
         facts |= labels.alike(dict(zip(codes.names, counts, strict=True))) | {"shape": list(shape)}
         facts |= {"notes": notes} if notes else {}
         return Prepared(digest(names_of(files), codes.names, folder.name), files, str(folder), facts)
+
+    @classmethod
+    def has_unusable_rows(cls, options: ImageClassificationOptions) -> bool:
+        return True
 
     @classmethod
     def check_prepared(cls, run: Run, prepared: Prepared) -> None:

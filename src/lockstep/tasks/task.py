@@ -143,6 +143,11 @@ class Task(ABC):
         return []
 
     @classmethod
+    def has_unusable_rows(cls, options: Any) -> bool:
+        """Whether there may be rows that lack nothing, and of which nothing can be learned or scored."""
+        return False
+
+    @classmethod
     def fingerprint(cls, run: Run) -> str:
         """A hash of the data's content, where neither the run file nor code determines it. Every process asks for it
         before it takes anything from the cache."""

@@ -91,6 +91,17 @@ class TextTask(Task):
         return usable_rows.texts(rows, options.columns, split, name, drop)
 
     @classmethod
+    def learnable(cls, rows: Dataset, options: Any, split: str, name: str, drop: bool) -> Dataset:
+        """The usable rows of which something can be learned; with `drop` others are left out, else refused. Errors:
+        `RunError`."""
+        return rows
+
+    @classmethod
+    def with_known_labels(cls, data: TextData) -> dict[str, Dataset]:
+        """The splits without rows of labels that train has not."""
+        return data.splits
+
+    @classmethod
     def usable_splits(cls, read: source.Source, run: Run, options: Any) -> dict[str, Dataset]:
         """`usable` of every split. Errors: `RunError`."""
         drop = run.data.drop_missing
@@ -285,11 +296,16 @@ class TextTask(Task):
         read = source.load(
             run.data, run.seed, cls.document(options), cls.columns(options), counts, cls.read_as(options)
         )
-        splits = cls.usable_splits(read, run, options)
+        usable, drop = cls.usable_splits(read, run, options), run.data.drop_unusable
+        splits = {split: cls.learnable(part, options, split, read.name, drop) for split, part in usable.items()}
         rows = cls.stream(run).with_files(splits, texts) if run.data.stream else None
         data = TextData(run, options, read.name, splits, rows)
         data = replace(data, labels=cls.read_labels(data))
-        splits, left_out = splitting.deduplicate_and_split(read, splits, run, texts, labels, cls.cut_of(data))
+        if drop:
+            data = replace(data, splits=cls.with_known_labels(data))
+        learned = data.splits
+        splits, left_out = splitting.deduplicate_and_split(read, learned, run, texts, labels, cls.cut_of(data))
+        left_out = usable_rows.with_unusable(left_out, usable, learned, read.name)
         data = replace(data, splits=splits)
         cls.check_labels(data)
         hashes = {split: content(part, [*texts, *labels]) for split, part in splits.items()}
@@ -315,6 +331,8 @@ class TextTask(Task):
             key = digest(*cls.cache_name, VERSION, folder.name, *cls.key_parts(data, tok, None), *bounds)
             index = rows.index(make, key)
             files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
+            if drop and (count := left_out.get("left_out", {}).pop("train", 0)):  # of a chunk they are counted together
+                left_out["lacking_or_unusable"] = {"train": count}
             names.append(("train", stream.read_index(index)["content"]))
             if "texts" in facts:  # rows of each split, where they are no examples
                 facts["texts"]["train"] = stream.read_index(index)["rows"]
@@ -327,7 +345,8 @@ class TextTask(Task):
         options = cls.options_of(run)
 
         def whole(rows: Dataset, name: str) -> Dataset:
-            return cls.usable(rows, options, "train", name, run.data.drop_missing)
+            usable = cls.usable(rows, options, "train", name, run.data.drop_missing)
+            return cls.learnable(usable, options, "train", name, run.data.drop_unusable)
 
         return Stream(run.data, cls.columns(options), whole, cls.document(options), cls.within)
 

@@ -200,13 +200,23 @@ class TokenClassification(PerToken):
         return tags
 
     @classmethod
+    def has_unusable_rows(cls, options: TokenClassificationOptions) -> bool:
+        return True
+
+    @classmethod
+    def with_known_labels(cls, data: TextData) -> dict[str, Dataset]:
+        known = set(data.labels.names)
+        return {s: labels.known_rows(rows, ["tags"], known.issuperset) for s, rows in data.splits.items()}
+
+    @classmethod
     def check_labels(cls, data: TextData) -> None:
         for split, rows in data.splits.items():
             if unknown := _tags(rows) - set(data.labels.names):
                 raise RunError(
                     "LS3361",
                     f"task.tags: the {split} split of {data.name} has the tag {min(unknown)!r}, which is not in the "
-                    "train split; add examples with it to train, or correct the tag",
+                    "train split; add examples with it to train, correct the tag, or set data.drop_unusable=true to "
+                    "leave such examples out",
                 )
 
     @classmethod
