@@ -2,8 +2,8 @@
 
 `lockstep-trace record -o DIR -- COMMAND` records a command. `import lockstep_trace` as a script's first line records
 that script, into the folder that LOCKSTEP_TRACE names (default: lockstep-trace). `with lockstep_trace.traced(model,
-optimizer):` records what runs inside. `tracer/` runs in the traced process and imports torch alone; the other files
-read what it wrote, and import numpy alone.
+optimizer):` records what runs inside, and `Trainer(..., callbacks=[lockstep_trace.Callback()])` what a Trainer does.
+`tracer/` runs in the traced process and imports torch alone; the other files read what it wrote, and import numpy.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lockstep_trace.doors import Callback
+
+__all__ = ["DEFAULT", "Callback", "traced"]
 __version__ = "0.1.0"  # of lockstep-train, always: tests/repo/test_packages.py
 DEFAULT = "lockstep-trace"
 
