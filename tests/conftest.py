@@ -19,12 +19,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from support import surroundings
+
 if TYPE_CHECKING:
     from support.command import CommandJob
 
+surroundings.close()
 _cache = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
 os.environ["LOCKSTEP_CACHE"] = _cache.name  # before any worker process starts
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what runs the tests may have told it to ignore it, and jobs inherit that
 settings.register_profile("lockstep", deadline=None)  # a busy machine is no failure

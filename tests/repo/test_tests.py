@@ -1,10 +1,16 @@
 """Tests mirror the rooms, and share nothing but what is in `tests/support`, which imports no test."""
 
 import ast
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
-from support.places import ROOT, TESTS
+import pytest
+
+from support.places import ROOT, TESTS, TESTS_PATH
 
 BESIDE = {"support", "golden"}  # folders that hold no tests
 ROOMS = {path.name for path in (ROOT / "src/lockstep").iterdir() if path.is_dir() and path.name[0] != "_"}
@@ -58,3 +64,14 @@ def test_marks_are_written_where_the_tests_are() -> None:
         "marks.py": {"slow"},  # by `slow`; those of `long` are not asked
         "hosts.py": {"cluster", "processes"},  # by `cluster`
     }
+
+
+@pytest.mark.processes
+def test_what_a_person_has_set_does_not_reach_the_tests() -> None:
+    """As people have them set; with WANDB_MODE a test of that very key came to another end."""
+    code = "import json, os; from support import surroundings as s; s.close(); print(json.dumps(dict(os.environ)))"
+    theirs = dict.fromkeys(("WANDB_MODE", "HF_HOME", "NO_COLOR", "RANK", "GIT_DIR", "LC_ALL", "PYTHONHASHSEED"), "1")
+    ours = {"PATH": os.environ["PATH"], "PYTHONPATH": TESTS_PATH, "TMPDIR": "/tmp", "PIP_INDEX_URL": "here"}
+    done = subprocess.run([sys.executable, "-c", code], env=theirs | ours, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout).items() >= ours.items()
+    assert not json.loads(done.stdout).keys() & theirs.keys()
