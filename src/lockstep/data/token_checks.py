@@ -118,7 +118,7 @@ def _alike(
     if left == 1 and different > 1:
         raise RunError(
             "LS2442",
-            f"{limit.key if limit is not None and cut else 'tokenizer'}: {different:,} different texts of {split} "
+            f"{'data' if cut else 'tokenizer'}: {different:,} different texts of {split} "
             f"become the same {len(sample[0])} tokens{why}, so nothing could be learned; {what}",
         )
     if len(sample) < _LEAST:
