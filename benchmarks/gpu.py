@@ -241,7 +241,7 @@ def lockstep(
         "seconds": [line["seconds_per_step"] for line in lines],
         "first_s": first,
         "whole_s": time.time() - began,
-        "held_gb": None,
+        "held_gb": _held(output),
         "weights": weights,
         "stopped_after": stopped_after,
     }
@@ -254,6 +254,15 @@ def _lines(output: Path) -> list[dict[str, Any]]:
         return []
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
     return [row for row in rows if row.get("split") == "train"]
+
+
+def _held(output: Path) -> float | None:
+    """The most that tensors of one rank took of the GPU, in 2^30 bytes, as peers have it; None where that is not
+    written down."""
+    path = output / "system.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    held = [value for row in rows for name, value in row.items() if name.startswith("gpu_memory_gb")]
+    return max(held) * 1e9 / 2**30 if held else None
 
 
 def _weights(output: Path) -> str | None:

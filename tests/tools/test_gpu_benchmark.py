@@ -38,6 +38,14 @@ def test_other_weights_are_seen() -> None:
     assert gpu.NOT_A_FIGURE not in text
 
 
+def test_memory_is_told_as_peers_tell_it(tmp_path: Path) -> None:
+    """lockstep writes 10^9 bytes down, and torch's are counted in 2^30."""
+    assert gpu._held(tmp_path) is None
+    rows = [{"step": 1, "memory_gb/rank0": 9.0}, {"gpu_memory_gb/rank0": 2.147483648, "gpu_memory_gb/rank1": 1.0}]
+    (tmp_path / "system.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert gpu._held(tmp_path) == 2.0
+
+
 def test_every_contender_has_a_peer_or_is_lockstep() -> None:
     import gpu_peers
 
