@@ -160,12 +160,6 @@ def test_of_a_file_with_every_default_what_differs_from_them_counts(tmp_path: Pa
     assert not again.wrote("optim")
 
 
-def test_former_names_count_as_the_present_ones(recwarn: pytest.WarningsRecorder) -> None:
-    run = Run.load(SMALL | {"optim": {"clip": 1.0}, "guard": {"every": 2}})
-    assert run.wrote("optim.max_grad_norm")
-    assert run.wrote("sdc_check.every")
-
-
 def test_a_message_names_the_default() -> None:
     run = Run.load(SMALL)
     assert with_defaults_named("data.max_length: too long [LS1234]", run) == (
