@@ -99,6 +99,10 @@ class Strategy(ABC):
     def check(cls, run: Run, processes: int) -> None:
         """Refuse what cannot work, before any process starts. Errors: `RunError`."""
 
+    @classmethod  # noqa: B027 - most have nothing to refuse
+    def check_prepared(cls, run: Run, processes: int) -> None:
+        """Refuse what only a try of the model with the data shows, before any process starts. Errors: `RunError`."""
+
     @classmethod
     def resolve_class(cls, run: Run) -> type[Strategy]:
         """The class that does the work under these options, where one name stands for several engines."""

@@ -366,6 +366,7 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     label = "checks" if task.own_model else "tokens"
     prepared = prepare(data, task, fresh, None if tell is None else lambda text: tell(label, text))
     task.check_prepared(run, prepared)
+    job.strategy.check_prepared(run, job.processes)
     model_stats.check_names(run, prepared)
     own_metrics.check(run, prepared)
     model_stats.check_average(run, prepared)

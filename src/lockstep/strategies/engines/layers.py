@@ -6,7 +6,7 @@ In: a model, or its config. Out: the blocks that are sharded together, a plan fo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -107,6 +107,74 @@ def not_in_time(recomputes: bool) -> RunError:
         "another order than it recorded, or without a call of the module that holds them; "
         f"{instead}use strategy.name=fsdp2 or zero2",
     )
+
+
+class OtherWeights(RuntimeError):
+    """This rank alone has seen that it would gather other weights than the others."""
+
+
+def other_weights(name: str) -> RunError:
+    """Why ZeRO-3 cannot train a model whose ranks would gather different weights. `name`: one that is used now and
+    then."""
+    return RunError(
+        "LS4410",
+        "strategy.name: ZeRO-3 gathers the weights of one module after the other, all ranks together, so every "
+        f"micro-batch has to use the same weights in the same order; this model uses {name} for some examples and not "
+        "for others. Use strategy.name=zero2, ddp or fsdp2",
+    )
+
+
+def check_same_weights(run: Run, processes: int) -> None:
+    """Refuse for ZeRO-3 a model of the user's that leaves weights out for some examples. Errors: `RunError`."""
+    if not own_model(run) or processes == 1:
+        return
+    from lockstep.tasks.modules.loss_probe import used_now_and_then
+
+    if (name := used_now_and_then(run)) is not None:
+        raise other_weights(name)
+
+
+def call_order(model: nn.Module, forward: Callable[[], None]) -> list[str]:
+    """Names of the modules with weights, in the order in which a forward calls them."""
+    called: list[str] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+        for name, module in model.named_modules()
+        if name and next(module.parameters(recurse=False), None) is not None
+    ]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return called
+
+
+def hold_to(model: nn.Module, order: Sequence[str]) -> None:
+    """Have every forward in training end with an error before it calls a module that is not the next one of `order`,
+    which is the same on all ranks: ranks that gather different weights at the same moment crash, or compute with each
+    other's."""
+    position = [-1]  # -1: no forward is under way, as while activations are computed again
+
+    def begin(*_: Any) -> None:
+        position[0] = 0 if model.training else -1
+
+    def enter(name: str) -> None:
+        if position[0] >= 0:
+            if position[0] == len(order) or order[position[0]] != name:
+                raise OtherWeights(other_weights(name).message)
+            position[0] += 1
+
+    def end(*_: Any) -> None:
+        if position[0] not in (-1, len(order)):
+            raise OtherWeights(other_weights(order[position[0]]).message)
+        position[0] = -1
+
+    for name, module in model.named_modules():
+        if name and next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(lambda *_, name=name: enter(name), prepend=True)
+    model.register_forward_pre_hook(begin, prepend=True)
+    model.register_forward_hook(end, prepend=True)
 
 
 def check_gathered(run: Run) -> None:

@@ -96,6 +96,11 @@ class Sharded(ShardedRecovery, Recomputes):
         return cls.gives_bits(run)
 
     @classmethod
+    def check_prepared(cls, run: Run, processes: int) -> None:
+        if cls.stage_of(run) == 3:
+            layers.check_same_weights(run, processes)
+
+    @classmethod
     def stage_of(cls, run: Run) -> int:
         """The stage of ZeRO."""
         return cls.stage
@@ -138,8 +143,13 @@ class Sharded(ShardedRecovery, Recomputes):
         if self.in_tree_order:
             self.config["zero_optimization"]["memory_efficient_linear"] = False  # `SavedByName` takes its place
         if self.stage == 3:
-            call = partial(call_on_cpu, self.model, task)
+            order: list[str] = []  # of the modules, in a forward on rank 0
+
+            def call() -> None:
+                order[:] = layers.call_order(self.model, partial(call_on_cpu, self.model, task))
+
             refuse_writes(self.model, self.world, call, "strategy.name: zero3", "zero2 or ddp")
+            order = self.world.broadcast(order)
             own_activations(self.model)
             dtype = torch.bfloat16 if self.low_precision else torch.float32
             partition(self.model, self.world, self.config, dtype)
@@ -165,6 +175,8 @@ class Sharded(ShardedRecovery, Recomputes):
         assert self.engine.zero_optimization_stage() == self.stage, self.engine.zero_optimization_stage()
         assert dist.get_world_size() == self.world.size
         self.statistics = Statistics(self.model)
+        if self.stage == 3 and order and layers.own_model(self.run):
+            layers.hold_to(self.model, order)
         self.engine.train()
 
     def _build_in_tree_order(self) -> None:

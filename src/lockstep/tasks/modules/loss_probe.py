@@ -15,7 +15,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -162,7 +162,7 @@ class _Trial:
 def probe(run: Run, data: Any, places: np.ndarray) -> ProbeResult:
     """Try the user's functions on items of the training split. Errors: `RunError`."""
     chosen = places[np.linspace(0, len(places) - 1, FIRST + SECOND).astype(np.int64)]
-    read = [dataset.item(run, data, int(place), -1) for place in chosen]
+    read = _items(run, data, places)
     doubts = _unsteady(run, data, chosen, read)
     parts = {"A": read[:FIRST], "B": read[FIRST:], "AA": read[:FIRST] * 2, "AB": read}
     batches, weights = _batches(run, parts)
@@ -184,7 +184,8 @@ def probe(run: Run, data: Any, places: np.ndarray) -> ProbeResult:
     new = dataset.model(run).train()  # has seen nothing yet
     with torch.no_grad(), _calls(new) as training_calls:
         result.doubts += _remembers(replace(trial, model=new))
-    result.called_once = [name for name in _once(calls) if name in _once(training_calls)]
+    always = _common(_uses(run, read))
+    result.called_once = [name for name in _once(calls) if name in _once(training_calls) and name in always]
     return result
 
 
@@ -199,6 +200,58 @@ def trained_on_one(run: Run) -> None:
         _Trial(run, model, calling, batches, {}, {}).forward("one")
     except RunError as caught:
         raise caught.__cause__ or caught from None
+
+
+def used_now_and_then(run: Run) -> str | None:
+    """The name of a module with weights, or of a weight, that the model uses for some items of the training split and
+    not for others; None if all use the same. Errors: `RunError`."""
+    sets, _ = dataset.data_sets(run)
+    data, places = sets["train"]
+    model, seen = dataset.model(run), _uses(run, _items(run, data, places))
+    weights = {name for name, _ in model.named_parameters()}
+    weights |= {name for name, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None}
+    differing = weights & (set[str]().union(*seen) - _common(seen))
+    return min(differing, default=None)
+
+
+def _common(seen: list[set[str]]) -> set[str]:
+    return set[str].intersection(*seen) if seen else set()
+
+
+def _items(run: Run, data: Any, places: np.ndarray) -> list[Any]:
+    chosen = places[np.linspace(0, len(places) - 1, FIRST + SECOND).astype(np.int64)]
+    return [dataset.item(run, data, int(place), -1) for place in chosen]
+
+
+def _uses(run: Run, read: list[Any]) -> list[set[str]]:
+    """Names of the modules that are called and of the weights that the loss depends on, in training, of items one at a
+    time and together. Those that fail alone, as one under BatchNorm does, are passed over."""
+    batches, _ = _batches(run, {"all": read} | {str(i): [item] for i, item in enumerate(read)})
+    model, loss = dataset.model(run).train(), dataset.function(run, "loss")
+    trial = _Trial(run, model, Calling(run, loss, "", None, {}, None, wrapped_module.names_of(model)), batches, {}, {})
+    before, names = copy.deepcopy(model.state_dict()), {id(p): name for name, p in model.named_parameters()}
+    seen: list[set[str]] = []
+    for name in batches:
+        with suppress(RunError), _calls(model) as calls, torch.enable_grad():
+            reached = _reached(trial.loss(name))
+            seen.append({names[key] for key in reached if key in names} | calls.keys())
+        model.load_state_dict(before)
+    return seen
+
+
+def _reached(loss: Tensor) -> set[int]:
+    """Identities of the weights that a loss has a gradient to."""
+    found: set[int] = set()
+    nodes, met = [loss.grad_fn], set[Any]()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in met:
+            continue
+        met.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        nodes += [following for following, _ in node.next_functions]
+    return found
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------

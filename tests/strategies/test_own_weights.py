@@ -1,0 +1,115 @@
+"""Modules of one's own that use other weights for other examples: refused under ZeRO-3, and no blocks of FSDP."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.cli import main
+from lockstep.strategies.engines import layers
+from support.messages import mentions
+
+CODE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+class Own(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.first, self.last = kind, nn.Linear(8, 16), nn.Linear(16, 1)
+        self.parts = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(16)) for _ in range(4)])
+
+    def forward(self, x):
+        h, which = self.first(x).relu(), (x[:, 0].abs() * 7).long() % 4
+        if self.kind == "experts":
+            out = torch.zeros_like(h)
+            for i, part in enumerate(self.parts):
+                if (rows := which == i).any():
+                    out[rows] = part(h[rows])
+            h = out
+        elif self.kind == "branch":
+            h = self.parts[0](h) if float(x[0, 0]) > 0 else self.parts[1](h)
+        elif self.kind == "parameters":
+            h = h * self.scales[int(which[0])]
+        else:
+            for part in self.parts:
+                h = h + part(h)
+        return self.last(h)
+
+
+def data():
+    x = torch.randn(80, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def loss(outputs, answers):
+    return (outputs - answers).square().sum()
+"""
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    (tmp_path / "own_weights.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    task = "{name: module, model: own_weights.Own, data: own_weights.data, loss: own_weights.loss, model_arguments: "
+    (tmp_path / "run.yaml").write_text(f"task: {task}{{kind: KIND}}}}\nsteps: 2\nbatch_size: 8\nmicro_batches: 4\n")
+    return ["launch.device=cpu", "launch.processes=2"]
+
+
+def planned(kind: str, strategy: str, words: list[str]) -> int:
+    path = Path("run.yaml")
+    path.write_text(path.read_text().replace("KIND", kind))
+    return main(["plan", str(path), f"strategy.name={strategy}", *words])
+
+
+@pytest.mark.parametrize(("kind", "name"), [("experts", "parts.0"), ("branch", "parts.0"), ("parameters", "scales.0")])
+def test_zero3_refuses_weights_that_some_examples_do_not_use(
+    kind: str, name: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks gathered different weights at the same moment, and gloo ended in SIGABRT."""
+    pytest.importorskip("deepspeed")
+    assert planned(kind, "zero3", words) == 2
+    assert mentions(capsys.readouterr().err, "LS4410", name)
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [("all", "zero3"), ("experts", "ddp"), ("experts", "fsdp2")])
+def test_others_are_planned(kind: str, strategy: str, words: list[str]) -> None:
+    if strategy == "zero3":
+        pytest.importorskip("deepspeed")
+    assert planned(kind, strategy, words) == 0
+
+
+class Turns(nn.Module):
+    """Calls its parts in the order that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.order = "ab"
+
+    def forward(self, x: Any) -> Any:
+        for name in self.order:
+            x = getattr(self, name)(x)
+        return x
+
+
+@pytest.mark.parametrize("order", ["ba", "a", "b", "aab", "abb", ""])
+def test_a_rank_ends_before_it_gathers_what_is_not_next(order: str) -> None:
+    model, x = Turns(), torch.zeros(1, 2)
+    names = layers.call_order(model, lambda: model(x))
+    assert names == ["a", "b"]
+    layers.hold_to(model, names)
+    model(x)
+    model.order = order
+    with pytest.raises(layers.OtherWeights, match="ZeRO-3 gathers"):
+        model(x)
+    model.eval()
+    model(x)
+    model.train().order = "ab"
+    model(x)
