@@ -207,15 +207,15 @@ def used_now_and_then(run: Run) -> str | None:
     not for others; None if all use the same. Errors: `RunError`."""
     sets, _ = dataset.data_sets(run)
     data, places = sets["train"]
-    model, seen = dataset.model(run), _uses(run, _items(run, data, places))
+    model, usage = dataset.model(run), _uses(run, _items(run, data, places))
     weights = {name for name, _ in model.named_parameters()}
     weights |= {name for name, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None}
-    differing = weights & (set[str]().union(*seen) - _common(seen))
+    differing = weights & (set[str]().union(*usage) - _common(usage))
     return min(differing, default=None)
 
 
-def _common(seen: list[set[str]]) -> set[str]:
-    return set[str].intersection(*seen) if seen else set()
+def _common(usage: list[set[str]]) -> set[str]:
+    return set[str].intersection(*usage) if usage else set()
 
 
 def _items(run: Run, data: Any, places: np.ndarray) -> list[Any]:
@@ -230,18 +230,18 @@ def _uses(run: Run, read: list[Any]) -> list[set[str]]:
     model, loss = dataset.model(run).train(), dataset.function(run, "loss")
     trial = _Trial(run, model, Calling(run, loss, "", None, {}, None, wrapped_module.names_of(model)), batches, {}, {})
     before, names = copy.deepcopy(model.state_dict()), {id(p): name for name, p in model.named_parameters()}
-    seen: list[set[str]] = []
+    usage: list[set[str]] = []
     for name in batches:
         with suppress(RunError), _calls(model) as calls, torch.enable_grad():
             reached = _reached(trial.loss(name))
-            seen.append({names[key] for key in reached if key in names} | calls.keys())
+            usage.append({names[key] for key in reached if key in names} | calls.keys())
         model.load_state_dict(before)
-    return seen
+    return usage
 
 
 def _reached(loss: Tensor) -> set[int]:
     """Identities of the weights that a loss has a gradient to."""
-    found: set[int] = set()
+    leaves: set[int] = set()
     nodes, met = [loss.grad_fn], set[Any]()
     while nodes:
         node: Any = nodes.pop()
@@ -249,9 +249,9 @@ def _reached(loss: Tensor) -> set[int]:
             continue
         met.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
+            leaves.add(id(node.variable))
         nodes += [following for following, _ in node.next_functions]
-    return found
+    return leaves
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------
