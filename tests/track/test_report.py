@@ -353,3 +353,16 @@ def test_pages_fit_a_phone_and_a_desk_light_dark_and_print(tmp_path: Path) -> No
             shown.open(page, 800, "dark", "print")
             assert shown.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
             assert shown.pdf().startswith(b"%PDF")
+
+
+@pytest.mark.parametrize(
+    "values", [[1, 2], 7, {"event": 3, "time": "x", "step": "y"}, {"step": [1], "split": {"a": 1}}]
+)
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "ranks.jsonl", "samples.jsonl", "tables.json"])
+def test_values_of_other_types_end_no_report(name: str, values: object, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(tiny(f"output={tmp_path}").dump())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train", "loss": 1.5}\n')
+    with open(tmp_path / name, "a", encoding="utf-8") as file:
+        file.write(json.dumps(values) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").is_file()

@@ -315,8 +315,15 @@ def run_report(args: argparse.Namespace) -> int:
         require_output(folder)
         try:
             print(write_report(folder))
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise RunError("LS8141", f"the report of {folder} cannot be written: {error}") from None
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise RunError(
+                "LS8530",
+                f"the report of {folder} cannot be written: a file in it (metrics.jsonl, events.jsonl, ranks.jsonl, "
+                f"system.jsonl, samples.jsonl or tables.json) holds other values than lockstep writes "
+                f"({type(error).__name__}: {error}). Restore that file, or move it away",
+            ) from None
     if len(folders) > 1:
         common_folder = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
         path = Path(args.to) if args.to is not None else common_folder / "comparison.html"

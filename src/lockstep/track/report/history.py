@@ -279,7 +279,7 @@ def read(folder: Path) -> History:
         list(lines_of(folder / "system.jsonl", ("step",))),
         list(lines_of(folder / "events.jsonl", ("time", "event"))),
         list(lines_of(folder / "samples.jsonl", ("step", "samples"))),
-        _object(folder / "tables.json"),
+        _tables_of(folder / "tables.json"),
         [summary for path in sorted(folder.glob("profile/*.summary.json")) if (summary := _object(path))],
         scores_of(folder),
     )
@@ -293,6 +293,9 @@ def told_whole(folder: Path) -> bool:
         return False
 
 
+_TYPES: dict[str, Any] = {"step": int, "time": (int, float), "split": str, "event": str, "hash": str, "samples": list}
+
+
 def lines_of(path: Path, needed: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """The objects of a .jsonl file that have the keys that are needed; nothing where there is no file."""
     if path.is_file():
@@ -301,13 +304,16 @@ def lines_of(path: Path, needed: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 
 
 def objects_of(lines: Iterable[bytes], needed: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """The objects on lines that have the keys that are needed; what a kill has left of a line is passed over."""
+    """The objects on lines that have the keys that are needed. Halves of lines that a kill left are passed over, as are
+    lines whose step, time or name is of another type than we write."""
     for text in lines:
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        if isinstance(line, dict) and all(key in line for key in needed):
+        if isinstance(line, dict) and all(
+            key in line and isinstance(line[key], _TYPES.get(key, object)) for key in needed
+        ):
             yield line
 
 
@@ -315,6 +321,14 @@ def scores_of(folder: Path) -> dict[str, Any]:
     """What the exported model of an output folder scores: its `step`, and numbers by name in `splits`; or nothing."""
     scores = _object(folder / SCORES)
     return scores if isinstance(scores.get("step"), int) and isinstance(scores.get("splits"), dict) else {}
+
+
+def _tables_of(path: Path) -> dict[str, Any]:
+    """Split -> name -> table; what is no table is left out."""
+    splits = {split: names for split, names in _object(path).items() if isinstance(names, dict)}
+    return {
+        split: {n: table for n, table in names.items() if isinstance(table, dict)} for split, names in splits.items()
+    }
 
 
 def _section(run: dict[str, Any], name: str) -> dict[str, Any]:
