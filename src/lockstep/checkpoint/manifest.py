@@ -130,7 +130,7 @@ class Manifest:
     launch: str = ""  # how they were started
     meter: dict[str, Any] = field(default_factory=dict)  # what the next line of the log tells of steps before this one
     code: dict[str, str] = field(default_factory=dict)  # of the user's own files that decide the weights, their hashes
-    progress: dict[str, Any] = field(default_factory=dict)  # what evaluations came to so far: progress.py
+    progress: dict[str, Any] = field(default_factory=dict)  # of evaluations so far: `Progress`
     every: int = 0  # steps between checkpoints, of a run whose export is the mean of some of them
     pending: list[str] = field(default_factory=list)  # what is still to be done after this step: train_state.py
 

@@ -187,7 +187,7 @@ class Module(Task):
         return int(columns.targets[rows].sum())
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
-        return outputs.loss  # of a blank micro-batch zero: see `modules/running.py`
+        return outputs.loss  # of a blank micro-batch zero: see `modules/wrapped_module.py`
 
     def score(self, forward: Forward, batch: MicroBatch) -> Sums:
         import torch

@@ -246,7 +246,7 @@ def _number(run: Run, name: str, function: Any, value: Any, place: int) -> int:
     return number
 
 
-INPUT = "lockstep_batch"  # the one input of the model, see `running.py`
+INPUT = "lockstep_batch"  # the one input of the model, see `wrapped_module.py`
 _ITEM = 2  # sets the numbers of items apart from those of models and collating
 
 

@@ -25,7 +25,7 @@ from lockstep.track.console import LOG
 
 _ERROR = re.compile(r"lockstep: (.+ \[LS\d{4}\])$")
 SCORES = "scores.json"  # in OUTPUT: what the exported model scores
-# Phases that are the rank's own work where no waiting for other ranks is inside; see phases.py.
+# Phases that are the rank's own work where no waiting for other ranks is inside: `distributed/step_timer.py`.
 COMPUTE = ("forward", "backward", "forward+backward")
 
 
