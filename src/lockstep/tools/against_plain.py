@@ -1,10 +1,11 @@
 """A run's own steps beside those of `lockstep.plain`: which loss, gradient or weight differs by more than rounding.
 
 In: what `training/plain_sides.py` recorded, and the run. Out: lines that name what differs with its likely cause
-(`lockstep_trace/causes.py`), and what plain does not cover. How much may differ is measured: by a second plain run whose weights
-differ in their last bit (TTrace, arXiv:2506.09280), and of a run in half precision by a third one in float32.
+(`lockstep_trace/causes.py`), and what plain does not cover. How much may differ is measured: by a second plain run
+whose weights differ in their last bit (TTrace, arXiv:2506.09280), and of a run in half precision by a third one in
+float32.
 
-Differences are measured here and not by `trace/compare.py`: plain is the judge of all else, so torch compares whole
+Differences are measured here and not by `lockstep_trace/compare.py`: plain is the judge of all else, so torch compares whole
 tensors, and nothing of the tracer stands between. A sketch is off by some 4 % of a difference, which the narrow limits
 of half precision would feel. A norm with a limit of its own, four draws of Muon, and optimizers of which the first
 gradient alone is known have no place beside a single perturbed trace.
