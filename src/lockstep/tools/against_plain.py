@@ -5,10 +5,10 @@ In: what `training/plain_sides.py` recorded, and the run. Out: lines that name w
 whose weights differ in their last bit (TTrace, arXiv:2506.09280), and of a run in half precision by a third one in
 float32.
 
-Differences are measured here and not by `lockstep_trace/compare.py`: plain is the judge of all else, so torch compares whole
-tensors, and nothing of the tracer stands between. A sketch is off by some 4 % of a difference, which the narrow limits
-of half precision would feel. A norm with a limit of its own, four draws of Muon, and optimizers of which the first
-gradient alone is known have no place beside a single perturbed trace.
+Differences are measured here and not by `lockstep_trace/compare.py`: plain is the judge of all else, so torch
+compares whole tensors, and nothing of the tracer stands between. A sketch is off by some 4 % of a difference, which
+the narrow limits of half precision would feel. A norm with a limit of its own, four draws of Muon, and optimizers of
+which the first gradient alone is known have no place beside a single perturbed trace.
 """
 
 from __future__ import annotations
