@@ -123,7 +123,7 @@ def _command(name: str, words: list[str]) -> int:
 
 
 def _unusable_path(caught: OSError | UnicodeEncodeError) -> str | None:
-    """The message for a path that this system, or this locale, has no name for; None for any other error."""
+    """The message for a path that this system or locale has no name for, and for too few open files; else None."""
     if isinstance(caught, UnicodeEncodeError):
         if caught.encoding != sys.getfilesystemencoding() or caught.encoding == "utf-8":
             return None
@@ -132,6 +132,11 @@ def _unusable_path(caught: OSError | UnicodeEncodeError) -> str | None:
             f"{caught.object!r}: this locale ({caught.encoding}) has no name for such a file; set PYTHONUTF8=1, or a "
             "UTF-8 locale such as LC_ALL=C.UTF-8",
         )
+    if caught.errno == errno.EMFILE:
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return coded("LS0232", f"this process may open {most} files (ulimit -n), which is too few; use ulimit -n 1024")
     if caught.errno != errno.ENAMETOOLONG:
         return None
     start, length = str(caught.filename)[:40], len(str(caught.filename))

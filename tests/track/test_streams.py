@@ -147,6 +147,15 @@ def test_a_path_that_this_locale_cannot_name_is_a_message(
     assert mentions(capsys.readouterr().err, "LS0231", "d\xe4ta/x.csv", "LC_ALL=C.UTF-8")
 
 
+def test_too_few_open_files_are_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("lockstep.cli._answer", answer)
+    assert main(["list"]) == 2
+    assert mentions(capsys.readouterr().err, "LS0232", "ulimit -n")
+
+
 def test_arguments_of_a_locale_that_cannot_read_them() -> None:
     assert _as_utf8("caf\xe9".encode().decode("ascii", "surrogateescape")) == "caf\xe9"
     assert _as_utf8("caf\xe9") == "caf\xe9"
