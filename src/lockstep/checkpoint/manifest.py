@@ -323,7 +323,9 @@ def differing_keys(run: Run, data: str, manifest: Manifest) -> dict[str, tuple[A
     """The keys that decide weights and that have changed since a checkpoint was written: (value then, value now).
     `data`: the hash of the run's tokens; where the checkpoint has the same hash, keys that only say where the data are
     read from do not count."""
-    now, then = run.arithmetic(), manifest.arithmetic
+    now = run.arithmetic()
+    # what only one of both has, as an option of its strategy, had its default
+    then = {key: run.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
     keys = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
     if manifest.data == data:
         same = {"data.sources"} if _drawn(now) == _drawn(then) else set()

@@ -366,7 +366,7 @@ def further(run: Run, say: Callable[[str], object]) -> Run:
 def _added(run: Run, manifest: Manifest) -> tuple[str, float] | None:
     """`epochs` or `steps`, and by how much it was raised, if that is all that differs."""
     now, then = run.arithmetic(), manifest.arithmetic
-    differing = [key for key in now if now[key] != then.get(key)]
+    differing = [key for key in now if now[key] != (then[key] if key in then else run.default(key))]
     if differing not in (["epochs"], ["steps"]):
         return None
     (key,) = differing
