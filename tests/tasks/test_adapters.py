@@ -161,3 +161,21 @@ def test_without_peft_it_says_how_to_get_it(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with raises("LS3070"):
         adapters.check(run_of(folder, "documents"))
+
+
+@pytest.mark.parametrize("ensure", [False, True])
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_a_tied_weight_is_merged_once(target: str, ensure: bool) -> None:
+    """merge_and_unload alone merges into the weight that both share (tests/assumptions/test_peft.py)."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from lockstep.tasks.models import storage_dtype
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, tie_word_embeddings=True, **sizes))
+    lora = LoraConfig(r=2, target_modules=[target], init_lora_weights=False, ensure_weight_tying=ensure)
+    model: Any = get_peft_model(base, lora).eval()
+    ids = torch.arange(8)[None]
+    before = model(ids).logits
+    assert torch.allclose(before, storage_dtype.merged(model, low=False)(ids).logits, rtol=1e-4, atol=1e-4)

@@ -202,3 +202,19 @@ def test_a_padding_token_without_an_embedding_is_refused() -> None:
     with raises("LS3145", "'[PAD]'", "100"):
         models_of._prepare(GPT2Config(vocab_size=100), tokenizer, pretrained=True)
     models_of._prepare(GPT2Config(vocab_size=101), tokenizer, pretrained=True)
+
+
+def test_a_folder_that_holds_a_model_twice_is_refused(tmp_path: Path) -> None:
+    """Shards saved over a single file: from_pretrained reads the old weights."""
+    saved(tmp_path, "gpt2")
+    run = tiny(model={"source": str(tmp_path)})
+    models_of.local_or_id(run)
+    model = GPT2LMHeadModel.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    with raises("LS3480", str(tmp_path), "model.source", "model.safetensors", "files of model.safetensors.index.json"):
+        models_of.local_or_id(run)
+    with raises("LS3480", str(tmp_path), "the export"):
+        models_of.exported_model("causal", tmp_path, tiny())
+    for shard in tmp_path.glob("model-0*"):
+        shard.unlink()
+    models_of.local_or_id(run)  # an index alone names nothing that is there, and the single file is read

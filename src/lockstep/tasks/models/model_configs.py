@@ -10,6 +10,7 @@ import copy
 import difflib
 import importlib.util
 import inspect
+import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -277,7 +278,28 @@ def local_or_id(run: Run) -> str:
             raise RunError(
                 "LS3136", f"model.revision: applies to models of the Hub only, and {path} is none; remove it"
             )
+        check_one_save(path, "model.source")
         return str(path)
     if source.startswith((".", "/", "~")):
         raise RunError("LS3134", f"model.source: the folder {path} does not exist; correct the path")
     return source
+
+
+def check_one_save(path: Path, key: str) -> None:
+    """Refuse a folder that holds a model twice: `save_pretrained` of several files leaves an older single one, which
+    `from_pretrained` then reads. An index whose files are gone does no harm. Errors: `RunError`."""
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = path / f"{single}.index.json"
+        if not (path / single).is_file():
+            continue
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or none that can be read
+            return
+        if single not in named and named and all((path / name).is_file() for name in named):
+            raise RunError(
+                "LS3480",
+                f"{key}: {path} holds a model twice, as {single} and as the {len(named)} files of {index.name}; "
+                f"from_pretrained reads {single}, even where the others were saved later. Remove one of the two",
+            )
+        return

@@ -35,7 +35,14 @@ from lockstep.tasks.models import (
     storage_dtype,
     token_rows,
 )
-from lockstep.tasks.models.model_configs import entry, load_config, local_or_id, texts, with_architectures
+from lockstep.tasks.models.model_configs import (
+    check_one_save,
+    entry,
+    load_config,
+    local_or_id,
+    texts,
+    with_architectures,
+)
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
 _OFFSET_POSITIONS = {
@@ -381,6 +388,7 @@ def _exported_model(head: str, folder: Path, run: Run) -> Any:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    check_one_save(folder, "the export")
     options: dict[str, Any] = {"trust_remote_code": run.model.trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(folder, **options)
     adapter = adapters.is_adapter(folder)

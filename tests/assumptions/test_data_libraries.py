@@ -1,0 +1,117 @@
+"""What lockstep takes for granted of tokenizers, datasets and safetensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+from support.assumed import rests_on_it
+
+TEXTS = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen jugs", "thequick foxbox over"]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+
+
+def words(vocabulary: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+@rests_on_it("src/lockstep/data/tokenizer.py")
+def test_wordpiece_repeats_if_its_first_pieces_are_in_order() -> None:
+    """WordPiece training gives the same vocabulary each time if the pieces of one character that continue a word are
+    given first, in order."""
+
+    def pre_tokenized() -> Tokenizer:
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        return tokenizer
+
+    short = pre_tokenized()
+    short.train_from_iterator(TEXTS, trainers.WordPieceTrainer(vocab_size=1, show_progress=False))
+    inner = sorted(piece for piece in short.get_vocab() if piece.startswith("##") and len(piece) == 3)
+    assert len(inner) > 15
+    trained = []
+    for _ in range(8):
+        tokenizer = pre_tokenized()
+        special = [*SPECIAL, *inner]
+        trainer = trainers.WordPieceTrainer(vocab_size=90, special_tokens=special, show_progress=False)
+        tokenizer.train_from_iterator(TEXTS, trainer)
+        trained.append(tokenizer.get_vocab())
+    assert all(each == trained[0] for each in trained)
+
+
+@rests_on_it("src/lockstep/data/tokenizer.py")
+def test_bpe_training_repeats() -> None:
+    """BPE training over an initial alphabet gives the same vocabulary each time."""
+    trained = []
+    for _ in range(5):
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=290, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+        )
+        tokenizer.train_from_iterator(TEXTS, trainer)
+        trained.append(tokenizer.get_vocab())
+    assert all(each == trained[0] for each in trained)
+
+
+@rests_on_it("src/lockstep/data/tokenizer.py", "src/lockstep/tasks/text_task.py")
+def test_truncation_keeps_what_the_template_adds() -> None:
+    """Truncation to n tokens counts those that the template adds, and keeps them; the first n - 2 of the text stay."""
+    tokenizer = words([*SPECIAL, "a", "b", "c", "d"])
+    ids = [("[CLS]", 2), ("[SEP]", 3)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
+    tokenizer.enable_truncation(4)
+    assert tokenizer.encode("a b c d").tokens == ["[CLS]", "a", "b", "[SEP]"]
+
+
+@rests_on_it("src/lockstep/data/tokenizer.py")
+def test_a_batch_is_encoded_as_its_texts_are() -> None:
+    """encode_batch gives each text the ids that encode gives it."""
+    tokenizer = words([*SPECIAL, *sorted({word for text in TEXTS for word in text.split()})])
+    assert [each.ids for each in tokenizer.encode_batch(TEXTS)] == [tokenizer.encode(text).ids for text in TEXTS]
+
+
+@rests_on_it("src/lockstep/data/tokenizer.py")
+def test_special_tokens_are_found_in_texts_before_they_are_normalized() -> None:
+    """A special token is found in a text as it is written, whatever the normalizer makes of the text."""
+    tokenizer = words([*SPECIAL, "a", "b", "[sep]"])
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.add_special_tokens(["[SEP]"])
+    assert tokenizer.encode("A[SEP]B").tokens == ["a", "[SEP]", "b"]
+
+
+@rests_on_it("src/lockstep/checkpoint/storage.py", "src/lockstep/tasks/modules/wrapped_module.py")
+def test_safetensors_keep_bits_and_refuse_shared_storage(tmp_path: Path) -> None:
+    """save_file keeps every bit, NaN and -0.0 among them, in bfloat16 and float32, and refuses tensors that share
+    storage."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {
+        "wide": torch.tensor([float("nan"), -0.0, 1 / 3, float("inf")]),
+        "low": torch.tensor([float("nan"), -0.0, 1 / 3], dtype=torch.bfloat16),
+    }
+    save_file(tensors, tmp_path / "kept.safetensors")
+    loaded = load_file(tmp_path / "kept.safetensors")
+    assert torch.equal(tensors["wide"].view(torch.int32), loaded["wide"].view(torch.int32))
+    assert torch.equal(tensors["low"].view(torch.int16), loaded["low"].view(torch.int16))
+    whole = torch.ones(4)
+    with pytest.raises(RuntimeError, match="share memory"):
+        save_file({"a": whole, "b": whole[:]}, tmp_path / "shared.safetensors")
+
+
+@rests_on_it("src/lockstep/data/arrow_cache.py", "src/lockstep/data/source.py")
+def test_a_stream_splits_by_shards_in_turns() -> None:
+    """split_dataset_by_node gives each node whole shards where their number divides, each row once in all."""
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
+
+    stream = Dataset.from_dict({"x": list(range(12))}).to_iterable_dataset(num_shards=4)
+    nodes = [[row["x"] for row in split_dataset_by_node(stream, node, 2)] for node in range(2)]
+    assert sorted(nodes[0] + nodes[1]) == list(range(12))
+    assert nodes[0] == [0, 1, 2, 6, 7, 8]

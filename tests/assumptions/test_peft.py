@@ -1,0 +1,101 @@
+"""What lockstep takes for granted of PEFT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from support.assumed import rests_on_it
+
+peft: Any = pytest.importorskip("peft")
+IDS = torch.arange(8)[None]
+
+
+def tied() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, tie_word_embeddings=True, **sizes)).eval()
+
+
+def adapted(model: nn.Module, **options: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, **options)).eval()
+
+
+def apart(*logits: torch.Tensor) -> float:
+    return (logits[0] - logits[1]).abs().max().item()
+
+
+@pytest.mark.parametrize("ensure", [False, True])
+@rests_on_it("src/lockstep/tasks/models/storage_dtype.py")
+def test_merging_into_a_tied_weight_is_another_model(ensure: bool) -> None:
+    """merge_and_unload of an adapter of a tied embedding gives another model, with and without
+    ensure_weight_tying."""
+    options = {"target_modules": ["embed_tokens"], "init_lora_weights": False, "ensure_weight_tying": ensure}
+    model = adapted(tied(), **options, task_type="CAUSAL_LM")
+    before = model(IDS).logits
+    assert apart(before, model.merge_and_unload()(IDS).logits) > 1
+
+
+@rests_on_it("src/lockstep/tasks/models/adapters.py", "src/lockstep/plain/train.py")
+def test_all_linear_takes_a_head_that_no_task_type_names() -> None:
+    """all-linear without a task type adapts a classifier's head, which stays frozen; named in modules_to_save, or with
+    the task type, it is trained whole."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+    def trained(**options: Any) -> set[str]:
+        model = adapted(BertForSequenceClassification(BertConfig(vocab_size=32, **sizes)), **options)
+        names = [name for name, p in model.named_parameters() if p.requires_grad and "classifier" in name]
+        return {name.split(".classifier.")[1].split(".")[0] for name in names}
+
+    assert trained(target_modules="all-linear") == {"lora_A", "lora_B"}
+    assert trained(target_modules="all-linear", modules_to_save=["classifier"]) == {"modules_to_save"}
+    assert trained(target_modules="all-linear", task_type="SEQ_CLS") == {"modules_to_save"}
+
+
+@rests_on_it("src/lockstep/tasks/models/storage_dtype.py", "src/lockstep/tasks/models/models.py")
+def test_unmerging_does_not_bring_the_bits_back() -> None:
+    """merge_adapter and unmerge_adapter round: the weight is another one afterwards. Exports merge in a model that is
+    not trained any further."""
+    model = adapted(tied(), target_modules=["q_proj"], init_lora_weights=False)
+    (layer,) = (m for n, m in model.named_modules() if n.endswith("q_proj"))
+    before = layer.base_layer.weight.clone()
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert not torch.equal(before, layer.base_layer.weight)
+    assert torch.allclose(before, layer.base_layer.weight, atol=1e-5)
+
+
+@rests_on_it("src/lockstep/tasks/models/adapters.py")
+def test_a_fresh_adapter_changes_nothing_and_draws_from_the_seed() -> None:
+    """get_peft_model leaves the logits as they are, draws from torch's generator, and freezes all but the adapter."""
+    plain = tied()(IDS).logits
+    drawn = []
+    for seed in (1, 1, 2):
+        model = tied()
+        torch.manual_seed(seed)
+        wrapped = adapted(model, target_modules=["q_proj"])
+        assert torch.equal(wrapped(IDS).logits, plain)
+        trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
+        assert trained
+        assert all("lora_" in name for name in trained)
+        drawn.append(next(p for name, p in trained.items() if "lora_A" in name))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+@rests_on_it("src/lockstep/tasks/models/adapters.py")
+def test_a_saved_adapter_is_loaded_by_name(tmp_path: Path) -> None:
+    """set_peft_model_state_dict takes the names of adapter_model.safetensors, and gives the same logits."""
+    from safetensors.torch import load_file
+
+    first = adapted(tied(), target_modules=["q_proj"], init_lora_weights=False)
+    first.save_pretrained(tmp_path)
+    second = adapted(tied(), target_modules=["q_proj"])
+    result = peft.set_peft_model_state_dict(second, load_file(tmp_path / "adapter_model.safetensors"))
+    assert not result.unexpected_keys
+    assert torch.equal(first(IDS).logits, second(IDS).logits)

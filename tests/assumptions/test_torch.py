@@ -1,0 +1,183 @@
+"""What lockstep takes for granted of torch."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from support.assumed import rests_on_it
+
+COUNTS = {  # optimizer, options -> whether a step with gradients of zeros changes what comes later
+    "AdamW": ({}, True),
+    "NAdam": ({}, True),
+    "RAdam": ({}, True),
+    "Adamax": ({}, True),
+    "SGD": ({"momentum": 0.9, "dampening": 0.5}, True),
+    "SGD without dampening": ({"momentum": 0.9}, False),
+    "RMSprop": ({}, False),
+    "Adagrad": ({}, False),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py")
+def test_state_made_by_the_checkpoint_helpers_counts_as_a_step(kind: str) -> None:
+    """get_optimizer_state_dict of a new optimizer steps with gradients of zeros and the rate 0; AdamW, NAdam, RAdam,
+    Adamax and SGD with dampening count that, SGD with momentum, RMSprop and Adagrad do not."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    options, counts = COUNTS[kind]
+
+    def trained(helped: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 1, bias=False)
+        optimizer = getattr(torch.optim, kind.split()[0])(layer.parameters(), lr=0.1, **options)
+        if helped:
+            get_optimizer_state_dict(layer, optimizer)
+        for _ in range(2):
+            layer(torch.ones(3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return layer.weight.detach().clone()
+
+    assert torch.equal(trained(False), trained(True)) is not counts
+
+
+@rests_on_it("src/lockstep/distributed/randomness.py")
+def test_manual_seed_alone_decides_dropout() -> None:
+    """Dropout draws from torch's default generator alone, and the same seed gives the same mask."""
+    random.seed(1)
+    np.random.seed(1)
+    masks = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        masks.append(nn.functional.dropout(torch.ones(64), 0.5, training=True))
+        random.random(), np.random.random()
+    assert torch.equal(*masks)
+
+
+@rests_on_it("src/lockstep/strategies/exact/averaging.py", "src/lockstep/strategies/exact/reduction.py")
+def test_foreach_is_the_same_as_one_by_one() -> None:
+    """torch._foreach_add_ and _foreach_mul_ have the bits of add_ and mul_ of each tensor, at odd sizes too."""
+    sizes = (1, 3, 17, 1023)
+    left, right = [torch.randn(n) for n in sizes], [torch.randn(n) for n in sizes]
+    ones = [(a + b).mul(0.3) for a, b in zip(left, right, strict=True)]
+    torch._foreach_add_(left, right)
+    torch._foreach_mul_(left, 0.3)
+    assert all(torch.equal(a, b) for a, b in zip(left, ones, strict=True))
+
+
+@rests_on_it("src/lockstep/strategies/exact/optim.py")
+def test_an_optimizer_moves_an_element_alike_in_any_cut() -> None:
+    """AdamW moves each element as in the whole tensor if a tensor is cut into lines of 16 numbers, for any cut."""
+    torch.manual_seed(0)
+    whole, gradient = torch.randn(160), torch.randn(160)
+
+    def moved(cuts: list[int]) -> torch.Tensor:
+        parts = [nn.Parameter(part.clone()) for part in whole.split(cuts)]
+        optimizer = torch.optim.AdamW(parts, lr=0.1, weight_decay=0.1)
+        for _ in range(3):
+            for part, its in zip(parts, gradient.split(cuts), strict=True):
+                part.grad = its.clone()
+            optimizer.step()
+        return torch.cat([part.detach() for part in parts])
+
+    assert torch.equal(moved([160]), moved([16, 32, 112]))
+    assert torch.equal(moved([160]), moved([16] * 10))
+
+
+@rests_on_it("src/lockstep/strategies/exact/rows.py")
+def test_unique_is_sorted_and_index_add_is_in_order() -> None:
+    """torch.unique sorts, and index_add_ on a CPU adds in the order of the index."""
+    rows, place = torch.unique(torch.tensor([5, 1, 5, 3]), return_inverse=True)
+    assert rows.tolist() == [1, 3, 5]
+    assert place.tolist() == [2, 0, 2, 1]
+    values = torch.tensor([1e8, 1.0, -1e8, 1.0])
+    total = torch.zeros(1).index_add_(0, torch.zeros(4, dtype=torch.long), values)
+    expected = torch.zeros(())
+    for value in values:
+        expected = expected + value
+    assert total.item() == expected.item()
+
+
+@rests_on_it("src/lockstep/tasks/language_modeling.py", "src/lockstep/plain/losses.py")
+def test_no_targets_are_a_sum_of_zero() -> None:
+    """cross_entropy of labels that are all -100 is 0 with reduction="sum" and NaN with "mean"; its gradient is 0."""
+    logits = torch.randn(4, 8, requires_grad=True)
+    labels = torch.full((4,), -100)
+    total = cross_entropy(logits, labels, reduction="sum")
+    total.backward()
+    assert total.item() == 0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+    assert cross_entropy(logits.detach(), labels).isnan()
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+@rests_on_it("src/lockstep/tasks/models/padding.py", "src/lockstep/tasks/models/masks.py")
+def test_hidden_keys_have_no_say(kind: torch.dtype) -> None:
+    """A key that the mask hides changes no bit of attention, whatever finite numbers it holds."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    shown = torch.ones(1, 1, 6, 6, dtype=torch.bool)
+    shown[..., 4:] = False
+    mask = shown if kind == torch.bool else torch.zeros(1, 1, 6, 6).masked_fill(~shown, torch.finfo(kind).min)
+    before = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    k[..., 4:, :], v[..., 4:, :] = 100.0, -100.0
+    assert torch.equal(before, scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
+@rests_on_it("src/lockstep/checkpoint/storage.py")
+def test_a_checkpoint_loads_by_name_and_widens(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint raises for a name that the checkpoint lacks, ignores one that is not asked for, and
+    casts to the dtype of the tensor that it loads into."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    kept = {"a": torch.tensor([1.0, 1 / 3]), "b": torch.ones(2)}
+    dcp.save(kept, checkpoint_id=str(tmp_path), no_dist=True)
+    into: dict[str, Any] = {"a": torch.zeros(2, dtype=torch.bfloat16)}
+    dcp.load(into, checkpoint_id=str(tmp_path), no_dist=True)
+    assert torch.equal(into["a"], kept["a"].bfloat16())
+    with pytest.raises((RuntimeError, CheckpointException), match="c"):
+        dcp.load({"c": torch.zeros(2)}, checkpoint_id=str(tmp_path), no_dist=True)
+
+
+@rests_on_it("src/lockstep/strategies/exact/optim.py")
+def test_load_state_dict_takes_the_saved_options() -> None:
+    """Optimizer.load_state_dict replaces lr, foreach and fused of the new optimizer by those that were saved, and casts
+    moments, but not `step`, to the parameter's dtype."""
+    first = torch.optim.AdamW([nn.Parameter(torch.ones(4))], lr=0.1, fused=True)
+    first.param_groups[0]["params"][0].grad = torch.ones(4)
+    first.step()
+    parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    second = torch.optim.AdamW([parameter], lr=0.5, foreach=True)
+    second.load_state_dict(first.state_dict())
+    assert (second.param_groups[0]["lr"], second.param_groups[0]["fused"]) == (0.1, True)
+    assert second.state[parameter]["exp_avg"].dtype == torch.bfloat16
+    assert second.state[parameter]["step"].dtype == torch.float32
+
+
+@rests_on_it("src/lockstep/training/data_loader.py", "src/lockstep/distributed/randomness.py")
+def test_a_loader_draws_from_the_generator_of_all() -> None:
+    """Each iter() of a DataLoader draws from torch's default generator, without workers and shuffling too."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(4)), batch_size=2))
+    assert not torch.equal(before, torch.get_rng_state())
+
+
+@rests_on_it("src/lockstep/strategies/exact/gradient.py")
+def test_foreach_norm_is_summed_in_double() -> None:
+    """torch._foreach_norm with the dtype float64 sums squares in float64: small numbers beside a large one count."""
+    (norm,) = torch._foreach_norm([torch.tensor([1e4, *[1e-2] * 1000])], 2, torch.float64)
+    wide = torch.tensor([1e4, *[1e-2] * 1000]).double().square().sum().sqrt()
+    assert norm.dtype == torch.float64
+    assert norm.item() == pytest.approx(wide.item(), rel=1e-14)

@@ -1,0 +1,203 @@
+"""What lockstep takes for granted of transformers."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    get_scheduler,
+    masking_utils,
+)
+
+from support.assumed import rests_on_it
+
+IDS, OTHERS = torch.tensor([[1, 2, 3, 4, 5, 6]]), torch.tensor([[9, 8, 7, 4, 5, 6]])
+TEXTS = torch.tensor([[0, 1, 2, 0, 1, 2]])  # positions of two texts in a row
+
+
+def tiny(**entries: Any) -> LlamaForCausalLM:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes, **entries))
+
+
+def second_text_sees_first(model: nn.Module, **options: Any) -> bool:
+    logits = [model(ids, position_ids=TEXTS, **options).logits[:, 3:] for ids in (IDS, OTHERS)]
+    return not torch.equal(*logits)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@rests_on_it(
+    "src/lockstep/tasks/models/models.py",
+    "src/lockstep/plain/train.py",
+    "src/lockstep/plain/losses.py",
+    "src/lockstep/training/export_check.py",
+    "packages/lockstep-trace/src/lockstep_trace/rules/modes.py",
+)
+def test_texts_of_a_row_are_apart_without_cache_and_mask(training: bool) -> None:
+    """Texts of a packed row do not see each other if position_ids begin anew, use_cache is False and no mask is given;
+    with the default use_cache, or with a mask of ones, they do."""
+    model = tiny().train(training)
+    assert not second_text_sees_first(model, use_cache=False)
+    assert second_text_sees_first(model)
+    assert second_text_sees_first(model, use_cache=False, attention_mask=torch.ones_like(IDS))
+    model.config.use_cache = False
+    assert not second_text_sees_first(model)
+
+
+@rests_on_it("src/lockstep/tasks/models/masks.py")
+def test_packed_texts_are_found_where_positions_jump() -> None:
+    """find_packed_sequence_indices numbers texts of rows by jumps of positions, and is None for rows of one text."""
+    found = masking_utils.find_packed_sequence_indices(TEXTS)
+    assert found is not None
+    assert found.tolist() == [[0, 0, 0, 1, 1, 1]]
+
+
+@rests_on_it("src/lockstep/tasks/models/model_configs.py", "src/lockstep/tasks/models/source_ties.py")
+def test_shards_over_a_single_file_leave_it_and_it_is_read(tmp_path: Path) -> None:
+    """save_pretrained of several files leaves an older model.safetensors, which from_pretrained reads; a single file
+    over several removes them and leaves their index."""
+    old, new = tiny(), tiny()
+    old.save_pretrained(tmp_path)
+    new.save_pretrained(tmp_path, max_shard_size="4KB")
+    assert (tmp_path / "model.safetensors").is_file()
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    weight = AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight
+    assert torch.equal(weight, old.lm_head.weight)
+    assert not torch.equal(weight, new.lm_head.weight)
+    new.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("model*")) == [
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight, new.lm_head.weight)
+
+
+@rests_on_it("src/lockstep/tasks/models/source_shapes.py", "src/lockstep/tasks/models/models.py")
+def test_other_shapes_are_named_and_drawn_anew(tmp_path: Path) -> None:
+    """from_pretrained with ignore_mismatched_sizes names each weight of another shape in `mismatched_keys`, as (name,
+    shape in the file, shape in the model)."""
+    tiny(tie_word_embeddings=False).save_pretrained(tmp_path)
+    config = LlamaConfig.from_pretrained(tmp_path, intermediate_size=48)
+    options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, **options)
+    shapes = {name: (tuple(stored), tuple(built)) for name, stored, built in info["mismatched_keys"]}
+    assert shapes["model.layers.0.mlp.up_proj.weight"] == ((32, 16), (48, 16))
+    assert len(shapes) == 3
+
+
+@rests_on_it("src/lockstep/tasks/models/source_ties.py")
+def test_a_head_of_its_own_in_the_file_unties(tmp_path: Path) -> None:
+    """from_pretrained leaves head and embedding apart, whatever the config says, where the file holds other numbers for
+    each."""
+    model = tiny(tie_word_embeddings=False)
+    model.save_pretrained(tmp_path)
+    config = LlamaConfig.from_pretrained(tmp_path, tie_word_embeddings=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    assert loaded.lm_head.weight is not loaded.model.embed_tokens.weight
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    assert tiny(tie_word_embeddings=True).lm_head.weight.shape == (32, 16)
+
+
+@rests_on_it("src/lockstep/plain/losses.py", "src/lockstep/tasks/language_modeling.py")
+def test_a_decoder_moves_labels_by_one_itself() -> None:
+    """A causal model's loss of labels is the mean cross entropy of token t + 1 at token t, without those of -100."""
+    model, labels = tiny().eval(), IDS.clone()
+    labels[0, 2] = -100
+    output = model(IDS, labels=labels)
+    each = nn.functional.cross_entropy(output.logits[0, :-1].float(), labels[0, 1:], ignore_index=-100)
+    assert torch.allclose(output.loss, each, rtol=1e-6)
+
+
+class Plain(nn.Module):
+    """A mean squared error of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        guess = self.weight * x
+        return {"guess": guess} if labels is None else {"loss": (guess - labels).square().mean()}
+
+
+class Swallowing(Plain):
+    """It takes any keyword, and ignores it."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, **ignored: Any) -> dict[str, Tensor]:
+        return super().forward(x, labels)
+
+
+def one_step(model: nn.Module, folder: Path, **options: Any) -> float:
+    """How far SGD of Trainer moves the weight in a step of two micro-batches."""
+    rows = [{"x": torch.tensor(float(i)), "labels": torch.tensor(1.0)} for i in range(4)]
+    quiet: dict[str, Any] = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
+    rate = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, **quiet, **sizes, **rate)
+    Trainer(model, arguments, train_dataset=rows, **options).train()  # type: ignore[arg-type]
+    return 2.0 - model.weight.item()  # type: ignore[union-attr, operator]
+
+
+@rests_on_it("src/lockstep/strategies/hf_trainer.py")
+def test_keywords_that_a_forward_swallows_double_the_gradient(tmp_path: Path) -> None:
+    """Trainer does not divide by micro-batches where forward takes any keyword, as if it used num_items_in_batch; with
+    compute_loss_func it divides nothing, calls the model without labels, and gives that divisor."""
+    plain, swallowed = one_step(Plain(), tmp_path), one_step(Swallowing(), tmp_path)
+    assert swallowed == pytest.approx(2 * plain)
+    seen: list[float] = []
+
+    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+        seen.append(float(num_items_in_batch))
+        total: Tensor = (outputs["guess"] - labels).square().sum()
+        return total / num_items_in_batch
+
+    assert one_step(Plain(), tmp_path, compute_loss_func=loss) == pytest.approx(plain)
+    assert seen == [4, 4]
+
+
+@rests_on_it("src/lockstep/strategies/hf_trainer.py")
+def test_training_step_takes_the_divisor() -> None:
+    """Trainer.training_step takes num_items_in_batch."""
+    assert "num_items_in_batch" in inspect.signature(Trainer.training_step).parameters
+
+
+@rests_on_it("src/lockstep/tools/import_config/trainer.py", "src/lockstep/strategies/hf_trainer.py")
+def test_trainer_counts_labels_from_the_second_on(tmp_path: Path) -> None:
+    """Trainer's divisor of a causal model leaves out the first label of each row, which is no target."""
+    trainer = Trainer(tiny(), TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]))
+    batches = [{"input_ids": IDS, "labels": IDS}, {"input_ids": IDS, "labels": torch.tensor([[1, 2, -100, 3, 4, 5]])}]
+    _, count = trainer.get_batch_samples(iter(batches), 2, torch.device("cpu"))
+    assert int(count) == 5 + 4  # type: ignore[arg-type]
+
+
+@rests_on_it("src/lockstep/tasks/models/models.py")
+def test_loading_info_has_what_was_drawn(tmp_path: Path) -> None:
+    """`from_pretrained` names weights that no file holds in `missing_keys`, and the others are those of the file."""
+    base = tiny().model
+    base.save_pretrained(tmp_path)
+    model, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(info["missing_keys"]) == {"lm_head.weight"}
+    assert torch.equal(model.model.embed_tokens.weight, base.embed_tokens.weight)
+
+
+@rests_on_it("src/lockstep/tools/import_config/trainer.py")
+def test_schedules_begin_with_warmup() -> None:
+    """get_scheduler("linear") has the rate 0 in the first step of a warmup, the whole after it, 0 after the last."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=4)
+    rates = []
+    for _ in range(5):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == [0, 0.5, 1, 0.5, 0]
