@@ -1,6 +1,6 @@
 """The one accumulate, clip, update body of the plain strategies; they differ in `reduce` and, for ddp, in `backward`.
 
-In: micro-batches. Out: one update of a replicated model. Read `single.py`, then `allreduce.py`, then `ddp.py`.
+In: micro-batches. Out: one update of a replicated model. Reading order: `single.py`, `allreduce.py`, `ddp.py`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from lockstep.tasks.task import Task
 
 
 class Native(Recomputes):
-    """A whole copy of model and optimizer on every rank."""
+    """A full replica of model and optimizer on every rank."""
 
     plugin = "strategies"  # a base: it has no name in a run file
 
     exact = True
     weight_formats = WeightFormats.BFLOAT16 | WeightFormats.BFLOAT16_ALONE | WeightFormats.FOUR_BITS
-    gloo_threads: ClassVar[int] = 1  # 2 where, as long as it is exact, it makes no functional collectives
+    gloo_threads: ClassVar[int] = 1  # 2 if it uses no functional collectives in exact mode
     statistics: Statistics
-    travelling = False  # whether gradients leave during this micro-batch's backward: it then waits for other ranks, too
+    travelling = False  # whether this micro-batch's backward sends gradients, and so waits for other ranks
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
@@ -72,8 +72,8 @@ class Native(Recomputes):
         self.leaves = LeafGradients(self.parameters, self.rows)
         groups = optim.groups(self.run.optim, self.stepped.items(), optim.assigned(self.run.optim, self.model))
         self.optimizer = self.stepper = optim.Stepper(self.run.optim, groups, self.spread)
-        # A weight that is used three times and more gets its gradient's terms in an order that depends on when autograd
-        # saw its low copy being made: then it is made anew for every micro-batch, and the order is the same for all.
+        # Autograd adds the gradients of a weight used three times or more in an order that depends on when its
+        # low-precision copy was recorded. Casting again for every micro-batch makes that order the same for all.
         self.fresh_casts = exact and self.run.precision != "fp32" and max(uses.values(), default=0) > 2
         self.statistics = Statistics(self.model)
         self.model.train()
@@ -81,15 +81,15 @@ class Native(Recomputes):
 
     @property
     def dense(self) -> dict[int, nn.Parameter]:
-        """By position, the trained parameters whose gradients are not row-sparse."""
+        """Trained parameters whose gradients are not row-sparse, by position."""
         return {i: p for i, p in enumerate(self.parameters) if i not in self.rows}
 
     def make(self, task: Task) -> nn.Module:
-        """The model, on the host."""
+        """Return the model, in host memory."""
         return make_model(task)
 
     def parts_to_step(self) -> dict[str, nn.Parameter]:
-        """This rank's part of each trained parameter, which it updates."""
+        """Return this rank's part of each trained parameter, which its optimizer updates."""
         return self.named
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
@@ -111,8 +111,8 @@ class Native(Recomputes):
         return self.optimizer_step(batch, self.whole_gradient(gradients), learning_rate, losses, uses)
 
     def compute(self, step: int, micro: MicroBatch, backward: Callable[[], Tensor]) -> Tensor:
-        """One micro-batch of a step, forward and backward, by `backward`, which returns its loss sum. Dropout depends
-        on the seed, the step and the micro-batch, and not on the rank. Call it within `autocast`."""
+        """Run forward and backward of one micro-batch by calling `backward`, which returns the loss sum. Dropout
+        depends on seed, step and micro-batch, not on the rank. Call it within `autocast`."""
         if self.fresh_casts:
             torch.clear_autocast_cache()
         seed_everything(self.run.seed, step, micro.index)
@@ -120,7 +120,7 @@ class Native(Recomputes):
             return backward()
 
     def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
-        """One micro-batch, forward and backward; its gradient goes into the tree. Returns the micro-batch's loss
+        """Run one micro-batch forward and backward, and add its gradient to the tree. Returns the micro-batch's loss
         sum."""
         if not self.run.strategy.exact:  # autograd adds the gradient to those of the micro-batches before
             return self.run_micro_batch(micro, targets)
@@ -131,7 +131,7 @@ class Native(Recomputes):
         return loss
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
-        """Forward and backward of one micro-batch on `self.wrapped`, the gradient being that of loss sum / divisor.
+        """Run forward and backward of one micro-batch on `self.wrapped`, with the gradient of loss sum / divisor.
         Returns the loss sum, detached."""
         with self.phases("forward"):
             loss = self.loss_sum(self.wrapped(**micro.inputs), micro)
@@ -158,14 +158,14 @@ class Native(Recomputes):
 
     @abstractmethod
     def reduce(self) -> list[Tensor]:
-        """The sum of all leaves of all ranks, in the order of `self.parameters`."""
+        """Return the gradient sum over all micro-batches of all ranks, in the order of `self.parameters`."""
 
     def on_gradient(self, position: int, parameter: Tensor) -> None:
-        """Called in backward: a parameter's gradient of this micro-batch is whole."""
+        """Autograd hook: a parameter's gradient of this micro-batch is complete."""
         self.leaves.note(position)
 
     def whole_gradient(self, gradients: list[Tensor]) -> Gradient:
-        """Every rank holds all of it."""
+        """Return the step's gradient; every rank holds all of it."""
         updated = zip(self.stepped.items(), gradients, strict=True)
         return Gradient([Part(n, p, g) for (n, p), g in updated], list(self.named))
 
@@ -179,8 +179,8 @@ class Native(Recomputes):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context in which the model computes without dropout and without a graph. A model may change its weights for
-        evaluation, as rwkv does, which divides them by powers of two."""
+        """A context in which the model runs in evaluation mode without gradients. Restores weights that a model changes
+        for evaluation (rwkv divides them by powers of two)."""
         names = self.effects.evaluated
         self.model.eval()
         with side_effects.preserved(self.model, names) if names else nullcontext(), torch.no_grad(), self.autocast():
@@ -194,14 +194,14 @@ class Native(Recomputes):
             held_state.write_masters(self.stepped.values(), self.places.values())
 
     def spread(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's part of a trained parameter, gradient or moment, as a DTensor where it is not whole."""
+        """Return this rank's part of a trained parameter, gradient or moment, as a DTensor if it is sharded."""
         return tensor
 
     def updated_parts(self) -> list[tuple[str, Tensor]]:
         return [(name, self.spread(name, tensor.detach())) for name, tensor in self.stepped.items()]
 
     def to_save(self) -> dict[str, Tensor]:
-        """Weights and buffers; of a weight that has a master, the master."""
+        """Return weights and buffers; float32 master weights in place of the weights they belong to."""
         own = {} if self.stepped is self.places else self.stepped
         return held_state.tensors_of(self.model) | {name: self.spread(name, t.detach()) for name, t in own.items()}
 
@@ -231,13 +231,13 @@ class Native(Recomputes):
 
 
 class WholeStateRecovery(Native):
-    """Each rank holds the whole state by itself, so that those that are left after a failure go on with another group:
-    `launch.on_rank_failure: continue`."""
+    """A strategy with the full state on every rank, so that surviving ranks can continue in a new process group after a
+    failure: `launch.on_rank_failure: continue`."""
 
     plugin = "strategies"  # a base: it has no name in a run file
 
     def detach_group(self) -> None:
-        """Let go of all that belongs to the group of ranks: a wrapper, what travels. The state stays as it is between
+        """Drop everything that belongs to the process group: the wrapper and pending messages. Keeps the state between
         two updates."""
         self.leaves.start(0, None)
         self.leaves.waiting = None
@@ -246,16 +246,16 @@ class WholeStateRecovery(Native):
             parameter.grad = None
 
     def attach_group(self) -> None:
-        """There is another group of ranks, and each of them holds the state. Collective."""
+        """Use a new process group, whose ranks all have the full state. Collective."""
         self.data_parallel = DataParallel(self.world.rank, self.world.size, self.world.sum)
 
 
 def first_inputs(task: Task, device: torch.device) -> Mapping[str, Tensor]:
-    """Two examples, as the model takes them."""
+    """Return the model inputs of the first two training examples."""
     columns = task.splits["train"]
     return task.collate(columns, np.arange(min(2, len(columns))), 0).to(device).inputs
 
 
 def call_on_cpu(model: nn.Module, task: Task) -> None:
-    """Forward of the first two examples, where the model is before it is cut up."""
+    """Run forward on the first two examples on the CPU, before the model is sharded."""
     model(**first_inputs(task, torch.device("cpu")))

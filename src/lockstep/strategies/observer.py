@@ -1,7 +1,7 @@
 """Listening to a step while a strategy computes it: the one interface for it.
 
 In: a strategy whose `observer` is set. Out: `train_step` calls the observer's methods. An observer changes no number.
-It may raise an error: nothing has been updated then.
+If it raises an error, the step updates nothing.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from lockstep.distributed.world import World
 
 
 class WholeGradient(Protocol):
-    """The gradient of a step, however it is cut over ranks."""
+    """The gradient of a step, sharded or not."""
 
     def whole(self, world: World) -> dict[str, Tensor]:
-        """The whole gradient by parameter name, on rank 0; empty on other ranks. Collective."""
+        """Return the full gradient by parameter name on rank 0; empty on other ranks. Collective."""
 
 
 class StepObserver:
-    """Ignores everything; subclasses override the methods that they need."""
+    """Observer of a training step that ignores everything; subclasses override what they need."""
 
     def hears(self, index: int) -> bool:
-        """Whether `gradient` is to be called for this micro-batch, which costs a hook a parameter."""
+        """Whether to call `gradient` for this micro-batch, which costs one hook per parameter."""
         return False
 
     def loss(self, index: int, loss: Tensor) -> None:
-        """The loss sum of micro-batch `index` on this rank, before it is divided and scaled: a scalar."""
+        """Receive the loss sum of micro-batch `index` on this rank, before division and loss scaling: a scalar."""
 
     def gradient(self, index: int, name: str, gradient: Tensor) -> None:
-        """The gradient of one parameter in one micro-batch on this rank, before it is added to anything; it may be
-        row-sparse. A weight of several pipeline stages is heard of on the first of them; without
-        `strategy.exact`, with that stage's own share."""
+        """Receive the gradient of one parameter in one micro-batch on this rank, before it is added to anything; it may
+        be row-sparse. The first pipeline stage reports a weight that several stages use; without `strategy.exact`, it
+        reports only that stage's share."""
 
     def reduced(self, gradient: WholeGradient) -> None:
-        """The sum over all micro-batches of all ranks, before clipping. Collective."""
+        """Receive the gradient sum over all micro-batches of all ranks, before clipping. Collective."""
 
 
 class Observable(Protocol):
-    """A strategy, as far as it has an observer."""
+    """The part of a strategy that concerns its observer."""
 
     observer: StepObserver | None
 
 
 @contextmanager
 def listening(strategy: Observable, observer: StepObserver | None) -> Iterator[None]:
-    """A context in which `observer` (or nothing) listens, in place of the observer before."""
+    """A context in which `observer` (None: no observer) replaces the strategy's current observer."""
     before, strategy.observer = strategy.observer, observer
     try:
         yield
@@ -60,8 +60,8 @@ def listening(strategy: Observable, observer: StepObserver | None) -> Iterator[N
 
 @contextmanager
 def hearing(observer: StepObserver | None, index: int, weights: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
-    """A context for the backward pass of micro-batch `index`: the observer receives the gradient of each of these
-    weights that is trained."""
+    """A context for the backward pass of micro-batch `index`: the observer receives the gradient of each trained weight
+    in `weights`."""
     if observer is None or not observer.hears(index):
         yield
         return
@@ -75,14 +75,13 @@ def hearing(observer: StepObserver | None, index: int, weights: Iterable[tuple[s
 
 @contextmanager
 def observing(observer: StepObserver | None, index: int, model: nn.Module) -> Iterator[None]:
-    """A context for the forward and backward pass of micro-batch `index`: the observer receives each parameter's
-    gradient."""
+    """A context for forward and backward of micro-batch `index`: the observer receives each parameter's gradient."""
     if observer is None or not observer.hears(index):
         yield
         return
     hooks = list[Any]()
 
-    def register(module: nn.Module, inputs: Any) -> None:  # by now an engine has put the weights in their places
+    def register(module: nn.Module, inputs: Any) -> None:  # by now the engine has materialized the weights
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 hooks.append(parameter.register_hook(partial(observer.gradient, index, name)))
@@ -96,7 +95,7 @@ def observing(observer: StepObserver | None, index: int, model: nn.Module) -> It
 
 
 class GradientRecorder(StepObserver):
-    """Keeps the gradient of the last step on rank 0's host."""
+    """Observer that keeps the gradient of the last step in rank 0's host memory."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -1,6 +1,6 @@
 """One process does all the work: the plainest reading of the interface, and what every other strategy is compared with.
 
-In: all micro-batches of a step. Out: one update. Nothing is communicated.
+In: all micro-batches of a step. Out: one update. No communication.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from lockstep.strategies.native import Native
 
 
 class Single(Native):
-    """The reduction is the root of this process's own tree."""
+    """A strategy for one process: the gradient sum is the root of its own reduction tree."""
 
     chooses_links = False
 

@@ -1,9 +1,9 @@
 """The interface of a strategy: how one optimizer step is computed by all ranks together.
 
-In: a `StepBatch` with this rank's micro-batches, and the learning rate. Out: a `StepResult`, and weights that are
-the same on all ranks.
-Every method is collective: every rank enters it, in the same order. A strategy keeps no schedule, step count, log
-or file. What most strategies share is in `exact/update.py`; what only some can do is a class each in `abilities.py`.
+In: a `StepBatch` with this rank's micro-batches, and the learning rate. Out: a `StepResult`, and weights that are the
+same on all ranks.
+Every method is collective: all ranks call it, in the same order. A strategy keeps no schedule, step count, log or file.
+`exact/update.py` holds the code most strategies share; `abilities.py` holds one class per optional ability.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from lockstep.tasks.task import Task
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Which part of the data this rank works on. Ranks with the same `rank` work on the same examples together (the
-    stages of a pipeline, the parts of a tensor)."""
+    """This rank's position in data parallelism. Ranks with the same `rank` process the same examples together (pipeline
+    stages, tensor parallel ranks)."""
 
     rank: int
     size: int
@@ -49,7 +49,7 @@ class DataParallel:
 
 
 def summing(group: dist.ProcessGroup) -> Any:
-    """A sum over the ranks of a group, in place."""
+    """Return a function that sums a tensor over the ranks of a group, in place."""
 
     def add(tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor, group=group)
@@ -59,7 +59,7 @@ def summing(group: dist.ProcessGroup) -> Any:
 
 
 class WeightFormats(Flag):
-    """Formats of a model's weights, beside float32, that a strategy can train with."""
+    """Weight formats, besides float32, that a strategy can train."""
 
     NONE = 0
     BFLOAT16 = auto()  # weights in bfloat16, beside float32 master weights
@@ -68,27 +68,27 @@ class WeightFormats(Flag):
 
 
 class Strategy(ABC):
-    """One optimizer step, exactly: weights after `train_step` are those of one update with the gradient of
-    `sum of losses / targets`, over all micro-batches of all ranks, clipped once, at the rate given."""
+    """One optimizer step over all ranks: `train_step` updates the weights once, with the gradient of `sum of losses /
+    targets` over all micro-batches of all ranks, clipped once, at the given learning rate."""
 
     plugin: ClassVar[str] = "strategies"
-    exact: ClassVar[bool] = False  # whether it can give the same bits as `single` at every number of processes
-    needs: ClassVar[tuple[str, ...]] = ()  # packages beyond the core, as they are imported; extras have their names
+    exact: ClassVar[bool] = False  # whether it can be bitwise equal to `single` at every number of processes
+    needs: ClassVar[tuple[str, ...]] = ()  # import names of packages beyond the core; pip extras have the same names
     weight_formats: ClassVar[WeightFormats] = WeightFormats.NONE
-    chooses_links: ClassVar[bool] = True  # whether its exact sums travel as `strategy.all_reduce` says
-    flat_parts: ClassVar[bool] = False  # whether an engine hands the optimizer parts of tensors laid end to end
+    chooses_links: ClassVar[bool] = True  # whether `strategy.all_reduce` applies to its exact sums
+    flat_parts: ClassVar[bool] = False  # whether an engine passes flattened parts of tensors to the optimizer
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (`StepTimer`) in which this rank also waits for other ranks."""
 
     task: Task
-    model: nn.Module  # what this rank holds of the model, under the task's own parameter names
+    model: nn.Module  # this rank's part of the model, under the task's parameter names
     data_parallel: DataParallel
-    statistics: Statistics | None = None  # the model's running statistics, where the strategy brings them together
-    effects: SideEffects = SideEffects()  # what forward changes by itself, once `dry_run` has looked
-    observer: StepObserver | None = None  # listens to every `train_step`; the same kind on every rank
+    statistics: Statistics | None = None  # the model's running statistics, if the strategy reduces them
+    effects: SideEffects = SideEffects()  # side effects of forward, recorded by `dry_run`
+    observer: StepObserver | None = None  # observes every `train_step`; of the same class on every rank
 
     def __init__(self, run: Run, world: World) -> None:
-        """Topology only, nothing is built and nothing communicated."""
+        """Record the topology; build nothing and communicate nothing."""
         self.run, self.world = run, world
         self.phases = StepTimer(world.device)
         self.data_parallel = DataParallel(world.rank, world.size, world.sum)
@@ -97,40 +97,41 @@ class Strategy(ABC):
     @classmethod
     @abstractmethod
     def check(cls, run: Run, processes: int) -> None:
-        """Refuse what cannot work, before any process starts. Errors: `RunError`."""
+        """Refuse options that cannot work, before any process starts. Errors: `RunError`."""
 
     @classmethod  # noqa: B027 - most have nothing to refuse
     def check_prepared(cls, run: Run, processes: int) -> None:
-        """Refuse what only a try of the model with the data shows, before any process starts. Errors: `RunError`."""
+        """Refuse problems that only a trial of the model with the data reveals, before any process starts. Errors:
+        `RunError`."""
 
     @classmethod
     def resolve_class(cls, run: Run) -> type[Strategy]:
-        """The class that does the work under these options, where one name stands for several engines."""
+        """Return the class that implements these options, for a name that covers several engines."""
         return cls
 
     @classmethod
     def gives_bits(cls, run: Run) -> bool:
-        """Whether this run ends with the bits of `single`, rather than equal to rounding."""
+        """Whether this run is bitwise equal to `single`, and not just equal within rounding."""
         return cls.exact and run.strategy.exact and not cls.inexact_options(run)
 
     @classmethod
     def inexact_options(cls, run: Run) -> list[str]:
-        """The keys of options that compute in another way than `single` does, and so are refused where
-        `strategy.exact` is set."""
+        """Return the keys of options that make results differ from `single`; `strategy.exact` refuses them."""
         return []
 
     @classmethod
     def rounding(cls, run: Run) -> float:
-        """The relative tolerance of loss, norm and gradients beside those of `single`, where bits are not promised.
-        Sums of float32 in two orders stay well below this."""
+        """Return the relative tolerance of loss, norm and gradients against `single`, for runs that are not bitwise
+        reproducible. float32 sums in two different orders differ by much less."""
         return 1e-4
 
     @classmethod
     def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
-        """Bytes that a process holds for each parameter of the model between two micro-batches: `weights`, and of those
-        that are trained `gradients`, `optimizer`, `average`; a mean over processes, the sums of
-        docs/reference/strategies.md.
-        `state`: of the optimizer's alone, where it is known better than its rule says."""
+        """Return the bytes per model parameter that a process holds between two micro-batches: `weights`, and for
+        trained parameters `gradients`, `optimizer`, `average`. Values are means over processes;
+        docs/reference/strategies.md derives them.
+        `state`: bytes of optimizer state, if known more precisely than from the optimizer's rule.
+        """
         state = optimizers.rule(run.optim).bytes_held() if state is None else state
         bytes_of = {"weights": 4.0, "gradients": 4.0, "optimizer": state}
         if run.model.trained_in_bfloat16:
@@ -139,106 +140,108 @@ class Strategy(ABC):
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
-        """Bytes for each trained parameter that a process holds besides, at most, while the micro-batches of a step are
-        added over the tree."""
+        """Return the peak of additional bytes per trained parameter that a process holds while it sums a step's
+        micro-batches over the tree."""
         return 0.0
 
     @property
     @abstractmethod
     def parameter_count(self) -> int:
-        """Parameters of the whole model."""
+        """Number of parameters of the whole model."""
 
     @property
     @abstractmethod
     def trained_count(self) -> int:
-        """Those of them that are trained: all, but with an adapter, or where a model has frozen some."""
+        """Number of trained parameters: all, unless the run uses an adapter or some are frozen."""
 
     def own_micro_batches(self) -> Iterable[int]:
-        """The micro-batches of a step that this rank runs, ascending."""
+        """Return the indices of the micro-batches that this rank runs in a step, ascending."""
         return share(self.run.micro_batches, self.data_parallel.rank, self.data_parallel.size)
 
     def autocast(self, enabled: bool = True) -> torch.autocast:
-        """bf16 or fp16 where the run asks for it; weights, gradients and moments stay fp32."""
+        """Return a context for bf16 or fp16 if the run uses it; weights, gradients and moments stay fp32."""
         low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.run.precision)
         use_autocast = enabled and low is not None and not self.run.model.trained_in_bfloat16
         return torch.autocast(self.world.device.type, low or torch.bfloat16, use_autocast)
 
     @abstractmethod
     def build(self, task: Task) -> None:
-        """Model, wrapping, optimizer."""
+        """Build the model, its wrapper and the optimizer."""
 
     @abstractmethod
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        """One update."""
+        """Run one step: all micro-batches, one update."""
 
     @abstractmethod
     def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
-        """A step before all others, leaving no trace: memory that does not suffice is found here. `then`: what is tried
-        while there is a state of the optimizer. Collective. Errors: `RunError` when forward changes what each rank
-        would keep for itself."""
+        """Run a trial step that leaves no trace, so that running out of memory shows before training. `then`: called
+        while optimizer state exists. Collective. Errors: `RunError` if forward changes state that would differ between
+        ranks."""
 
     def settle(self) -> None:  # noqa: B027 - most know at once
-        """Wait for the last update. Errors: `NotFinite`, where it was not made and the run says to stop then."""
+        """Wait for the last update. Errors: `NotFinite` if that update was skipped and the run stops on non-finite
+        numbers."""
 
     @abstractmethod
     def updated_parts(self) -> list[tuple[str, Tensor]]:
-        """This rank's part of each trained parameter, in memory; DTensors of parts; tied ones maybe repeated."""
+        """Return this rank's part of each trained parameter, sharing its memory; sharded ones as DTensors. A tied
+        parameter may occur twice."""
 
     def weights_changed(self) -> None:  # noqa: B027 - most update the model's own memory
-        """Copy new values of what the optimizer updates into the model. Collective."""
+        """Copy the tensors that the optimizer updates into the model after they changed. Collective."""
 
     def averaged(self) -> AbstractContextManager[bool]:
-        """A context in which the model is the one that is evaluated and exported, where that differs from the one that
-        is trained."""
+        """Return a context in which the model has the weights to evaluate and export, if they differ from the trained
+        ones. Yields whether they differ."""
         return nullcontext(False)
 
     def exported(self) -> dict[str, Tensor] | None:
-        """`export`, of what was evaluated. Collective."""
+        """Return `export()` of the evaluated weights. Collective."""
         with self.averaged() as other:
             weights = self.export()
             return {n: t.clone() for n, t in weights.items()} if other and weights is not None else weights
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Logits without a gradient, in evaluation mode."""
+        """Return logits in evaluation mode, without gradients."""
 
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
-        """The tokens that the model writes, int64 [B, N]. Every rank gives inputs of its own. Collective."""
+        """Generate tokens, int64 [B, N]. Each rank passes its own inputs. Collective."""
         assert (how.beams, how.temperature) == (1, 0), "`checked` refuses what is not greedy"
         return inference.by_forward(self.forward, lambda count: self.data_parallel.sum(count.float()), inputs, how)
 
     @abstractmethod
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        """This rank's part of the weights (`model.NAME`) and the optimizer state (`optimizer.KEY.NAME`) under the
-        task's own parameter names, not copied where it need not be.
+        """Return this rank's part of the weights (`model.NAME`) and the optimizer state (`optimizer.KEY.NAME`) under
+        the task's parameter names, without copies where possible.
 
-        A DTensor where the strategy cuts tensors: each rank of its mesh has its part. Otherwise a whole tensor: on
-        every rank where the strategy keeps copies (the same bits on each), on one where only that one holds or has
-        gathered it. All ranks together hold everything, and the same names and shapes at every call after a step.
+        A sharded tensor is a DTensor: each rank of its mesh has its shard. Any other tensor is whole: replicated
+        (bitwise equal on every rank), or on the only rank that holds or gathered it. All ranks together have the full
+        state, with the same names and shapes after every step.
         """
 
     @abstractmethod
     def load_sharded_state_dict(self, saved: Saved) -> None:
-        """Take over what all ranks' `sharded_state_dict` gave together, on this or another strategy at this or another
-        number of processes. Each rank reads what it will hold; none is given all of it."""
+        """Load what all ranks' `sharded_state_dict` returned together, from any strategy and any number of processes.
+        Each rank reads only its own part."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state, whole on rank 0; on other ranks what is there without gathering it."""
+        """Return the full state on rank 0; other ranks return what they hold without gathering."""
         return gather(self.sharded_state_dict(), self.world)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what rank 0's `state_dict` gave; every rank is given all of it. For small models, and tests."""
+        """Load what rank 0's `state_dict` returned; every rank needs all of it. For small models and tests."""
         self.load_sharded_state_dict(WholeState(state))
 
     @abstractmethod
     def export(self) -> dict[str, Tensor] | None:
-        """Full weights under the model's own names on rank 0, None elsewhere."""
+        """Return the full weights under the model's own names on rank 0, None elsewhere."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
-        """Give everything back."""
+        """Release all resources."""
 
 
 def strategy_class(run: Run) -> type[Strategy]:
-    """The class a run's strategy is of. Errors: `PluginError`, `ImportError`."""
+    """Return the class of a run's strategy. Errors: `PluginError`, `ImportError`."""
     cls: type[Strategy] = plugins.find("strategies", run.strategy.name)
     return cls.resolve_class(run)

@@ -1,10 +1,10 @@
-"""A moving average of the weights, beside a strategy: each rank averages what it updates.
+"""A moving average of the weights, alongside a strategy: each rank averages the weights that it updates.
 
-In: the parts of the weights that a rank updates, after every step. Out: their exponential moving average, float32, in
-checkpoints under `ema.NAME`, and in the weights' place while the model is evaluated and when it is exported.
+In: the parts of the weights that a rank updates, after every step. Out: their exponential moving average in float32: in
+checkpoints as `ema.NAME`, and in place of the weights for evaluation and export.
 
-Every number is averaged by itself, in operations that round once each (no fused multiply-add, which a kernel uses or
-not depending on where in its tensor a number lies). So the average has the same bits however the weights are cut.
+The average is elementwise, in operations that round once each (no fused multiply-add, whose use depends on an element's
+position in its tensor). It is therefore bitwise equal under any sharding.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Averaged:
-    """The state of a strategy with the average of its weights, where the run asks for one: a `ShardedState`."""
+    """The state of a strategy plus the average of its weights, if the run has one: a `ShardedState`."""
 
     def __init__(self, run: Run, strategy: Strategy) -> None:
-        """The average begins with the weights as they are."""
+        """Start the average at the present weights."""
         self.section, self.strategy = run.average, strategy
         parts = strategy.updated_parts() if run.average.ema is not None else []
         self.averages = [(name, part, torch.zeros_like(part)) for name, part in parts]
@@ -37,7 +37,7 @@ class Averaged:
 
     @torch.no_grad()
     def follow(self, updates: int) -> None:
-        """After so many updates."""
+        """Update the average after update number `updates`."""
         if not self.averages:
             return
         weight = 1 - self.section.decay(updates)
@@ -47,8 +47,7 @@ class Averaged:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """The average in the weights' place and the weights in its own; once more, and both are where they were.
-        Collective."""
+        """Swap the average and the weights; a second call swaps them back. Collective."""
         if self.section.ema is None:
             return
         for _, part, mean in self.averages:
@@ -59,13 +58,13 @@ class Averaged:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """A context in which the model has the averaged weights. An error leaves them there: ranks that fail do not
+        """A context in which the model has the averaged weights. After an error they stay there: failing ranks do not
         wait for each other. Collective."""
         self.exchange()
         yield
         self.exchange()
 
-    # -- as a checkpoint wants it ------------------------------------------------------------------------------------
+    # -- for checkpoints ---------------------------------------------------------------------------------------------
 
     def gives_bits(self, run: Run) -> bool:
         return self.strategy.gives_bits(run)
@@ -74,7 +73,7 @@ class Averaged:
         return self.strategy.sharded_state_dict() | {f"ema.{name}": mean for name, _, mean in self.averages}
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
-        """Weights and average, whichever of them was where."""
+        """Load weights and average."""
         self.strategy.load_sharded_state_dict(saved)
         if self.section.ema is not None:
             saved.read({f"ema.{name}": mean for name, _, mean in self.averages})
@@ -85,8 +84,8 @@ class Averaged:
 
 
 def check(run: Run, flat_parts: bool) -> None:
-    """Errors: `RunError`, where there is nothing to average, or something else is already. `flat_parts`: the strategy's
-    engine keeps what it updates to itself."""
+    """Refuse averages that cannot be computed, or a second average. `flat_parts`: the strategy's engine hides the
+    tensors that it updates. Errors: `RunError`."""
     if run.average.summary and optimizers.rule(run.optim).averages:
         raise RunError(
             "LS4150",

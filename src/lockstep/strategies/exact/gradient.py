@@ -1,11 +1,11 @@
-"""The whole gradient of a step, of which a rank holds some, the loss scale of fp16, and numbers that are not finite.
+"""The gradient of a step, sharded or not; the loss scale of fp16; the check for non-finite numbers.
 
-In: for each parameter that this rank updates what it holds of its gradient, however it is cut; the loss of each
-micro-batch. Out: the norm of the whole, the same gradient clipped, and `.grad` of the parameters while the optimizer
-steps; the loss times the scale, and the scale of the next step; whether an update may be made. All are the same on
-every rank. The rule of the scale is that of torch's GradScaler (Micikevicius et al., "Mixed Precision Training", ICLR
-2018): halved where the gradient overflows, doubled after so many steps in a row where it does not. It is a power of
-two, so that it changes no bit of a float32 gradient but where fp16 overflows or underflows.
+In: this rank's part of each parameter's gradient, and the loss of each micro-batch. Out: the norm of the whole
+gradient; the clipped gradient, in `.grad` while the optimizer steps; the scaled loss and the next loss scale; whether
+to apply the update. All results are the same on every rank.
+The loss scale follows torch's GradScaler (Micikevicius et al., "Mixed Precision Training", ICLR 2018): halved when the
+gradient overflows, doubled after `SCALE_INTERVAL` steps in a row without overflow. It is a power of two, so it changes
+no bit of a float32 gradient unless fp16 overflows or underflows.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lockstep.strategies.exact.optim import as_it_is
 from lockstep.strategies.exact.reduction import clip_
 
 FIRST_SCALE = 2.0**16
-SCALE_INTERVAL = 2000  # steps in a row without an overflow, after which it is doubled
-LOWEST_SCALE = 1.0  # a gradient that is not finite at this scale is not so by the scale
-HIGHEST_SCALE = 2.0**126  # its inverse is still an ordinary float32
+SCALE_INTERVAL = 2000  # steps in a row without overflow before the scale doubles
+LOWEST_SCALE = 1.0  # at this scale, a non-finite gradient is not the scale's fault
+HIGHEST_SCALE = 2.0**126  # its inverse is still a normal float32
 
 
 class NotFinite(ArithmeticError):
-    """A loss or a gradient that is no finite number, under `on_nonfinite: stop`; nothing was updated."""
+    """A loss or gradient is not finite, under `on_nonfinite: stop`; nothing was updated."""
 
     def __init__(self, step: int, micro_batches: list[int], norm: float) -> None:
         super().__init__(f"step {step}: micro-batches {micro_batches}, gradient norm {norm}")
@@ -38,7 +38,7 @@ class NotFinite(ArithmeticError):
 
 
 class LossScale:
-    """The loss scale of a run (fp16): float32 scalars on the device, so that the host waits for nothing."""
+    """The loss scale of an fp16 run: float32 scalars on the device, so that the host never waits for them."""
 
     def __init__(self, device: torch.device) -> None:
         self.value = torch.tensor(FIRST_SCALE, device=device)
@@ -46,8 +46,8 @@ class LossScale:
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)  # the last step, by this scale
 
     def follow(self, losses: Tensor, norm: Tensor) -> None:
-        """After a step: `losses` [M] and `norm` of the whole gradient, unscaled, the same on every rank. A loss that is
-        not finite says nothing of the scale, which then stays."""
+        """Update the scale after a step. `losses` [M] and `norm` of the whole gradient: unscaled, the same on every
+        rank. A non-finite loss leaves the scale as it is, because it says nothing about the scale."""
         sound = torch.isfinite(losses).all()
         whole = torch.isfinite(norm).to(self.value.device)
         self.overflowed = sound & ~whole & (self.value > LOWEST_SCALE)
@@ -66,22 +66,22 @@ class LossScale:
         self.value, self.good_steps = before
 
     def state(self) -> Mapping[str, Tensor]:
-        """What a checkpoint keeps of it. Those tensors are never written into but by loading."""
+        """Return the tensors to save in a checkpoint. Only loading writes into them."""
         return {"scaling.scale": self.value, "scaling.good_steps": self.good_steps}
 
 
 class FiniteCheck:
-    """Decides whether an update may be made of a step's losses and gradient."""
+    """Decides from a step's losses and gradient norm whether to apply the update."""
 
     def __init__(self, stops: bool, late: bool) -> None:
-        """`stops`: whether the run ends at a number that is not finite, and does not skip the step. `late`: whether the
-        host hears of a step while it computes the next one."""
+        """`stops`: a non-finite number ends the run (else the step is skipped). `late`: the host checks a step while it
+        computes the next one."""
         self._stops, self.late = stops, late
-        self._unread: tuple[int, ToHost] | None = None  # step; losses, norm and maybe scale that were not looked at
+        self._unread: tuple[int, ToHost] | None = None  # step; its unchecked losses, norm and maybe scale
 
     def used(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> Tensor | bool:
-        """Whether an update is made; where the host hears of it late, a bool scalar on the device. Errors: `NotFinite`,
-        maybe of the step before."""
+        """Whether to apply the update; with `late`, a bool scalar on the device. Errors: `NotFinite`, possibly about
+        the previous step."""
         if not self.late:
             return self.check(step, losses, norm, scale)
         self.settle()
@@ -89,10 +89,9 @@ class FiniteCheck:
         return torch.isfinite(losses).all() & torch.isfinite(norm).to(losses.device)
 
     def check(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> bool:
-        """Whether an update may be made of a gradient with this norm and these losses of the step's micro-batches
-        (summed over ranks: [M]): the same on every rank. The host waits for the device here. `scale`: that of the loss;
-        a step that it made overflow is left out, whatever the run says of others. Errors: `NotFinite`, unless the run
-        says to skip such steps."""
+        """Whether to apply an update with this gradient norm and these losses of the step's micro-batches (summed over
+        ranks: [M]): the same on every rank. The host waits for the device. `scale`: the loss scale; a step that
+        overflowed because of it is skipped in any case. Errors: `NotFinite`, unless the run skips such steps."""
         bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
         if not bad and bool(torch.isfinite(norm)):
             return True
@@ -103,7 +102,8 @@ class FiniteCheck:
         return False
 
     def settle(self) -> None:
-        """Wait for the last update. Errors: `NotFinite`, where it was not made and the run says to stop then."""
+        """Check the last update, waiting for it. Errors: `NotFinite` if it was skipped and the run stops on non-finite
+        numbers."""
         unread, self._unread = self._unread, None
         if unread is not None:
             step, numbers = unread
@@ -117,12 +117,12 @@ class Part:
     name: str
     parameter: Tensor  # as the optimizer has it
     gradient: Tensor  # whole, row-sparse, or a DTensor
-    counted: float = 1.0  # of its squares, in the norm: 1 / copies, or 0 where another rank answers for it
-    spread: Callable[[str, Tensor], Tensor] = as_it_is  # its name and a plain part -> the DTensor it is a part of
+    counted: float = 1.0  # weight of its squares in the norm: 1 / replicas, or 0 if another rank counts it
+    spread: Callable[[str, Tensor], Tensor] = as_it_is  # (name, local part) -> DTensor
 
     @property
     def values(self) -> Tensor:
-        """This rank's numbers."""
+        """This rank's values, as a plain tensor."""
         return values_of(self.gradient) if self.gradient.is_sparse else local(self.gradient)
 
 
@@ -138,8 +138,8 @@ class Gradient:
         self._places = [place[part.name] for part in parts]
 
     def norm(self) -> Tensor:
-        """The 2-norm of the whole: float32 scalar. Each parameter's squares are summed in float64, then those of all in
-        the model's order, whoever holds them; rounded once. Collective."""
+        """Return the 2-norm of the whole gradient: float32 scalar. Each parameter's squares are summed in float64, then
+        those sums in the model's order, independent of sharding; rounded once. Collective."""
         own = torch.stack(torch._foreach_norm([part.values for part in self.parts], 2, torch.float64)).square()
         counted = [part.counted for part in self.parts]
         if set(counted) != {1.0}:
@@ -149,22 +149,22 @@ class Gradient:
         return self._add_up(squares).sum().sqrt().float()
 
     def whole(self, world: World) -> dict[str, Tensor]:
-        """The whole gradient by parameter name, on rank 0; empty elsewhere. Collective."""
+        """Return the whole gradient by parameter name on rank 0; empty elsewhere. Collective."""
         dense = [(p, p.gradient.to_dense() if p.gradient.is_sparse else p.gradient) for p in self.parts if p.counted]
         gradients = gather({part.name: part.spread(part.name, gradient) for part, gradient in dense}, world)
         return {name: gradients[name] for name in self.names} if world.is_main else {}
 
     def scale_(self, factor: Tensor) -> None:
-        """Multiply it by a float32 scalar, in place."""
+        """Multiply the gradient by a float32 scalar, in place."""
         torch._foreach_mul_([part.values for part in self.parts], factor)
 
     def clip_(self, norm: Tensor, limit: float | None) -> None:
-        """Scale it down to the norm `limit`, in place; `norm` is what it has."""
+        """Clip the gradient to the norm `limit`, in place; `norm` is its present norm."""
         clip_([part.values for part in self.parts], norm, limit)
 
     def give(self, uses: Sequence[int]) -> None:
-        """Into `.grad` of the parameters. `uses`: how many micro-batches gave each of `names` a gradient; a parameter
-        that none did is left alone by the update, neither decayed nor moved by its momentum."""
+        """Assign the gradient to `.grad` of the parameters. `uses`: how many micro-batches gave each of `names` a
+        gradient; the update skips a parameter with none: no decay, no momentum."""
         for place, part in zip(self._places, self.parts, strict=True):
             if not uses[place]:
                 part.parameter.grad = None
@@ -172,6 +172,6 @@ class Gradient:
                 part.parameter.grad = part.gradient.to_dense() if part.gradient.is_sparse else part.gradient
 
     def take_back(self) -> None:
-        """The parameters hold none any more."""
+        """Clear `.grad` of the parameters."""
         for part in self.parts:
             part.parameter.grad = None

@@ -1,9 +1,8 @@
-"""Weights and optimizer state under the task's own names, as a checkpoint wants them, and float32 master weights.
+"""Weights and optimizer state under the task's names for checkpoints, and float32 master weights.
 
-In: the tensors that a rank answers for, the parameters that its optimizer steps, by name. Out: one mapping,
-`model.NAME` and `optimizer.KEY.NAME`, of fp16 also `scaling.KEY`; and the way back. With `model.dtype: bfloat16` each
-weight has a float32 master, which the optimizer updates and the weight is rounded from: an update is often smaller than
-a bfloat16 weight's last bit.
+In: this rank's tensors by name, and its stepper. Out: one mapping of `model.NAME`, `optimizer.KEY.NAME` and, with fp16,
+`scaling.KEY`; and the same loaded back. With `model.dtype: bfloat16`, the optimizer updates a float32 master of each
+weight, and the weight is the rounded master: an update is often smaller than a bfloat16 weight's last bit.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lockstep.strategies.exact.optim import Stepper
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and buffers by name, without their graph."""
+    """Return weights and buffers by name, detached."""
     return {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
@@ -30,8 +29,8 @@ def sharded(
     scaling: LossScale | None = None,
     names: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors that a rank saves: these, and the optimizer's state of the parameters `names` (default: of all that
-    it steps)."""
+    """Return the tensors that a rank saves: `tensors`, and the optimizer state of the parameters `names` (default: all
+    that it steps)."""
     state = {f"model.{name}": tensor for name, tensor in tensors.items()}
     return state | stepper.saved(names) | dict(scaling.state() if scaling else {})
 
@@ -43,7 +42,7 @@ def load(
     scaling: LossScale | None = None,
     names: Collection[str] | None = None,
 ) -> None:
-    """Read into the tensors, and make the optimizer's state of what there is of it. Collective."""
+    """Read into the tensors, and create the optimizer state from what is saved. Collective."""
     targets = {f"model.{name}": tensor for name, tensor in tensors.items()}
     saved.read(targets | stepper.places(saved, names) | dict(scaling.state() if scaling else {}))
 
@@ -53,26 +52,26 @@ def keeps_masters(run: Run) -> bool:
 
 
 def masters_of(places: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """A master of each, with its value."""
+    """Return a float32 master with the value of each weight."""
     return {name: nn.Parameter(place.detach().float()) for name, place in places.items()}
 
 
 @torch.no_grad()
 def write_masters(masters: Iterable[Tensor], places: Iterable[Tensor]) -> None:
-    """Round masters into the weights they are of."""
+    """Copy masters into their weights, rounding."""
     for master, place in zip(masters, places, strict=True):
         place.copy_(master)
 
 
 def sums_in_float32(parameters: Iterable[Tensor]) -> None:
-    """Let `.grad` of bfloat16 parameters be float32: what backward gives is bfloat16, and is added up in float32."""
+    """Make `.grad` of bfloat16 parameters float32, so that bfloat16 gradients accumulate in float32."""
     for parameter in parameters:
         parameter.grad_dtype = torch.float32
 
 
 def check_masters(run: Run, trains_bfloat16: bool, without_masters: bool) -> None:
-    """Refuse what does not go together. `trains_bfloat16`: whether the strategy can; `without_masters`: whether also
-    without them. Errors: `RunError`."""
+    """Refuse conflicting options of bfloat16 weights. `trains_bfloat16`: the strategy supports them; `without_masters`:
+    also without master weights. Errors: `RunError`."""
     if not run.model.trained_in_bfloat16:
         if not run.optim.master_weights:
             raise RunError(

@@ -1,9 +1,8 @@
-"""Which weight is updated how, and the one stepper that does it on whatever each rank holds.
+"""Parameter groups, and the one optimizer that steps whatever part of the weights each rank holds.
 
-In: the `optim` section, `model.freeze`, and a model, which may be on the meta device. Out: one `ParamGroupSpec` for
-each trained weight, by name (its rate beside the run's, its decay, its rule), the same for every strategy; and a torch
-optimizer around the rule that the section names (`strategies/optimizers/`), whose updates have the same bits however
-the parameters are cut.
+In: the `optim` section, `model.freeze`, and a model, possibly on the meta device. Out: one `ParamGroupSpec` per trained
+weight, by name (learning rate factor, weight decay, rule), the same for every strategy; and a torch optimizer around
+the section's rule (`strategies/optimizers/`), whose updates are bitwise equal under any sharding.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ from lockstep.tasks.models import weight_decay
 from lockstep.tasks.task import Task
 
 ALIGNED = 64  # bytes: where torch puts what it allocates on a CPU
-_LAYER = re.compile(r"(.*?)\.(\d+)(?:\.|$)")  # the list that a layer is in, and its place there
+_LAYER = re.compile(r"(.*?)\.(\d+)(?:\.|$)")  # the list of layers, and the layer's index in it
 
 
 @dataclass(frozen=True)
 class ParamGroupSpec:
-    """Weights that are treated alike are one parameter group."""
+    """The settings of one parameter group."""
 
-    scale: float  # of the run's rate
+    scale: float  # factor of the run's learning rate
     decay: float
     kind: str  # which of the optimizer's rules
 
 
 def assigned(optim: OptimSection, model: nn.Module) -> dict[str, ParamGroupSpec]:
-    """The parameter group of every trained weight, in the model's order. Errors: `RunError` for patterns that match
-    none."""
+    """Return the parameter group of every trained weight, in the model's order. Errors: `RunError` for patterns without
+    a match."""
     exempt, cls = weight_decay.exempt(model), rule(optim)
     embeddings = {
         id(p)
@@ -80,10 +79,9 @@ def assigned(optim: OptimSection, model: nn.Module) -> dict[str, ParamGroupSpec]
 
 
 def layer_factors(names: Sequence[str], embeddings: Collection[str], decay: float) -> dict[str, float]:
-    """The factor of the learning rate for each weight: 1 for weights after the last layer, `decay` for the topmost
-    layer, `decay`**2 for the one below it, and so on; embeddings, and weights before the first layer, count as one
-    layer more. A stack of layers (an encoder's, a decoder's) counts from its own top. Errors: `RunError` where there
-    are no layers."""
+    """Return the learning rate factor of each weight: 1 after the last layer, `decay` in the topmost layer, `decay`**2
+    in the one below, and so on; embeddings and weights before the first layer count as one more layer. Each stack of
+    layers (encoder, decoder) counts from its own top. Errors: `RunError` if there are no layers."""
     if decay == 1.0:
         return dict.fromkeys(names, 1.0)
     places = {name: (match[1], int(match[2])) for name in names if (match := _LAYER.match(f"model.{name}"))}
@@ -103,11 +101,11 @@ def layer_factors(names: Sequence[str], embeddings: Collection[str], decay: floa
 
 
 def freeze(run: Run, model: nn.Module) -> nn.Module:
-    """The model, with the weights that `model.freeze` names, and empty ones, taken out of training. Errors: `RunError`
-    for a pattern that matches none, and where nothing is left."""
+    """Freeze the weights that match `model.freeze`, and empty ones; return the model. Errors: `RunError` for a pattern
+    without a match, or if no trainable weight remains."""
     named = dict(model.named_parameters())
     for parameter in named.values():
-        if not parameter.numel():  # of two sizes that are equal: nothing is there to train or to save
+        if not parameter.numel():  # nothing to train or save
             parameter.requires_grad_(False)
     for pattern in run.model.freeze:
         matching = [name for name in named if fnmatchcase(name, pattern)]
@@ -133,13 +131,13 @@ def _unmatched(pattern: str, named: Mapping[str, object]) -> str:
 
 
 def make_model(task: Task, empty: bool = False) -> nn.Module:
-    """The task's model, its tensors laid out in memory as their shapes say; `empty`: on the meta device.
+    """Build the task's model with contiguous, aligned tensors; `empty`: on the meta device.
 
-    Sums, slices and fused updates walk through memory: the gradient of a transposed weight would be taken in another
-    order than the weight. Products with one row give other last bits where a weight does not begin at a multiple of 64
-    bytes, as in a file that is mapped into memory; engines that copy weights put them there.
-    Errors: `RunError` for trainable weights that are not float32, unless the run asks for others, and for hooks that
-    see sums of micro-batches.
+    Sums, slices and fused updates walk through memory, so a transposed weight's gradient would be summed in another
+    order. Products with a single row differ in their last bits if a weight does not start at a multiple of 64 bytes, as
+    in a memory-mapped file; engines that copy weights align them.
+    Errors: `RunError` for trainable weights that are not float32 (or the run's dtype), and for hooks that would see
+    sums of micro-batches.
     """
     dtype = torch.bfloat16 if task.run.model.trained_in_bfloat16 else torch.float32
     model = freeze(task.run, task.model(empty=True) if empty else task.model())
@@ -162,8 +160,8 @@ def make_model(task: Task, empty: bool = False) -> nn.Module:
 def groups(
     optim: OptimSection, named: Iterable[tuple[str, Tensor]], treated: Mapping[str, ParamGroupSpec]
 ) -> list[dict[str, Any]]:
-    """Parameter groups, those first that are treated as the section says of all, decayed and not; frozen parameters are
-    in none."""
+    """Return torch parameter groups: first the section's default settings, with and without decay. Frozen parameters
+    are in no group."""
     members: dict[ParamGroupSpec, list[tuple[str, Tensor]]] = {ParamGroupSpec(1.0, optim.weight_decay, ""): []}
     members.setdefault(ParamGroupSpec(1.0, 0.0, ""), [])
     for name, parameter in named:
@@ -184,12 +182,12 @@ def groups(
 
 
 def build(optim: OptimSection, model: nn.Module) -> Stepper:
-    """The stepper of a model; its rate is set anew at every step."""
+    """Return the stepper of a model; each step sets its learning rate."""
     return Stepper(optim, groups(optim, model.named_parameters(), assigned(optim, model)))
 
 
 def state_bytes(optim: OptimSection, model: nn.Module) -> float:
-    """Bytes of optimizer state for each parameter that is trained, on the average, from the shapes of the model's."""
+    """Return the mean bytes of optimizer state per trained parameter, from the model's shapes."""
     cls, total, count = rule(optim), 0, 0
     for group in groups(optim, model.named_parameters(), assigned(optim, model)):
         for parameter in group["params"]:
@@ -200,24 +198,24 @@ def state_bytes(optim: OptimSection, model: nn.Module) -> float:
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
-    """The layout of a parameter over ranks: whole, or that of its DTensor."""
+    """Return `tensor`: the `spread` of parameters that are whole, or DTensors already."""
     return tensor
 
 
 class Stepper(torch.optim.Optimizer):
-    """A rule, on whole tensors or on this rank's parts of them."""
+    """Torch optimizer that applies a rule to whole tensors, or to this rank's parts of them."""
 
     def __init__(
         self, optim: OptimSection, parts: list[dict[str, Any]], spread: Callable[[str, Tensor], Tensor] = as_it_is
     ) -> None:
-        """`parts`: parameter groups. `spread`: a parameter's name and this rank's plain part of it, of its gradient or
-        of a moment -> the DTensor that it is a part of."""
+        """`parts`: parameter groups. `spread`: (parameter name, this rank's local part of it, of its gradient or of a
+        moment) -> the DTensor."""
         super().__init__(parts, {})
         self.rule, self.spread = rule(optim), spread
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of all parameters that have a gradient. Collective where whole tensors are cut."""
+        """Update all parameters that have a gradient. Collective if tensors that need whole updates are sharded."""
         for group in self.param_groups:
             if self.rule.whole(group) and self._cut(group):
                 self._bring_together(group)
@@ -227,7 +225,7 @@ class Stepper(torch.optim.Optimizer):
                 self._update(group, portion, [p.grad for p in portion], states)
 
     def begun(self, group: Mapping[str, Any], p: Tensor) -> State:
-        """The state of a parameter that this rank updates by itself, made where there is none."""
+        """Return the state of a parameter that this rank updates, created on first use."""
         state: State = self.state[p]
         if not state:
             state.update(self.rule.begin(group, p.detach()))
@@ -258,13 +256,13 @@ class Stepper(torch.optim.Optimizer):
     # -- whole tensors, each rank holding a part ---------------------------------------------------------------------
 
     def _cut(self, group: Mapping[str, Any]) -> bool:
-        """Whether ranks hold parts of this group's parameters (single numbers are never cut)."""
+        """Whether this group's parameters are sharded (scalars never are)."""
         named = zip(group["names"], group["params"], strict=True)
         return any(is_dtensor(self.spread(name, p.detach())) for name, p in named)
 
     def _rounds(self, group: Mapping[str, Any]) -> Iterator[list[tuple[str, Tensor]]]:
-        """The group's parameters, as many at a time as there are ranks: the first is rank 0's to update, and so on.
-        Large ones come first, so that those of a round are of like size."""
+        """Yield the group's parameters in rounds of one per rank: the first is rank 0's to update, and so on. Sorted by
+        size, so that a round's parameters are of similar size."""
         named = list(zip(group["names"], group["params"], strict=True))
         size = {name: self.spread(name, p.detach()).numel() for name, p in named}
         named.sort(key=lambda each: -size[each[0]])
@@ -272,7 +270,8 @@ class Stepper(torch.optim.Optimizer):
         return (named[i : i + ranks] for i in range(0, len(named), ranks))
 
     def _bring_together(self, group: Mapping[str, Any]) -> None:
-        """Each whole tensor and its gradient to the rank that updates it, and what comes of it to all. Collective."""
+        """Gather each whole tensor and its gradient on the rank that updates it, and broadcast the result.
+        Collective."""
         rank = dist.get_rank()
         for turn in self._rounds(group):
             weight = None
@@ -300,8 +299,8 @@ class Stepper(torch.optim.Optimizer):
                 fill(place, updated)
 
     def _state_entries(self) -> Iterator[tuple[str, Tensor, Mapping[str, Any], Tensor | None]]:
-        """Name, parameter and group of all that this rank keeps a state of; of a whole tensor that is cut over ranks
-        something shaped as it is."""
+        """Yield (name, parameter, group, `like`) for each parameter whose state this rank keeps; `like` has the whole
+        shape if a sharded parameter is updated whole, else None."""
         for group in self.param_groups:
             if self.rule.whole(group) and self._cut(group):
                 for turn in self._rounds(group):
@@ -315,9 +314,9 @@ class Stepper(torch.optim.Optimizer):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def saved(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """`optimizer.KEY.NAME` of these parameters (default: of all) as this rank has to save it: a tensor that only it
-        holds, one that all hold, or its part of a DTensor. Parameters that no update has touched get the state that
-        they begin with, so that what is saved has the same names after every step."""
+        """Return `optimizer.KEY.NAME` of these parameters (default: all) as this rank saves it: a tensor that only it
+        holds, a replicated one, or its part of a DTensor. Parameters without an update yet get their initial state, so
+        that the names are the same after every step."""
         tensors: dict[str, Tensor] = {}
         for name, p, group, like in self._state_entries():
             if names is None or name in names:
@@ -328,7 +327,8 @@ class Stepper(torch.optim.Optimizer):
         return tensors
 
     def places(self, saved: Saved, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """The optimizer state with room for what there is in `saved`, which is the parameters' state from here on."""
+        """Allocate the optimizer state that is in `saved`, install it as the parameters' state, and return its tensors
+        to read into."""
         tensors: dict[str, Tensor] = {}
         for name, p, group, like in self._state_entries():
             if names is None or name in names:
@@ -347,9 +347,9 @@ class Stepper(torch.optim.Optimizer):
 
     @contextmanager
     def averaged(self, changed: Callable[[], None]) -> Iterator[bool]:
-        """A context in which the parameters hold what is evaluated and exported, where the rule averages; yields
-        whether they do. `changed` is called when they hold other numbers; collective. An error that passes through
-        leaves them so: it is one rank's, and the others do not wait."""
+        """A context in which the parameters have the weights to evaluate and export, if the rule averages; yields
+        whether they do. Calls `changed` (collective) whenever the values change. An error leaves them swapped, because
+        the other ranks do not wait for the failing one."""
         if not self.rule.averages or not self.state:
             yield False
             return
@@ -367,12 +367,12 @@ class Stepper(torch.optim.Optimizer):
         changed()
 
 
-WIDENED = 2**24  # numbers of bfloat16 weights without masters that are float32 at a time, while they are updated
+WIDENED = 2**24  # elements of bfloat16 weights without masters that one update widens to float32
 
 
 def _portions(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters that have a gradient, as many as are updated together: all, or fewer where they have to be
-    widened."""
+    """Yield the parameters that have a gradient, in lists to update together: all at once, or fewer if they must be
+    widened to float32."""
     remaining = [p for p in parameters if p.grad is not None]
     while remaining and remaining[0].dtype != torch.float32:
         numbers = itertools.accumulate(local(p).numel() for p in remaining)
@@ -388,11 +388,12 @@ LINE = 16  # float32 numbers that the fused kernels take at a time on a CPU
 
 @contextmanager
 def aligned(*lists: Sequence[Tensor | None]) -> Iterator[list[list[Tensor]]]:
-    """Lists of this rank's parts of tensors, each padded to whole `LINE`s; what is written into them is kept.
+    """A context with copies of this rank's local tensors, each padded to whole `LINE`s; writes into them are copied
+    back.
 
-    torch's fused kernels round a tensor's last `numel % LINE` numbers in another way than the others on a CPU, so a
-    number's bits would depend on how its tensor is cut. Few tensors are of odd sizes, and they are small. bfloat16
-    weights are float32 in here, and rounded afterwards.
+    On a CPU, torch's fused kernels round a tensor's last `numel % LINE` numbers differently from the rest, so results
+    would depend on the sharding. Tensors of odd sizes are few and small. bfloat16 weights are float32 in here and
+    rounded at the end.
     """
     parts = [[local(tensor) for tensor in tensors] for tensors in lists]
     padded = [[_padded(part) for part in group] for group in parts]

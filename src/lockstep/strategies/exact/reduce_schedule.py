@@ -1,14 +1,14 @@
-"""The messages that bring partial sums together: who sends what to whom, stage by stage, at any number of ranks.
+"""The communication schedule of partial sums: who sends what to whom, stage by stage, for any number of ranks.
 
-In: the partial sums that each rank holds, and which host each rank is on. Out: a `ReduceSchedule`, from which the
-strategies send and receive (`reduction.py`) and `benchmarks/exchange_table.py` counts; and buckets that go through its
-stages while the caller goes on computing, in the same order between any two ranks.
+In: the partial sums that each rank holds, and each rank's host. Out: a `ReduceSchedule`, which the strategies execute
+(`reduction.py`) and `benchmarks/exchange_table.py` counts; and buckets that go through its stages while the caller
+keeps computing, in the same order between any two ranks.
 
-Ranks are grouped like the leaves of the tree: neighbours first, within a host, then hosts. A vector is cut into slots,
-one a rank. A stage brings the groups within a group together: of two ranks that held the same slots each keeps the half
-that it will answer for and sends the other half. So a rank sends half of what it holds, then a quarter, and the large
-pieces stay on its host; log2(W) stages instead of W - 1 messages. Which partial sums are added where does not change a
-bit: only siblings of the one tree ever are.
+Ranks are grouped like the leaves of the tree: neighbours first, within a host, then hosts. A vector is divided into
+slots, one per rank. Each stage merges the groups within a larger group: two ranks that hold the same slots keep one
+half each and send the other half. So a rank sends half of its data, then a quarter, and the large messages stay on its
+host; log2(W) stages instead of W - 1 messages. The grouping does not change a bit, because only siblings of the one
+tree are ever added.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from lockstep.distributed.world import World
 
 Node = tuple[int, int]  # (level, index): the sum of the leaves [index * 2^level, (index + 1) * 2^level) that exist
 
-AT_ONCE = 8  # ranks of one host that send to each other directly
+AT_ONCE = 8  # maximum number of ranks of one host that exchange directly
 
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """The schedule by which sums travel between the ranks of a process group."""
+    """Inputs to the choice of schedule: the user's option, and the hosts of a group's ranks."""
 
     all_reduce: str = "auto"  # as `strategy.all_reduce` says
-    hosts: tuple[str, ...] = ()  # of each rank; none: all on one
+    hosts: tuple[str, ...] = ()  # host of each rank; empty: all on one
 
     def tree(self, ranks: int) -> bool:
-        """Whether they travel in stages: between hosts, and where one all-to-all would be many messages."""
+        """Whether to reduce in stages: between hosts, and if one all-to-all would need many messages."""
         if self.all_reduce == "auto":
             return ranks > AT_ONCE or len(set(self.hosts)) > 1
         return self.all_reduce == "hierarchical"
 
 
 def links(run: Run, world: World, group: dist.ProcessGroup | None = None) -> LinkSpeeds:
-    """The speeds of the links between the ranks of a group, by default of all ranks."""
+    """Return the `LinkSpeeds` of a group, by default of all ranks."""
     ranks = range(world.size) if group is None else dist.get_process_group_ranks(group)
     return LinkSpeeds(run.strategy.all_reduce, tuple(world.hosts[rank] for rank in ranks))
 
 
 def lift(node: Node, leaves: int) -> Node:
-    """Raise a partial sum to the level at which it has a sibling, or to the root: where the sibling covers no leaf, a
-    node is its parent already."""
+    """Raise a node to the level at which it has a sibling, or to the root: a node whose sibling covers no leaf equals
+    its parent."""
     level, index = node
     while (1 << level) < leaves <= (index ^ 1) << level:
         level, index = level + 1, index >> 1
@@ -61,12 +61,12 @@ def lift(node: Node, leaves: int) -> Node:
 
 
 def sibling(node: Node) -> Node:
-    """The other child of its parent."""
+    """Return the other child of a node's parent."""
     return node[0], node[1] ^ 1
 
 
 def parent(node: Node) -> Node:
-    """The node that it makes with its sibling."""
+    """Return the parent of a node."""
     return node[0] + 1, node[1] >> 1
 
 
@@ -84,16 +84,16 @@ def merged(nodes: Iterable[Node], leaves: int) -> tuple[Node, ...]:
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """Ranks that together hold every slot of the sum of what they hold, each slot once."""
+    """A group of ranks that together hold every slot of their sum exactly once."""
 
     ranks: range
-    nodes: tuple[Node, ...]  # the partial sums that they come to
-    parts: tuple[RankGroup, ...]  # the groups that it is made of; none for one rank
-    height: int  # stages until it has come together
+    nodes: tuple[Node, ...]  # the partial sums after merging
+    parts: tuple[RankGroup, ...]  # subgroups; empty for one rank
+    height: int  # stages until it is merged
 
     def answers(self, other: range, rank: int) -> int:
-        """The rank of this group that holds what `rank`, of another group beside it, will answer for: that of the same
-        place, and where this group is larger one of several by turns."""
+        """Return the rank of this group that sends to `rank` of the neighbouring group `other`: the one at the same
+        position; if this group is larger, one of several in turn."""
         at = rank - other.start
         places = range(at % len(self.ranks), len(self.ranks), len(other))
         return self.ranks[places[at % len(places)]]
@@ -101,12 +101,12 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class ReduceStage:
-    """One rank's work when the parts of a group come together. Rows are slots, counted within those that the rank
-    holds before; a message is of all `nodes` of its sender's part."""
+    """One rank's work when the parts of a group merge. Rows are slots, numbered within those that the rank holds
+    before; a message contains all `nodes` of its sender's part."""
 
     height: int
     nodes: tuple[Node, ...]  # the partial sums that the rank holds before
-    own_rows: slice  # rows that it goes on with
+    own_rows: slice  # rows that it continues with
     sends: tuple[tuple[int, slice], ...]  # to whom, which rows
     receives: tuple[tuple[int, tuple[Node, ...]], ...]  # sender and partial sums; as many rows as this rank keeps
 
@@ -117,7 +117,7 @@ class ReduceStage:
 
 class ReduceSchedule:
     """The communication schedule of one group of ranks. `layout`: the partial sums that each rank has, in leaf order;
-    maybe none."""
+    may be empty."""
 
     def __init__(self, leaves: int, layout: tuple[tuple[Node, ...], ...], hosts: tuple[str, ...] = ()) -> None:
         self.leaves, self.layout, self._hosts = leaves, layout, hosts
@@ -130,21 +130,20 @@ class ReduceSchedule:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The result of all ranks' partial sums: the root, where every leaf is there."""
+        """The partial sums after the last stage: the root if every leaf is included."""
         return self.root.nodes
 
     @property
     def height(self) -> int:
-        """Stages, the same on every rank; one that has nothing to do in a stage waits for its turn."""
+        """Number of stages, the same on every rank; ranks without work in a stage idle."""
         return self.root.height
 
     def order(self, rank: int) -> tuple[int, ...]:
-        """The slots as the rank lays them out: then every message is one piece of memory."""
+        """Return the order of the slots on this rank, in which every message is contiguous."""
         return self._slots(self._alone[rank], rank)
 
     def stages(self, rank: int) -> tuple[ReduceStage, ...]:
-        """One rank's stages, from the first to the last. To gather, it goes back: it sends what it received and
-        receives what it sent."""
+        """Return one rank's stages, first to last. A gather runs them in reverse, with sends and receives swapped."""
         if rank not in self._stages:
             planned: list[ReduceStage] = []
             part = self._alone[rank]
@@ -170,7 +169,7 @@ class ReduceSchedule:
         return ReduceStage(group.height, part.nodes, own_rows, tuple(sends), tuple(receives))
 
     def _slots(self, group: RankGroup, rank: int) -> tuple[int, ...]:
-        """The slots that a rank holds when its group has come together."""
+        """The slots that a rank holds after its group has merged."""
         if group is self.root:
             return (rank,)
         if (group, rank) not in self._rows:
@@ -182,7 +181,7 @@ class ReduceSchedule:
         return self._rows[group, rank]
 
     def _peers(self, part: RankGroup, other: RankGroup) -> Mapping[int, list[int]]:
-        """For each rank of `part` the ranks of `other` (or the rank itself) that continue with what it holds."""
+        """For each rank of `part`, the ranks of `other` (or the rank itself) that continue with its data."""
         if part is other:
             return {rank: [rank] for rank in part.ranks}
         if (part, other) not in self._row_shares:
@@ -206,8 +205,8 @@ class ReduceSchedule:
         return group
 
     def _cut(self, ranks: range) -> list[range]:
-        """Between two hosts, as near to the middle as can be; on one host in halves, where fewest partial sums are
-        left, and a few ranks into single ones."""
+        """Split ranks: between two hosts, as close to the middle as possible; on one host into halves with the fewest
+        partial sums left; a few ranks into single ones."""
         hosts = self._hosts
         between = [r for r in ranks[1:] if hosts[r] != hosts[r - 1]] if hosts else []
         if not between and len(ranks) <= AT_ONCE:
@@ -219,14 +218,14 @@ class ReduceSchedule:
         return [range(ranks.start, cut), range(cut, ranks.stop)]
 
     def _left(self, ranks: range, cut: int) -> int:
-        """The number of partial sums of two halves."""
+        """The number of partial sums left in the two halves."""
         halves = (range(ranks.start, cut), range(cut, ranks.stop))
         return sum(len(merged(chain.from_iterable(self.layout[rank] for rank in half), self.leaves)) for half in halves)
 
 
 @lru_cache(maxsize=64)
 def plan(leaves: int, layout: tuple[tuple[Node, ...], ...], hosts: tuple[str, ...] = ()) -> ReduceSchedule:
-    """The schedule of a layout, from a cache; making one takes longer than a step of a small model."""
+    """Return the schedule of a layout, cached; creating one takes longer than a step of a small model."""
     return ReduceSchedule(leaves, layout, hosts)
 
 
@@ -236,30 +235,31 @@ Bucket = Iterator[None]  # starts messages, yields while they travel, waits for 
 
 
 class InFlight:
-    """Buckets under way. Every rank adds as many in the same order, and so takes all of them further in the same order:
-    no message overtakes another, as NCCL needs it."""
+    """Buckets in flight. All ranks enqueue the same buckets in the same order, so messages never overtake each other,
+    as NCCL requires."""
 
     def __init__(self) -> None:
         self._under_way: list[Bucket] = []
 
     def add(self, bucket: Bucket) -> None:
-        """Start a bucket, and take those before it a stage further. Collective."""
+        """Start a bucket, and advance the earlier ones by a stage. Collective."""
         started = self._further([bucket])
         self._under_way = self._further(self._under_way) + started
 
     def finish(self) -> None:
-        """Take all of them to their end. Collective."""
+        """Complete all buckets. Collective."""
         while self._under_way:
             self._under_way = self._further(self._under_way)
 
     @staticmethod
     def _further(buckets: list[Bucket]) -> list[Bucket]:
-        """Those that are not at their end after one stage more."""
+        """Advance by one stage; return the buckets that are not complete."""
         return [bucket for bucket in buckets if next(bucket, bucket) is None]
 
 
 class PendingSend:
-    """Tensors to and from other ranks of a group, started together; kept alive until `wait` is through."""
+    """Point-to-point messages to and from other ranks of a group, started together; `wait` completes them and frees
+    their buffers."""
 
     def __init__(
         self,
@@ -267,9 +267,9 @@ class PendingSend:
         receives: Sequence[tuple[int, Tensor]],
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Start the messages. `sends`, `receives`: peers in the group, and contiguous tensors; empty ones are not
+        """Start the messages. `sends`, `receives`: (peer in the group, contiguous tensor); empty tensors are not
         sent."""
-        self._arrivals: list[tuple[Tensor, Tensor]] = []  # where it is wanted, and the host's memory that it comes to
+        self._arrivals: list[tuple[Tensor, Tensor]] = []  # (destination, receive buffer in host memory)
         if any(by_host(tensor, group) for _, tensor in [*sends, *receives]):
             sends = [(peer, tensor.cpu()) for peer, tensor in sends]
             hosts = [(peer, torch.empty_like(tensor, device="cpu")) for peer, tensor in receives]
@@ -295,16 +295,16 @@ class PendingSend:
 def gather_in_stages(
     own: Tensor, schedule: ReduceSchedule, rank: int, group: dist.ProcessGroup | None, then: Callable[[Tensor], None]
 ) -> Bucket:
-    """Every rank's slot to every rank, from the last stage of a plan back to the first: the ranks that a stage has sent
-    rows to give them back whole. `then` is given all slots [W, N], in the plan's order of this rank."""
+    """All-gather every rank's slot by running the stages of a schedule in reverse: each rank returns the completed rows
+    to the ranks it received from. `then` receives all slots [W, N], in this rank's order of the schedule."""
     total = own.new_empty(len(schedule.layout), own.numel())
-    before: dict[int, tuple[ReduceStage, int]] = {}  # by height, with the row where begins what the rank held before it
+    before: dict[int, tuple[ReduceStage, int]] = {}  # by height, with the first row that the rank held before it
     first = 0
     for stage in schedule.stages(rank):
         before[stage.height] = (stage, first)
         first += stage.own_rows.start
     total[first] = own
-    del own  # maybe all that was received with it
+    del own  # may free a whole receive buffer
     for height in range(schedule.height, 0, -1):
         if height not in before:
             yield
@@ -322,14 +322,14 @@ def gather_in_stages(
 
 
 class Gather:
-    """Every rank's slot to every rank of the job, in rank order."""
+    """All-gather of every rank's slot over all ranks of the job, in rank order."""
 
     def __init__(self, rank: int, ranks: int, links: LinkSpeeds) -> None:
         self._rank, self._ranks = rank, ranks
         self._plan = plan(ranks, tuple(((0, r),) for r in range(ranks)), links.hosts) if links.tree(ranks) else None
 
     def bucket(self, own: Tensor, then: Callable[[Tensor], None]) -> Bucket:
-        """A flat tensor of as many numbers on each rank. `then` is given those of all [W, N]."""
+        """Gather a flat tensor of equal size from each rank. `then` receives all of them [W, N]."""
         if self._plan is None:
             total = own.new_empty(self._ranks, own.numel())
             total[self._rank] = own
@@ -345,5 +345,5 @@ class Gather:
 
 
 def places_of(order: Sequence[int], device: torch.device) -> Tensor:
-    """Where each slot is, of slots in some order."""
+    """Return the position of each slot in `order`."""
     return on_device(sorted(range(len(order)), key=order.__getitem__), device)

@@ -1,8 +1,8 @@
 """The reduction tree: sums that do not depend on the number of ranks.
 
-In: the gradient of each micro-batch (a leaf), each computed alone. Out: their sum, bracketed by one fixed binary tree
+In: the gradient of each micro-batch (a leaf), computed separately. Out: their sum, bracketed by one fixed binary tree
 over the leaves, `((0+1)+(2+3))+((4+5)+(6+7))`, whichever rank ran which leaf. Floating-point addition commutes but does
-not associate: fix the bracket and the bits are fixed.
+not associate: a fixed bracketing gives fixed bits.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from lockstep.strategies.exact.reduce_schedule import (
 )
 from lockstep.strategies.exact.reduce_schedule import Node as Node
 
-Shares = tuple[range, ...]  # by rank: the leaves that it runs; contiguous, in the ranks' order, each one leaf or more
+Shares = tuple[range, ...]  # by rank: the leaves that it runs; contiguous, ascending by rank, at least one each
 
 
 class ReductionTree:
-    """Adds leaves in the tree's order; holds a few partial sums at most, because siblings merge as soon as both
-    are there."""
+    """Adds leaves in the tree's order. It holds only a few partial sums, because siblings merge as soon as both are
+    present."""
 
     def __init__(self, leaves: int) -> None:
         self.leaves = leaves
@@ -47,7 +47,7 @@ class ReductionTree:
         self.place((0, leaf), tensors)
 
     def place(self, node: Node, tensors: Sequence[Tensor]) -> None:
-        """Add a partial sum that another tree made."""
+        """Add a partial sum from another tree."""
         partial, node = list(tensors), lift(node, self.leaves)
         while (other := self.nodes.pop(sibling(node), None)) is not None:
             partial = _added(partial, other) if node < sibling(node) else _added(other, partial)
@@ -55,8 +55,8 @@ class ReductionTree:
         self.nodes[node] = partial
 
     def take_sibling(self, leaf: int) -> tuple[Node, list[Tensor] | None]:
-        """The partial sum that a leaf is added to first, which the tree gives up, or None while it is not there; and
-        the node that the two make, or else the leaf alone."""
+        """Remove and return the partial sum that a leaf is added to first, with the node of their sum; (the leaf's
+        node, None) if that sum is not present."""
         node = lift((0, leaf), self.leaves)
         waiting = self.nodes.pop(sibling(node), None)
         return ((0, leaf), None) if waiting is None else (parent(node), waiting)
@@ -78,31 +78,31 @@ def _added(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
 
 
 def share(leaves: int, rank: int, ranks: int) -> range:
-    """The contiguous leaves that a rank runs; sizes differ by one at most."""
+    """Return the contiguous leaves that a rank runs; sizes differ by at most one."""
     return range(rank * leaves // ranks, (rank + 1) * leaves // ranks)
 
 
 def even(leaves: int, ranks: int) -> Shares:
-    """The shares of all ranks, where none has handed leaves over."""
+    """Return equal shares of the leaves for all ranks."""
     return tuple(share(leaves, rank, ranks) for rank in range(ranks))
 
 
 @lru_cache(maxsize=1024)
 def partial_nodes(first: int, end: int, leaves: int) -> tuple[Node, ...]:
-    """The partial sums that remain when the leaves `first..end-1` have merged as far as they can, in leaf order."""
+    """Return the partial sums that remain after merging the leaves `first..end-1` as far as possible, in leaf order."""
     return merged(((0, leaf) for leaf in range(first, end)), leaves)
 
 
 @lru_cache(maxsize=64)
 def layout_of(leaves: int, ranks: int, shares: Shares | None = None) -> tuple[tuple[Node, ...], ...]:
-    """Each rank's partial sums, once it has run its leaves; shares are even ones by default."""
+    """Return each rank's partial sums after it has run its leaves; shares are equal by default."""
     return tuple(partial_nodes(each.start, each.stop, leaves) for each in shares or even(leaves, ranks))
 
 
 def most_held(leaves: int, ranks: int, whole_leaf: bool = False, uneven: bool = False) -> int:
-    """The most partial sums that a rank holds while it makes its leaves one after another and adds each, while it is
-    made, to the one that waits for it: max(1, log2(k)) for a share that is a whole subtree of k leaves. `whole_leaf`: a
-    leaf is made whole before it is added: 1 + log2(k). `uneven`: with any shares; those that begin at 1 take most."""
+    """Return the peak number of partial sums on a rank that adds each leaf to its sibling while computing it: max(1,
+    log2(k)) for a share that is a whole subtree of k leaves. `whole_leaf`: leaves are complete before they are added: 1
+    + log2(k). `uneven`: for any shares; a share that starts at leaf 1 is the worst case."""
     most = 0
     for leaves_of_rank in (range(leaves), range(1, leaves)) if uneven and ranks > 1 else even(leaves, ranks):
         tree = ReductionTree(leaves)
@@ -114,8 +114,8 @@ def most_held(leaves: int, ranks: int, whole_leaf: bool = False, uneven: bool = 
 
 
 def most_held_in_turns(leaves: int, own: range, ranks: int) -> int:
-    """The most partial sums of the leaves `own` that ranks hold together, each a slice of every one, where in a turn
-    each rank makes one leaf and neighbours come together at once."""
+    """Return the peak number of partial sums of the leaves `own` when `ranks` ranks hold a slice of each, compute one
+    leaf each per turn, and merge siblings at once."""
     tree, most = ReductionTree(leaves), 1
     for turn in range(own.start, own.stop, ranks):
         for leaf in range(turn, min(turn + ranks, own.stop)):
@@ -125,14 +125,14 @@ def most_held_in_turns(leaves: int, own: range, ranks: int) -> int:
 
 
 class Scatter:
-    """Gives each rank its slot of the sum of partial nodes over ranks, in tree order, bucket by bucket, while the
-    caller goes on computing.
+    """Reduce-scatter in tree order: each rank gets its slot of the sum of partial nodes over ranks, bucket by bucket,
+    while the caller keeps computing.
 
-    A bucket goes through one all-to-all (each rank gets its slot of everybody's partial nodes) and a sum in tree order;
-    or, as `links` says, through the stages of a plan (`reduce_schedule.py`), each with its own sum in tree order.
-    Either way (W-1)/W of its bytes a rank, as a ring reduce-scatter (more when shares are not whole subtrees).
-    `layout`: each rank's partial nodes, where they are not those of its share of the leaves. `then` is given the slot
-    of each bucket by the node that it is of: the root where every leaf is there; it may return messages that follow.
+    A bucket goes through one all-to-all (each rank gets its slot of all partial nodes) and a sum in tree order; or,
+    depending on `links`, through the stages of a `ReduceSchedule`, each with its own sum in tree order. Both send
+    (W-1)/W of its bytes per rank, like a ring reduce-scatter (more if shares are not whole subtrees).
+    `layout`: each rank's partial nodes, if not those of its equal share. `then` receives the slots of each bucket by
+    node (the root if every leaf is included); it may return further messages.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class Scatter:
     def submit(
         self, nodes: Mapping[Node, Tensor], like: Tensor | None = None, order: tuple[int, ...] | None = None
     ) -> None:
-        """Start a bucket. `nodes`: of each of this rank's partial nodes what every rank is to have of it, [W, N], which
-        is the scatter's from now on; `like` is of that shape where the rank may have none. `order`: the ranks that the
-        rows are for, if not 0, 1, 2, ... Collective."""
+        """Start a bucket. `nodes`: for each of this rank's partial nodes the slots of all ranks, [W, N], which the
+        scatter owns from now on; `like` is a tensor of that shape if this rank may have no nodes. `order`: the ranks
+        that the rows are for, if not 0, 1, 2, ... Collective."""
         like = next(iter(nodes.values())) if like is None else like
         if self.plan is not None:
             self._travelling.add(self._in_stages(nodes, like, order))
@@ -173,19 +173,19 @@ class Scatter:
         layout: Sequence[Sequence[Node]] | None = None,
         then: Callable[[dict[Node, Tensor]], Iterable[None]] | None = None,
     ) -> None:
-        """Start a bucket that goes through one all-to-all. `laid`: rank after rank what it is to have of each of this
-        rank's partial nodes, end to end; `sizes`: how many numbers each rank has of a node. `layout` and `then`: of
-        this bucket, where they are not those of the others. Collective."""
+        """Start a bucket that goes through one all-to-all. `laid`: flat tensor with, rank by rank, that rank's slot of
+        each of this rank's partial nodes; `sizes`: elements per node for each rank. `layout` and `then` override the
+        scatter's for this bucket. Collective."""
         self._travelling.add(self._at_once(laid, sizes, layout or self._layout, then or self._then))
 
     def finish(self) -> list[dict[Node, Tensor]]:
-        """This rank's slot of every bucket's sums [N], in the order of `submit`. Collective."""
+        """Return this rank's slot of every bucket's sums [N], in the order of `submit`. Collective."""
         self._travelling.finish()
         sums, self._sums = self._sums, []
         return sums
 
     def _keep(self, nodes: dict[Node, Tensor]) -> Iterable[None]:
-        """Not all that was received with them."""
+        """Store copies of the slots, so that the receive buffer can be freed."""
         self._sums.append({node: tensor.clone() for node, tensor in nodes.items()})
         return ()
 
@@ -227,7 +227,7 @@ class Scatter:
             if height in stages:
                 partials = yield from self._in_stage(stages[height], partials, like)
             else:
-                yield  # others have something to do
+                yield  # other ranks are busy in this stage
         following = self._then({node: tensor[0] for node, tensor in partials.items()})
         del partials
         yield from following
@@ -251,7 +251,7 @@ class Scatter:
 
 
 def in_order(rows: Tensor, has: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    """Rows that are in one order, in another; themselves where that is the same."""
+    """Return rows reordered from `has` to `order`; the tensor itself if the orders are equal."""
     if has == order:
         return rows
     places = dict(zip(has, range(len(has)), strict=True))
@@ -259,15 +259,14 @@ def in_order(rows: Tensor, has: tuple[int, ...], order: tuple[int, ...]) -> Tens
 
 
 def _together(parts: list[Tensor]) -> Tensor | None:
-    """One message: of one partial node it is what is there already, and nothing is copied."""
+    """Return one message; a single partial node needs no copy."""
     return None if not parts else parts[0] if len(parts) == 1 else torch.stack(parts)
 
 
 class Exchange:
-    """Sums partial nodes over ranks in tree order and gives every rank the whole sum: a `Scatter` of even slots, and
-    then all of them to all ranks, by an all-gather or back through the same stages: 2 (W-1)/W of the bytes a rank, as a
-    ring all-reduce. What follows a bucket's first half is issued after the next one has begun, in the same order on
-    every rank."""
+    """All-reduce in tree order: a `Scatter` of equal slots, then an all-gather, or the stages in reverse. Sends 2
+    (W-1)/W of the bytes per rank, like a ring all-reduce. The gather of a bucket is issued after the next bucket has
+    begun, in the same order on every rank."""
 
     def __init__(
         self,
@@ -280,15 +279,15 @@ class Exchange:
     ) -> None:
         self._rank, self._ranks, self._group = rank, ranks, group
         self._scatter = Scatter(leaves, rank, ranks, group, links, layout, self._gather)
-        # Which slot each piece of a bucket is: as most ranks lay them out, so that they copy nothing.
+        # The order of the slots in a bucket: the one that needs no copy on most ranks.
         self._order = tuple(range(ranks)) if self._scatter.plan is None else self._scatter.plan.order(0)
         self._shapes: list[list[torch.Size]] = []
         self._gathering: list[tuple[Tensor, dist.Work]] = []
         self._gathered: list[Tensor] = []
 
     def submit(self, nodes: Mapping[Node, list[Tensor]]) -> None:
-        """Start the exchange of a bucket: this rank's partial nodes, each a list of tensors of the same shapes, which
-        are copied. Collective."""
+        """Start a bucket: this rank's partial nodes, each a list of tensors of the same shapes, which are copied.
+        Collective."""
         like = next(iter(nodes.values()))
         self._shapes.append([t.shape for t in like])
         chunk = max(1, -(-sum(t.numel() for t in like) // self._ranks))
@@ -305,13 +304,13 @@ class Exchange:
                 own, plan, self._rank, self._group, lambda total: self._gathered.append(in_order(total, has, order))
             )
         total = own.new_empty(self._ranks, own.numel())
-        total[self._rank] = own  # sent from there: what was received is not kept
+        total[self._rank] = own  # frees the receive buffer
         work = all_gather(total.view(-1), total[self._rank], group=self._group, async_op=True)
         self._gathering.append((total, work))
         return ()
 
     def finish(self) -> list[list[Tensor]]:
-        """The summed tensors of every bucket, in the order of `submit`. Collective."""
+        """Return the summed tensors of every bucket, in the order of `submit`. Collective."""
         self._scatter.finish()
         for total, work in self._gathering:
             work.wait()
@@ -322,7 +321,7 @@ class Exchange:
 
 
 def lay(tensors: Iterable[Tensor], into: Tensor) -> None:
-    """Copy tensors end to end into a flat one; what is left of it becomes zero."""
+    """Copy tensors into a flat one, end to end; zero the rest."""
     at = 0
     for tensor in tensors:
         into[at : at + tensor.numel()].copy_(tensor.reshape(-1))
@@ -331,13 +330,13 @@ def lay(tensors: Iterable[Tensor], into: Tensor) -> None:
 
 
 def unlaid(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Views of what was laid end to end."""
+    """Return views of a flat tensor with these shapes."""
     parts = flat[: sum(shape.numel() for shape in shapes)].split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def buckets(tensors: Mapping[int, Tensor], cap_bytes: int) -> list[list[int]]:
-    """The positions of tensors, in their order, in groups of about `cap_bytes`."""
+    """Group the positions of tensors, in their order, into buckets of about `cap_bytes`."""
     groups: list[list[int]] = [[]]
     size = 0
     for i, tensor in tensors.items():
@@ -352,8 +351,8 @@ def buckets(tensors: Mapping[int, Tensor], cap_bytes: int) -> list[list[int]]:
 def all_reduce_flat(
     tensors: Sequence[Tensor], groups: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None
 ) -> list[Tensor]:
-    """The textbook way, equal to rounding: the sums of tensors over ranks, by one all-reduce for each of `groups`,
-    which hold all positions. Collective."""
+    """Sum tensors over ranks with one plain all-reduce per bucket of `groups`, which cover all positions; equal within
+    rounding. Collective."""
     summed: dict[int, Tensor] = {}
     for positions in groups:
         flat = torch.cat([tensors[i].reshape(-1) for i in positions])
@@ -363,9 +362,9 @@ def all_reduce_flat(
 
 
 def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float | None) -> None:
-    """Scale gradients whose whole has the norm `norm` down to the norm `limit` (none: never), in place, with the factor
-    of `torch.nn.utils.clip_grad_norm_`."""
+    """Scale gradients of total norm `norm` down to the norm `limit` (None: never), in place, by the factor of
+    `torch.nn.utils.clip_grad_norm_`."""
     if limit:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        if factor.device.type != "cpu" or factor < 1.0:  # on CUDA the multiplication is cheaper than knowing
+        if factor.device.type != "cpu" or factor < 1.0:  # on CUDA, multiplying is cheaper than synchronizing
             torch._foreach_mul_(list(gradients), factor)

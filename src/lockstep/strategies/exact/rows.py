@@ -1,9 +1,9 @@
-"""Tensors by row: gradients that have few rows, and rows that ranks share.
+"""Row-sparse gradients, and slots of rows for each rank.
 
-In: the leaves' gradients of a large embedding, as (rows, values); the shapes of the tensors of a bucket. Out: the sum
-with the bits of dense gradients, for a tenth of the memory traffic: every row's sum goes over the same tree, and adding
-the zeros of an untouched row changes nothing; slots of one length, a row of a matrix [W, N] each rank, filled and
-emptied by a few copies a tensor, at any number of ranks.
+In: the leaves' gradients of a large embedding, as (rows, values); the shapes of the tensors of a bucket. Out: a sum
+bitwise equal to that of dense gradients, for a tenth of the memory traffic: each row's sum uses the same tree, and
+adding the zeros of an untouched row changes nothing. And slots of equal length, one row of a matrix [W, N] per rank,
+filled and emptied with a few copies per tensor at any number of ranks.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from lockstep.distributed.torch_internals import rows_of, values_of
 from lockstep.strategies.exact.reduction import Node, ReductionTree, Shares, layout_of
 
-SMALL = 256  # an embedding of this few rows is not worth the bookkeeping
+SMALL = 256  # rows; smaller embeddings stay dense
 
 
 def row_sparse(model: nn.Module, device: torch.device, uses: Mapping[int, int]) -> set[str]:
-    """Let the embeddings of a model that can give row-sparse gradients do so; the names of their weights. `uses`: id of
+    """Enable row-sparse gradients on the embeddings that support them; return the names of their weights. `uses`: id of
     a weight -> how often a forward uses it.
 
-    Tied weights cannot (their other use is dense), and weights that are looked up twice: a dense gradient is that of
-    each look-up, added up, and by row all tokens are added one after the other. On CUDA the dense kernels are the
-    deterministic ones, and cheap.
+    Excluded: tied weights (their other use has dense gradients), and weights looked up twice (dense gradients add up
+    per look-up, row-sparse ones token by token over all look-ups). On CUDA the dense kernels are deterministic and
+    cheap.
     """
     if device.type != "cpu":
         return set()
@@ -45,10 +45,10 @@ def row_sparse(model: nn.Module, device: torch.device, uses: Mapping[int, int]) 
 
 
 def by_row(gradient: Tensor) -> Tensor:
-    """A leaf's gradient with one entry a row, coalesced.
+    """Coalesce a leaf's gradient to one entry per row.
 
-    A row's entries are added in the order of the tokens, as the dense kernel adds them; torch's own `coalesce` takes
-    another order, and so gives other bits.
+    Entries of a row are added in token order, like the dense kernel; torch's `coalesce` uses another order and so gives
+    other bits.
     """
     if not gradient.is_sparse:  # an embedding that this micro-batch did not use
         return gradient.to_sparse(1).coalesce()
@@ -59,7 +59,7 @@ def by_row(gradient: Tensor) -> Tensor:
 
 
 def rows_between(gradient: Tensor, first: int, end: int) -> Tensor:
-    """The rows `first..end-1` of a coalesced gradient, numbered from 0."""
+    """Return the rows `first..end-1` of a coalesced gradient, numbered from 0."""
     rows = rows_of(gradient)
     mine = (rows >= first) & (rows < end)
     return _sparse(rows[mine] - first, values_of(gradient)[mine], torch.Size([end - first, *gradient.shape[1:]]))
@@ -68,10 +68,10 @@ def rows_between(gradient: Tensor, first: int, end: int) -> Tensor:
 def exchange_rows(
     nodes: dict[Node, Tensor], leaves: int, rank: int, ranks: int, shares: Shares | None = None
 ) -> Tensor:
-    """The sum over ranks of partial nodes of one row-sparse tensor, in tree order. `shares`: of the leaves, even ones
-    by default. Collective.
+    """Sum the partial nodes of one row-sparse tensor over ranks, in tree order. `shares` of the leaves: equal by
+    default. Collective.
 
-    Every rank receives all rows of all ranks: far fewer than the tensor has where a batch is small beside the
+    Every rank receives all rows of all ranks: far fewer than the tensor has if a batch is small compared to the
     vocabulary.
     """
     layout = layout_of(leaves, ranks, shares)
@@ -104,8 +104,8 @@ def _sparse(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
 
 
 class RowSlots:
-    """Rank r has the rows [r * E, (r + 1) * E) of each tensor, E being rows / ranks, rounded up, as DTensor cuts it:
-    the last ones have fewer or none. A single number (no dimension) every rank has."""
+    """Slots with rank r's rows [r * E, (r + 1) * E) of each tensor, where E = ceil(rows / ranks), as DTensor shards
+    them: the last ranks have fewer or none. Every rank has all scalars."""
 
     def __init__(self, shapes: Sequence[torch.Size], ranks: int) -> None:
         self.ranks, self._shapes = ranks, list(shapes)
@@ -118,7 +118,7 @@ class RowSlots:
             self.length += each * width
 
     def laid(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Whole tensors as slots [W, N]; what is left of a slot is zero."""
+        """Return whole tensors as slots [W, N], zero-padded."""
         slots = tensors[0].new_zeros(self.ranks, self.length)
         for tensor, column in zip(tensors, self._columns(slots), strict=True):
             if not tensor.dim():
@@ -129,7 +129,7 @@ class RowSlots:
         return slots
 
     def own(self, slot: Tensor, rank: int) -> list[Tensor]:
-        """One rank's rows of each tensor: views of its slot [N]."""
+        """Return one rank's rows of each tensor: views of its slot [N]."""
         parts = []
         for shape, each, width, start in zip(self._shapes, self._each, self._widths, self._starts, strict=True):
             rows = max(0, min(each, shape[0] - rank * each)) if shape else 1
@@ -137,7 +137,7 @@ class RowSlots:
         return parts
 
     def take(self, slots: Tensor, tensors: Sequence[Tensor]) -> None:
-        """The rows of all ranks [W, N] into whole tensors that have dimensions."""
+        """Copy the slots of all ranks [W, N] into whole tensors that have dimensions."""
         for tensor, column in zip(tensors, self._columns(slots), strict=True):
             for rows, place in self._runs(tensor, column):
                 rows.copy_(place)
@@ -147,7 +147,8 @@ class RowSlots:
         return list(slots.split(widths, dim=1))
 
     def _runs(self, tensor: Tensor, column: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Rows of a tensor beside where they lie: those of the ranks that have all of theirs, and of one with fewer."""
+        """Return pairs of (rows of a tensor, their position in the slots): ranks with all their rows, then the one with
+        fewer."""
         flat, count = tensor.reshape(len(tensor), -1), column.shape[1] // max(1, tensor[:1].numel())
         if not tensor.numel():
             return []

@@ -1,11 +1,11 @@
-"""Numbers of a step beside its gradient: running statistics of the model, and the loss of each source of a mixture.
+"""Per-step reductions other than the gradient: running statistics of the model, and the loss of each source of a
+mixture.
 
-In: the micro-batches of a step, wherever they run. Out: one update of buffers such as BatchNorm's for the step; the sum
-of the losses of each source's examples. Both have the same bits at any number of processes.
+In: the micro-batches of a step, on any rank. Out: one update per step of buffers such as BatchNorm's; the loss sum of
+each source's examples. Both are bitwise equal at any number of processes.
 
-Each micro-batch starts from the statistics before the step, so that it does not matter where it runs. After the step
-they are the mean of what the micro-batches made of them, weighted by examples: a step counts as one batch, whatever it
-is cut into.
+Each micro-batch starts from the statistics before the step, so it does not matter where it runs. The step's result is
+the mean of the micro-batches' statistics, weighted by examples: a step counts as one batch, however it is divided.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from lockstep.tasks.task import Task
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_OTHERS = {"QuantAct"}  # of I-BERT: running minima and maxima of activations
+_OTHERS = {"QuantAct"}  # I-BERT: running minima and maxima of activations
 
 
 def averaged(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers whose mean over micro-batches is what a step makes of them, by name."""
+    """Return the buffers that a step averages over its micro-batches, by name."""
     modules = {
         name
         for name, m in model.named_modules()
@@ -36,42 +36,42 @@ def averaged(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Statistics:
-    """The running statistics (BatchNorm's) of a model that every rank has a full copy of."""
+    """The running statistics (BatchNorm's) of a model that every rank holds in full."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.names = model, list(averaged(model))
 
     def start(self, count: int) -> None:
-        """Before the micro-batches of a step; `count`: of all ranks."""
+        """Prepare a step of `count` micro-batches over all ranks."""
         if self.names:
             self._before = self._now()  # [N]
             self._per_micro_batch = self._before.new_zeros(count, len(self._before) + 1)  # [M, N + 1]: and its examples
 
     def take(self, micro: MicroBatch) -> None:
-        """What a micro-batch made of the statistics, after its backward; they are then as before the step again. Not
-        for blank micro-batches that only level ranks."""
+        """Record a micro-batch's statistics after its backward, and reset them to those before the step. Not for
+        padding micro-batches."""
         if self.names:
-            examples = len(micro.targets) * (micro.targets != IGNORED).any()  # a blank micro-batch has none
+            examples = len(micro.targets) * (micro.targets != IGNORED).any()  # a padding micro-batch has none
             self._per_micro_batch[micro.index] = torch.cat([self._now(), examples.double()[None]])
             self.reset()
 
     def reset(self) -> None:
-        """Back to what was before the step."""
+        """Restore the statistics from before the step."""
         if self.names:
             self._set(self._before)
 
     def finish(self, sum_over_ranks: Callable[[Tensor], Tensor], used: Tensor | bool = True) -> None:
-        """After the micro-batches; `used`: whether an update was made. Every rank has zeros for others' micro-batches,
-        and adding zeros is exact. Collective."""
+        """Set the step's statistics after its micro-batches; `used`: whether the update was applied. Every rank has
+        zeros for other ranks' micro-batches, and adding zeros is exact. Collective."""
         if self.names:
             gathered = sum_over_ranks(self._per_micro_batch)
             examples = gathered[:, -1:]  # [M, 1]
             mean = (gathered[:, :-1] * examples).sum(0) / examples.sum().clamp(min=1)
-            self._set(torch.where((examples.sum() > 0) & used, mean, self._before) + 0.0)  # no zero keeps a sign
+            self._set(torch.where((examples.sum() > 0) & used, mean, self._before) + 0.0)  # no negative zeros
             del self._per_micro_batch
 
     def _buffers(self) -> list[Tensor]:
-        """As they are now: engines put others in their place, and so does I-BERT's every forward."""
+        """Look up the buffers: engines replace them, and so does every forward of I-BERT."""
         return [self.model.get_buffer(name) for name in self.names]
 
     def _now(self) -> Tensor:
@@ -85,20 +85,20 @@ class Statistics:
 
 
 class SourceSums:
-    """The losses of a step's micro-batches, source by source."""
+    """The losses of a step's micro-batches, by source."""
 
     def __init__(self, sources: int) -> None:
         self._sources = sources
         self._noted: dict[int, Tensor] = {}  # index of a micro-batch -> float64 [S]
-        self.of_step: Tensor | None = None  # float64 [S], once `agree` is through; None where losses are not known
+        self.of_step: Tensor | None = None  # float64 [S], set by `agree`; None without per-example losses
 
     @property
     def noted(self) -> int:
-        """Micro-batches of this rank whose losses are known one by one."""
+        """Number of this rank's micro-batches with per-example losses."""
         return len(self._noted)
 
     def loss_sum(self, task: Task, outputs: Any, micro: MicroBatch) -> Tensor:
-        """The loss sum of one micro-batch, with its gradient."""
+        """Return the loss sum of one micro-batch, with its graph, and record its sums by source."""
         if micro.sources is None or not task.reports_example_losses:
             return task.loss_sum(outputs, micro.targets)
         loss, each = task.loss_each(outputs, micro.targets)
@@ -109,7 +109,7 @@ class SourceSums:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Micro-batches that are computed in here belong to no step."""
+        """A context whose micro-batches belong to no step."""
         noted = dict(self._noted)
         try:
             yield
@@ -117,9 +117,9 @@ class SourceSums:
             self._noted = noted
 
     def agree(self, noted: int, losses: Tensor, summed: Callable[[Tensor], Tensor]) -> None:
-        """`noted`: of all ranks, whose micro-batches have these `losses` [M]. `summed`: over ranks; each fills in its
-        own micro-batches and zeros elsewhere, which is exact, and then all add the same list in the same order.
-        Collective where all are noted."""
+        """Sum the losses by source over the step. `noted`: recorded micro-batches of all ranks, whose losses are
+        `losses` [M]. `summed`: sums over ranks; each rank fills in its own micro-batches and zeros elsewhere, which is
+        exact, and then all add the same list in the same order. Collective if all micro-batches are recorded."""
         self.of_step = None
         if noted == len(losses):
             table = losses.new_zeros(len(losses), self._sources)  # [M, S]

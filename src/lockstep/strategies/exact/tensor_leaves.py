@@ -1,12 +1,12 @@
 """The leaves of a matrix product: a layer computed in a fixed number of parts, whose sums do not depend on the ranks.
 
-In: the inputs and weights of the products that share a layer out (`strategy.tensor_leaves`). Out: the same bits at
-every number of tensor ranks that divides the leaves. A column-parallel product is cut along its outputs, and makes
-`Leaves`: one activation a leaf. What follows is computed leaf by leaf, each in one call on tensors of the same shapes
-wherever it runs, so a rank has no influence on which kernel is chosen. A row-parallel product is cut along its inner
-dimension, and ends them: its partial products are added over the tree of `reduction.py`. In backward the gradients of
-what all leaves read (a layer's input, a norm's weight) are added over the same tree, and gradients of cut weights are
-those of their leaves.
+In: the inputs and weights of a layer's tensor-parallel products (`strategy.tensor_leaves`). Out: results that are
+bitwise equal at every number of tensor ranks that divides the number of leaves. A column-parallel product is split
+along its outputs and returns `Leaves`: one activation per leaf. Later operations run leaf by leaf, one call each on
+tensors of the same shapes on any rank, so the number of ranks cannot change the choice of kernels. A row-parallel
+product is split along its inner dimension and ends the leaves: its partial products are added over the tree of
+`reduction.py`. In backward, gradients of tensors that all leaves read (a layer's input, a norm's weight) are added over
+the same tree, and gradients of sharded weights are those of their leaves.
 
 Letters: L leaves, of which a rank computes L/R.
 """
@@ -31,7 +31,7 @@ from lockstep.strategies.exact.reduction import Exchange, ReductionTree, share
 
 
 class LeafRanks:
-    """The ranks that share the leaves out, and which of them are this rank's: contiguous ones, as many on each."""
+    """The tensor-parallel ranks, and which leaves are this rank's: contiguous ones, equally many per rank."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class LeafRanks:
         self._read: tuple[weakref.ref[Tensor], Leaves] | None = None  # the input of the layer's products
 
     def sum(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The sum over all leaves in tree order, in float32 or wider, from this rank's. Collective."""
+        """Return the sum of all ranks' leaves in tree order, in float32 or wider. Collective."""
         wide = torch.promote_types(tensors[0].dtype, torch.float32)
         tree = ReductionTree(self.count)
         for leaf, tensor in zip(self.own, tensors, strict=True):
-            # The tree writes into the left one of two, and never into another: only that one must be a copy.
+            # The tree writes only into the left one of two siblings: only that one must be a copy.
             tree.add(leaf, [tensor.to(wide, copy=not leaf % 2, memory_format=torch.contiguous_format)])
         if self.size == 1:
             return tree.root[0]
@@ -59,7 +59,7 @@ class LeafRanks:
         return exchange.finish()[0][0].clone()
 
     def all_gather(self, own: Tensor) -> Tensor:
-        """Tensors of one shape of all ranks, end to end along their first dimension. Collective."""
+        """Concatenate tensors of one shape of all ranks along their first dimension. Collective."""
         if self.size == 1:
             return own
         every = own.new_empty(self.size * len(own), *own.shape[1:])
@@ -67,7 +67,7 @@ class LeafRanks:
         return every
 
     def spread(self, tensor: Tensor, dtype: torch.dtype) -> Leaves:
-        """A tensor that is whole, given to each leaf; the products that read the same one share what is made of it."""
+        """Return a whole tensor as `Leaves`; products that read the same tensor share the result."""
         if self._read is not None:
             read, leaves = self._read
             if read() is tensor and leaves.dtype == dtype and leaves.tracked == _tracked(tensor):
@@ -77,7 +77,7 @@ class LeafRanks:
         return leaves
 
     def close(self) -> None:
-        """The layer's products are through: nothing reads their input any more."""
+        """Forget the cached input: the layer's products are done with it."""
         self._read = None
 
 
@@ -86,7 +86,7 @@ def _tracked(tensor: Tensor) -> bool:
 
 
 class _Spread(torch.autograd.Function):
-    """What all leaves read, once a leaf; its gradient is the sum of theirs."""
+    """Passes a tensor to each leaf; its gradient is the sum of the leaves' gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: LeafRanks, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _TreeSum(torch.autograd.Function):
-    """The sum of partial products over the tree."""
+    """Sums partial products over the tree."""
 
     @staticmethod
     def forward(ctx: Any, ranks: LeafRanks, *products: Tensor) -> Tensor:
@@ -117,20 +117,20 @@ class _TreeSum(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class WeightCut:
-    """Which numbers of a weight are a leaf's."""
+    """Describes which part of a weight belongs to a leaf."""
 
-    dim: int  # that is cut
-    parts: int = 1  # matrices that lie side by side along it, such as a fused query, key and value: each is cut
-    holding: str = "own"  # of several ranks each holds "own" leaves, an equal share of "rows", or "all"
+    dim: int  # the dimension to split
+    parts: int = 1  # matrices side by side along it, such as fused query, key and value; each is split
+    holding: str = "own"  # a rank's part: its "own" leaves, an equal share of "rows", or "all"
 
     def leaf(self, weight: Tensor, index: int, count: int) -> Tensor:
-        """One leaf of a weight that holds `count` leaves: a view [..., parts, width, ...]."""
+        """Return one leaf of a weight that holds `count` leaves: a view [..., parts, width, ...]."""
         return weight.unflatten(self.dim, (self.parts, count, -1)).select(self.dim + 1, index)
 
 
 class _Cut(torch.autograd.Function):
-    """A weight as this rank's leaves, each laid out in memory as if it were alone: products walk through memory, and
-    their last bits may depend on how it is laid out. The gradient is put together from theirs."""
+    """Splits a weight into this rank's leaves, each in its own contiguous memory, because the last bits of a product
+    may depend on memory layout. Backward assembles the weight's gradient from those of the leaves."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, cut: WeightCut, ranks: LeafRanks, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -165,7 +165,7 @@ def _laid_out(leaf: Tensor) -> Tensor:
 
 
 def cut_weight(weight: Tensor, cut: WeightCut, ranks: LeafRanks, dtype: torch.dtype) -> Sequence[Tensor]:
-    """This rank's leaves of a weight, in the type that products are computed in. Collective where ranks hold rows."""
+    """Return this rank's leaves of a weight, in the dtype of the products. Collective if ranks hold rows."""
     leaves: Sequence[Tensor] = _Cut.apply(weight, cut, ranks, dtype)
     return leaves
 
@@ -178,7 +178,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of an input, a we
 def column_product(
     product: Product, ranks: LeafRanks, inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None
 ) -> Leaves:
-    """A product that is cut along its outputs: one call a leaf."""
+    """Compute a product that is split along its outputs: one call per leaf."""
     if isinstance(inputs, Leaves):
         raise RunError("LS4300", "strategy.tensor_leaves: this model cuts a layer twice in a row; leave the key out")
     dtype = weights[0].dtype if inputs.is_floating_point() else inputs.dtype
@@ -191,8 +191,8 @@ def column_product(
 def row_product(
     product: Product, ranks: LeafRanks, inputs: Tensor, weights: Sequence[Tensor], bias: Tensor | None
 ) -> Tensor:
-    """A product that is cut along its inner dimension: one call a leaf, added over the tree, and the bias once.
-    Collective."""
+    """Compute a product that is split along its inner dimension: one call per leaf, summed over the tree, with the bias
+    added once. Collective."""
     if not isinstance(inputs, Leaves):
         raise RunError(
             "LS4301", "strategy.tensor_leaves: this model computes a layer otherwise than it is cut; leave the key out"
@@ -212,19 +212,20 @@ def row_product(
 
 
 class Leaves(Tensor):
-    """An activation as this rank's leaves. Every function of torch is called once for each of them, with what is whole
-    beside it; what is whole and has a gradient is spread, so that its gradient is added over the tree.
+    """An activation as this rank's leaves. Every torch function runs once per leaf, with whole tensors passed to each
+    call; a whole tensor that requires a gradient is spread, so that its gradient is summed over the tree.
 
-    A `Tensor`, since models look whether they are given one; of the shape, type and device of one leaf. It has no
-    memory of its own: what would look for it is an error."""
+    It is a `Tensor`, because models check for one, with the shape, dtype and device of one leaf. It has no memory of
+    its own; reading it is an error.
+    """
 
     leaves: tuple[Tensor, ...]
     ranks: LeafRanks
-    tracked: bool  # whether they are to have a gradient
+    tracked: bool  # whether they require a gradient
 
     @staticmethod
     def of(leaves: Sequence[Tensor], ranks: LeafRanks, tracked: bool) -> Leaves:
-        """One for each of this rank's leaves."""
+        """Wrap one tensor per leaf of this rank."""
         wrapped = torch.empty(0).as_subclass(Leaves)
         wrapped.leaves, wrapped.ranks, wrapped.tracked = tuple(leaves), ranks, tracked
         return wrapped
@@ -267,7 +268,7 @@ class Leaves(Tensor):
         )
 
 
-# What makes a number of Python's of a tensor: it would differ between ranks.
+# Functions that turn a tensor into a Python value, which would differ between ranks.
 _READS = {
     "item",
     "tolist",
@@ -287,7 +288,7 @@ _ATTENTION = {"scaled_dot_product_attention": ("dropout_p", 4), "attention": ("d
 
 
 def _draws(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a function of torch draws random numbers."""
+    """Whether a torch function draws random numbers."""
     if name in _DROPOUTS:
         return bool(kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True)))
     if name in _ATTENTION:
@@ -298,8 +299,8 @@ def _draws(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 @contextmanager
 def _drawing(ranks: LeafRanks, device: torch.device) -> Iterator[Callable[[int], None]]:
-    """A context in which each leaf draws its own random numbers, on whatever rank it is computed. Yields a function to
-    call before each leaf. Afterwards the generator is at the same place on every rank."""
+    """A context in which each leaf draws its own random numbers, independent of its rank. Yields a function to call
+    before each leaf. Afterwards the generator is in the same state on every rank."""
     seed = int(torch.randint(2**63 - 1, (), generator=torch.default_generator))
     cuda = device.type == "cuda"
     generator = torch.cuda.default_generators[device.index] if cuda else torch.default_generator
@@ -325,7 +326,7 @@ def _within(value: Any) -> Iterator[Tensor]:
 
 
 def _leaf_of(value: Any, index: int, shared: dict[int, tuple[Tensor, ...]]) -> Any:
-    """Arguments, as one leaf is given them."""
+    """Return the arguments for one leaf."""
     if isinstance(value, Leaves):
         return value.leaves[index]
     if isinstance(value, Tensor):
@@ -338,7 +339,7 @@ def _leaf_of(value: Any, index: int, shared: dict[int, tuple[Tensor, ...]]) -> A
 
 
 def _together(results: list[Any], ranks: LeafRanks, tracked: bool) -> Any:
-    """What a function gave for each leaf: of tensors `Leaves`, of anything else (a shape) the first."""
+    """Combine the results of all leaves: tensors into `Leaves`; of anything else (a shape) the first."""
     first = results[0]
     if isinstance(first, Tensor):
         return Leaves.of(results, ranks, tracked)

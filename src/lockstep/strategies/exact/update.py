@@ -1,7 +1,7 @@
-"""The one update of all strategies: agree on losses, look at the gradient, clip, one step of the optimizer.
+"""The optimizer step that all strategies share: reduce losses, check the gradient, clip, step the optimizer.
 
-In: the gradient of a step, however it is cut over ranks, and the losses of this rank's micro-batches. Out: weights
-after one update, or none where a number was not finite. DeepSpeed makes its own update, and uses the rest.
+In: the gradient of a step, sharded or not, and the losses of this rank's micro-batches. Out: weights after one update,
+or unchanged if a number was not finite. DeepSpeed makes its own update and uses the rest.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from lockstep.tasks.models import quantized
 
 
 class GradientUpdate(Strategy):
-    """A strategy that brings one gradient together and makes one update of it."""
+    """A strategy that reduces one gradient and makes one update with it."""
 
-    named: dict[str, nn.Parameter]  # what this rank holds of the model and is trained, by the task's names
-    optimizer: Any  # the stepper, or an engine's around it
+    named: dict[str, nn.Parameter]  # this rank's trained parameters, by the task's names
+    optimizer: Any  # the stepper, or an engine's wrapper of it
     stepper: optim.Stepper
-    switched = 0  # micro-batches that switched off a weight's `requires_grad`; counted where there is a whole model
+    switched = 0  # micro-batches that switched off a weight's `requires_grad`; counted on whole models
 
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)
@@ -55,19 +55,19 @@ class GradientUpdate(Strategy):
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, where there is one: backward is called on it."""
+        """Return the loss times the loss scale, if there is one; backward starts from it."""
         return loss if self.scaling is None else loss * self.scaling.value
 
     def loss_sum(self, outputs: Any, micro: MicroBatch) -> Tensor:
-        """The loss sum of a micro-batch, of what the model gave for it: a scalar with its graph."""
+        """Return the loss sum of a micro-batch from the model's outputs: a scalar with its graph."""
         loss = self.sources.loss_sum(self.task, outputs, micro)
         if self.observer is not None:
             self.observer.loss(micro.index, loss)
         return loss
 
     def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Sums over ranks: the losses of the step's micro-batches [M], and how many of them gave each trainable
-        parameter a gradient. Collective. Errors: `RunError` when there is no gradient at all, on every rank."""
+        """Sum over ranks the losses of the step's micro-batches [M], and the counts of micro-batches that gave each
+        trainable parameter a gradient. Collective. Errors: `RunError` on every rank if there is no gradient at all."""
         losses, counts = self.sums_of_step(losses, [*uses, self.switched, self.sources.noted])
         self.sources.agree(counts.pop(), losses, self.sum_of_step)
         if counts.pop():
@@ -81,7 +81,8 @@ class GradientUpdate(Strategy):
         return losses, counts
 
     def sums_of_step(self, losses: Tensor, numbers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Over ranks. The numbers never were on the device, so nobody waits for it. Collective."""
+        """Sum losses and counts over ranks. The counts stay in host memory, so there is no device synchronization.
+        Collective."""
         counts = torch.tensor(numbers, dtype=torch.float64)
         if losses.device.type == "cpu":  # in one message
             losses, counts = self.sum_of_step(torch.cat([losses, counts])).split([len(losses), len(counts)])
@@ -90,16 +91,16 @@ class GradientUpdate(Strategy):
         return losses, [int(count) for count in counts.tolist()]
 
     def sum_of_step(self, tensor: Tensor) -> Tensor:
-        """Over the ranks that have losses and gradients of their own, in place. Collective."""
+        """Sum a tensor over data-parallel ranks, in place. Collective."""
         return self.data_parallel.sum(tensor)
 
     def optimizer_step(
         self, batch: StepBatch, gradient: Gradient, learning_rate: float, losses: Tensor, uses: Sequence[int]
     ) -> StepResult:
-        """Look at the gradient, see that it is finite, clip, set the rate, one step of the optimizer; then update the
-        running statistics. `losses` and `uses` are what `agree` gave. Whether the update was made is on CUDA still on
-        the device, which then leaves the weights as they are by itself, and the host hears of it in the next update.
-        Collective. Errors: `NotFinite`, also of the update before."""
+        """Check that the gradient is finite, clip it, set the learning rate and step the optimizer; then update the
+        running statistics. `losses` and `uses` are results of `agree`. On CUDA, whether the update applies stays on the
+        device: a skipped step leaves the weights unchanged, and the host learns of it in the next step. Collective.
+        Errors: `NotFinite`, also about the previous step."""
         with self.phases("optimizer"):
             scale = None
             if self.scaling is not None:
@@ -113,7 +114,7 @@ class GradientUpdate(Strategy):
         return StepResult(losses.sum() / batch.targets, norm.to(self.world.device), used, self.sources.of_step)
 
     def no_losses(self, batch: StepBatch) -> Tensor:
-        """Zero for every micro-batch of a step [M]: a rank fills in those that it runs."""
+        """Return zeros for all micro-batches of a step [M]; each rank fills in its own."""
         return torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)
 
     def apply_gradient(
@@ -126,7 +127,7 @@ class GradientUpdate(Strategy):
         losses: Tensor,
         uses: Sequence[int],
     ) -> Tensor | bool:
-        """The rest of `optimizer_step`, once all that it needs of other ranks is here."""
+        """Run the part of `optimizer_step` that needs nothing more from other ranks."""
         if self.scaling is not None:
             self.scaling.follow(losses, norm)
         used = self.finite.used(step, losses, norm, scale)
@@ -143,7 +144,7 @@ class GradientUpdate(Strategy):
     def settle(self) -> None:
         self.finite.settle()
 
-    # -- the step before all others ----------------------------------------------------------------------------------
+    # -- dry run -----------------------------------------------------------------------------------------------------
 
     def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
         names = () if self.statistics is None else self.statistics.names
@@ -158,7 +159,7 @@ class GradientUpdate(Strategy):
         self.effects = self.take_effects(replace(self.effects, written=self.effects.written | changed))
 
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
-        """Calls of forward with this rank's first and last micro-batch, to see what else it does; none where no rank
+        """Return calls of forward with this rank's first and last micro-batch, to detect side effects; empty if no rank
         calls the model as a whole."""
 
         def call(micro: MicroBatch) -> None:
@@ -169,7 +170,8 @@ class GradientUpdate(Strategy):
         return [partial(call, micro) for micro in (batch.micro_batches[0], batch.micro_batches[-1])]
 
     def take_effects(self, effects: SideEffects) -> SideEffects:
-        """Those of all ranks. Collective. Errors: `RunError`, on every rank, for what this strategy cannot keep."""
+        """Return the side effects on all ranks. Collective. Errors: `RunError`, on every rank, for effects that this
+        strategy cannot reproduce."""
         agreed = effects.together(self.world.all_gather)
         if agreed.replaced:
             raise RunError("LS4181", f"model(): {side_effects.replacement(agreed.replaced)}")
