@@ -1,7 +1,7 @@
 """lockstep: distributed training of text transformers, the same bits on one process or many.
 
 In: `Run.load(...)`. Out: `train`, `fit`, `evaluate`, `predict`, `verify`, `replay`, `load` (docs/how-to/python.md).
-This imports neither torch nor anything else: each name is fetched when it is first used.
+Importing this package imports neither torch nor anything else heavy: each name is loaded on first use.
 """
 
 import importlib

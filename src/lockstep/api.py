@@ -1,8 +1,8 @@
-"""The Python interface: `lockstep.train(run)` and its kin, also from a notebook or a script without a `__main__` guard.
+"""The Python interface: `train`, `fit`, `evaluate`, `predict`, `verify`, `replay`, `load`.
 
-In: a `Run`, or an output folder. Out: small frozen values. Errors are exceptions, and nothing here ends this process.
-Every job runs in processes of its own, so that nothing of it (threads, signal handlers, process groups, memory) is left
-in the caller's. Imports no torch.
+In: a `Run`, or an output folder. Out: small frozen values. Errors are exceptions; no function ends this process. Each
+job runs in separate processes, so it leaves no threads, signal handlers, process groups or memory in the caller. The
+functions also work in notebooks and in scripts without a `__main__` guard. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from lockstep_trace import streams
 
 
 class JobFailed(Exception):
-    """A job that was started failed: what it said on standard error."""
+    """A job failed; the message is its standard error output."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a run."""
+    """Status, output folder, metrics and export of a run."""
 
-    status: Literal["done", "stopped", "submitted"]  # stopped: the same call continues; submitted: a scheduler has it
+    status: Literal["done", "stopped", "submitted"]  # stopped: repeat the call to resume; submitted: queued
     folder: Path  # OUTPUT
     metrics: Mapping[str, Mapping[str, float]] = field(repr=False)
     """Split -> name -> value, with the step they are of: of the exported model once there is one, else the last."""
-    export: Path | None  # what `from_pretrained` loads; None until the run is done
+    export: Path | None  # folder for `from_pretrained`; None until the run is done
 
     def history(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`, each with its `step` and `split`: `pandas.DataFrame(result.history())`."""
+        """Return the lines of `metrics.jsonl`, each with `step` and `split`, ready for `pandas.DataFrame`."""
         return list(history.lines_of(self.folder / "metrics.jsonl", ("step", "split")))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run's strategy trains as one process does."""
+    """Result of `verify`: whether the run's strategy trains exactly like one process."""
 
     agrees: bool
-    promise: Literal["bits", "rounding"]  # what was to be expected
-    differences: tuple[str, ...]  # what differs by more than that, by name; then a guess why
+    promise: Literal["bits", "rounding"]  # the equality that the strategy guarantees
+    differences: tuple[str, ...]  # differences beyond `promise`, by name; then a likely cause
 
 
 def train(
@@ -60,14 +60,17 @@ def train(
     show: Callable[[str], object] | None = print,
     on_event: Callable[[Event], object] | None = None,
 ) -> Result:
-    """Train to the end, or on from the newest checkpoint; a finished run is not trained again, and one whose `epochs`
-    or `steps` were raised goes on from its export in a folder of its own, which the result names.
+    """Train a run to its end, resuming from the newest checkpoint if there is one.
 
-    `show` is given each line of what `lockstep train` says; None: nothing. `on_event` is given an `Event` for each
-    step that is logged, evaluation, checkpoint and so on, within about a tenth of a second; in a notebook there is also
-    a progress bar, unless `show` is None. Errors: `RunError` for bad input, `JobFailed` when training fails. What these
-    functions raise ends the job at once, but a `KeyboardInterrupt` asks it to stop. On Ctrl-C (a notebook's stop
-    button) the job writes a checkpoint, and then `KeyboardInterrupt` goes on.
+    A finished run is not trained again. If its `epochs` or `steps` were raised, training continues from its export in a
+    new folder, `Result.folder`.
+
+    `show`: called with each line that `lockstep train` prints; None prints nothing. `on_event`: called with an `Event`
+    for each logged step, evaluation, checkpoint and so on, within about 0.1 s. A notebook also shows a progress bar,
+    unless `show` is None. An exception in either callback kills the job. On Ctrl-C (a notebook's stop button) the job
+    writes a checkpoint before `KeyboardInterrupt` propagates.
+
+    Errors: `RunError` for bad input, `JobFailed` if training fails.
     """
     _begins()
     _importable(run)
@@ -114,13 +117,21 @@ def fit(
     show: Callable[[str], object] | None = print,
     on_event: Callable[[Event], object] | None = None,
 ) -> Result:
-    """Train a model of your own (docs/how-to/own-module.md): `task: {name: module}` without a run file.
+    """Train your own `torch.nn.Module` without a run file (docs/how-to/own-module.md).
 
-    `model`: function or class that makes a `torch.nn.Module`; `data`: function that gives data sets by split, or these
-    themselves; `loss`: of (outputs, batch). Each is a name at the top of the script or of a module: every process
-    imports it. `micro_batches`: default 8, or the batch size where that is less. `name`: of the run; default: the
-    module in which the model is made. `output`: the folder of the run; default: outputs/NAME. `overrides`: further keys
-    of the run file. `show` and `on_event`: as for `train`. Errors: `RunError`, `JobFailed`.
+    Equals a run with `task: {name: module}`. Define each callable at the top level of a script or module: every process
+    imports it.
+
+    `model`: function or class that returns a `torch.nn.Module`.
+    `data`: mapping of split -> data set, or a function that returns one.
+    `loss`: function of (outputs, batch).
+    `micro_batches`: default 8, at most `batch_size`.
+    `name`: name of the run; default: the module that defines the model.
+    `output`: output folder; default: outputs/NAME.
+    `overrides`: further keys of the run file.
+    `show`, `on_event`: see `train`.
+
+    Errors: `RunError`, `JobFailed`.
     """
     _begins()
     own = {"model": model, "data": data, "loss": loss, "metrics": metrics, "collate": collate}
@@ -142,8 +153,10 @@ def fit(
 
 
 def load(output: Result | Path | str) -> Any:
-    """The trained `torch.nn.Module` of a run of the task `module`, in evaluation mode, from an output folder or its
-    export. The code that made it is imported and run here. Errors: `RunError`."""
+    """Load the trained `torch.nn.Module` of a run of the task `module`, in evaluation mode.
+
+    `output`: an output folder or its export. Imports and runs the code that defines the model in this process. Errors:
+    `RunError`."""
     from lockstep.checkpoint import exported
     from lockstep.tasks.modules import wrapped_module
 
@@ -155,8 +168,9 @@ def load(output: Result | Path | str) -> Any:
 def evaluate(
     output: Result | Path | str, split: str | None = None, overrides: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, float]]:
-    """Metrics of the exported model of an output folder, by split (default: validation, and test where there is one).
+    """Evaluate the exported model of an output folder and return split -> metric -> value.
 
+    `split`: default: validation, and test if there is one.
     `overrides`: keys of the run file, such as `{"task.beams": 4}`. Errors: `RunError`, `JobFailed`.
     """
     _begins()
@@ -172,11 +186,13 @@ def predict(
     texts: str | Sequence[str | Sequence[str] | Mapping[str, str]],
     overrides: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """What the exported model of an output folder, or one of a checkpoint, makes of texts: for each a mapping of what
-    was asked, by column, and of the answer. A classification has its `label`, `score` and the `scores` of all labels; a
-    translation has `translation`, a language model `written`, tagged words `words`.
+    """Predict with an exported model and return one mapping per text: its input columns and the prediction.
 
-    `texts`: texts, pairs of texts, or mappings of texts by column. Errors: `RunError`, `JobFailed`.
+    A classification has `label`, `score` and the `scores` of all labels; a translation has `translation`, a language
+    model `written`, token classification `words`.
+
+    `output`: an output folder, or an exported checkpoint. `texts`: one text, or a list of texts, text pairs or
+    mappings of column -> text. Errors: `RunError`, `JobFailed`.
     """
     _begins()
     listed = [texts] if isinstance(texts, str) else list(texts)
@@ -189,7 +205,7 @@ def predict(
 
 
 def verify(run: Run, steps: int = 5, show: Callable[[str], object] | None = print) -> Verdict:
-    """A few steps under the run's strategy beside the same steps as one process, compared. OUTPUT is not touched.
+    """Compare a few steps under the run's strategy with the same steps on one process. Does not write to OUTPUT.
 
     Errors: `RunError`, `JobFailed`.
     """
@@ -213,16 +229,18 @@ def replay(
     strategy: str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A step of a run computed again, from the nearest checkpoint before it: a value with `model` (as it was before the
-    step), `batch`, `gradients`, `losses` by row, and `same`: whether every fingerprint on the way is the one that was
-    written down. The model is built, and its code runs, here. Errors: `RunError`."""
+    """Recompute a step of a run, starting from the nearest checkpoint before it.
+
+    Returns an object with `model` (before the step), `batch`, `gradients`, `losses` by row, and `same`: whether all
+    recomputed fingerprints equal the recorded ones. Builds the model and runs its code in this process. Errors:
+    `RunError`."""
     from lockstep.tools.diff import open_replay
 
     _begins()
     return open_replay(_folder(output), step, overrides or {}, processes, strategy)
 
 
-# -- this side -------------------------------------------------------------------------------------------------------
+# -- in the caller's process ------------------------------------------------------------------------------------------
 
 
 def _folder(output: Result | Path | str) -> Path:
@@ -230,13 +248,13 @@ def _folder(output: Result | Path | str) -> Path:
 
 
 def _begins() -> None:
-    """Errors: `Reached` where a job imports the script that this call stands in."""
+    """Record the start of a job. Errors: `Reached` if a job is importing the script that contains this call."""
     plugins.starts_a_job()
     import_path.begins()
 
 
 def _importable(run: Run) -> None:
-    """Errors: `RunError` for a class that only this session knows: other processes have to import it."""
+    """Reject plug-in classes defined in `__main__`, which other processes cannot import. Errors: `RunError`."""
     names = {"task.name": run.task.name, "strategy.name": run.strategy.name, "launch.name": run.launch.name}
     for key, name in [*names.items(), *(("track.to", name) for name in run.track.to)]:
         if name.startswith("__main__."):
@@ -249,7 +267,7 @@ def _importable(run: Run) -> None:
 
 @contextmanager
 def _written(run: Run) -> Iterator[Path]:
-    """The run as a file; not in OUTPUT, which may hold another run."""
+    """Write the run to a temporary file, outside OUTPUT, which may hold another run."""
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         path = Path(folder) / "run.yaml"
         path.write_text(run.dump(), encoding="utf-8")
@@ -263,8 +281,10 @@ def _job(
     fine: tuple[int, ...] = (0, STOPPED),
     follow: Callable[[], object] | None = None,
 ) -> int:
-    """Run to its end in a process of its own. Returns its status if that is `fine`. `follow` is called meanwhile, and
-    once after the end. Errors: `RunError` for status 2, `JobFailed` for any other."""
+    """Run a function in a child process until it ends, and return its exit status if that is in `fine`.
+
+    `follow`: called about every 0.1 s, and once after the end. Errors: `RunError` for status 2, `JobFailed` for any
+    other status outside `fine`."""
     show = streams.say if show is print else show  # a terminal that cannot show a character must not end the job
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         child = Child(function, words, Path(folder), "job")
@@ -312,7 +332,7 @@ def _result(folder: Path, status: int) -> Result:
     return Result(state, folder, metrics, export if done else None)
 
 
-# -- the other side: in the child ------------------------------------------------------------------------------------
+# -- in the child process --------------------------------------------------------------------------------------------
 
 
 def _evaluate(words: list[str]) -> int:

@@ -1,5 +1,5 @@
-"""The `lockstep` command: finds the command's file and hands over. Imports no torch at the top, so that
-`lockstep --help` answers at once.
+"""The `lockstep` command: parses arguments and runs the module of the subcommand. Imports no torch at the top, so that
+`lockstep --help` is fast.
 
 In: arguments. Out: an exit status: 0 done, 1 failed, 2 bad usage or run file, 75 stopped on request and resumable.
 """
@@ -24,19 +24,19 @@ from lockstep_trace import streams
 from lockstep_trace.coded import VERBOSE
 from lockstep_trace.errors import TraceError
 
-# Commands that mostly import: to look for garbage among new modules takes a tenth of their time.
+# Commands that mostly import: garbage collection among new modules would take a tenth of their time.
 QUICK = ("init", "list", "plan", "schema", "status")
-# Commands that may compute for long without a word: on a terminal a line says what they are at.
-# Commands whose result is what they write to files, however little of what they print is read.
+# Commands that write their results to files: incomplete standard output is no failure.
 KEEP = ("attest", "branch", "init", "push", "sweep", "train")
+# Commands that may compute for long without output: on a terminal a line shows the current activity.
 COMPUTES = ("plan", "predict", "verify", "evaluate", "diff", "replay", "audit")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The `lockstep` command."""
+    """Run the `lockstep` command and return its exit status."""
     streams.make_safe()
     if arguments is None:
-        atexit.register(gc.freeze)  # the end of a process is no time to look for garbage among thousands of modules
+        atexit.register(gc.freeze)  # skip a slow collection over thousands of modules at exit
     words = sys.argv[1:] if arguments is None else list(arguments)
     status = _answer_words(words)
     if status == 0 and words[0] not in KEEP and (lost := streams.unwritten()) is not None:
@@ -78,12 +78,12 @@ def _completion(words: list[str]) -> int:
 
 
 def _command(name: str, words: list[str]) -> int:
-    """Run one command. The modules that it takes are imported here, and not by `lockstep --help`."""
+    """Run one command. Its modules are imported here, so that `lockstep --help` does not import them."""
     from lockstep.tools.commands import run_file
     from lockstep.track.console import error, strike_tracebacks
 
     strike_tracebacks()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings about sockets come with stacks of C++
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its socket warnings print C++ stack traces
     if name in QUICK:
         gc.set_threshold(1_000_000, 100, 100)
     known = argparse.Namespace()
@@ -100,9 +100,9 @@ def _command(name: str, words: list[str]) -> int:
         if getattr(known, "verbose", False):
             os.environ[VERBOSE] = "1"
         if hasattr(known, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
-            known.overrides, rest = [*known.overrides, *rest], []  # argparse takes none behind another option
+            known.overrides, rest = [*known.overrides, *rest], []  # argparse accepts none after another option
         if hasattr(known, "words") and not any(word.startswith("-") for word in rest):
-            known.words, rest = [*known.words, *rest], []  # nor these
+            known.words, rest = [*known.words, *rest], []  # same for these
         if rest:
             raise RunError("LS0010", f"unknown argument {rest[0]!r}; see lockstep {name} --help")
         return _answer(name, modules, known)
@@ -123,7 +123,7 @@ def _command(name: str, words: list[str]) -> int:
 
 
 def _unusable_path(caught: OSError | UnicodeEncodeError) -> str | None:
-    """The message for a path that this system or locale has no name for, and for too few open files; else None."""
+    """Return the message for a path that the system or locale cannot express or for too few open files, else None."""
     if isinstance(caught, UnicodeEncodeError):
         if caught.encoding != sys.getfilesystemencoding() or caught.encoding == "utf-8":
             return None
@@ -144,8 +144,8 @@ def _unusable_path(caught: OSError | UnicodeEncodeError) -> str | None:
 
 
 def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace) -> int:
-    """Run the command's functions until one answers. Returns the exit status. With `--json`, an object is printed in
-    place of what the command says, but by commands that print their own."""
+    """Call the command's functions until one returns an exit status, and return that status. With `--json`, print an
+    object in place of the command's output, unless the command prints its own."""
     from lockstep.distributed.activity import ACTIVITY
     from lockstep.tools.commands import json_output
     from lockstep.track.busy import Waiting
@@ -160,14 +160,14 @@ def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace)
 
 
 def refuse_missing(name: str, command: argparse.ArgumentParser, option: str) -> None:
-    """Refuse an option of a distribution of this repository that is not installed. Errors: `RunError`."""
+    """Reject an option whose distribution (of this repository) is not installed. Errors: `RunError`."""
     known = any(option in action.option_strings for action in command._actions)
     if not known and (what := entry_points.missing(f"lockstep {name}", option)) is not None:
         raise RunError("LS0014", f"lockstep {name} {option} needs {what}")
 
 
 def takes_run_file(command: argparse.ArgumentParser) -> bool:
-    """Whether a command has `RUN.yaml [key=value ...]`, so that `--key value` names a key of the run file."""
+    """Return whether a command takes `RUN.yaml [key=value ...]`, so that `--key value` sets a key of the run file."""
     return any(action.metavar == "RUN.yaml" for action in command._actions)
 
 

@@ -1,7 +1,7 @@
-"""The parts of the section `data`: how files are written, addresses, filters, mixtures of sources, streams.
+"""Types of the section `data`: file layouts, remote addresses, row filters, mixtures of sources, streams.
 
 In: values of keys, such as `[{source: web.jsonl, weight: 3}, {source: books/, weight: 1}]` or `{text: {min_words:
-3}}`. Out: the typed and named values, or a `ValueError` that names the source, the key and what it may be.
+3}}`. Out: validated values, or a `ValueError` that names the source, the key and the values allowed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _character(value: Any) -> Any:
 
 
 def _one(value: str) -> str:
-    """Errors: `ValueError`."""
+    """Check that a separator is one character. Errors: `ValueError`."""
     if len(value) != 1 or value in "\r\n\"'" or value.isalnum():
         raise InvalidValue(
             "LS1010",
@@ -71,7 +71,7 @@ Quote = Literal["double", "single", "none"]
 Types = dict[str, Literal["text", "integer", "number"]]
 
 
-# Split -> the names that it has in folders, in columns and on the Hub.
+# Split -> its usual names in folders, columns and on the Hub.
 USUAL = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -82,38 +82,38 @@ USUAL = {
 STORES = ("s3", "gs", "az")  # object stores: read, listed, written
 READ_ONLY = ("https", "http", "hf")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-# What others call them.
+# Aliases of other libraries -> our scheme.
 _ALSO = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az", "wasb": "az", "wasbs": "az"}
 
 
 @dataclass(frozen=True)
 class Address:
-    """`scheme://place/path`. `place`: a bucket, a container, a host, or of hf datasets/USER/REPO[@REVISION]."""
+    """`scheme://place/path`. `place`: a bucket, container or host, or for hf: datasets/USER/REPO[@REVISION]."""
 
     scheme: str
     place: str
-    path: str  # without slashes at its ends
+    path: str  # without leading and trailing slashes
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.place}" + (f"/{self.path}" if self.path else "")
 
     @property
     def root(self) -> str:
-        """The part of the address that all objects of one bucket or server share."""
+        """`scheme://place`: the bucket or server."""
         return f"{self.scheme}://{self.place}"
 
     def below(self, path: str) -> Address:
-        """What lies under it by that name."""
+        """Return the address of `path` under this one."""
         return Address(self.scheme, self.place, "/".join(filter(None, (self.path, path))))
 
 
 def is_address(text: object) -> bool:
-    """Whether a value of a run file has a scheme, known or not; a path on this machine has none."""
+    """Return whether a value has a scheme (known or not), as local paths do not."""
     return isinstance(text, str) and _SCHEME.match(text) is not None
 
 
 def address_of(text: str) -> Address:
-    """The parts of one that `is_address`. Errors: `ValueError`."""
+    """Parse a text for which `is_address` is true. Errors: `ValueError`."""
     match = _SCHEME.match(text)
     assert match is not None
     scheme, rest = match[1].lower(), text[match.end() :]
@@ -137,7 +137,7 @@ def address_of(text: str) -> Address:
 
 
 def _of_mirror(text: str) -> str:
-    """Errors: `ValueError`."""
+    """Check that a text is the address of a folder in a writable object store. Errors: `ValueError`."""
     if not is_address(text):
         raise InvalidValue(
             "LS1015", f"{text!r} is not an address; expected an address such as s3://bucket/runs/emotion"
@@ -160,7 +160,7 @@ Mirror = Annotated[str, AfterValidator(_of_mirror)]
 
 
 def _path(text: str) -> str:
-    """Errors: `ValueError` for what cannot be a path, nor the name of something on the Hub."""
+    """Check that a text can be a path or a name on the Hub. Errors: `ValueError`."""
     try:
         content = text.encode()
     except UnicodeError:
@@ -185,7 +185,7 @@ _MAY_BE = "a value, a list of values, or a mapping with some of"
 
 
 class Keys(BaseModel):
-    """Keys that have defaults."""
+    """Base of models whose keys have defaults."""
 
     @property
     def changed_keys(self) -> list[str]:
@@ -195,7 +195,7 @@ class Keys(BaseModel):
 
 
 class Condition(BaseModel):
-    """What a value has to be, for its row to be used: all that is given."""
+    """Row filter on one column: a row is used if its value meets all conditions that are set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     min: int | float | None = Field(None, description="the least that a number may be")
@@ -214,17 +214,17 @@ class Condition(BaseModel):
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether a tokenizer is needed to tell if it holds."""
+        """Whether a condition needs a tokenizer."""
         return self.min_tokens is not None or self.max_tokens is not None
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Its keys that say something."""
+        """The conditions that are set, key -> value."""
         return self.model_dump()
 
 
 def _explained(values: Any) -> Any:
-    """Errors: `ValueError`, in words that pydantic has not for a choice of types."""
+    """Check the value of `data.filter`, with clearer messages than pydantic has for unions. Errors: `ValueError`."""
     if not isinstance(values, Mapping):
         raise InvalidValue(
             "LS1021", f"invalid value {values!r}; expected a mapping of columns to conditions, such as {{language: en}}"
@@ -242,7 +242,7 @@ def _explained(values: Any) -> Any:
 
 
 def _check(column: Any, value: Mapping[str, Any], allowed: str) -> None:
-    """Errors: `ValueError`."""
+    """Check the conditions on one column. Errors: `ValueError`."""
     try:
         conditions = Condition.model_validate(value).conditions
     except ValidationError as error:
@@ -269,13 +269,13 @@ Filter = Annotated[
 
 
 Weight = float | list[tuple[int, float]]
-# Keys that each source has for itself; of `data` they are given where there is one source only.
+# Keys that each source of a mixture sets; with a single source, `data` itself has them.
 _READING = ("layout", "columns", "separator", "quote", "encoding", "types", "filter", "split_column")
 OWN = ("source", "config", "revision", "train", "validation", "test", *_READING)
 
 
 class OneSource(Keys):
-    """A source of a mixture. Its keys, besides `name`, `weight` and `rename`, are those of `data`."""
+    """One source of a mixture. Its keys are those of `data`, plus `name`, `weight` and `rename`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(pattern=r"^\w+$", description="what metrics call it; default: that of its file, folder or Hub id")
@@ -304,19 +304,19 @@ class OneSource(Keys):
 
     @property
     def own(self) -> dict[str, Any]:
-        """The keys of `data` that it gives."""
+        """The source's values of the keys that it shares with `data`."""
         return {key: getattr(self, key) for key in OWN}
 
     @property
     def schedule(self) -> list[tuple[int, float]]:
-        """(step, weight), each from that step on; nothing where the number of examples decides."""
+        """[(step, weight), ...], each valid from its step on; empty if the number of examples is the weight."""
         if self.weight is None:
             return []
         return list(self.weight) if isinstance(self.weight, list) else [(0, self.weight)]
 
 
 def _explained_mixture(values: Any) -> Any:
-    """Errors: `ValueError`, which names the source."""
+    """Validate `data.sources`. Errors: `ValueError`, which names the source."""
     if not isinstance(values, list) or not values:
         raise InvalidValue(
             "LS1027",
@@ -344,7 +344,7 @@ def _explained_mixture(values: Any) -> Any:
 
 
 def _named(value: Any, place: int) -> Any:
-    """Give a source that has no name one that is made of its path."""
+    """Return a source as a mapping with a name, by default derived from its path."""
     if isinstance(value, OneSource):
         return value
     value = {"source": value} if isinstance(value, str) else value
@@ -359,7 +359,7 @@ def _named(value: Any, place: int) -> Any:
 
 
 def _entry(value: Mapping[str, Any]) -> OneSource:
-    """Errors: `ValueError`."""
+    """Validate one source. Errors: `ValueError`."""
     name = value["name"]
     try:
         entry = OneSource.model_validate(value)
@@ -385,7 +385,7 @@ def _entry(value: Mapping[str, Any]) -> OneSource:
 
 
 def _check_weight(entry: OneSource) -> None:
-    """Errors: `ValueError`."""
+    """Check the weight schedule of a source. Errors: `ValueError`."""
     for step, weight in entry.schedule:
         if not 0 < weight < float("inf"):
             raise InvalidValue(
@@ -410,7 +410,7 @@ Mixture = Annotated[list[OneSource], BeforeValidator(_explained_mixture)]
 WINDOW = 8192
 CACHE_GB = 20.0
 _ALL_ROWS = "needs all rows of train at once"
-# Keys of `data` that a stream cannot have -> why; those at their defaults are not looked at.
+# Keys of `data` that a stream does not support -> why. Keys at their defaults are ignored.
 _REFUSED = {
     "layout": "a stream reads rows in .jsonl, .txt, .tar and .parquet files",
     "columns": "a stream reads no .csv or .tsv files, whose rows may reach over lines; write .jsonl or .parquet",
@@ -427,7 +427,7 @@ _REFUSED = {
 
 
 class Streaming(Keys):
-    """The keys of `data` about streaming."""
+    """Keys of `data` about streaming."""
 
     stream: bool = Field(
         False,
@@ -464,7 +464,7 @@ class Streaming(Keys):
 
 
 def _check_filter(section: Any, where: str) -> None:
-    """Errors: `ValueError`."""
+    """Reject filters by tokens, which a stream cannot apply. Errors: `ValueError`."""
     for column, condition in getattr(section, "filter", {}).items():
         if isinstance(condition, Condition) and condition.counts_tokens:
             raise InvalidValue(

@@ -1,7 +1,7 @@
-"""Plug-ins of installed distributions, found by the entry points that these declare.
+"""Plug-ins of installed distributions, discovered by their entry points.
 
 In: a kind of plug-in, which has a group of entry points (`lockstep.tasks`, ..., `lockstep.commands`), and a name. Out:
-entry points, and what is behind one. Listing reads metadata and the text of files; it imports nothing.
+entry points, and the objects they name. Listing reads metadata and source text only; it imports nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ GROUPS = {
     "track": "lockstep.trackers",
     "commands": "lockstep.commands",
 }
-# What the distributions of this repository bring, so that a message can say what installs it: kind -> name -> extra.
-# The distribution is called lockstep-EXTRA. Of options the kind is the command: `lockstep plan`.
+# Plug-ins and options of this repository's distributions: kind -> name -> extra, so that a message can name what to
+# install. The distribution is lockstep-EXTRA. For an option, the kind is the command: `lockstep plan`.
 EXTRAS: dict[str, dict[str, str]] = {
     "launchers": dict.fromkeys(("kubernetes", "ray", "sagemaker"), "clouds"),
     "lockstep plan": dict.fromkeys(("--simulate", "--suggest", "--processes", "--device", "--price", "--out"), "plan"),
@@ -36,12 +36,12 @@ EXTRAS: dict[str, dict[str, str]] = {
 
 
 class PluginError(InvalidValue):
-    """A name that no plug-in has, or a module that does not hold exactly one."""
+    """An unknown plug-in name, or a module that does not define exactly one plug-in."""
 
 
 def named(kind: str) -> dict[str, list[EntryPoint]]:
-    """The entry points of a kind by name, in alphabetical order. More than one of a name: several distributions have
-    it."""
+    """Return the entry points of a kind: name -> entries, in alphabetical order. A name has several entries if several
+    distributions register it."""
     entries: dict[str, list[EntryPoint]] = {}
     for entry in _by_group(tuple(sys.path))[GROUPS[kind]]:
         entries.setdefault(entry.name, []).append(entry)
@@ -50,7 +50,7 @@ def named(kind: str) -> dict[str, list[EntryPoint]]:
 
 @lru_cache(maxsize=64)
 def _by_group(path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
-    """`path`: where Python looks for distributions now; of those of one name the first counts."""
+    """Return group -> entry points. `path`: `sys.path`; of distributions with one name the first counts."""
     owners = dict.fromkeys(name for place in path for name in _owners(os.path.abspath(place)))
     every = [entry for name in owners for entry in importlib.metadata.distribution(name).entry_points]
     return {group: tuple(entry for entry in every if entry.group == group) for group in GROUPS.values()}
@@ -58,16 +58,16 @@ def _by_group(path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
 
 @lru_cache(maxsize=512)
 def _owners(place: str) -> tuple[str, ...]:
-    """The distributions of one place that declare plug-ins of lockstep's. Milliseconds for two hundred of them, so a
-    forked process, whose path has another folder in front, knows those of the other places."""
+    """Return the distributions in one folder that declare lockstep plug-ins. Reading 200 distributions takes
+    milliseconds, so the result is cached per folder: a forked process has another folder in front of its path."""
     installed = importlib.metadata.distributions(path=[place])
     declaring = [each for each in installed if "[lockstep." in (each.read_text("entry_points.txt") or "")]
-    return tuple(each.name for each in declaring if each.name)  # the name is read from a page of text
+    return tuple(each.name for each in declaring if each.name)  # `name` parses the metadata
 
 
 def one(kind: str, name: str, called: str) -> EntryPoint | None:
-    """The entry point of this name; None: there is none. `called`: what a plug-in of this kind is called in a message.
-    Errors: `PluginError` where several distributions have one."""
+    """Return the entry point with this name, or None. `called`: the kind's name in messages. Errors: `PluginError` if
+    several distributions register it."""
     entries = named(kind).get(name, [])
     if len(entries) > 1:
         owners = " and ".join(map(origin, entries))
@@ -76,22 +76,22 @@ def one(kind: str, name: str, called: str) -> EntryPoint | None:
 
 
 def load(entry: EntryPoint, called: str) -> Any:
-    """What an entry point names; its module is imported. Errors: `PluginError`, which names the distribution."""
+    """Import the object of an entry point. Errors: `PluginError`, which names the distribution."""
     try:
         return entry.load()
-    except Exception as error:  # whatever the code of others raises while it is imported
+    except Exception as error:  # third-party code may raise anything during import
         remedy = f"; install {entry.dist.name} again, or remove it" if entry.dist is not None else ""
         text = f"{called} {entry.name!r} of {origin(entry)} cannot be loaded: {error}{remedy}"
         raise PluginError("LS1141", text) from error
 
 
 def origin(entry: EntryPoint) -> str:
-    """The distribution of an entry point and its version: `lockstep-clouds 0.1.0`."""
+    """Return the distribution of an entry point and its version: `lockstep-clouds 0.1.0`."""
     return "an unknown distribution" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
 
 
 def summary(entry: EntryPoint) -> str:
-    """The first line of the docstring of an entry point's module; empty where there is none."""
+    """Return the first line of the docstring of an entry point's module, or an empty text."""
     file = file_of(entry.module)
     if file is None:
         return ""
@@ -103,13 +103,13 @@ def summary(entry: EntryPoint) -> str:
 
 
 def file_of(module: str) -> Path | None:
-    """The source file of a module; None: there is none."""
+    """Return the source file of a module, or None."""
     spec = spec_of(module)
     return None if spec is None or spec.origin is None or not spec.has_location else Path(spec.origin)
 
 
 def spec_of(module: str) -> ModuleSpec | None:
-    """Where a module is, by Python's own finders. `importlib.util.find_spec` would import the packages it is in."""
+    """Find a module's spec without importing its parent packages, as `importlib.util.find_spec` would."""
     package, _, _ = module.rpartition(".")
     path = None
     if package:
@@ -121,7 +121,7 @@ def spec_of(module: str) -> ModuleSpec | None:
         for finder in sys.meta_path:
             if (spec := finder.find_spec(module, path)) is not None:
                 return spec
-    except KeyError:  # a folder without __init__.py in another one: Python wants the outer one to be imported
+    except KeyError:  # a nested namespace package: Python requires the outer package to be imported
         spec = ModuleSpec(module, None, is_package=True)
         spec.submodule_search_locations = [str(Path(p) / module.rpartition(".")[2]) for p in path or ()]
         return spec
@@ -129,6 +129,6 @@ def spec_of(module: str) -> ModuleSpec | None:
 
 
 def missing(kind: str, name: str) -> str | None:
-    """What installs a plug-in or option that nothing here has, if a distribution of this repository has it."""
+    """Return what to install for an unknown plug-in or option, or None if no distribution of this repository has it."""
     extra = EXTRAS.get(kind, {}).get(name)
     return None if extra is None else f'lockstep-{extra}: pip install "lockstep-train[{extra}]"'

@@ -1,6 +1,6 @@
-"""What is said of a run file that cannot be used: key, value, what is allowed, file and line.
+"""Error messages about run files: key, value, allowed values, file and line. Also reads and writes YAML.
 
-In: pydantic's errors, or raw values. Out: text for a person.
+In: pydantic's errors, or raw values. Out: text for the user.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from lockstep.config.errors import CodedError, RunError, appended, coded, uncode
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, under dotted keys."""
+    """Flatten nested mappings into one mapping of dotted key -> value."""
     if not isinstance(values, dict) or not values:
         return {prefix: values}
     return {k: v for key, value in values.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()}
 
 
 def secret(values: Any) -> str | None:
-    """The key of a value that looks like a secret, or None: a run file that holds one is refused, so that none ends up
-    in OUTPUT or a tracker. `launch.secrets` holds names of secrets, which are none."""
+    """Return the key of a value that looks like a secret, or None.
+
+    A run file with a secret is rejected, so that no secret reaches OUTPUT or a tracker. `launch.secrets` holds names of
+    secrets, not secrets."""
     of_environment = redaction.secrets_in_environment()
     for key, value in flat(values).items():
         leaves = list(_leaves(key.rpartition(".")[2], value))
@@ -42,8 +44,9 @@ def secret(values: Any) -> str | None:
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Every value of nested lists and mappings, with the key that it, or the list around it, has: also of what YAML and
-    Python have besides (sets, bytes, paths). What follows `--name` in a list is the value of that name."""
+    """Yield (key, value) for every scalar in nested containers; items of a list have the list's key.
+
+    Handles sets, bytes and paths, too. The item after `--name` in a list also has the key `--name`."""
     if isinstance(value, Mapping):
         for inner, inner_value in value.items():
             yield from _leaves(str(inner), inner_value)
@@ -61,14 +64,16 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class Overrides(dict[str, Any]):
-    """Overrides, dotted key -> value, and what messages call the place where they were given."""
+    """Overrides, dotted key -> value, and their origin (`place`) for messages."""
 
     place = "on the command line"
 
 
 def where(key: str, origin: str, lines: dict[str, int], overridden: dict[str, Any]) -> str:
-    """File and line of a dotted key, or the place of the overrides. Of what keys are together (a section, or "": the
-    whole) overrides are blamed; `fair` tells those that are not to be."""
+    """Return file and line of a dotted key, or the origin of the overrides.
+
+    An error of a section (or of the whole run, key "") that contains an overridden key is attributed to the override;
+    `fair` corrects this if the file alone causes the error."""
     if any(o == key or o.startswith(f"{key}.") or key.startswith(f"{o}.") or not key for o in overridden):
         return getattr(overridden, "place", Overrides.place)
     while key and key not in lines:
@@ -77,7 +82,7 @@ def where(key: str, origin: str, lines: dict[str, int], overridden: dict[str, An
 
 
 def fair(errors: str, alone: str) -> str:
-    """The `errors` of a file with its overrides, in which each line that the file `alone` causes as well names the
+    """Return `errors`, with each line that also occurs without overrides (`alone`) replaced by the one that names the
     file."""
     of_file = {_without_place(line): line for line in alone.splitlines()}
     return "\n".join(of_file.get(_without_place(line), line) for line in errors.splitlines())
@@ -96,14 +101,14 @@ def explain(
     prefix: str = "",
     options: Sequence[type[BaseModel]] = (),
 ) -> RunError:
-    """The error of all that is wrong, a line each: key, value, what is allowed, file and line.
+    """Convert a pydantic error into a `RunError` with one line per key: value, allowed values, file and line.
 
-    `prefix`: the section whose keys were validated by themselves, and `options` what may stand in it.
+    `prefix`: section that was validated separately. `options`: the models of its keys.
     """
     known = {f"{prefix}.{name}": field for o in options for name, field in o.model_fields.items()} or _described(model)
     rows: dict[str, list[str]] = {}
     for item in error.errors():
-        # Pydantic adds places in a list and the tried members of a union (`int`, `list[str]`): those are not keys.
+        # Pydantic adds list indices and union members (`int`, `list[str]`) to locations: those are not keys.
         location = [*([prefix] if prefix else []), *(str(part) for part in item["loc"])]
         if item["type"] != "extra_forbidden":
             depth = next((n for n in range(len(location), 0, -1) if ".".join(location[:n]) in known), len(location))
@@ -154,7 +159,7 @@ _KINDS = {
 
 
 def _expectation(item: dict[str, Any], field: FieldInfo | None) -> str:
-    """What would do, of one of pydantic's errors, in the words of run files."""
+    """Describe the value that pydantic expected, in the vocabulary of run files."""
     kind, context = str(item["type"]), item.get("ctx") or {}
     if kind == "literal_error":
         return f"expected {context['expected']}"
@@ -180,7 +185,7 @@ def _plain(field: FieldInfo) -> str:
 
 
 def _described(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
-    """Dotted key -> its field, sections' inner ones among them."""
+    """Return dotted key -> field, including the keys inside sections."""
     fields: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         fields[f"{prefix}{name}"] = field
@@ -193,8 +198,8 @@ _SECTIONS = {"tasks": "task", "launchers": "launch", "optimizers": "optim"}
 
 
 def keys_of(model: type[BaseModel]) -> dict[str, str]:
-    """Every dotted key of a run file, those of plug-ins among them -> when it is one: "" for always. Imports tasks,
-    launchers and optimizers, which need no torch for it."""
+    """Return every dotted key of a run file, plug-ins' keys included -> the plug-ins that have it ("": always valid).
+    Imports tasks, launchers and optimizers, but no torch."""
     keys = dict.fromkeys(_described(model), "")
     for kind, section in _SECTIONS.items():
         for name, plugin in plugins.loadable(kind):
@@ -215,7 +220,7 @@ def _siblings(model: type[BaseModel], parent: str) -> list[str]:
 
 
 def kind(value: Any) -> str:
-    """What a value of a YAML file is, in words."""
+    """Name the type of a YAML value for messages."""
     names = {
         dict: "a mapping",
         list: "a list",
@@ -228,13 +233,14 @@ def kind(value: Any) -> str:
 
 
 class Yaml(yaml.SafeLoader):
-    """YAML without the numbers to base 60 of its version 1.1, which read `1:4` as 64; a key that is there twice is an
-    error, and so is what nests or repeats itself (by aliases) without end."""
+    """Safe YAML loader without base-60 integers (YAML 1.1 reads `1:4` as 64).
+
+    Duplicate keys, recursive aliases, more than `MOST_LEVELS` levels and more than `MOST_VALUES` values are errors."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
         self._depth = 0
-        self._sizes: dict[int, tuple[int, int]] = {}  # of each node, aliases followed: values in it, levels below it
+        self._sizes: dict[int, tuple[int, int]] = {}  # node id -> (values, levels), aliases followed
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
@@ -277,7 +283,7 @@ def _inner(node: yaml.Node | None) -> list[yaml.Node]:
 
 
 def _check_keys(node: yaml.Node | None) -> None:
-    """Errors: `yaml.YAMLError` when a mapping has a key twice: one of the values would be lost."""
+    """Reject duplicate keys of a mapping, one of whose values would be lost. Errors: `yaml.YAMLError`."""
     first_nodes: dict[tuple[str, str], yaml.Node] = {}
     for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
         first = first_nodes.setdefault((key.tag, str(key.value)), key)
@@ -291,7 +297,7 @@ def _fault(mark: yaml.Mark | Any, problem: str) -> yaml.MarkedYAMLError:
 
 
 def yaml_fault(error: Exception) -> str:
-    """What is wrong with a YAML text, and on which line."""
+    """Describe a YAML error, with line and column."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
         return " ".join(str(error).split())
@@ -302,13 +308,13 @@ def yaml_fault(error: Exception) -> str:
 
 
 def read_yaml(text: str) -> Any:
-    """The value of a YAML text, as run files are read. Errors: `yaml.YAMLError`."""
+    """Parse a YAML text by the rules of run files. Errors: `yaml.YAMLError`."""
     return yaml.load(text, Loader=Yaml)
 
 
 def dump_yaml(value: Any, **options: Any) -> str:
-    """A value as YAML, without characters that command a terminal or turn the direction of text: with one of those, all
-    that is not ASCII is escaped. `options`: of `yaml.safe_dump`."""
+    """Dump a value as YAML, escaping all non-ASCII characters if it contains terminal control or bidirectional ones.
+    `options`: of `yaml.safe_dump`."""
     text = str(yaml.safe_dump(value, allow_unicode=True, **options))
     return text if redaction.visible(text) == text else str(yaml.safe_dump(value, **options))
 
@@ -326,11 +332,11 @@ Yaml.add_implicit_resolver(
 
 
 def read_yaml_with_lines(text: str) -> tuple[Any, dict[str, int]]:
-    """The value of a YAML text, and dotted key -> line (from 1). Errors: `yaml.YAMLError`."""
+    """Parse a YAML text and return (value, {dotted key: line}), lines from 1. Errors: `yaml.YAMLError`."""
     loader = Yaml(text)
     try:
         root = loader.get_single_node()
-        lines = _lines(root)  # before merge keys are resolved, in place
+        lines = _lines(root)  # before merge keys are resolved in place
         return None if root is None else loader.construct_document(root), lines
     finally:
         loader.dispose()

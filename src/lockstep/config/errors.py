@@ -1,5 +1,6 @@
-"""The one error of everything that a user gives (keys, files, folders, commands), and the exit statuses of a job,
-which launchers and schedulers act on. Imports nothing but the message codes.
+"""The error class for invalid user input (keys, files, folders, commands), and the exit statuses of a job.
+
+Launchers and schedulers act on the exit statuses. Imports only the message codes.
 """
 
 from lockstep_trace.coded import CodedError, appended, coded, codes, uncoded, with_addresses
@@ -13,13 +14,13 @@ class RunError(CodedError):
 
 
 class InvalidValue(CodedError, ValueError):
-    """A value that a section of a run file refuses. Validation reports it with its key and line."""
+    """An invalid value in a run file, raised by validators. Validation reports it with its key and line."""
 
 
 DONE = 0
-FAILED = 1  # a launcher may start the job again
-BAD = 2  # bad usage or run file: starting again would not help
-STOPPED = 75  # stopped on request, and can be resumed; EX_TEMPFAIL of sysexits.h, on which schedulers queue again
-# Only between a rank and its launcher, by `guard`, which found wrong arithmetic:
-HALTED = 76  # the job ends; started again by itself, it would meet the same machine
-EXCLUDED = 77  # this rank's machine (on one machine, this rank) was wrong: the job goes on without it
+FAILED = 1  # a launcher may restart the job
+BAD = 2  # bad usage or run file: a restart would not help
+STOPPED = 75  # stopped on request, resumable; EX_TEMPFAIL of sysexits.h, on which schedulers requeue
+# Used only between a rank and its launcher, when `guard` detects wrong arithmetic:
+HALTED = 76  # end the job: an automatic restart would use the same machine
+EXCLUDED = 77  # exclude this rank's machine (on a single machine, this rank) and continue

@@ -1,6 +1,6 @@
-"""A folder in OUTPUT (checkpoints, profiles, TensorBoard's) that nothing is written into once a link has replaced it.
+"""Detects that a folder in OUTPUT (checkpoints, profiles, TensorBoard) was replaced by a symbolic link during a run.
 
-In: OUTPUT and the folder's name, as training begins. Out: later, why nothing may be written there, or None.
+In: OUTPUT and the folder's name, when training begins. Out: later, why nothing may be written there, or None.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from lockstep.config.run import led_away
 
 
 class FolderInside:
-    """A folder in OUTPUT, which may be a link to another disk from the start but must not become one later."""
+    """A folder in OUTPUT that may be a link from the start, but must not become or change one during the run."""
 
     def __init__(self, output: Path, name: str) -> None:
-        """As it is now, also if it is not there yet."""
+        """Record the folder's present target. The folder need not exist yet."""
         self.path, self._output = output / name, output.resolve()
         target = self.path.resolve()
-        self._target = None if target == self._output / name else target  # of a link that is there from the start
+        self._target = None if target == self._output / name else target  # target of an initial link
 
     def led_away(self) -> str | None:
-        """Why nothing is written there any more, or None: OUTPUT or this folder is a link to another place now."""
+        """Return why nothing may be written if OUTPUT or this folder now links elsewhere, else None."""
         if (fault := led_away(self._output)) is not None:
             return fault
         if (now := self.path.resolve()) == (self._target or self._output.resolve() / self.path.name):

@@ -1,7 +1,7 @@
-"""Other names of keys: those of other systems, and those that have no counterpart here.
+"""Keys of other systems and their counterparts here, used to explain unknown keys.
 
-In: `foreign_keys/`, a YAML file of the keys of each system, which `lockstep init --from` reads, too. Out: messages
-about unknown keys, which look there before they guess; docs/reference/coming-from shows the tables.
+In: `foreign_keys/`, one YAML file per system, which `lockstep init --from` reads, too. Out: messages about unknown
+keys: an exact match in these tables, else the closest name. docs/reference/coming-from shows the tables.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ from typing import Any
 
 import yaml
 
-CLOSE = 0.75  # how alike a name must be to one of ours to be guessed
-MOST = 4  # places named for one name
+CLOSE = 0.75  # least similarity (difflib ratio) of a suggested key
+MOST = 4  # keys listed for one name
 TABLES = Path(__file__).parent / "foreign_keys"
 
 
 @cache
 def foreign_keys(system: str) -> dict[str, dict[str, Any]]:
-    """The rows of a file in `foreign_keys/`, by the names of keys in that system."""
+    """Return the rows of `foreign_keys/SYSTEM.yaml`, by that system's key."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     rows = yaml.load((TABLES / f"{system}.yaml").read_text(encoding="utf-8"), Loader=loader)
     return {name: {"to": row} if isinstance(row, str) else row for name, row in rows.items()}
 
 
 def foreign_names() -> dict[str, tuple[str, str]]:
-    """A key's last part as it is written elsewhere -> our key ("" where nothing has to be set), and one sentence on
-    what is different."""
+    """Return foreign name (last part of a key) -> (our key, or "" if nothing has to be set; a sentence on the
+    difference)."""
     return {name: (row.get("to", ""), row["how"]) for name, row in foreign_keys("names").items()}
 
 
 def without_counterpart() -> dict[str, str]:
-    """A field of TrainingArguments -> why nothing is to be set."""
+    """Return field of TrainingArguments -> why it has no counterpart."""
     known = foreign_keys("names")
     return {name: row["none"] for name, row in foreign_keys("trainer").items() if "none" in row and name not in known}
 
 
 def place(key: str, ours: Mapping[str, str]) -> str | None:
-    """What an unknown key is here, by the exact name of its last part: a foreign name, or a key of ours that stands
-    elsewhere. `ours`: every dotted key -> when it is one ("" for always). None: nobody knows the name."""
+    """Explain an unknown key by the exact name of its last part: a foreign name, or our key in another section.
+
+    `ours`: every dotted key -> the plug-ins that have it ("": always valid). Returns None for an unknown name."""
     name = key.rpartition(".")[2].replace("-", "_").lower()
     if row := foreign_names().get(name):
         our_key, difference = row
@@ -53,8 +54,8 @@ def place(key: str, ours: Mapping[str, str]) -> str | None:
 
 
 def near(key: str, value: Any, siblings: Sequence[str], ours: Mapping[str, str]) -> str:
-    """Explain an unknown key, by its exact name or by a guess: a key beside it, the names inside it if it is a
-    mapping, a key elsewhere; else the keys that are known there."""
+    """Explain an unknown key: by its exact name, by the closest sibling, by the names inside it if it is a mapping, or
+    by the closest key elsewhere. Otherwise list the siblings."""
     if (home := place(key, ours)) is not None:
         return home
     last = key.rpartition(".")[2]
@@ -64,7 +65,7 @@ def near(key: str, value: Any, siblings: Sequence[str], ours: Mapping[str, str])
         inner = [f"{name!r}: {home}" for name in map(str, value) if (home := place(name, ours)) is not None]
         if inner:
             return f"there is no such section; of what stands in it, {'; '.join(inner)}"
-    places = {mine.rpartition(".")[2]: mine for mine in reversed(list(ours))}  # of equal ones the first
+    places = {mine.rpartition(".")[2]: mine for mine in reversed(list(ours))}  # the first of equal names
     if close := difflib.get_close_matches(last, list(places), 1, cutoff=CLOSE):
         return f"did you mean {places[close[0]]!r}?"
     return f"known here: {', '.join(siblings)}"

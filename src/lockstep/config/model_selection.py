@@ -1,6 +1,6 @@
-"""Evaluations on the way, which model they choose, and averages of weights: `evaluate`, `average`, `export`.
+"""Evaluation during training, model selection and weight averaging: `evaluate`, `average`, `export`.
 
-In: mappings that were read from YAML. Out: frozen values, and what follows from one key for another.
+In: mappings read from YAML. Out: frozen values, with defaults that depend on other keys.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pydantic import Field, model_validator
 from lockstep.config.errors import InvalidValue
 from lockstep.config.sections import Interval, Positive, Section
 
-# Metrics of lockstep's own of which less is better, by name: losses (also of one source), perplexities, errors.
+# lockstep's own metrics where lower is better: losses (also per source), perplexities, errors.
 _LESS = re.compile(r"(\w+_)?(loss|perplexity|mse|mae|rmse|ece)|loss_\w+|bits_per_byte")
 _MORE = re.compile(r"(\w+_)?(accuracy|f1|precision|recall|bleu|chrf)")
 
 
 def higher_is_better(name: str) -> bool:
-    """Whether a metric is one of lockstep's own scores, of which more is better."""
+    """Return whether a metric is one of lockstep's own where higher is better."""
     return _MORE.fullmatch(name) is not None
 
 
@@ -80,23 +80,23 @@ class AverageSection(Section):
 
     @property
     def summary(self) -> str:
-        """The weights that are exported in place of the last ones; empty: none are."""
+        """Description of the averaged weights that are exported; empty without averaging."""
         if self.ema is not None:
             return f"the moving average of the weights (decay {self.ema:g}{', with a warm-up' * self.ema_warmup})"
         return "" if self.last is None else f"the mean of the weights at the last {self.last} checkpoints"
 
     def decay(self, updates: int) -> float:
-        """The decay of the moving average after so many updates."""
+        """Return the decay of the moving average after `updates` updates."""
         assert self.ema is not None
         return min(self.ema, (1 + updates) / (10 + updates)) if self.ema_warmup else self.ema
 
 
 def choose_best(values: dict[str, Any]) -> None:
-    """Fill in which model is exported, and by which metric the best one is found, in a run file's top level."""
+    """Fill in the defaults of `export` and `checkpoint.best` in the top-level mapping of a run file."""
     sections = {key: values.get(key) or {} for key in ("evaluate", "checkpoint", "average")}
     sections = {key: entry.model_dump() if isinstance(entry, Section) else entry for key, entry in sections.items()}
     if not all(isinstance(entry, dict) for entry in sections.values()):
-        return  # a mistake that validation tells of
+        return  # validation reports it
     needs_best = sections["checkpoint"].get("best") is not None or sections["evaluate"].get("patience") is not None
     if values.get("export") is None:
         values["export"] = "best" if needs_best and sections["average"].get("last") is None else "last"
@@ -105,8 +105,9 @@ def choose_best(values: dict[str, Any]) -> None:
 
 
 def check(best: str | None, evaluated: bool, every: Any, average: AverageSection, export: str | None) -> None:
-    """What of `checkpoint.best`, `evaluate.every` (whether it is set), `checkpoint.every`, `average` and `export` does
-    not go together. Errors: `ValueError`."""
+    """Reject incompatible `checkpoint.best`, `evaluate.every`, `checkpoint.every`, `average` and `export`.
+
+    `evaluated`: whether `evaluate.every` is set. `every`: `checkpoint.every`. Errors: `ValueError`."""
     if best is not None and not evaluated:
         raise InvalidValue(
             "LS1063",

@@ -1,9 +1,8 @@
-"""The section `optim` of the run file: which optimizer, on which weights, and its learning rate as a function of the
-step.
+"""The section `optim` of the run file: optimizer, parameter groups and learning rate schedule.
 
-In: a mapping read from YAML, and how many steps a run has. Out: a frozen value, the rate of each step, and a line of
-blocks for a terminal. The keys of an optimizer's own are typed by its plug-in (`strategies/optimizers/`). Nothing here
-imports torch: `lockstep plan` and the report draw the schedule, too.
+In: a mapping read from YAML, and the number of steps. Out: a frozen value, the rate of each step, and a one-line plot
+for a terminal. Each optimizer's plug-in (`strategies/optimizers/`) types its additional keys. Imports no torch:
+`lockstep plan` and the report plot the schedule, too.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lockstep.config.errors import InvalidValue
 from lockstep.config.sections import PluginSection, Section, Steps
 
 NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "polynomial", "wsd", "one_cycle")
-# What transformers calls the schedules that have another name here, and one that is no name but a key of its own.
+# transformers' name of a schedule -> ours, where they differ.
 SCHEDULES = {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
 _ADVICE = {
     "cosine_with_min_lr": "it is cosine here, with optim.min_lr_ratio (a share of learning_rate) for its min_lr_rate",
@@ -30,9 +29,9 @@ _ADVICE = {
     "reduce_lr_on_plateau": "a rate that follows the scores would differ between a run and its resume",
 }
 _ENDING = ("linear", "cosine", "polynomial", "wsd", "one_cycle")  # schedules that end at `min_lr_ratio`
-# What an optimizer takes where `schedule` is not given, if it is not linear.
+# Optimizer -> its default schedule, if not linear.
 _USUAL = {"schedule_free": "constant"}
-# Optimizers whose warm-up begins with one part of the rate, and has the full one in its last step: as their libraries.
+# Optimizers whose warm-up starts at 1 / warmup_steps and reaches the full rate in its last step, as in their libraries.
 _FROM_ONE = ("schedule_free",)
 
 
@@ -61,7 +60,7 @@ def _schedule(value: Any) -> Any:
 
 
 class Group(Section):
-    """Weights that have a rate or a decay of their own."""
+    """Parameter group: weights with their own learning rate or weight decay."""
 
     match: str = Field(min_length=1, description="their names, with * for any part of a name")
     learning_rate: float | None = Field(None, gt=0, description="their highest rate")
@@ -69,7 +68,7 @@ class Group(Section):
 
 
 def _groups(value: Any) -> Any:
-    """Errors: `ValueError`, which names the group and its key."""
+    """Validate `optim.groups`. Errors: `ValueError`, which names the group and its key."""
     if not isinstance(value, list):
         raise InvalidValue(
             "LS1075", "expected a list of groups, such as [{match: 'classifier.*', learning_rate: 1e-3}]"
@@ -171,19 +170,19 @@ class OptimSection(PluginSection):
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-LOOKED_AT = 10_000  # steps whose rates are looked at to draw them
-_ONE_CYCLE = (0.3, 1 / 25)  # torch's OneCycleLR: share of the steps in which it rises, and the share that it begins at
+LOOKED_AT = 10_000  # most steps sampled for the plot
+_ONE_CYCLE = (0.3, 1 / 25)  # torch's OneCycleLR: share of the steps with a rising rate, and initial share of the rate
 
 
 def learning_rate(optim: OptimSection, step: int, steps: int) -> float:
-    """The rate of the update numbered `step` (from 0) of `steps`.
+    """Return the learning rate of update number `step` (from 0) of `steps`.
 
-    Linear warm-up reaches the full rate with the update after the last warm-up step (of `schedule_free` with the last
-    warm-up step, as in its library); then the schedules of transformers of the same names: linear and half a cosine
-    (Loshchilov and Hutter, "SGDR", ICLR 2017) to `min_lr_ratio`, polynomial, the inverse square root of Vaswani et al.,
-    "Attention is all you need", 2017, and wsd (Hu et al., "MiniCPM", 2024; its `sqrt` is of Hägele et al., 2024), which
-    warms up from `min_lr_ratio`, too. `one_cycle` is torch's OneCycleLR (Smith and Topin, 2018), without its momentum;
-    the top of its two curves may lie between two steps.
+    Linear warm-up reaches the full rate in the update after the last warm-up step (`schedule_free`: in the last warm-up
+    step, as in its library). After warm-up, the schedules equal those of the same name in transformers: linear and
+    half-cosine (Loshchilov and Hutter, "SGDR", ICLR 2017) decay to `min_lr_ratio`, polynomial, inverse square root
+    (Vaswani et al., "Attention is all you need", 2017) and wsd (Hu et al., "MiniCPM", 2024; its `sqrt` shape: Hägele et
+    al., 2024), which also warms up from `min_lr_ratio`. `one_cycle` is torch's OneCycleLR (Smith and Topin, 2018)
+    without its momentum schedule; its maximum may lie between two steps.
     """
     if isinstance(optim.schedule, list):
         return _on_lines(optim.schedule, step)
@@ -198,7 +197,7 @@ def learning_rate(optim: OptimSection, step: int, steps: int) -> float:
 
 
 def _share(optim: OptimSection, step: int, steps: int, warmup: int) -> float:
-    """The learning rate after the warm-up, as a share of the highest one."""
+    """Return the learning rate after warm-up, as a share of the highest one."""
     if optim.schedule == "constant":
         return 1.0
     if optim.schedule == "inverse_sqrt":
@@ -215,7 +214,7 @@ def _share(optim: OptimSection, step: int, steps: int, warmup: int) -> float:
 
 
 def _falling(shape: str, progress: float, power: float, minimum: float) -> float:
-    """The factor of a decay that falls from 1 to `min_lr_ratio` as `progress` goes from 0 to 1."""
+    """Return the factor of a decay from 1 to `minimum` as `progress` goes from 0 to 1."""
     if shape == "cosine":
         left = 0.5 * (1.0 + math.cos(math.pi * progress))
     elif shape == "sqrt":
@@ -227,7 +226,7 @@ def _falling(shape: str, progress: float, power: float, minimum: float) -> float
 
 
 def _one_cycle(optim: OptimSection, step: int, steps: int) -> float:
-    """Up along half a cosine, and down along another. The only step of a run has the full rate."""
+    """Return the share of the rate: half a cosine up, then half a cosine down. A run of one step has the full rate."""
     share, begin = _ONE_CYCLE
     if steps == 1:
         return 1.0
@@ -239,7 +238,7 @@ def _one_cycle(optim: OptimSection, step: int, steps: int) -> float:
 
 
 def _on_lines(points: Sequence[tuple[int, float]], step: int) -> float:
-    """Straight lines between points; the last one holds from then on."""
+    """Interpolate linearly between points; after the last point the rate is constant."""
     for (before, low), (after, high) in pairwise(points):
         if step < after:
             return low + (high - low) * (step - before) / (after - before)
@@ -247,7 +246,7 @@ def _on_lines(points: Sequence[tuple[int, float]], step: int) -> float:
 
 
 def drawn(optim: OptimSection, steps: int, width: int = 40) -> str:
-    """The rates of a run in one line: blocks, and what they are at the ends and at the top."""
+    """Plot the rates of a run in one line of block characters, with first, highest and last rate."""
     points = planned(optim, steps, LOOKED_AT)
     rates = [rate for _, rate in points]
     columns = [rates[round(i * (len(rates) - 1) / (width - 1))] for i in range(width)]
@@ -258,7 +257,7 @@ def drawn(optim: OptimSection, steps: int, width: int = 40) -> str:
 
 
 def planned(optim: OptimSection, steps: int, count: int) -> list[tuple[int, float]]:
-    """(step, rate) of a run's updates: of all, or of about `count`, those among them where a straight piece ends."""
+    """Return (step, rate) of about `count` updates, including those where warm-up ends and all given points."""
     ends = {0, steps - 1, optim.warmup_steps, math.ceil(optim.warmup_fraction * steps)}
     ends |= {step for step, _ in optim.schedule} if isinstance(optim.schedule, list) else set()
     evenly = {round(i * (steps - 1) / max(1, count - 1)) for i in range(count)}

@@ -1,9 +1,9 @@
-"""A name in the run file -> the one class behind it: of a file of lockstep's, of an installed distribution, or yours.
+"""Resolves a plug-in name in the run file to its class.
 
-In: a kind (`tasks`, `strategies`, `optimizers`, `launchers`, `track`) and a name, or a dotted path to a class of yours.
-Out: the class. A new plug-in is one new file in the kind's folder, or in a distribution of its own with an entry point
+In: a kind (`tasks`, `strategies`, `optimizers`, `launchers`, `track`) and a name, or the dotted path of your class.
+Out: the class. To add a plug-in, add one file to the kind's folder, or a distribution with an entry point
 (`entry_points.py`). A plug-in is a public class that inherits `plugin` from the interface (`tasks/task.py`, ...); a
-class that sets `plugin` itself is a base of others. Names are read from text: importing the files takes seconds.
+class that sets `plugin` itself is a base class. Names are read from source text: importing the files takes seconds.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
 _SINGULAR |= {"optimizers": "optimizer"}
-_FOLDERS = {"optimizers": "strategies.optimizers"}  # kinds whose folder is inside of another one
+_FOLDERS = {"optimizers": "strategies.optimizers"}  # kinds with a nested folder
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Switch garbage collection off while torch and transformers are imported: they create thousands of modules and no
-    garbage, and searching for it takes a fifth of the time."""
+    """Disable garbage collection while importing torch and transformers, where it would take a fifth of the time and
+    free nothing."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -52,19 +52,19 @@ def importing() -> Iterator[None]:
 
 
 def names(kind: str) -> list[str]:
-    """All names of a kind that a run file can use, in alphabetical order."""
+    """Return all plug-in names of a kind, in alphabetical order."""
     return sorted({*built_in(kind), *entry_points.named(kind)})
 
 
 def built_in(kind: str) -> list[str]:
-    """Those of lockstep itself."""
+    """Return the names of lockstep's built-in plug-ins of a kind."""
     package = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}")
     return list(_names(package, tuple(os.stat(folder).st_mtime_ns for folder in package.__path__)))
 
 
 @lru_cache(maxsize=16)
 def _names(package: ModuleType, changed: tuple[int, ...]) -> list[str]:
-    """`changed`: when its folders were: what is put there later is found, too."""
+    """Return the plug-in names in a package. `changed`: modification times of its folders, as a cache key."""
     interface = _SINGULAR[package.__name__.rpartition(".")[2]].capitalize()
     files = [file for folder in package.__path__ for file in Path(folder).glob("*.py")]
     return sorted(file.stem for file in files if any(_inherits(file, name, interface) for name in _classes(file)))
@@ -72,7 +72,7 @@ def _names(package: ModuleType, changed: tuple[int, ...]) -> list[str]:
 
 @lru_cache(maxsize=512)
 def _classes(file: Path) -> dict[str, tuple[list[str], bool]]:
-    """The public classes in a file that have bases: the bases' names, and whether the class sets `plugin` itself."""
+    """Return the public classes in a file that have bases: name -> (names of bases, whether it sets `plugin`)."""
     text = file.read_text(encoding="utf-8")
     heads = list(re.finditer(r"^class ([A-Za-z]\w*)\(([^)]*)\):$", text, re.MULTILINE))
     ends = [*(head.start() for head in heads[1:]), len(text)][: len(heads)]
@@ -83,7 +83,7 @@ def _classes(file: Path) -> dict[str, tuple[list[str], bool]]:
 
 
 def _inherits(file: Path, name: str, interface: str, as_base: bool = False) -> bool:
-    """Whether a class of a file descends from an interface; as a plug-in, unless `as_base`."""
+    """Return whether a class descends from an interface. Base classes count only with `as_base`."""
     bases, sets_plugin = _classes(file).get(name, ([], False))
     if sets_plugin and not as_base:
         return False
@@ -91,8 +91,8 @@ def _inherits(file: Path, name: str, interface: str, as_base: bool = False) -> b
 
 
 def _home(file: Path, name: str, anywhere: bool = False) -> Path:
-    """The file that a name comes from: the file itself, or that of the module of lockstep, with `anywhere` of any
-    module, that it is imported from."""
+    """Return the file that defines a name: the lockstep module (with `anywhere`: any module) that `file` imports it
+    from, else `file`."""
     text = file.read_text(encoding="utf-8")
     line = re.search(rf"^from ([\w.]+) import (?:\([^)]*\b{name}\b|[^\n(]*\b{name}\b)", text, re.MULTILINE)
     module = "" if line is None else line[1]
@@ -102,9 +102,10 @@ def _home(file: Path, name: str, anywhere: bool = False) -> Path:
 
 
 def described(kind: str, name: str, *attributes: str) -> tuple[str, dict[str, Any]]:
-    """The first sentence of a plug-in's file, and literal class attributes of the plug-in, also inherited ones.
-    Everything is read from the files' text; nothing is imported. Errors: `PluginError` for an attribute that is not a
-    literal, and for a file that is not Python."""
+    """Return the first sentence of a plug-in's module docstring, and literal class attributes, inherited ones included.
+
+    Reads source text and imports nothing. Errors: `PluginError` for an attribute that is not a literal, and for a file
+    that is not valid Python."""
     _refuse_ambiguous(kind, name)
     if name in built_in(kind):
         package = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}")
@@ -130,7 +131,7 @@ def described(kind: str, name: str, *attributes: str) -> tuple[str, dict[str, An
 
 
 def _literal(file: Path, name: str, attribute: str) -> Any:
-    """A class attribute, as Python would find it. Errors: `LookupError`, `ValueError` where it is not a literal."""
+    """Return a class attribute in method resolution order. Errors: `LookupError`, `ValueError` if it is no literal."""
     for home, ancestor in _ancestors(file, name):
         for line in _heads(home)[ancestor].body:
             targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
@@ -141,7 +142,7 @@ def _literal(file: Path, name: str, attribute: str) -> Any:
 
 
 def _ancestors(file: Path, name: str) -> list[tuple[Path, str]]:
-    """A class of lockstep and those that it inherits from, in the order in which Python looks for attributes (C3)."""
+    """Return the (file, class) pairs of a class and its bases in method resolution order (C3)."""
     own = [
         (_home(file, base.id, anywhere=True), base.id)
         for base in _heads(file)[name].bases
@@ -163,11 +164,11 @@ def _heads(file: Path) -> dict[str, ast.ClassDef]:
 
 
 def find(kind: str, name: str) -> type:
-    """The class behind `name`.
+    """Import and return the plug-in class `name`.
 
-    `name` is a file of `lockstep/KIND/`, an entry point of an installed distribution, or the dotted path of a class in
-    a module of yours (`package.module.Class`).
-    Errors: `PluginError`, naming the nearest known name. The module is imported, and with it the engine it needs.
+    `name`: a file of `lockstep/KIND/`, an entry point of an installed distribution, or the dotted path of your class
+    (`package.module.Class`). Imports the engine that the plug-in needs, too. Errors: `PluginError`, naming the nearest
+    known name.
     """
     if "." in name:
         plugin = attribute(name)
@@ -198,7 +199,7 @@ def find(kind: str, name: str) -> type:
 
 
 def of_key(key: str, kind: str, name: str) -> type:
-    """`find` for the value of a key of the run file. Errors: `RunError`, naming the key."""
+    """Call `find` for the value of a key of the run file. Errors: `RunError`, naming the key."""
     try:
         return find(kind, name)
     except PluginError as error:
@@ -208,7 +209,7 @@ def of_key(key: str, kind: str, name: str) -> type:
 
 
 def _refuse_ambiguous(kind: str, name: str) -> None:
-    """A name is one plug-in's. Errors: `PluginError`, naming the distributions."""
+    """Reject a name with several plug-ins. Errors: `PluginError`, naming the distributions."""
     entry = entry_points.one(kind, name, _SINGULAR[kind])
     if entry is not None and name in built_in(kind):
         raise PluginError(
@@ -219,12 +220,12 @@ def _refuse_ambiguous(kind: str, name: str) -> None:
 
 
 def origin(kind: str, name: str) -> str:
-    """The distribution and version of a plug-in that is not lockstep's own."""
+    """Return the distribution and version of a plug-in that is not built in."""
     return entry_points.origin(entry_points.named(kind)[name][0])
 
 
 def _is(kind: str, plugin_class: Any) -> bool:
-    """Whether this is the class of a plug-in, and no base of others."""
+    """Return whether this is a plug-in class, not a base class."""
     return (
         inspect.isclass(plugin_class)
         and getattr(plugin_class, "plugin", "") == kind
@@ -244,7 +245,7 @@ def _of_distribution(entry: EntryPoint, kind: str) -> type:
     return plugin_class
 
 
-# What other systems call them; the pipelines of transformers above all.
+# Names in other systems, mainly the pipelines of transformers.
 OTHER_NAMES = {
     "classification": ("text_classification", "text-classification", "sequence_classification", "sentiment-analysis"),
     "language_modeling": ("causal_lm", "text-generation", "text_generation", "clm", "sft"),
@@ -263,7 +264,7 @@ OTHER_NAMES = {
 
 
 def unknown(kind: str, name: str) -> str:
-    """The message for a name that no plug-in of a kind has: what installs it, or the nearest known name."""
+    """Return the message for an unknown name: what to install, or the nearest known name."""
     if (what := entry_points.missing(kind, name)) is not None:
         return f"{name} needs {what}"
     known = names(kind)
@@ -273,7 +274,7 @@ def unknown(kind: str, name: str) -> str:
 
 
 def loadable(kind: str) -> Iterator[tuple[str, type]]:
-    """Every plug-in of a kind, but for those of other distributions that cannot be loaded."""
+    """Yield (name, class) of every plug-in of a kind, skipping those that cannot be loaded."""
     for name in names(kind):
         try:
             yield name, find(kind, name)
@@ -282,21 +283,21 @@ def loadable(kind: str) -> Iterator[tuple[str, type]]:
 
 
 def path_of(kind: str, name: str) -> str:
-    """The dotted path of a class of another distribution; any other name as it is."""
+    """Return the dotted path of an entry point's class; other names unchanged."""
     entries = entry_points.named(kind).get(name)
     return entries[0].value.replace(":", ".") if entries else name
 
 
 def lacking(packages: Sequence[str]) -> list[str]:
-    """Those of some packages that are not installed. Nothing is imported. A folder of that name in the working
-    directory, such as the one W&B leaves, is no package."""
+    """Return the packages that are not installed, without importing any. A folder of that name in the working
+    directory, such as the one W&B creates, does not count as a package."""
     specs = {package: importlib.util.find_spec(package) for package in packages}
     return [package for package, spec in specs.items() if spec is None or spec.origin is None]
 
 
 def require(packages: Sequence[str], key: str, extra: str = "") -> None:
-    """Refuse a plug-in whose packages are not installed. `key`: of the run file, and its value, which need them.
-    `extra`: what installs them; by default it is named as the package. Errors: `RunError`."""
+    """Reject a plug-in whose packages are not installed. `key`: the key of the run file and its value. `extra`: the
+    extra that installs them; default: the package's name. Errors: `RunError`."""
     for package in lacking(packages):
         raise RunError(
             "LS1120", f"{key} needs {package}, which is not installed: pip install 'lockstep-train[{extra or package}]'"
@@ -304,14 +305,13 @@ def require(packages: Sequence[str], key: str, extra: str = "") -> None:
 
 
 def refuse_old(packages: Sequence[str]) -> None:
-    """Refuse packages that are installed in a version below what lockstep was tried with: pip would not have taken it.
-    The least version is that of lockstep's own metadata. Errors: `RunError`."""
+    """Reject installed packages older than the minimum version in lockstep's metadata. Errors: `RunError`."""
     from packaging.version import Version
 
     for package in packages:
         try:
             requirements, installed = _requirements(), Version(importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:  # or lockstep is on a path of its own
+        except importlib.metadata.PackageNotFoundError:  # or lockstep itself is not installed
             continue
         for least in (bound for each in requirements if each.name == package for bound in each.specifier):
             if least.operator == ">=" and installed < Version(least.version):
@@ -329,29 +329,31 @@ def _requirements() -> tuple[Requirement, ...]:
     return tuple(Requirement(line) for line in importlib.metadata.requires("lockstep-train") or ())
 
 
-# -- what is the user's own ------------------------------------------------------------------------------------------
+# -- user code -------------------------------------------------------------------------------------------------------
 
 
 class Reached(BaseException):
-    """Ends the import of a user's script at the first job that it would start: what stands before it is there."""
+    """Ends the import of a user's script at its first call that starts a job; names defined before it exist."""
 
 
-_MARK = "__lockstep_imports__"  # set in a module of the user's while its top is being run
+_MARK = "__lockstep_imports__"  # set in a user's module while it is imported
 
 
 def starts_a_job() -> None:
-    """Check, at the beginning of every function of the Python interface that starts a job, that this process is not
-    itself part of that job. Errors: `Reached`, inside of a job that imports the script again which contains the
-    call."""
+    """Check that this process may start a job; every function of the Python interface that starts one calls this.
+
+    Errors: `Reached`, inside a job that is importing the script with the call."""
     if any(_MARK in vars(module) for module in [*sys.modules.values()] if isinstance(module, ModuleType)):
         raise Reached
 
 
 def attribute(name: str) -> Any:
-    """What a dotted path (`package.module.thing`) names. Its module is imported; of a script only what stands before
-    its first call that starts a job, so that a script needs no `__main__` guard. Errors: `PluginError`."""
+    """Import the object with a dotted path (`package.module.thing`).
+
+    The import of a script ends at its first call that starts a job, so scripts need no `__main__` guard. Errors:
+    `PluginError`."""
     module_name, _, last = name.rpartition(".")
-    if os.getcwd() not in sys.path:  # a module of yours beside the run file, as with `python -m`
+    if os.getcwd() not in sys.path:  # a user's module in the working directory, as with `python -m`
         sys.path.insert(0, os.getcwd())
     try:
         return getattr(_imported(module_name), last)
@@ -365,7 +367,7 @@ def _imported(name: str) -> ModuleType:
         return importlib.import_module(name)
     main = sys.modules["__main__"]
     if (file := getattr(main, "__file__", None)) and Path(file).resolve() == Path(spec.origin).resolve():
-        return main  # the script that is running here
+        return main  # the running script itself
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     setattr(module, _MARK, True)
     try:
