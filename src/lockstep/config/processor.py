@@ -1,7 +1,7 @@
-"""The environment of `strategy.exact: portable`: every library takes the code that all x86-64 processors with AVX2
-and FMA run alike, whatever else they can do. Libraries look at it once, when they are loaded, so it is set before.
+"""The environment of `strategy.exact: portable`: restricts all libraries to AVX2 and FMA code, which gives the same bits
+on all x86-64 processors that have both. Libraries read it once, when they are loaded, so it must be set before.
 
-In: whether a run asks for it. Out: variables of this process, which the ranks that it starts inherit. Imports nothing
+In: whether a run is portable. Out: environment variables of this process, which its ranks inherit. Imports nothing
 heavy.
 """
 
@@ -12,10 +12,9 @@ import os
 import platform
 from pathlib import Path
 
-# What each library is held to. ATen's own kernels have one variant for AVX2; oneDNN writes its code for the set of
-# instructions that it is told, and is switched off besides; MKL's branch that looks at no processor is its slowest, and
-# no product is left to it; OpenBLAS, which numpy brings, has kernels and sizes of blocks by the name of a processor;
-# numpy's own functions have variants for each set of instructions, those above AVX2 under other names before 2.4.
+# ATen has one kernel variant for AVX2. oneDNN generates code for the given instruction set, and is also disabled. MKL's
+# processor-independent branch is its slowest; no matrix product uses MKL. OpenBLAS, bundled with numpy, selects kernels
+# and block sizes by processor name. numpy has variants per instruction set, with other names above AVX2 before 2.4.
 VARIABLES = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -27,11 +26,11 @@ VARIABLES = {
 }
 INSTRUCTIONS = ("avx2", "fma")
 
-_before: dict[str, str | None] = {}  # what the variables were, while they are pinned
+_before: dict[str, str | None] = {}  # previous values, while the variables are pinned
 
 
 def pin(portable: bool) -> None:
-    """Set the variables for a run that asks for it, and take back what was set for an earlier run of this process."""
+    """Set the variables for a portable run; otherwise restore those that an earlier portable run changed."""
     if portable and not _before:
         _before.update({name: os.environ.get(name) for name in VARIABLES})
         os.environ.update(VARIABLES)
@@ -45,26 +44,26 @@ def pin(portable: bool) -> None:
 
 
 def unpinned() -> list[str]:
-    """Variables of this process that do not say what they have to, as `NAME=value` that would."""
+    """Return the variables of this process with a wrong value, as the required `NAME=value`."""
     return [f"{name}={value}" for name, value in VARIABLES.items() if os.environ.get(name) != value]
 
 
 def missing_instructions() -> str | None:
-    """Why this processor is none of those whose bits are the same, in words; None: it is one of them."""
+    """Describe the missing instruction sets, or return None if this processor is supported."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return f"this machine's processor is of the kind {platform.machine()}, and not x86-64"
     flags = _flags_of_glibc()
     if flags is None:
         flags = _flags_of_linux()
     if flags is None:
-        return None  # another system: what torch says of itself decides, once it is loaded
+        return None  # another system: torch reports its capability once it is loaded
     lacking = [name.upper() for name in INSTRUCTIONS if name not in flags]
     return f"this machine's processor has no {' and no '.join(lacking)}" if lacking else None
 
 
 def refuse() -> None:
-    """Errors: `RunError` where the ranks of this machine could not compute portably. Before numpy and torch are loaded,
-    which may not even start on such a processor."""
+    """Reject a portable run on an unsupported processor, where numpy and torch, loaded later, may not even start.
+    Errors: `RunError`."""
     from lockstep.config.errors import RunError
 
     if (lacking := missing_instructions()) is not None:
@@ -72,15 +71,14 @@ def refuse() -> None:
 
 
 class _Leaf(ctypes.Structure):
-    """`struct cpuid_feature` of glibc's <sys/platform/x86.h>: eax, ebx, ecx, edx as the processor has them, and those
-    that the system lets programs use."""
+    """`struct cpuid_feature` of glibc's <sys/platform/x86.h>: eax, ebx, ecx, edx as reported by the processor, and the
+    bits that the system enables for programs."""
 
     _fields_ = (("cpuid", ctypes.c_uint * 4), ("active", ctypes.c_uint * 4))
 
 
 def _flags_of_glibc() -> set[str] | None:
-    """The instructions of `INSTRUCTIONS` that programs may use, asked of the processor itself by glibc 2.33 or later;
-    None: it cannot be asked."""
+    """Return the usable sets of `INSTRUCTIONS`, by CPUID through glibc 2.33 or later; None if not available."""
     try:
         leaf = ctypes.CDLL(None).__x86_get_cpuid_feature_leaf
     except (AttributeError, OSError, TypeError):
@@ -91,7 +89,7 @@ def _flags_of_glibc() -> set[str] | None:
 
 
 def _flags_of_linux() -> set[str] | None:
-    """Those that /proc/cpuinfo lists; None: there is none."""
+    """Return the flags in /proc/cpuinfo, or None if there is no such file."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

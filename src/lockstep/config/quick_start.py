@@ -1,7 +1,6 @@
-"""The quick start: the run of a command without a run file.
+"""The quick start: the default run of a command without a run file.
 
-In: the keys that a person wrote on the command line. Out: the values that stand for a run file; of these, what makes no
-sense beside a written key gives way.
+In: the keys from the command line. Out: values that replace a run file, without the ones that conflict with those keys.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ QUICK_START: dict[str, Any] = {
     "batch_size": 64,
     "micro_batches": 4,
     "optim": {"learning_rate": 1.5e-3, "schedule": "linear", "warmup_fraction": 0.1, "betas": [0.9, 0.98]},
-    "launch": {"processes": 2, "processes_per_gpu": 2},  # also where there is one GPU
+    "launch": {"processes": 2, "processes_per_gpu": 2},  # also with one GPU
     "checkpoint": {"every": 100},
 }
 
-# Any of these keys was written -> keys of the quick start that are left out.
+# If any of these keys is given -> keys of the quick start to drop.
 _GIVES_WAY: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("data.source", "data.sources", "data.train", "data.validation", "data.test"), ("data.source",)),
-    (("model.source",), ("model", "tokenizer", "optim", "data.max_length")),  # all of it is for the model from scratch
+    (("model.source",), ("model", "tokenizer", "optim", "data.max_length")),  # all are for the model from scratch
     (("model.type",), ("model.config",)),
     (("tokenizer.source",), ("tokenizer",)),
     (("optim.name",), ("optim.betas",)),
     (("batch_size",), ("micro_batches",)),
 ]
-_ONE_PROCESS = ("launch.processes", "launch.processes_per_gpu")  # beside a strategy that has one process only
+_ONE_PROCESS = ("launch.processes", "launch.processes_per_gpu")  # dropped for a single-process strategy
 
 
 def quick_start_for(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """The quick start beside the nested values that a person wrote."""
+    """Return the quick start without the keys that conflict with the nested values in `chosen`."""
     keys, left_out = keys_of(chosen), set[str]()
     for any_of, too in _GIVES_WAY:
         left_out.update(too if any(keys.has(key) for key in any_of) else ())

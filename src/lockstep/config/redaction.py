@@ -1,4 +1,4 @@
-"""Redaction of secrets and control characters, for the rooms above: lockstep-trace has it, which is used alone, too."""
+"""Redaction of secrets and control characters, re-exported from lockstep-trace, which also works alone."""
 
 from lockstep_trace.redaction import (
     STRUCK,

@@ -1,9 +1,9 @@
-"""The run file: typed, validated, overridable, and written beside the results with every default filled in.
+"""The run file: typed, validated, overridable, and saved with the results with every default filled in.
 
 In: a YAML file and `key=value` overrides. Out: one frozen `Run`, or a `RunError` naming key, value, file and line.
-From top to bottom: `Run`, `load`, overrides, local paths (found from the run file's folder, where something is there),
-the output folder and its run.yaml, the JSON Schema for editors, and the quick start, which runs without a run file.
-Nothing here imports torch: the machine you submit from may have none.
+Order in this file: `Run`, `load`, overrides, local paths (relative to the run file's folder, if they exist there), the
+output folder and its run.yaml, and the JSON Schema for editors. Imports no torch: the machine you submit from may have
+none.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ MICRO_BATCHES = 8
 
 
 class Run(Section):
-    """One training job, complete: everything that decides its arithmetic, and how and where it runs."""
+    """One complete training job: all settings that affect its arithmetic, and how and where it runs."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the output folder")
     output: PathText | None = Field(None, pattern=r"^[^\x00-\x1f\x7f]*$", description="default: outputs/NAME")
@@ -127,21 +127,23 @@ class Run(Section):
     _written: written.WrittenKeys | None = PrivateAttr(None)
 
     def __eq__(self, other: object) -> bool:
-        """Whether all values are equal, whoever wrote them."""
+        """Whether all values are equal; which of them were written does not matter."""
         return isinstance(other, Run) and dict(self) == dict(other)
 
     def wrote(self, key: str) -> bool:
-        """Whether a person wrote a dotted key, or one within it: it is not there by default. Of a run that does not say
-        so, such as one of OUTPUT/run.yaml, which has every default, whether its value is another than the default."""
+        """Return whether the user wrote a dotted key, or a key inside it, explicitly.
+
+        If this is not recorded, as for OUTPUT/run.yaml, which has every default: whether the value differs from the
+        default."""
         return self.written_keys.has(key)
 
     @property
     def written_keys(self) -> written.WrittenKeys:
-        """The dotted keys that a person wrote."""
+        """The dotted keys that the user wrote."""
         return written.changed(self) if self._written is None else self._written
 
     def as_written(self, keys: Iterable[str]) -> Run:
-        """The run with other keys that count as written by a person."""
+        """Return a copy of the run with `keys` as its user-written keys."""
         run = self.model_copy()
         run._written = written.WrittenKeys(keys)
         return run
@@ -156,7 +158,7 @@ class Run(Section):
             if values.get("output") is None:
                 values["output"] = f"outputs/{values.get('name', 'run')}"
             if values.get("micro_batches") is None and values.get("batch_size") in range(1, MICRO_BATCHES):
-                values["micro_batches"] = values["batch_size"]  # each needs an example
+                values["micro_batches"] = values["batch_size"]  # a micro-batch needs an example
             choose_best(values)
         return values
 
@@ -196,7 +198,7 @@ class Run(Section):
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Run:
-        """The run of a file, or of a mapping of the same keys, and overrides as dotted key -> value.
+        """Load a run from a file or a mapping of the same keys, with overrides as dotted key -> value.
 
         Errors: `RunError` with key, value, what is allowed, file and line.
         """
@@ -206,7 +208,7 @@ class Run(Section):
 
     @property
     def folder(self) -> Path:
-        """OUTPUT: where everything this run writes goes."""
+        """OUTPUT: the folder for everything that this run writes."""
         return Path(str(self.output))
 
     @property
@@ -217,26 +219,28 @@ class Run(Section):
         return sum(float(number) * units[unit] for number, unit in parts) or None
 
     def dump(self, filtered: Callable[[str], str] = str) -> str:
-        """The resolved run as YAML that can be run again. Errors: `RunError` for one that holds a secret: however it
-        was put together, none is written down or sent anywhere. `filtered`: what is done with each text before."""
+        """Return the resolved run as YAML that can be run again.
+
+        `filtered`: applied to each text. Errors: `RunError` if the run contains a secret, so that none is stored or
+        sent."""
         values = self.model_dump(mode="json")
         if (hidden := messages.secret(values)) is not None:
             raise secret_in(hidden)
         return messages.dump_yaml(redaction.redact_all(values, filtered), sort_keys=False, width=110)
 
     def arithmetic(self) -> dict[str, Any]:
-        """The keys that decide the weights, flat: a resume must not change any of them. With `strategy.exact` neither
-        the strategy nor the number of processes is among them."""
+        """Return the keys that affect the weights, flat: a resume must not change any of them. With `strategy.exact`
+        they exclude the strategy and the number of processes."""
         values = self.model_dump(mode="json")
         for key in _FREE:
             del values[key]
-        del values["average"]["last"]  # of checkpoints that are there, once training is over
+        del values["average"]["last"]  # applied to existing checkpoints after training
         if self.average.ema is None:
             del values["average"]
         for key in ("trust_remote_code", "checkpoint_activations", "offload_activations"):
             del values["model"][key]
         task: Any = plugins.find("tasks", self.task.name)
-        pads = ("padding",) if task.own_model else ()  # its own collate does
+        pads = ("padding",) if task.own_model else ()  # its own collate function pads
         for key in ("follow_links", "workers", "stream_cache_gb", *pads):
             del values["data"][key]
         for key in task.display_keys:
@@ -247,7 +251,8 @@ class Run(Section):
         return messages.flat(values)
 
     def check_shared(self, processes: int, source: str) -> None:
-        """Errors: `RunError` when a process would have no micro-batch. `source`: the key, and how many it makes."""
+        """Check that each process gets a micro-batch. `source`: key and number of processes, for the message. Errors:
+        `RunError`."""
         if processes > self.micro_batches:
             default = "" if self.wrote("micro_batches") else " (the default of micro_batches)"
             raise RunError(
@@ -257,7 +262,8 @@ class Run(Section):
             )
 
     def default(self, key: str) -> Any:
-        """What a key of `arithmetic` was before there was one, as JSON has it; None where it must be given."""
+        """Return the implicit value, as in JSON, of a key of `arithmetic` in runs older than the key; None if the key is
+        required."""
         name, _, inner = key.partition(".")
         section: Any = getattr(self, name) if inner else self
         kind, fields = {"task": "tasks", "optim": "optimizers"}.get(name), dict(type(section).model_fields)
@@ -276,10 +282,11 @@ def load(
     imports: bool = True,
     trains: bool = False,
 ) -> Run:
-    """The run of a file and overrides (`key=value` words, or dotted key -> value); `defaults` is the mapping used where
-    there is no file, and `origin` what messages call it. Without `imports` modules that the file names are not
-    imported: keys of such plug-ins stay as they were written. With `trains` a processor that cannot compute what the
-    run asks for is refused, before any library is imported that may not start on it; an export is read on any machine.
+    """Load a run from a file and overrides (`key=value` words, or dotted key -> value).
+
+    `defaults`: the mapping to use without a file. `origin`: its name in messages. `imports`: False does not import
+    modules that the file names, and leaves the keys of such plug-ins unchecked. `trains`: reject a processor that
+    cannot run a portable run, before importing libraries that may not start on it; loading an export works anywhere.
 
     Errors: `RunError` with key, value, what is allowed, file and line.
     """
@@ -291,7 +298,7 @@ def load(
         values = relative_to_file({key: at_length(key, value) for key, value in values.items()}, Path(path))
         values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
     overridden = overrides_of(overrides)
-    chosen: dict[str, Any] = {}  # by the overrides
+    chosen: dict[str, Any] = {}  # from the overrides
     for key, value in overridden.items():
         set_key(chosen, key, value)
     by_person = written.keys_of(chosen)
@@ -304,7 +311,7 @@ def load(
         set_key(values := copied(values), key, value)
     for length_key, replaced in (("steps", "epochs"), ("epochs", "steps")):
         if overridden.get(length_key) is not None and replaced not in overridden:
-            values.pop(replaced, None)  # the command line's length replaces the file's, whichever way each is given
+            values.pop(replaced, None)  # the command line's length replaces the file's, in steps or epochs
     if (hidden := messages.secret(values)) is not None:
         raise secret_in(f"{hidden} ({messages.where(hidden, origin, {}, overridden)})")
     strategy: Any = values.get("strategy")
@@ -325,7 +332,7 @@ def load(
 
 
 def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The values of a run file, and dotted key -> line. Errors: `RunError`."""
+    """Read a run file and return (values, dotted key -> line). Errors: `RunError`."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         values, lines = messages.read_yaml_with_lines(text)
@@ -342,7 +349,7 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _ranks_are_here(launch: Any) -> bool:
-    """Whether the ranks of a run run on this machine, as far as its file says."""
+    """Return whether the section `launch` starts the ranks on this machine."""
     return not isinstance(launch, dict) or launch.get("name", "local") == "local"
 
 
@@ -354,7 +361,8 @@ def _validated(
     imports: bool,
     quick: written.WrittenKeys | None = None,
 ) -> Run:
-    """`quick`: the keys that were written beside the quick start, whose others give way. Errors: `RunError`."""
+    """Validate raw values. `quick`: keys that the user gave to the quick start, whose unusable other keys are dropped.
+    Errors: `RunError`."""
     try:
         run = Run.model_validate(values)
         if quick is not None and (imports or "." not in run.task.name) and run.task.name in plugins.names("tasks"):
@@ -368,8 +376,7 @@ def _validated(
 def check_plugins(
     run: Run, origin: str, lines: dict[str, int], overridden: dict[str, Any], imports: bool = True
 ) -> Run:
-    """Resolve the names of plug-ins and type the keys of their own; only torch-free plug-ins are imported. Errors:
-    `RunError`."""
+    """Resolve the names of plug-ins and type their keys. Imports only plug-ins without torch. Errors: `RunError`."""
     source = _Source(origin, lines, overridden, imports)
     if "." not in run.strategy.name:
         source.known("strategy.name", "strategies", run.strategy.name)
@@ -391,8 +398,8 @@ def check_plugins(
 
 
 def unusable_keys(run: Run, task: Any) -> dict[str, str]:
-    """Key -> why it is missing or of no use to the task: where the model and the data come from, and what a stream
-    cannot have. `task`: its class."""
+    """Return key -> why it is missing or has no effect for the task: keys of model, data and streaming. `task`: its
+    class."""
     streamed: dict[str, str] = {}
     if run.data.stream and not task.streams:
         streamed["data.stream"] = f"the task {run.task.name} cannot: {task.not_streamed_reason}; leave it out"
@@ -414,12 +421,12 @@ def unusable_keys(run: Run, task: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a run was read from, which is what messages about its plug-ins name."""
+    """Origin of a run, for messages about its plug-ins."""
 
     origin: str
     lines: dict[str, int]
     overridden: dict[str, Any]
-    imports: bool = True  # modules of the user's own that it names
+    imports: bool = True  # whether user modules may be imported
 
     def where(self, key: str) -> str:
         return messages.where(key, self.origin, self.lines, self.overridden)
@@ -429,13 +436,13 @@ class _Source:
             raise RunError("LS1121", f"{key}: {plugins.unknown(kind, name)} ({self.where(key)})")
 
     def typed(self, key: str, kind: str, section: PluginSection) -> PluginSection:
-        """The section with the keys of its plug-in, defaults filled in."""
+        """Return the section with the keys of its plug-in validated and defaults filled in."""
         allowed = (type(section),)
         own = self.options(key, f"{key}.name", kind, section.name, section.options, allowed)
         return type(section)(**{k: getattr(section, k) for k in type(section).model_fields}, **own)
 
     def trackers(self, section: TrackSection) -> TrackSection:
-        """The section with the keys of every tracker that it names or has keys of."""
+        """Return the section with the keys of every tracker that it names or has keys for."""
         own = {k: getattr(section, k) for k in type(section).model_fields}
         for name in dict.fromkeys([*section.to, *section.options]):
             key, tracker_options = f"track.{name}", section.options.get(name, {})
@@ -461,7 +468,7 @@ class _Source:
         values: dict[str, Any],
         allowed_sections: tuple[type[Section], ...],
     ) -> dict[str, Any]:
-        """A plug-in's own keys, defaults filled in; `allowed_sections` are those that may stand with them."""
+        """Validate a plug-in's keys and fill in defaults. `allowed_sections`: models of the section's other keys."""
         if "." in name and not self.imports:
             return dict(values)
         try:
@@ -476,7 +483,7 @@ class _Source:
 
 
 def secret_in(key: str) -> RunError:
-    """The error of a run that holds a secret."""
+    """Return the error for a run that contains a secret."""
     return RunError(
         "LS1118",
         f"{key} looks like a secret. Secrets come from the environment only (HF_TOKEN, WANDB_API_KEY, ...): remove it, "
@@ -484,11 +491,11 @@ def secret_in(key: str) -> RunError:
     )
 
 
-KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
+KEY = re.compile(r"\w+(\.\w+)*")  # dotted key of a run file
 
 
 def overrides_of(values: Sequence[str] | Mapping[str, Any]) -> messages.Overrides:
-    """Overrides as dotted key -> value. Errors: `RunError` for what is no key, or no `key=value`."""
+    """Parse overrides into dotted key -> value. Errors: `RunError` for an invalid key or `key=value`."""
     if not isinstance(values, Mapping):
         return messages.Overrides(map(_override, values))
     for key in values:
@@ -504,7 +511,7 @@ def overrides_of(values: Sequence[str] | Mapping[str, Any]) -> messages.Override
 
 
 def override_of(key: str, text: str) -> str:
-    """The `key=value` that gives a key this text, where YAML might read a number, a date or a mapping."""
+    """Return the `key=value` word that sets a key to a text, quoted if YAML would read another type."""
     return f"{key}={text if messages.read_yaml(text) == text else json.dumps(text)}"
 
 
@@ -524,7 +531,7 @@ def copied(values: Any) -> Any:
 
 
 def set_key(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key. What stands for a section (`strategy=fsdp2`) sets its main key, and leaves its others."""
+    """Set a dotted key. A section's short form (`strategy=fsdp2`) sets its main key and keeps the others."""
     if (long := at_length(key, value)) is not value:
         key, value = f"{key}.{SHORT[key]}", long[SHORT[key]]
     *parents, last = key.split(".")
@@ -543,7 +550,8 @@ PATHS = {
 
 
 def relative_to_file(values: dict[str, Any], file: Path) -> dict[str, Any]:
-    """A new mapping. OUTPUT/run.yaml, whose paths were found before, stays as it is."""
+    """Return a copy with local paths resolved from the run file's folder, if they exist there. The values of
+    OUTPUT/run.yaml, whose paths are resolved already, are returned unchanged."""
     folder = file.parent
     output = values.get("output")
     if folder == Path() or (isinstance(output, str) and folder.resolve() == Path(output).expanduser().resolve()):
@@ -563,14 +571,14 @@ def relative_to_file(values: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _there(content: dict[str, Any], keys: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    """Those of the keys that name what is there."""
+    """Return the path keys of a section, resolved from `folder`."""
     if content.get("source") is not None:
-        keys = ("source",)  # what else there is are splits of it, or files in it
+        keys = ("source",)  # the other keys name splits of the source, or files in it
     return {key: _placed(content[key], folder) for key in keys if key in content}
 
 
 def _placed(value: Any, folder: Path) -> Any:
-    """A path, or a list of them."""
+    """Resolve a path, or a list of paths, from `folder`, if it exists there."""
     if isinstance(value, list):
         return [_placed(each, folder) for each in value]
     if not isinstance(value, str) or not value or value.startswith("~") or os.path.isabs(value):
@@ -578,13 +586,13 @@ def _placed(value: Any, folder: Path) -> Any:
     path = folder / value
     try:
         there = path.exists() or (any(mark in value for mark in "*?[") and glob.glob(str(path)))
-    except (OSError, ValueError):  # too long for a path, or with characters that none has: the section says so
+    except (OSError, ValueError):  # not a valid path: the section reports it
         return value
     return os.path.normpath(path) if there else value
 
 
 def _instead(path: Path) -> str:
-    """What a person may have meant by a run file that is not there."""
+    """Return a suggestion for a missing run file."""
     with suppress(OSError):
         names = [file.name for file in path.absolute().parent.glob("*.y*ml")]
         if near := difflib.get_close_matches(path.name, names, 1):
@@ -593,7 +601,7 @@ def _instead(path: Path) -> str:
 
 
 def require_output(output: Path) -> None:
-    """Refuse a folder that no run wrote. Errors: `RunError`."""
+    """Check that a folder is the output folder of a run. Errors: `RunError`."""
     if not output.is_dir():
         raise RunError(
             "LS1122", f"{output}: no such folder; give the output folder of a run (`output` in its run file)"
@@ -608,7 +616,7 @@ def require_output(output: Path) -> None:
 
 
 def check_output(run: Run) -> None:
-    """OUTPUT is there or can be made. Errors: `RunError`."""
+    """Check that OUTPUT exists or can be created. Errors: `RunError`."""
     there = next(path for path in (run.folder, *run.folder.parents) if path.exists())
     if not there.is_dir():
         raise RunError(
@@ -624,7 +632,7 @@ def check_output(run: Run) -> None:
 
 
 def keep(run: Run) -> None:
-    """OUTPUT/run.yaml, every default filled in. Errors: `RunError` when OUTPUT cannot be written."""
+    """Write OUTPUT/run.yaml with every default filled in. Errors: `RunError` if OUTPUT is not writable."""
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         replace_text(run.folder / "run.yaml", run.dump())
@@ -633,20 +641,22 @@ def keep(run: Run) -> None:
 
 
 def led_away(folder: Path) -> str | None:
-    """Why nothing is written any more into a folder that was `resolve`d before: it, or one above it, is a link now, to
-    another folder than that in which rank 0, this process, began; else None."""
+    """Return why a folder must not be written to any more, or None.
+
+    `folder`: a resolved path. It is rejected if it, or a folder above it, is now a link to another folder than the one
+    in which this process (rank 0) began."""
     if (now := folder.resolve()) == folder:
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
         if json.loads((now / "launch.json").read_bytes())["main"]["pid"] == os.getpid():
-            return None  # it was moved, and a link put in its place
+            return None  # the folder was moved, and a link to it created
     return f"{folder} was replaced by a link to {now}, where nothing is written"
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A context in which a file is written aside, at the path that it yields; afterwards that is renamed. Errors:
-    `OSError`; then what was there is there, and nothing else."""
+    """Context manager that writes a file atomically: yields a temporary path, which replaces `path` on exit. Errors:
+    `OSError`; the old file is then unchanged and the temporary one removed."""
     aside = path.with_name(aside_of(path.name))
     try:
         yield aside
@@ -657,18 +667,18 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """A small file, aside and then renamed. Errors: `OSError`; then what was there is there, and nothing else."""
+    """Write a small file atomically. Errors: `OSError`; the old file is then unchanged."""
     with replacing(path) as aside:
         aside.write_text(text, encoding="utf-8")
 
 
 def aside_of(name: str) -> str:
-    """Where a small file of OUTPUT is written before it is renamed: machines may share OUTPUT."""
+    """Return a temporary file name, unique per machine and process, because machines may share OUTPUT."""
     return f".{name}.{socket.gethostname()}-{os.getpid()}.partial"
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a run file."""
+    """Return the JSON Schema of a run file."""
     json_schema = Run.model_json_schema()
     properties, sections = json_schema["properties"], json_schema["$defs"]
     to = sections["TrackSection"]["properties"]["to"]

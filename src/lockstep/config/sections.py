@@ -1,7 +1,7 @@
 """The sections of the run file: every key with its type, default and one line of description, unit included.
 
-In: mappings that were read from YAML. Out: frozen values; a wrong one is a pydantic error, which `error_messages`
-explains. A plug-in types the keys of its own in a nested `Options`.
+In: mappings read from YAML. Out: frozen values; an invalid value is a pydantic error, which `error_messages` explains.
+A plug-in types its own keys in a nested `Options`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Steps = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Interval = Steps | Literal["epoch"]  # interval in steps, or the end of every epoch
 
-# Sections that a text may stand for, as in `model: gpt2` -> the key that it gives.
+# Sections with a short form, such as `model: gpt2` -> the key that it sets.
 SHORT = {
     "task": "name",
     "data": "source",
@@ -43,20 +43,20 @@ SHORT = {
     "launch": "name",
     "track": "to",
 }
-BEFORE = {"data.padding": "batch"}  # what was done before there was a key, where that is not its default
-# What other systems call the precisions.
+BEFORE = {"data.padding": "batch"}  # behaviour before the key existed, if not its default
+# Names of precisions in other systems.
 PRECISIONS = {"bfloat16": "bf16", "bf16-mixed": "bf16", "float32": "fp32", "32": "fp32", "32-true": "fp32"}
 PRECISIONS |= {"float16": "fp16", "16": "fp16", "16-mixed": "fp16", "half": "fp16"}
 
 
 def at_length(section: str, value: Any) -> Any:
-    """What a section is written as, where a text (of `track` also a list) stands for its main key."""
+    """Expand the short form of a section, a text (for `track` also a list), to a mapping with its main key."""
     short = isinstance(value, str) or (section == "track" and isinstance(value, list))
     return {SHORT[section]: value} if section in SHORT and short else value
 
 
 def _listed(value: Any) -> Any:
-    """One name, or several with commas between them, as a list."""
+    """Split comma-separated names into a list."""
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
@@ -77,7 +77,7 @@ class Section(Keys):
 
 
 class OpenSection(Section):
-    """A section whose further keys belong to plug-ins (`your.module.Class` for your own)."""
+    """A section that also has keys of plug-ins (`your.module.Class` for your own)."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -87,7 +87,7 @@ class OpenSection(Section):
 
 
 class PluginSection(OpenSection):
-    """A section whose further keys belong to the plug-in it names."""
+    """A section that also has the keys of the plug-in that it names."""
 
     name: str
 
@@ -265,7 +265,7 @@ class ModelSection(Section):
 
     @property
     def trained_in_bfloat16(self) -> bool:
-        """Whether the weights that are trained are bfloat16, and all is computed in it."""
+        """Whether the trained weights are bfloat16 and all computation uses it."""
         return self.dtype == "bfloat16" and not self.adapter
 
     @model_validator(mode="after")

@@ -1,7 +1,6 @@
-"""The user's own code behind a run: files of the plug-ins it names, and of all of theirs that those import.
+"""The user's code behind a run: the files of the plug-ins it names, and of the user modules that those import.
 
-In: dotted names of a run file. Out: files, by the name that they are imported under, and a hash of what each says.
-Files are found and read, and nothing in them is executed.
+In: dotted names of a run file. Out: files by import path, and a hash of each. Reads the files without executing them.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ from lockstep.config.entry_points import spec_of
 from lockstep.config.run import Run
 
 _INSTALLED = ("site-packages", "dist-packages")
-# Not the user's code, even where they are checked out beside it: their versions are compared, not their files.
+# Not user code, even if checked out next to it: versions are compared, not files.
 _LIBRARIES = ("lockstep", "lockstep_clouds", "lockstep_plan", "lockstep_trace",
               "torch", "transformers", "datasets", "tokenizers", "numpy", "pyarrow", "pydantic", "accelerate",
               "deepspeed", "peft", "safetensors", "scipy", "sklearn", "pandas")  # fmt: skip
 
 
 def named(run: Run, strategy: bool = True) -> dict[str, str]:
-    """Keys of the run file that name a class or a function of the user's, among those that decide what is computed:
-    key -> name."""
+    """Return the keys that affect the computation and name a class or function of the user: key -> name."""
     kinds = {"task": "tasks", "optim": "optimizers"} | ({"strategy": "strategies"} if strategy else {})
     paths = {f"{part}.name": plugins.path_of(kind, getattr(run, part).name) for part, kind in kinds.items()}
     if not is_own(run.task.name):
@@ -40,15 +38,15 @@ def named(run: Run, strategy: bool = True) -> dict[str, str]:
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is the dotted path of something outside lockstep and the libraries that it stands on."""
+    """Return whether a name is a dotted path outside lockstep and its libraries."""
     return "." in name and name.partition(".")[0] not in _LIBRARIES
 
 
 def files_of(names: Iterable[str]) -> dict[str, Path]:
-    """Files of the modules that hold these classes (`package.module.Class`), and of the user's modules that they
-    import, packages on the way to them included: `package/module.py` -> file. A library's files are not among them,
-    whatever is imported by a name that is made while the program runs is not found."""
-    if os.getcwd() not in sys.path:  # as `plugins` does
+    """Return the files of these classes (`package.module.Class`) and of the user modules and packages that they import,
+    directly or indirectly: `package/module.py` -> file. Excludes libraries, and imports by names computed at run
+    time."""
+    if os.getcwd() not in sys.path:  # as in `plugins`
         sys.path.insert(0, os.getcwd())
     files: dict[str, Path] = {}
     for name in names:
@@ -58,14 +56,13 @@ def files_of(names: Iterable[str]) -> dict[str, Path]:
 
 
 def hashes_of(names: Iterable[str]) -> dict[str, str]:
-    """What each of these files says: name -> hash. Comments, docstrings and layout do not count."""
+    """Return name -> hash of each file of these classes, ignoring comments, docstrings and layout."""
     return {name: fingerprint(path) for name, path in sorted(files_of(names).items())}
 
 
 @lru_cache(maxsize=1)
 def hash_of_lockstep() -> str:
-    """A hash of lockstep's own source, including plug-ins that were put into its folder, as it is when this process
-    first asks."""
+    """Return a hash of lockstep's source at the first call, including plug-ins added to its folder."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -74,19 +71,19 @@ def hash_of_lockstep() -> str:
 
 
 def fingerprint(path: Path) -> str:
-    """A hash of a Python file's syntax tree, the same in every version of Python; of another file's bytes."""
+    """Return a hash of a Python file's syntax tree, equal in all Python versions, or of another file's bytes."""
     return _fingerprint(path.read_bytes())
 
 
 @lru_cache(maxsize=64)
 def _fingerprint(content: bytes) -> str:
-    with suppress(SyntaxError, ValueError, RecursionError):  # compiled, or for Python to complain about
+    with suppress(SyntaxError, ValueError, RecursionError):  # a binary, or an error that the import will raise
         content = json.dumps(_plain(ast.parse(content)), default=repr).encode()
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _plain(node: object) -> object:
-    """A syntax tree as lists, without places and whatever is empty."""
+    """Convert a syntax tree to lists, without positions, docstrings and empty fields."""
     if isinstance(node, list):
         return [_plain(part) for part in node]
     if not isinstance(node, ast.AST):
@@ -100,7 +97,7 @@ def _plain(node: object) -> object:
 
 
 def _follow(module: str, top: str, files: dict[str, Path], visited: set[str]) -> None:
-    """Add a module of the package `top`, or of none that is installed, the packages it is in, and what it imports."""
+    """Add a module, its packages and its imports, recursively. Skips installed modules outside the package `top`."""
     if module in visited:
         return
     visited.add(module)
@@ -121,7 +118,7 @@ def _follow(module: str, top: str, files: dict[str, Path], visited: set[str]) ->
 
 
 def _imported(path: Path, package: str) -> Iterator[str]:
-    """Every module that a file may import, also inside of functions. What follows `from x import` may be one, too."""
+    """Yield every module that a file may import, also inside functions and as `from package import module`."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):

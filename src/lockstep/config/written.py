@@ -1,8 +1,7 @@
-"""What a person wrote in a run file and its overrides, apart from what was filled in: no message may treat a default as
-if somebody had chosen it.
+"""Tracks the keys that the user wrote, as opposed to defaults, so that no message treats a default as a user's choice.
 
-In: the raw mappings, or a `Run` in which every default was filled in. Out: the dotted keys that were written, and
-messages that say of each other key that it is a default.
+In: the raw mappings, or a `Run` with every default filled in. Out: the dotted keys that were written, and messages that
+mark other keys as defaults.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from pydantic import BaseModel
 
 from lockstep.config.errors import RunError, appended, uncoded
 
-# The key that a message is about stands first in its line: `data.max_length: ...`, `micro_batches (8) is ...`.
+# A message starts with its key: `data.max_length: ...`, `micro_batches (8) is ...`.
 _HEAD = re.compile(r"([a-z_]\w*(?:\.\w+)*)(?=:| \(| has | is | needs | cannot )")
 _PLACE = re.compile(r"\((?:[^()]+, line \d+|on the command line|in the overrides)\)$")
 _SAYS_SO = re.compile(r"\bmissing\b|\bnot set\b|\bno default\b|\bby default\b|\bdefault of\b")
 
 
 class WrittenKeys(frozenset[str]):
-    """Dotted keys that a person wrote."""
+    """Dotted keys that the user wrote."""
 
     def has(self, key: str) -> bool:
-        """Whether `key`, or a key within it, was written. A section is written if any of its keys is."""
+        """Return whether `key` was written. A section is written if any of its keys is."""
         return key in self or any(name.startswith(f"{key}.") for name in self)
 
 
 def keys_of(*mappings: Mapping[str, Any]) -> WrittenKeys:
-    """The keys of nested mappings as a person wrote them."""
+    """Return the dotted keys of nested mappings."""
     return WrittenKeys(key for mapping in mappings for key in _flat(mapping))
 
 
@@ -45,12 +44,12 @@ def _flat(values: Any, prefix: str = "") -> Iterator[str]:
 
 
 def is_resolved(values: Mapping[str, Any], sections: Mapping[str, Any]) -> bool:
-    """Whether every default is filled in, as in OUTPUT/run.yaml: each of a run's `sections` and keys is there."""
+    """Return whether every top-level key in `sections` is present, as in OUTPUT/run.yaml."""
     return sections.keys() <= values.keys()
 
 
 def changed(run: Any) -> WrittenKeys:
-    """The keys of a run whose values are not their defaults: all that can be told of one that was filled in."""
+    """Return the keys whose values differ from their defaults: the best guess for a run with defaults filled in."""
     return WrittenKeys(_changed(run, ""))
 
 
@@ -65,14 +64,14 @@ def _changed(section: BaseModel, prefix: str) -> Iterator[str]:
 
 
 def defaults_of(section: BaseModel, prefix: str) -> dict[str, Any]:
-    """The defaults of a section's keys, with those of the plug-in that it names."""
+    """Return key -> default of a section, including the keys of its plug-in."""
     from lockstep.config import plugins
 
     fields = dict(type(section).model_fields)
     kind = {"task.": "tasks", "optim.": "optimizers", "launch.": "launchers"}.get(prefix)
     if kind is not None:
         name = str(getattr(section, "name", ""))
-        if "." not in name:  # a class of the user's own is not imported for this
+        if "." not in name:  # user classes are not imported for this
             fields |= plugins.find(kind, name).Options.model_fields  # type: ignore[attr-defined]
     return {
         key: field.get_default(call_default_factory=True) for key, field in fields.items() if not field.is_required()
@@ -80,7 +79,7 @@ def defaults_of(section: BaseModel, prefix: str) -> dict[str, Any]:
 
 
 def with_defaults_named(text: str, run: Any) -> str:
-    """The message, in which each line that is about a key which nobody wrote says that its value is the default."""
+    """Return a message with a note on each line about a key that the user did not write: its value is the default."""
     return "\n".join(_named(line, run) for line in text.split("\n"))
 
 
@@ -99,7 +98,7 @@ def _named(line: str, run: Any) -> str:
 
 
 def value_of(run: Any, key: str) -> tuple[bool, Any]:
-    """Whether a run has a dotted key, and its value."""
+    """Return whether a run has a dotted key, and its value."""
     value: Any = run
     for name in key.split("."):
         if isinstance(value, BaseModel) and (
@@ -114,7 +113,7 @@ def value_of(run: Any, key: str) -> tuple[bool, Any]:
 
 
 def without(values: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Nested values without dotted keys, or sections."""
+    """Return a copy of nested values without some dotted keys or sections."""
     left = copy.deepcopy(dict(values))
     for key in keys:
         *parents, last = key.split(".")
@@ -127,7 +126,7 @@ def without(values: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 
 @contextmanager
 def naming_defaults(run: Any) -> Iterator[None]:
-    """A context whose `RunError`s say of each key that they are about, and that nobody wrote, that it is a default."""
+    """Context manager that applies `with_defaults_named` to `RunError`s."""
     try:
         yield
     except RunError as error:
@@ -137,7 +136,7 @@ def naming_defaults(run: Any) -> Iterator[None]:
 
 
 def applies(note: str, run: Any) -> bool:
-    """Whether a note is about something that a person wrote: a default that has no effect is not worth a note."""
+    """Return whether to show a note: a default without effect is not worth one."""
     head = _HEAD.match(uncoded(note))
     return (
         head is None or "has no effect" not in note or not value_of(run, head.group(1))[0] or run.wrote(head.group(1))

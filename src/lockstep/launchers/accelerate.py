@@ -2,8 +2,8 @@
 configuration files.
 
 In: `launch: {name: accelerate, machines: 2, machine_rank: R, rendezvous: host:port}`, the same command on every machine
-with its own rank. Out: an exit status. accelerate itself ends with 1 on any failure, and may start fewer processes than
-it was asked for: ranks leave their status in a file, and compare their world with the one that was wanted.
+with its own rank. Out: an exit status. accelerate exits with 1 on any failure, and may start fewer processes than
+requested; so ranks write their status to a file and check the world size.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from lockstep.track.console import error
 
 
 class Accelerate(Launcher):
-    """`accelerate launch -m lockstep train`."""
+    """Launcher for `accelerate launch -m lockstep train`."""
 
     joins = True
 
     class Options(Section):
-        """What `accelerate launch` is told."""
+        """Arguments of `accelerate launch`."""
 
         machines: Positive = Field(1, description="accelerate: number of machines")
         machine_rank: Steps = Field(0, description="accelerate: this machine's place; 0 has the rendezvous's address")
@@ -63,13 +63,13 @@ class Accelerate(Launcher):
         if options.config_file is not None:
             command.append(f"--config_file={options.config_file}")
         command += [f"--num_machines={options.machines}", f"--num_processes={total}"]
-        command += ["--multi_gpu"] if total > 1 else []  # also on CPUs: --cpu starts one process, whatever it is asked
+        command += ["--multi_gpu"] if total > 1 else []  # also on CPUs: --cpu always starts one process
         if options.machines > 1:
             host, port = self.rendezvous(run)
             command += [f"--machine_rank={options.machine_rank}", "--rdzv_backend=static"]
             command += [f"--main_process_ip={host}", f"--main_process_port={port}"]
         elif total > 1:
-            command.append("--main_process_port=0")  # a free one
+            command.append("--main_process_port=0")  # any free port
         command += ["--mixed_precision=no", "--dynamo_backend=no", "--num_cpu_threads_per_process=1"]
         path = str(run.folder / "launch" / f"machine-{options.machine_rank}.yaml")
         command += ["--module", "lockstep", "train", path]
@@ -82,7 +82,7 @@ class Accelerate(Launcher):
         return LaunchPlan(total, command, variables, {path: run.dump()}, notes)
 
     def rendezvous(self, run: Run) -> tuple[str, int]:
-        """Host and port of machine 0. Errors: `RunError`."""
+        """Return host and port of machine 0. Errors: `RunError`."""
         options = self.options(run)
         if options.rendezvous is None:
             raise RunError(
@@ -95,7 +95,7 @@ class Accelerate(Launcher):
         return bool(self.options(run).machine_rank == 0)
 
     def memory(self, run: Run, plan: LaunchPlan) -> float | None:
-        return memory_here(run, processes_of(run))  # the other machines are like this one
+        return memory_here(run, processes_of(run))  # assumes equal machines
 
     def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         if importlib.util.find_spec("accelerate") is None:
@@ -114,7 +114,7 @@ class Accelerate(Launcher):
         return 1
 
     def check_address(self, run: Run) -> None:
-        """Machine 0 has the address; the others find it. Errors: `RunError`."""
+        """Check that the rendezvous address is machine 0's, and reachable from the others. Errors: `RunError`."""
         options = self.options(run)
         if options.machines == 1:
             return
@@ -139,15 +139,16 @@ class Accelerate(Launcher):
 
 
 def once(run: Run, plan: LaunchPlan, words: Sequence[str]) -> tuple[int, bool]:
-    """Run the command to its end, passing on what this process is asked. Returns what its ranks returned, 1 where they
-    could not say it, and whether it was asked to stop."""
+    """Run the command to its end, forwarding stop signals.
+
+    Returns the exit status of the ranks (1 if they left none), and whether a stop was requested."""
     with tempfile.TemporaryDirectory(prefix="lockstep-status-") as folder:
         answer = Path(folder) / "status"
         environment = {**os.environ, **plan.variables, STATUS: str(answer), JOB_WORDS: " ".join(words)}
         if plan.job is not None:
             (resolved := Path(folder) / "job.json").write_text(plan.job.dump(), encoding="utf-8")
             environment[RESOLVED] = str(resolved)
-        # in a group of its own: a Ctrl-C reaches this process alone, which passes it on once
+        # own process group: Ctrl-C reaches only this process, which forwards it once
         process = subprocess.Popen(plan.command, env=environment, process_group=0)
         stop_requested, interrupts = False, Interrupts()
 

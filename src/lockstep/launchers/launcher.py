@@ -1,7 +1,7 @@
 """The interface of a launcher: what would be started, starting it, and looking after it from another terminal.
 
-In: a run. Out: a `LaunchPlan`, which is data (`lockstep plan` prints it, tests compare it), and an exit status. Never
-imports torch at the top.
+In: a run. Out: a `LaunchPlan`, which is plain data (`lockstep plan` prints it, tests compare it), and an exit status.
+Imports no torch at the top.
 """
 
 from __future__ import annotations
@@ -27,116 +27,119 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What a launcher starts, completely."""
+    """Complete description of what a launcher starts."""
 
-    processes: int  # in all, over all machines
-    command: list[str]  # what each of them runs
-    variables: Mapping[str, str] = field(default_factory=dict)  # set for it
-    files: Mapping[str, str] = field(default_factory=dict)  # path -> text, written before
-    notes: list[str] = field(default_factory=list)  # what a person should know
-    job: Job | None = None  # resolved, to be sent to ranks of this machine; None: each rank resolves its run
+    processes: int  # total over all machines
+    command: list[str]  # the command of each process
+    variables: Mapping[str, str] = field(default_factory=dict)  # its environment variables
+    files: Mapping[str, str] = field(default_factory=dict)  # path -> text, written before the start
+    notes: list[str] = field(default_factory=list)  # for the user
+    job: Job | None = None  # resolved job for ranks on this machine; None: each rank resolves the run
 
 
 class Launcher(ABC):
-    """One way to start processes."""
+    """Base class of launchers, which start the ranks of a run."""
 
     plugin: ClassVar[str] = "launchers"
-    joins: ClassVar[bool] = False  # True: this process becomes one rank, and decides nothing without the others
-    # True: `start` hands the job over to a scheduler or a service, and writes OUTPUT/launch.json itself as soon as it
-    # has the job's id: `SubmittedJob`.
+    joins: ClassVar[bool] = False  # True: this process becomes one rank and decides only with the others
+    # True: `start` submits the job to a scheduler or service, and writes OUTPUT/launch.json as soon as it has the job's
+    # id. See `SubmittedJob`.
     submits: ClassVar[bool] = False
-    # False: the ranks do not see this machine's files, so that no data is prepared here and OUTPUT is not looked at.
+    # False: the ranks do not see this machine's files, so no data is prepared here and OUTPUT is not read.
     shares_files: ClassVar[bool] = True
 
-    forks_ranks: ClassVar[bool] = False  # its ranks fork from a server that has imported what they need (`prestart`)
-    takes_srun: ClassVar[bool] = False  # a task of `srun`, started by hand, becomes one of its ranks
+    forks_ranks: ClassVar[bool] = False  # ranks fork from a server with the imports done (`prestart`)
+    takes_srun: ClassVar[bool] = False  # a task of a manual `srun` becomes one of its ranks
 
     class Options(Section):
-        """The launcher's own keys in the run file's `launch` section."""
+        """The launcher's own keys in the section `launch`."""
 
     @classmethod
     def fewest_machines(cls, launch: LaunchSection) -> int | None:
-        """The fewest machines that a job goes on with after one was taken out; None: none can be."""
+        """Return the fewest machines that a job can shrink to, or None if it cannot lose any."""
         return None
 
     @classmethod
     def loses_ranks(cls, launch: LaunchSection) -> bool:
-        """Whether a job on one machine goes on without single ranks, as far as its keys say."""
+        """Return whether the keys allow a single-machine job to continue without some ranks."""
         return False
 
     @classmethod
     def options(cls, run: Run) -> Any:
-        """This launcher's own keys, typed: an instance of its `Options`."""
+        """Return this launcher's keys as an instance of its `Options`."""
         return cls.Options.model_validate(run.launch.options)
 
     @abstractmethod
     def plan(self, run: Run) -> LaunchPlan:
-        """Pure: the same run gives the same plan on the same machine. Errors: `RunError`."""
+        """Return the plan of a run, without side effects: one run has one plan per machine. Errors: `RunError`."""
 
     def check(self, run: Run, plan: LaunchPlan) -> None:  # noqa: B027 - most have nothing to check
-        """What can be found wrong before data is prepared or anything is started: a program or package that is missing,
-        a job that its scheduler refuses. Errors: `RunError`."""
+        """Check for problems before data is prepared or anything starts: a missing program or package, a job that the
+        scheduler rejects. Errors: `RunError`."""
 
     def memory(self, run: Run, plan: LaunchPlan) -> float | None:
-        """Bytes that each process has on the machines it runs on, as far as is known here; None: it is not."""
+        """Return the bytes of memory for each process, or None if not known here."""
         return None
 
     def leads(self, run: Run, plan: LaunchPlan) -> bool:
-        """Whether this process speaks for the job: it keeps OUTPUT/run.yaml and says in OUTPUT/launch.json that the run
-        is on. One process of a job does, where several are started by hand."""
+        """Return whether this process leads the job: it writes OUTPUT/run.yaml and OUTPUT/launch.json. If several
+        processes are started by hand, exactly one leads."""
         return plan.variables.get("RANK", "0") == "0"
 
     @abstractmethod
     def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
-        """Do exactly what the plan says. Every process calls the function that `words` name first, with the others.
-        Returns the exit status of the command."""
+        """Execute the plan and return the exit status.
 
-    # -- a run that was launched, maybe by another process -----------------------------------------------------------
-    # These three suit a launcher whose `start` lasts as long as the job. One that submits has its own.
+        `words`: name of the function that every process calls, and its arguments."""
+
+    # -- a run that was started, possibly by another process ---------------------------------------------------------
+    # Defaults for a launcher whose `start` lasts as long as the job. A `SubmittedJob` overrides them.
 
     def state(self, run: Run, record: JobRecord) -> State:
-        """The state of the run, from the system that runs it. Errors: `RunError`, if that system cannot be asked."""
+        """Query the state of the run from the system that runs it. Errors: `RunError` if that does not answer."""
         state = job_record.state_of_process(record)
-        if state.word == "gone":  # it may have left its status since the record was read
+        if state.word == "gone":  # its status may be newer than the record
             state = job_record.state_of_process(job_record.read(run.folder) or record)
         return state
 
     def logs(self, run: Run, record: JobRecord, follow: bool) -> Iterator[str]:
-        """Lines of its log, oldest first; with `follow` on until it has ended. Errors: `RunError`."""
+        """Yield the lines of the log, oldest first; with `follow`, until the run ends. Errors: `RunError`."""
         path = job_record.inside(run.folder / LOG, run.folder)
         return job_record.lines_of(path, follow, lambda: self.state(run, record).live)
 
     def stop(self, run: Run, record: JobRecord) -> str:
-        """Ask it to save a checkpoint and end with status 75, and not to be started again by its scheduler. Returns at
-        once, with what was done ("SIGTERM sent to process 12"); whoever called asks for the `state`. Errors:
-        `RunError`."""
+        """Request that the run saves a checkpoint and ends with status 75, without a restart by its scheduler.
+
+        Returns immediately, with a description of the action ("SIGTERM sent to process 12"); poll `state` for the end.
+        Errors: `RunError`."""
         return job_record.stop_process(record)
 
 
 class SubmittedJob(Launcher):
-    """A launcher that hands its job over to a scheduler or a service, shows the log until the job has ended, and asks
-    them about it later. A subclass has `submit`, `label`, `state`, `logs` and `stop`."""
+    """Base of launchers that submit a job to a scheduler or service and show its log until it ends.
+
+    A subclass implements `submit`, `label`, `state`, `logs` and `stop`."""
 
     plugin: ClassVar[str] = "launchers"
     submits = True
-    every_s: ClassVar[float] = 10.0  # between questions about the job's state
-    afterwards: ClassVar[str] = ""  # said of a job that `start` does not wait for: what comes after its end
+    every_s: ClassVar[float] = 10.0  # polling interval for the job's state
+    afterwards: ClassVar[str] = ""  # message suffix for a job that `start` does not wait for: how to fetch its results
 
     @abstractmethod
     def submit(self, run: Run, plan: LaunchPlan) -> JobRecord | None:
-        """Hand the job over. None: this run's job is complete, and there is nothing to hand over. Errors: `RunError`;
-        nothing is submitted then."""
+        """Submit the job and return its record, or None if this run's job is complete already. Errors: `RunError`; then
+        nothing is submitted."""
 
     @abstractmethod
     def label(self, record: JobRecord) -> str:
-        """What a message calls the job: `training job NAME`."""
+        """Return the job's name for messages: `training job NAME`."""
 
     def waits(self, run: Run) -> bool:
-        """Whether `start` returns when the job has ended; otherwise as soon as it is submitted."""
+        """Return whether `start` waits for the end of the job; otherwise it returns after submission."""
         return bool(self.options(run).wait)
 
     def complete(self, run: Run, record: JobRecord) -> None:
-        """After a job that has trained to its end: fetch what it made, or say where that is. Errors: `RunError`."""
+        """Fetch the results of a finished job, or print their location. Errors: `RunError`."""
 
     def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         name = run.launch.name
@@ -154,8 +157,8 @@ class SubmittedJob(Launcher):
         return 0
 
     def watch(self, run: Run, record: JobRecord) -> int:
-        """Show the log of a submitted job, and wait for its end; an interrupt ends the showing, and not the job.
-        Returns the exit status."""
+        """Show the log of a submitted job until it ends, and return the exit status. An interrupt ends the display, not
+        the job."""
         try:
             for line in self.logs(run, record, follow=True):
                 Console(True).say(line)
@@ -177,7 +180,7 @@ class SubmittedJob(Launcher):
 
 
 def write_files(plan: LaunchPlan) -> None:
-    """The files of a plan, where it says. Errors: `RunError`."""
+    """Write the files of a plan. Errors: `RunError`."""
     try:
         for path, text in plan.files.items():
             Path(path).parent.mkdir(parents=True, exist_ok=True)

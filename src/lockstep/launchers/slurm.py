@@ -1,10 +1,9 @@
 """SLURM: writes an sbatch file that a person can read and submit again, checks it, submits it and follows the job.
 
 In: `launch: {name: slurm, machines: N, processes: P, ...}` on a machine with `sbatch`; it needs no torch. Out: a job
-whose every task runs `lockstep train OUTPUT/run.yaml`, and the exit status of the training; with `--detach` 0 as soon
-as the job is queued. A job that stops on request (status 75, after the warning before its time limit, or when it is
-preempted) goes back to the queue and resumes from its checkpoint. `status`, `logs` and `stop` ask SLURM about it from
-any machine of the cluster.
+whose tasks run `lockstep train OUTPUT/run.yaml`, and the exit status of the training; with `--detach`, 0 as soon as the
+job is queued. A job that stops on request (status 75: signalled before its time limit, or preempted) is requeued and
+resumes from its checkpoint. `status`, `logs` and `stop` query SLURM from any machine of the cluster.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from lockstep.launchers.processes import srun
 from lockstep.launchers.processes.srun import SlurmTask
 from lockstep.track.console import Console
 
-_POLL_S = 3.0  # between questions to SLURM
-_MORE_S = 120.0  # that the nodes of a job which outlives some of them wait for one that is not there
+_POLL_S = 3.0  # polling interval of SLURM
+_MORE_S = 120.0  # timeout for a missing node, if the job can run without it
 _LIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
 class Slurm(SubmittedJob):
-    """Nodes of a cluster with SLURM and a file system that all of them share."""
+    """Launcher for a SLURM cluster with a shared file system."""
 
     takes_srun = True
 
     class Options(Section):
-        """What is asked of SLURM."""
+        """Options of the SLURM job."""
 
         machines: Positive = Field(1, description="nodes")
         ranks: Literal["srun", "elastic"] = Field(
@@ -115,7 +114,7 @@ class Slurm(SubmittedJob):
 
     def memory(self, run: Run, plan: LaunchPlan) -> float | None:
         options = self.options(run)
-        if options.memory is None or options.gpus:  # what the nodes' GPUs have is not known here
+        if options.memory is None or options.gpus:  # GPU memory of the nodes is not known here
             return None
         number, unit = re.fullmatch(r"(\d+)([KMGT]?)", options.memory).groups()  # type: ignore[union-attr]
         return int(number) * 1024.0 ** ("KMGT".index(unit or "M") + 1) * options.machines / plan.processes
@@ -145,12 +144,12 @@ class Slurm(SubmittedJob):
         if "step" in record.facts:
             _ask("scancel", "--signal=TERM", record.facts["step"])
             return f"SIGTERM sent to the ranks of step {record.facts['step']}"
-        _ask("scontrol", "update", f"JobId={job}", "Requeue=0")  # or its script would queue it again
+        _ask("scontrol", "update", f"JobId={job}", "Requeue=0")  # otherwise its script would requeue it
         _ask("scancel", "--signal=TERM", job)
         return f"SIGTERM sent to the ranks of job {job}, which is not to be queued again"
 
     def watch(self, run: Run, record: JobRecord) -> int:
-        """Say what the job says, and when its state changes, until it has ended."""
+        """Print the job's log and state changes until it ends, and return the exit status."""
         last, console = [State("unknown")], Console(True)
 
         def live() -> bool:
@@ -172,7 +171,7 @@ class Slurm(SubmittedJob):
     # -- the file ----------------------------------------------------------------------------------------------------
 
     def _job(self, run: Run, files: Sequence[str]) -> BatchJob:
-        """What is asked for one run. Errors: `RunError`."""
+        """Return the batch job of one run. Errors: `RunError`."""
         options = self.options(run)
         processes = processes_of(run, options)
         world = options.machines * processes
@@ -213,9 +212,12 @@ class Slurm(SubmittedJob):
 
 
 def array_plan(run: Run, runs: Sequence[Path], folder: Path, at_most: int | None = None) -> LaunchPlan:
-    """An array job over resolved run files, such as the trials of a sweep: every array task trains one of them with
-    what `run.launch` (of the slurm launcher) asks for, and is requeued and resumed by itself. `folder`: of the file and
-    the logs; `at_most`: array tasks that run at a time. `submit` submits it; task i is job `ID_i`. Errors: `RunError`.
+    """Return the plan of an array job over resolved run files, such as the trials of a sweep.
+
+    Each array task trains one run with the options in `run.launch` (slurm), and is requeued and resumed independently.
+    `submit` submits the plan; task i is job `ID_i`.
+
+    `folder`: folder of the sbatch file and the logs. `at_most`: most array tasks at a time. Errors: `RunError`.
     """
     if not runs:
         raise RunError("LS7385", "an array job needs at least one run file")
@@ -228,7 +230,7 @@ def array_plan(run: Run, runs: Sequence[Path], folder: Path, at_most: int | None
 
 
 def check(plan: LaunchPlan) -> None:
-    """Let SLURM look at the plan's file; nothing is queued. Errors: `RunError` with SLURM's own words."""
+    """Validate the plan's file with `sbatch --test-only`. Errors: `RunError` with SLURM's message."""
     if shutil.which("sbatch") is None:
         raise RunError(
             "LS7386",
@@ -244,17 +246,16 @@ def check(plan: LaunchPlan) -> None:
 
 
 def submit(plan: LaunchPlan) -> str:
-    """Write the plan's files and queue the job, once SLURM has checked it. Returns its id. Errors: `RunError`; nothing
-    is queued then."""
+    """Check the plan, write its files, queue the job, and return its id. Errors: `RunError`; then nothing is queued."""
     check(plan)
     write_files(plan)
-    # sbatch hands its environment to the job's tasks
+    # the job's tasks inherit sbatch's environment
     os.environ.setdefault(network.SECRET_VARIABLE, network.secret_or_new())
     return _ask(*plan.command).strip().partition(";")[0]
 
 
 def processes_of(run: Run, options: Any) -> int:
-    """The number of processes on each node. Errors: `RunError` where no key says it."""
+    """Return the number of processes per node. Errors: `RunError` if no key determines it."""
     places = options.gpus * run.launch.processes_per_gpu
     if run.launch.processes != "auto":
         if places and run.launch.device != "cpu" and int(run.launch.processes) > places:
@@ -277,8 +278,8 @@ def processes_of(run: Run, options: Any) -> int:
 
 
 def agent_of(run: Run, task: SlurmTask) -> int:
-    """This process as the torch elastic agent of one node of a job; the nodes meet as those of `torchrun` do. Returns
-    the exit status, the same on every node."""
+    """Run as the torch elastic agent of one node, with the rendezvous of the `torchrun` launcher. Returns the exit
+    status, the same on every node."""
     from lockstep.launchers.local import prestart
     from lockstep.launchers.torchrun import Torchrun
 
@@ -289,10 +290,10 @@ def agent_of(run: Run, task: SlurmTask) -> int:
     if _outlives_nodes(run) and task.size > 1:
         where |= {"machines": f"1:{task.size}", "last_call_timeout_s": _MORE_S}
     inner = run.model_copy(update={"launch": LaunchSection(**common, **where)})
-    if task.rank:  # the first node opens the port
+    if task.rank:  # node 0 opens the port
         network.reach(task.host, task.port, run.launch.timeout_s, Console(True).say)
     status = Torchrun().start(inner, Torchrun().plan(inner))
-    if path := os.environ.get(STATUS):  # where nodes may be lost
+    if path := os.environ.get(STATUS):  # if the job survives node failures
         if task.rank == 0:
             Path(path).write_text(str(status), encoding="utf-8")
         elif status == FAILED:
@@ -301,15 +302,15 @@ def agent_of(run: Run, task: SlurmTask) -> int:
 
 
 def _outlives_nodes(run: Run) -> bool:
-    """Whether a job goes on when a node is lost."""
+    """Return whether a job continues after a node failure."""
     elastic = Slurm.options(run).ranks == "elastic"
     return elastic and run.launch.on_rank_failure == "continue" and run.launch.max_restarts > 0
 
 
 def log_of(run: Run, record: JobRecord) -> Path:
-    """What the ranks of a job said."""
+    """Return the log file of a job's ranks. Errors: `RunError`."""
     if "log" in record.facts:
-        path = Path(record.facts["log"])  # of a task of an array: beside the folders of its runs
+        path = Path(record.facts["log"])  # an array task logs next to the folders of the runs
         if not re.fullmatch(r"slurm-\d+_\d+\.out", path.name):
             raise RunError("LS7391", f"{job_record.FILE}: {path} is not the log of an array task, so it is not read")
         return job_record.inside(path, run.folder.absolute().parent)
@@ -318,7 +319,7 @@ def log_of(run: Run, record: JobRecord) -> Path:
 
 
 def state_of(record: JobRecord) -> State:
-    """What SLURM says of a job, else what rank 0 left in writing."""
+    """Return the state of a job from SLURM, or else from the status that rank 0 recorded."""
     if record.facts.get("step") and record.status is not None:
         return job_record.outcome(record.status)
     if shutil.which("scontrol") is None:
@@ -346,7 +347,7 @@ def _ended(word: str, code: str, more: str, record: JobRecord) -> State:
 
 
 def _facts(job: str) -> Mapping[str, str] | None:
-    """`scontrol show job`; None for a job that SLURM has forgotten. Errors: `RunError` when SLURM does not answer."""
+    """Parse `scontrol show job`; None if SLURM no longer lists the job. Errors: `RunError` if SLURM does not answer."""
     reply = subprocess.run(
         ["scontrol", "-o", "show", "job", job], capture_output=True, encoding="utf-8", errors="replace", check=False
     )
@@ -358,7 +359,7 @@ def _facts(job: str) -> Mapping[str, str] | None:
 
 
 def _remembered(record: JobRecord) -> State:
-    """The state of a job that the SLURM controller no longer lists: from accounting (sacct) if it runs, else from
+    """Return the state of a job that the SLURM controller no longer lists: from sacct if available, else from
     launch.json."""
     if shutil.which("sacct"):
         words = ["sacct", "-X", "-n", "-P", "-j", str(record.job), "-o", "State,ExitCode"]
@@ -372,7 +373,7 @@ def _remembered(record: JobRecord) -> State:
 
 
 def _ask(*words: str) -> str:
-    """What one of SLURM's programs prints. Errors: `RunError` with its own words."""
+    """Run a SLURM program and return its output. Errors: `RunError` with its message."""
     try:
         done = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace", check=False)
     except OSError as error:
@@ -383,7 +384,7 @@ def _ask(*words: str) -> str:
 
 
 def _slowly(live: Any) -> Any:
-    """Ask seldom; in between the last answer holds."""
+    """Wrap a query so that it runs at most once in `_POLL_S` seconds and otherwise returns its last answer."""
     answer, asked_at = True, -_POLL_S
 
     def ask() -> bool:
@@ -406,31 +407,31 @@ def _absolute(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What is asked of SLURM."""
+    """Content of an sbatch file."""
 
     name: str
     nodes: int
-    tasks: int  # of a node
-    processes: int  # of a task: 1, or the ranks that an elastic agent starts
-    folder: Path  # of the logs and of the file itself
-    command: Sequence[str]  # of one task; in an array `$run` is the run file
-    here: Path  # where it runs: relative paths of the run file are meant from here
-    cpus: int | None = None  # of a process
-    gpus: int = 0  # of a node
+    tasks: int  # per node
+    processes: int  # per task: 1, or the ranks that an elastic agent starts
+    folder: Path  # for the logs and the sbatch file
+    command: Sequence[str]  # of one task; in an array, `$run` is the run file
+    here: Path  # working directory, for relative paths in the run file
+    cpus: int | None = None  # per process
+    gpus: int = 0  # per node
     minutes: int | None = None  # time limit
-    warn_s: int = 120  # the ranks are told so long before the limit
+    warn_s: int = 120  # seconds before the limit at which ranks are signalled
     restarts: int = 0  # in the same allocation, after a failure
     requeue: bool = True
-    no_kill: bool = False  # a node that is lost does not end the others
-    options: dict[str, str | None] = field(default_factory=dict)  # further options of sbatch, by their long names
-    extra: Sequence[str] = ()  # and whole ones
+    no_kill: bool = False  # a failed node does not end the others
+    options: dict[str, str | None] = field(default_factory=dict)  # options of sbatch: long name -> value
+    extra: Sequence[str] = ()  # further options of sbatch, complete
     setup: Sequence[str] = ()  # shell lines before the ranks start
-    array: Sequence[Path] = ()  # run files, an array task each
-    at_most: int | None = None  # of them at a time
+    array: Sequence[Path] = ()  # run files, one per array task
+    at_most: int | None = None  # array tasks at a time
 
 
 def text_of(job: BatchJob) -> str:
-    """The file. Errors: `RunError` for a folder whose name would end a line of it."""
+    """Return the text of the sbatch file. Errors: `RunError` for a folder name with unprintable characters."""
     for path in (job.folder, job.here, *job.array):
         if not str(path).isprintable():
             raise RunError(
@@ -467,7 +468,7 @@ def _head(job: BatchJob) -> list[str]:
 
 
 FILE = "job.sbatch"
-STATUS = "LOCKSTEP_SLURM_STATUS"  # the file in which the first task leaves its exit status
+STATUS = "LOCKSTEP_SLURM_STATUS"  # path of the file for the first task's exit status
 
 
 def _before(job: BatchJob) -> list[str]:
@@ -475,7 +476,7 @@ def _before(job: BatchJob) -> list[str]:
     if job.no_kill:
         lines.append(f'export {STATUS}={shlex.quote(str(job.folder))}"/slurm-$SLURM_JOB_ID.status"')
     if job.array:
-        folder = shlex.quote(f"log={job.folder}")  # the shell reads nothing in a folder's name
+        folder = shlex.quote(f"log={job.folder}")  # no shell expansion in the folder's name
         lines.append(f'export LOCKSTEP_FACT={folder}"/slurm-${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID.out"')
         runs = [f"  {shlex.quote(str(path))}" for path in job.array]
         lines += ["runs=(", *runs, ")", "run=${runs[$SLURM_ARRAY_TASK_ID]}"]
@@ -483,14 +484,14 @@ def _before(job: BatchJob) -> list[str]:
 
 
 def _ranks(job: BatchJob) -> list[str]:
-    srun = ["srun", "--kill-on-bad-exit=0"]  # a rank that is through first must not end the others
+    srun = ["srun", "--kill-on-bad-exit=0"]  # the first rank to finish must not end the others
     if job.no_kill:
         srun.append("--no-kill")
     if job.cpus:
-        srun.append(f"--cpus-per-task={job.cpus * job.processes}")  # which srun does not take over from sbatch
+        srun.append(f"--cpus-per-task={job.cpus * job.processes}")  # srun does not inherit it from sbatch
     line = shlex.join([*srun, *job.command]).replace("'$run'", '"$run"')
     lines = ["trap : TERM  # what ends the ranks does not end this script before it has seen how they ended"]
-    if job.no_kill:  # srun counts a node that is lost as a failure, whatever became of the others
+    if job.no_kill:  # srun reports a failed node as a failure even if the job succeeds
         last = f'[ -s "${STATUS}" ] && status=$(cat "${STATUS}")'
         return [*lines, f'rm -f "${STATUS}"', line, "status=$?", last]
     if not job.restarts:
@@ -520,13 +521,13 @@ def _after(job: BatchJob) -> list[str]:
 
 
 def slurm_time(minutes: int) -> str:
-    """`1-02:30:00`."""
+    """Format minutes for SLURM, as in `1-02:30:00`."""
     days, rest = divmod(minutes, 24 * 60)
     return f"{f'{days}-' if days else ''}{rest // 60:02d}:{rest % 60:02d}:00"
 
 
 def minutes_of(text: str) -> int:
-    """Whole minutes, rounded up, of `4h`, `1d12h`, or SLURM's `minutes`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`.
+    """Parse a time into minutes, rounded up: `4h`, `1d12h`, or SLURM's `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`.
     Errors: `ValueError`."""
     if re.fullmatch(r"(\d+[dhms])+", text):
         units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -550,5 +551,5 @@ def _path(folder: Path) -> str:
 
 
 def _word(text: str) -> str:
-    """As sbatch reads its lines: quotes hold words together."""
+    """Quote a text for an #SBATCH line, if necessary."""
     return f'"{text}"' if re.search(r"[\s#'\\]", text) else text

@@ -1,7 +1,7 @@
 """From a run to its processes: resolve the run into a job, then start its ranks or become one.
 
-In: a run. Out: an exit status. A finished run with more `epochs` or `steps` becomes a run that trains on from its
-export, into a folder of its own (`further`). Nothing here imports torch at the top.
+In: a run. Out: an exit status. A finished run whose `epochs` or `steps` were raised becomes a new run that continues
+from its export, in a new folder (`further`). Imports no torch at the top.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ if TYPE_CHECKING:
 
 
 def train(run: Run) -> int:
-    """`lockstep train`: to the end, or on from the newest checkpoint; under torchrun and its like, as one rank.
+    """Run `lockstep train`, resuming from the newest checkpoint if there is one; under torchrun etc., as one rank.
 
-    The way of a launching process: plan, own OUTPUT, resolve, look whether all is done, keep run.yaml, start.
+    Returns the exit status. Steps of a launching process: plan, lock OUTPUT, resolve, return early if finished, write
+    run.yaml, start ranks.
     """
     if (task := task_of_srun(run)) is not None and run.launch.options.get("ranks") == "elastic":
         return agent(run, task)
     if joining():
         return joined(run)
     console = Console(True, voice=run.track.console)
-    # before anything is imported that takes long
+    # before slow imports
     console.facts({"lockstep": f"{__version__}, {run.name} -> {run.folder}"})
     run = further(run, console.say)
     job_record.refuse_evicted(run.folder)
@@ -53,12 +54,12 @@ def train(run: Run) -> int:
     with ExitStack() as stack:
         with console.busy(lambda: ACTIVITY.name):
             launcher, plan = planned(run)
-            leads = launcher.leads(run, plan)  # else another process of the job speaks for it
+            leads = launcher.leads(run, plan)  # else another process of the job leads
             lock = stack.enter_context(output_lock.owned(run, console.note)) if leads else None
             if lock is not None:
                 only_one(run, launcher)
             plan, steps = ready(run, launcher, plan, console)
-            run = run if plan.job is None else plan.job.run  # with defaults that the model has room for
+            run = run if plan.job is None else plan.job.run  # with defaults adapted to the model
         if lock is None:
             with introduced():
                 return launcher.start(run, plan)
@@ -66,14 +67,14 @@ def train(run: Run) -> int:
             return lock.verdict(concluded(run, plan.processes, steps))
         keep(run)
         if launcher.submits:
-            lock.release()  # from here on it is that of the job's ranks
+            lock.release()  # the job's ranks lock it from here on
             return lock.verdict(launcher.start(run, plan))
         return lock.verdict(started(run, launcher, plan))
 
 
 @contextmanager
 def introduced() -> Iterator[None]:
-    """A context whose ranks do not print again what runs, and where to: this process has, in the same terminal."""
+    """Context manager in which ranks do not repeat the header that this process printed in the same terminal."""
     os.environ[INTRODUCED] = "1"
     try:
         yield
@@ -82,8 +83,9 @@ def introduced() -> Iterator[None]:
 
 
 def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> tuple[LaunchPlan, int | None]:
-    """The plan with the resolved job, and the steps of a run that is finished already, else None. Errors: `RunError`
-    for everything that can be refused before a process starts."""
+    """Resolve the job, and return (plan with the job, number of steps if the run is finished already, else None).
+
+    Errors: `RunError` for every problem detectable before a process starts."""
     machine = machine_of(launcher, plan)
     if looked_at_there(launcher):
         resolve_launch(run, machine, plan.processes, Scope.START)
@@ -98,10 +100,10 @@ def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> t
     for note in job.notes:
         console.note(note)
     if manifest is not None and finished(run, manifest) and not launcher.joins:
-        if not history.told_whole(run.folder):  # the start before was killed after its export
+        if not history.told_whole(run.folder):  # the previous start was killed after its export
             from lockstep.training.rank import finish_interrupted
 
-            if not (run.folder / "run.yaml").is_file():  # of a folder that was moved away while it was trained into
+            if not (run.folder / "run.yaml").is_file():  # the folder was moved during training
                 keep(run)
             finish_interrupted(job, manifest.step)
         return plan, manifest.step
@@ -115,22 +117,22 @@ def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> t
 
 
 def concluded(run: Run, processes: int, steps: int) -> int:
-    """A run that is finished: say so, and push what is to be pushed. Returns the exit status."""
+    """Report that a run is finished already, publish its export if configured, and return the exit status."""
     from lockstep.training.publish import publish
 
     console = Console(True, voice=run.track.console)
     console.say(f"{run.folder} is finished ({steps} steps); the model is in {run.folder}/export")
     status = publish(run, console.say)
     record = job_record.read(run.folder)
-    if record is None:  # it was torn, or deleted
+    if record is None:  # damaged or deleted
         job_record.write(run.folder, job_record.here(run.launch.name, processes))
-    if record is None or record.status != status:  # the start before may not have come to it
+    if record is None or record.status != status:  # the previous start may have ended before this
         job_record.note(run.folder, steps=steps, status=status, ended=time.time())
     return status
 
 
 def started(run: Run, launcher: Launcher, plan: LaunchPlan) -> int:
-    """Start the ranks and wait for their end, which OUTPUT/launch.json tells of. Returns the exit status."""
+    """Start the ranks, wait for their end, record it in OUTPUT/launch.json, and return the exit status."""
     before = job_record.read(run.folder)
     if before is not None and before.job is None and (state := job_record.state_of_process(before)).word == "gone":
         Console(True, voice=run.track.console).note(f"the start before ended without a word: {state.text}")
@@ -144,9 +146,9 @@ def started(run: Run, launcher: Launcher, plan: LaunchPlan) -> int:
     listen_no_more()
     record = job_record.read(run.folder)
     if status == EXCLUDED and record is not None and record.status is not None:
-        return status  # the others have written how they ended
+        return status  # the remaining ranks recorded the status
     if record is not None and (record.began, record.status) == (mine.began, 0):
-        status = 0  # rank 0 came to the end of all there was to do, whatever became of others that waited for it
+        status = 0  # rank 0 completed the run; the other ranks' statuses do not matter
     if not job_record.note(run.folder, status=status, ended=time.time()):
         error(
             coded(
@@ -159,7 +161,7 @@ def started(run: Run, launcher: Launcher, plan: LaunchPlan) -> int:
 
 
 def agent(run: Run, task: srun.SlurmTask) -> int:
-    """This process as the agent of its node, which starts the ranks there. Returns the exit status."""
+    """Run as the elastic agent of this node, which starts its ranks. Returns the exit status."""
     from lockstep.launchers.slurm import agent_of
 
     if task.rank:
@@ -169,8 +171,10 @@ def agent(run: Run, task: srun.SlurmTask) -> int:
 
 
 def task_of_srun(run: Run) -> srun.SlurmTask | None:
-    """The task of a job that the slurm launcher has written, if this process is one. A task of srun becomes a rank: it
-    gets the six variables, unless torch elastic is to start the ranks of its node."""
+    """Return the srun task of a job of the slurm launcher that this process runs in, or None.
+
+    Any srun task gets torchrun's environment variables to become a rank, unless torch elastic starts the ranks of its
+    node."""
     task = srun.task_of(os.environ)
     if task is None or "RANK" in os.environ:
         return None
@@ -179,7 +183,7 @@ def task_of_srun(run: Run) -> srun.SlurmTask | None:
         return task
     if ours or (task.size > 1 and launcher_of(run).takes_srun):
         os.environ.update(task.variables())
-        if not ours:  # srun by hand
+        if not ours:  # manual srun
             os.environ.update(
                 {job_record.VARIABLE: "slurm", job_record.JOB: task.job, job_record.FACT: f"step={task.step}"}
             )
@@ -187,8 +191,9 @@ def task_of_srun(run: Run) -> srun.SlurmTask | None:
 
 
 def joined(run: Run) -> int:
-    """This process as one rank of a job that something else has started. Errors: `RunError` when that started another
-    number of ranks than a launcher of ours wanted."""
+    """Run as one rank of a job that another program started, and return the exit status.
+
+    Errors: `RunError` if the world size differs from the one that lockstep's launcher requested."""
     with plugins.importing():
         from lockstep.training import rank as worker
 
@@ -207,7 +212,7 @@ def joined(run: Run) -> int:
                 if job_record.VARIABLE not in os.environ:
                     job_record.write(run.folder, job_record.here("", int(os.environ["WORLD_SIZE"])))
             except RunError as caught:
-                refusal = str(caught)  # reported once all ranks are there: otherwise they would wait for this one
+                refusal = str(caught)  # raised once all ranks have joined: otherwise they would wait for this one
         job = run if sent is None else Job.load(Path(sent).read_text(encoding="utf-8"))
         status = worker.main(job, words=words, refusal=refusal)
         listen_no_more()
@@ -218,19 +223,19 @@ def joined(run: Run) -> int:
 
 
 def leave_status(status: int) -> None:
-    """Tell the launcher of ours that is behind whoever started this rank, if there is one."""
+    """Write the exit status for lockstep's launcher, if it started the program that started this rank."""
     if (path := os.environ.get(STATUS)) and os.environ.get("LOCAL_RANK", "0") == "0":
         Path(path).write_text(str(status), encoding="utf-8")
 
 
 def only_one(run: Run, launcher: Launcher) -> None:
-    """Nobody else is training into OUTPUT. Errors: `RunError`."""
+    """Check that no other job trains into OUTPUT. Errors: `RunError`."""
     record = job_record.read(run.folder)
     if record is None or (record.job is None and record.process == job_record.Process.this()):
         return
     try:
         known = launcher if record.launcher == run.launch.name else launcher_named(record.launcher)
-    except RunError:  # a launcher that is not there any more
+    except RunError:  # the launcher is no longer installed
         return
     state = known.state(run, record)
     if state.live:
@@ -243,8 +248,8 @@ def only_one(run: Run, launcher: Launcher) -> None:
 
 
 def joining() -> bool:
-    """Whether this process was started as a rank: torchrun, accelerate launch and srun set the six variables."""
-    if "RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:  # accelerate's plainest way
+    """Return whether this process was started as a rank, by torchrun's environment variables."""
+    if "RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:  # accelerate with a single process
         if "MASTER_ADDR" in os.environ:
             raise RunError(
                 "LS7413",
@@ -257,25 +262,25 @@ def joining() -> bool:
 
 
 def launcher_of(run: Run) -> Launcher:
-    """The launcher of a run. Errors: `RunError`."""
+    """Return the launcher of a run. Errors: `RunError`."""
     return plugins.of_key("launch.name", "launchers", run.launch.name)()
 
 
 def launcher_named(name: str) -> Launcher:
-    """The launcher that OUTPUT/launch.json names; what was started by hand is looked after as `local` is. Errors:
+    """Return the launcher named in OUTPUT/launch.json; an empty name (started by hand) means `local`. Errors:
     `RunError`."""
     return plugins.of_key("launcher", "launchers", name or "local")()
 
 
 def plan_of(run: Run, launcher: Launcher) -> LaunchPlan:
-    """What the launcher starts. Errors: `RunError`, which tells a default from what a person wrote."""
+    """Return the launcher's plan of a run. Errors: `RunError`, which marks values that are defaults."""
     with naming_defaults(run):
         return launcher.plan(run)
 
 
 def planned(run: Run) -> tuple[Launcher, LaunchPlan]:
-    """The launcher and its plan; what workers import is being imported while this process goes on, unless OUTPUT says
-    that nothing is left to do."""
+    """Return the launcher and its plan. Starts the fork server in the background if ranks need it, unless the run is
+    finished."""
     launcher = launcher_of(run)
     plan = plan_of(run, launcher)
     record = job_record.read(run.folder)
@@ -288,39 +293,39 @@ def planned(run: Run) -> tuple[Launcher, LaunchPlan]:
 
 
 def machine_of(launcher: Launcher, plan: LaunchPlan) -> Machine:
-    """What this process knows of the machines that the ranks of a plan run on."""
+    """Return what is known here about the machines of a plan's ranks."""
     return Machine(not launcher.submits, launcher=launcher, plan=plan)
 
 
 def looked_at_there(launcher: Launcher) -> bool:
-    """Whether only the ranks look at data and model: a machine that only submits may have no torch."""
+    """Return whether data and model are checked only by the ranks: a machine that only submits may have no torch."""
     return launcher.submits and not (launcher.shares_files and importlib.util.find_spec("torch") is not None)
 
 
 def resolved(run: Run) -> tuple[Launcher, LaunchPlan, Job]:
-    """The launcher, and its plan with the job, for commands that start ranks and leave OUTPUT alone: the data are
-    prepared. Errors: `RunError`."""
+    """Return (launcher, plan with the job, job) for commands that start ranks without writing to OUTPUT. Prepares the
+    data. Errors: `RunError`."""
     launcher, plan = planned(run)
     job = resolve(run, machine_of(launcher, plan), plan.processes)
     return launcher, replace(plan, job=job), job
 
 
 def start_ranks(launcher: Launcher, job: Job, words: Sequence[str]) -> int:
-    """Keep the job's run file in its output folder, and start its ranks with `words`. Returns their exit status."""
+    """Write the job's run.yaml, start its ranks with `words`, and return their exit status."""
     keep(job.run)
     return launcher.start(job.run, replace(launcher.plan(job.run), job=job), words)
 
 
 def resolve_options(run: Run) -> None:
-    """Refuse what needs neither the data nor a process. Errors: `RunError`."""
+    """Check everything that needs neither the data nor a process. Errors: `RunError`."""
     launcher = launcher_of(run)
     plan = plan_of(run, launcher)
     resolve(run, machine_of(launcher, plan), plan.processes, Scope.OPTIONS)
 
 
 def examined(run: Run, launcher: Launcher, plan: LaunchPlan) -> Job | str:
-    """What `lockstep plan` shows: the job, after everything that `train` refuses before it starts a process; or why
-    nothing can be told of it here. OUTPUT is not written to; the cache is. Errors: `RunError`."""
+    """Return the job for `lockstep plan`, after all checks that `train` makes before it starts a process, or the reason
+    why it cannot be resolved here. Writes to the cache, not to OUTPUT. Errors: `RunError`."""
     machine = machine_of(launcher, plan)
     if looked_at_there(launcher):
         resolve_launch(run, machine, plan.processes, Scope.OUTPUT)
@@ -330,15 +335,17 @@ def examined(run: Run, launcher: Launcher, plan: LaunchPlan) -> Job | str:
     try:
         return resolve(run, machine, plan.processes, Scope.OUTPUT)
     except RunError as error:
-        if unreached(error):  # of no mistake in the run file
+        if unreached(error):  # not an error in the run file
             return str(error)
         raise
 
 
 def further(run: Run, say: Callable[[str], object]) -> Run:
-    """The schedule of a finished run is at its end, and its weights with it: going on cannot give what a longer run
-    would have given. So what is added is a run of its own, and `say` hears what that means."""
-    if run.model.source is None and run.model.type is None:  # a module of one's own, which starts from no folder
+    """Return the run to train: for a finished run whose `epochs` or `steps` were raised, a new run from its export.
+
+    The finished run's schedule is at its end, so continuing could not equal one longer run. `say` prints an
+    explanation."""
+    if run.model.source is None and run.model.type is None:  # a user's module, which cannot start from an export
         return run
     manifest = next((newest for _, newest in newest_first(run)), None)
     run = run if manifest is None else fitted(run)
@@ -349,7 +356,7 @@ def further(run: Run, say: Callable[[str], object]) -> Run:
     whole = run.epochs if key == "epochs" else run.steps
     output = f"{run.output}-{whole:g}-{key}"
     values: dict[str, Any] = run.model_dump(mode="json")
-    left = ("source", "revision", "type", "config")  # the export has all of these
+    left = ("source", "revision", "type", "config")  # contained in the export
     model_keys = {name: value for name, value in values["model"].items() if name not in left}
     values |= {"name": f"{run.name}-{whole:g}-{key}", "output": output, key: more}
     if run.remote_dir is not None:
@@ -364,7 +371,7 @@ def further(run: Run, say: Callable[[str], object]) -> Run:
 
 
 def _added(run: Run, manifest: Manifest) -> tuple[str, float] | None:
-    """`epochs` or `steps`, and by how much it was raised, if that is all that differs."""
+    """Return (`epochs` or `steps`, its increase) if that is the only difference, else None."""
     now, then = run.arithmetic(), manifest.arithmetic
     differing = [key for key in now if now[key] != (then[key] if key in then else run.default(key))]
     if differing not in (["epochs"], ["steps"]):

@@ -20,12 +20,12 @@ from lockstep.launchers.launcher import Launcher, LaunchPlan
 
 
 class Tcp(Launcher):
-    """`init_process_group` from a URL, a rank and a world size."""
+    """Launcher that calls `init_process_group` with a URL, a rank and a world size."""
 
     joins = True
 
     class Options(Section):
-        """What `init_process_group` asks for."""
+        """Arguments of `init_process_group`."""
 
         init_method: str | None = Field(None, description="tcp://host:port of rank 0")
         rank: Steps | None = Field(None, description="this process's rank")

@@ -1,8 +1,8 @@
 """Several machines, the same command on each: they meet at an address, and each starts its own ranks.
 
-In: `launch: {name: torchrun, machines: 2, rendezvous: host:port}`; `machines: "1:4"` for as many as there are. Out: an
-exit status, the same on every machine. What torchrun does, with exit statuses that say what happened, with lost
-machines noticed in seconds, and with the network interface found. Plain `torchrun ... -m lockstep train` works too.
+In: `launch: {name: torchrun, machines: 2, rendezvous: host:port}`; `machines: "1:4"` for 1 to 4 machines. Out: an exit
+status, the same on every machine. Beyond torchrun: distinct exit statuses, detection of failed machines within seconds,
+and automatic choice of the network interface. Plain `torchrun ... -m lockstep train` works too.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Torchrun(Launcher):
-    """Torch elastic on every machine, meeting through c10d."""
+    """Launcher that runs torch elastic on every machine, with a c10d rendezvous."""
 
     joins = True
     forks_ranks = True
 
     class Options(Section):
-        """Where the machines meet, and for how long they wait."""
+        """Rendezvous address and timeouts."""
 
         machines: Positive | Annotated[str, Field(pattern=r"^[1-9]\d*:[1-9]\d*$")] = Field(
             1,
@@ -112,7 +112,7 @@ class Torchrun(Launcher):
         return LaunchPlan(most * processes, same, variables, notes=notes)
 
     def leads(self, run: Run, plan: LaunchPlan) -> bool:
-        """The machine with `node_rank` 0 where ranks are given, else the one that has the rendezvous's address."""
+        """Return whether this machine has `node_rank` 0, if given, else whether it has the rendezvous address."""
         if (rank := self.options(run).node_rank) is not None:
             return bool(rank == 0)
         host = network.endpoint(self.options(run).rendezvous or "localhost:29400")[0]
@@ -120,7 +120,7 @@ class Torchrun(Launcher):
             return network.route_to(host) == network.address_of(host)
 
     def memory(self, run: Run, plan: LaunchPlan) -> float | None:
-        return memory_here(run, processes_of(run))  # the other machines are like this one
+        return memory_here(run, processes_of(run))  # assumes equal machines
 
     def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         check_gpus(run, processes_of(run))
@@ -137,7 +137,7 @@ class Torchrun(Launcher):
 
 
 def node_range(value: int | str) -> tuple[int, int]:
-    """`launch.machines` as fewest and most."""
+    """Parse `launch.machines` into (fewest, most)."""
     fewest, _, most = str(value).partition(":")
     return int(fewest), int(most or fewest)
 
@@ -188,7 +188,7 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
         raise RunError(
             "LS7434", f"launch.rendezvous: {host}:{port} does not answer as a rendezvous: {caught}"
         ) from None
-    except RendezvousError as caught:  # another secret, or what a stranger wrote
+    except RendezvousError as caught:  # wrong secret, or data from a stranger
         raise RunError("LS7435", f"launch.rendezvous: the rendezvous at {host}:{port} failed: {caught}") from None
     sent = run if plan.job is None else plan.job.dump()
     return run_agent(run, processes_of(run), rendezvous, entry, (sent, tuple(words), variables), say)
