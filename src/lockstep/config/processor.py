@@ -1,5 +1,5 @@
-"""The environment of `strategy.exact: portable`: restricts all libraries to AVX2 and FMA code, which gives the same bits
-on all x86-64 processors that have both. Libraries read it once, when they are loaded, so it must be set before.
+"""The environment of `strategy.exact: portable`: limits libraries to AVX2 and FMA code, which gives the same bits on
+all x86-64 processors that have both. Libraries read it once, when they are loaded, so it must be set before.
 
 In: whether a run is portable. Out: environment variables of this process, which its ranks inherit. Imports nothing
 heavy.

@@ -262,8 +262,7 @@ class Run(Section):
             )
 
     def default(self, key: str) -> Any:
-        """Return the implicit value, as in JSON, of a key of `arithmetic` in runs older than the key; None if the key is
-        required."""
+        """Return the implicit value (JSON) of a key of `arithmetic` in runs older than the key; None if required."""
         name, _, inner = key.partition(".")
         section: Any = getattr(self, name) if inner else self
         kind, fields = {"task": "tasks", "optim": "optimizers"}.get(name), dict(type(section).model_fields)
