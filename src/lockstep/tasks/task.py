@@ -1,9 +1,9 @@
 """The interface of a task: what is trained, on what, and how well it does.
 
-In: the run and what `prepare` left in the cache. Out: a model, micro-batches, losses and scores as sums over examples.
-A task knows nothing of ranks: it never imports `torch.distributed`. Nothing here assumes texts or tokens; tasks of
-texts begin with `text_task.py`. Abilities of some tasks are classes of `abilities.py`: `Streams`, `Predicts`,
-`Generates`, `Calibrates`, `UsesReference`, `GivesPredictions`. Nothing here imports torch at the top, so that a run
+In: the run and what `prepare` left in the cache. Out: a model, micro-batches, and losses and scores as sums over
+examples. A task knows nothing of ranks: it never imports `torch.distributed`. Nothing here assumes texts or tokens;
+`text_task.py` is the base of text tasks. Optional abilities are classes of `abilities.py`: `Streams`, `Predicts`,
+`Generates`, `Calibrates`, `UsesReference`, `GivesPredictions`. This module does not import torch at the top, so a run
 file can be checked without it.
 """
 
@@ -32,11 +32,11 @@ Generate = Callable[[Mapping[str, "Tensor"], "Decoding"], "Tensor"]  # inputs ->
 
 
 class Task(ABC):
-    """One file a task; `Options` types its keys in the run file."""
+    """Base class of tasks: one file per task; `Options` types its keys in the run file."""
 
     plugin: ClassVar[str] = "tasks"
     Options: ClassVar[type[BaseModel]]
-    display_keys: ClassVar[tuple[str, ...]] = ()  # keys that decide what evaluations write and score, and no weight
+    display_keys: ClassVar[tuple[str, ...]] = ()  # keys that affect evaluation output and scores, but no weights
     collates_ahead: ClassVar[bool | None] = None
     """Whether `collate` may run in a thread beside training. What it draws from Python's, numpy's and torch's own
     generators would then hang on the thread's timing, so by default (None) only lockstep's own tasks do, which draw
@@ -45,28 +45,28 @@ class Task(ABC):
     own_model: ClassVar[bool] = False
     """Whether model and data are made by code of the user's, and not described by `model`, `tokenizer` and `data`."""
 
-    column_keys: ClassVar[tuple[str, ...]] = ()  # its keys that name columns: `init` asks for them
+    column_keys: ClassVar[tuple[str, ...]] = ()  # option keys that name columns; `init` prompts for them
     column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """What columns are called by which `init` finds them: key -> names in lower case, the likeliest first. A task that
     has them for each of its `column_keys` needs nothing else to be found."""
 
-    default_model: ClassVar[str | None] = None  # on the Hub: `init` fine-tunes it unless a person names another
+    default_model: ClassVar[str | None] = None  # Hub model that `init` fine-tunes by default
     small_model: ClassVar[str] = "gpt2"  # a model type of transformers that `init` builds small, from scratch
     usual_rate: ClassVar[float] = 5e-5  # the learning rate that `init` writes for a pretrained model
-    head: ClassVar[str | None] = None  # of its model of transformers: one of `models/heads.py`, or a `Head` of its own
+    head: ClassVar[str | None] = None  # transformers head: one of `models/heads.py`, or a `Head` of its own
     chunks_loss: ClassVar[bool] = False  # whether it has the key `loss_chunk`
-    streams: ClassVar[bool] = False  # whether `data.stream` goes with it: see `abilities.Streams`
+    streams: ClassVar[bool] = False  # whether it supports `data.stream`: see `abilities.Streams`
     not_streamed_reason: ClassVar[str] = "it has no `stream` and no `example_maker`"
-    row_is_example: ClassVar[bool] = False  # whether example i of a split is made of its row i alone
-    functions: ClassVar[tuple[str, ...]] = ()  # its keys that name functions of the user's
+    row_is_example: ClassVar[bool] = False  # whether example i depends on row i alone
+    functions: ClassVar[tuple[str, ...]] = ()  # option keys that name functions of the user's
     library: ClassVar[str] = "transformers"  # what loads the export
-    loader: ClassVar[str] = "from_pretrained"  # by which function
-    unit: ClassVar[str | None] = None  # what the length of an example counts; None: every example counts the same
+    loader: ClassVar[str] = "from_pretrained"  # function of `library` that loads it
+    unit: ClassVar[str | None] = None  # unit of an example's length; None: all examples have equal length
     no_metric_inputs_reason: ClassVar[str] = "a task that gives them is a `GivesPredictions` (tasks/abilities.py)"
     """Why functions of `metrics` can be given nothing, where a task gives them nothing."""
 
     pipeline: ClassVar[str]  # the Hub's and transformers' name for what the model does
-    needs_reference: bool = False  # whether it needs outputs of the model before training: see `UsesReference`
+    needs_reference: bool = False  # needs outputs of the initial model: see `UsesReference`
 
     per_example_outputs: tuple[str, ...] = ()
     """Names among what `score` gives that are no sums, but [B, ...], a row for each example: `metrics` and `tables` get
@@ -74,7 +74,7 @@ class Task(ABC):
 
     @property
     def usage(self) -> str:
-        """Lines of Python for the model card: how the exported model is used."""
+        """Python code for the model card that loads and calls the exported model."""
         return f'from transformers import pipeline\n\nask = pipeline("{self.pipeline}", model="PATH_OR_REPO")'
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
@@ -84,15 +84,15 @@ class Task(ABC):
 
     @classmethod
     def options_of(cls, run: Run) -> Any:
-        """The task's own keys in the run file, checked."""
+        """Validate and return the task's own keys in the run file."""
         return cls.Options.model_validate(run.task.options)
 
     def open_split(self, path: str) -> Columns:
-        """A prepared split, memory-mapped."""
+        """Open a prepared split, memory-mapped."""
         return Columns(path)
 
     def sources(self, columns: Columns) -> dict[str, range]:
-        """The rows of each source in a split, where there are several."""
+        """Map each source of a mixture to its rows in a split; empty if there is only one source."""
         mixture, split = self.prepared.facts.get("sources"), self.split_of(columns)
         if mixture is None or split is None:
             return {}
@@ -101,61 +101,60 @@ class Task(ABC):
         return {name: range(*ends[i : i + 2]) for i, name in enumerate(mixture["names"])}
 
     def split_of(self, columns: Columns) -> str | None:
-        """The name of a split; None: it is none of this task's."""
+        """Return the name of a split, or None if it is not one of this task's."""
         return next((name for name, split in self.splits.items() if split is columns), None)
 
     @property
     def origin(self) -> str:
-        """What the model is, in the run's opening lines."""
+        """Where the model comes from, for the run's opening lines."""
         return self.run.model.source or f"{self.run.model.type} from scratch"
 
     @property
     def summary_lines(self) -> dict[str, str]:
-        """More opening lines: a word and what is said of it."""
+        """Extra opening lines: label -> text."""
         return {}
 
     @property
     def padded_because(self) -> str | None:
-        """Why padding is computed; None: its model is given no padding."""
+        """The reason why padding is computed, or None if the model receives no padding."""
         return "the task pads"
 
     @property
     def warnings(self) -> list[str]:
-        """What may make the result another one: in the user's own code by the number of processes, as far as
-        preparation saw."""
+        """Warnings from preparation that the user's own code may make results depend on the number of processes."""
         return [*self.prepared.facts.get("doubts", [])]
 
     @classmethod
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
-        """Keys of the run file, outside of its own section, that this task cannot use: key -> why."""
+        """Keys of the run file outside the task's own section that this task cannot use: key -> reason."""
         return {}
 
     @classmethod
     def fit_defaults(cls, run: Run) -> tuple[Run, list[str]]:
-        """The run with defaults that the model has no room for replaced by what it has room for, and a note for each.
-        A key that a person wrote (`run.wrote`) stays as it is: `prepare` refuses it."""
+        """Lower defaults that exceed what the model supports; return the run and a note for each change. Keys that the
+        user wrote (`run.wrote`) are left alone: `prepare` refuses them."""
         return run, []
 
     @classmethod
     def idle_keys(cls, run: Run, facts: Mapping[str, Any]) -> list[str]:
-        """Notes on keys that have no effect beside others, or on these data (`Prepared.facts`). Each begins with its
-        key; those on keys that nobody wrote are not shown."""
+        """Notes on keys that have no effect with the other keys or with these data (`Prepared.facts`). Each note begins
+        with its key; notes on keys that the user did not write are not shown."""
         return []
 
     @classmethod
     def has_unusable_rows(cls, options: Any) -> bool:
-        """Whether there may be rows that lack nothing, and of which nothing can be learned or scored."""
+        """Whether complete rows may still yield nothing to learn or to score."""
         return False
 
     @classmethod
     def fingerprint(cls, run: Run) -> str:
-        """A hash of the data's content, where neither the run file nor code determines it. Every process asks for it
-        before it takes anything from the cache."""
+        """A hash of the data's content, for data that neither the run file nor code determines. Every process computes
+        it before it reads the cache."""
         return ""
 
     @classmethod
     def collates_in_thread(cls) -> bool:
-        """Whether batches are collated ahead of time, beside training."""
+        """Whether batches are collated ahead of time, in a thread beside training."""
         if cls.collates_ahead is not None:
             return cls.collates_ahead
         return cls.__module__.split(".")[0] == __name__.split(".")[0]
@@ -163,114 +162,120 @@ class Task(ABC):
     @classmethod
     @abstractmethod
     def prepare(cls, run: Run) -> Prepared:
-        """Read, check and encode all splits. Called before any process group exists, by one process a machine.
+        """Read, check and encode all splits. One process per machine calls it, before any process group exists.
 
-        Errors: `RunError` for bad data, columns, labels, tokenizers and models. It is not called where the cache has
-        what it would make: by `seed` and the sections `task`, `data`, `model` and `tokenizer` alone.
+        Skipped if the cache already holds the result, which depends only on `seed` and the sections `task`, `data`,
+        `model` and `tokenizer`. Errors: `RunError` for bad data, columns, labels, tokenizers and models.
         """
 
     @classmethod  # noqa: B027 - some have nothing to refuse
     def check_prepared(cls, run: Run, prepared: Prepared) -> None:
-        """Refuse what the data and keys of other sections decide together. Called where `prepare` is, also for data
+        """Refuse combinations of the data with keys of other sections. Called wherever `prepare` is, and also for data
         from the cache. Errors: `RunError`."""
 
     @abstractmethod
     def model(self, empty: bool = False) -> nn.Module:
-        """The model, float32 on the CPU, in the state training starts from; the same bits in every process.
+        """Build the model: float32, on the CPU, in its initial training state, bitwise equal in every process.
 
-        `empty`: on the meta device, shapes without memory, for ranks that receive their weights from another one.
+        `empty`: build on the meta device (shapes only), for ranks that receive their weights from another rank.
         """
 
     # -- micro-batches -------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
-        """The examples at `rows`, padded to the longest; for no rows, one example whose every target is ignored.
+        """Collate the examples at `rows`, padded to the longest. If `rows` is empty, return one example whose targets
+        are all ignored.
 
-        What it draws from Python's, numpy's and torch's own generators is the same at any number of processes."""
+        Draws from Python's, numpy's and torch's generators must not depend on the number of processes."""
 
     def collate_at(self, columns: Columns, rows: np.ndarray, index: int, step: int) -> MicroBatch:
-        """`collate` for a step of training, where what is drawn depends on the step and the examples alone."""
+        """`collate` for a training step; override it if random draws depend on the step and the examples."""
         return self.collate(columns, rows, index)
 
     def in_workers(self, columns: Columns, jobs: Iterable[tuple[int, int, np.ndarray]]) -> Iterator[MicroBatch] | None:
-        """`collate_at` of (step, index, rows), in this order, in processes of their own; None: no workers."""
+        """Run `collate_at` for each (step, index, rows) in worker processes and yield the results in order; None: no
+        workers."""
         return None
 
     @abstractmethod
     def count_targets(self, columns: Columns, rows: np.ndarray) -> float:
-        """Targets of these examples: what their losses are summed over; where they have weights, the sum of these."""
+        """Number of targets in these examples, over which their losses are summed; the sum of the weights if targets
+        are weighted."""
 
     def count_targets_at(self, columns: Columns, rows: np.ndarray, step: int) -> float:
-        """`count_targets` for a step of training, where it depends on the step which tokens are targets."""
+        """`count_targets` for a training step; override it if the choice of targets depends on the step."""
         return self.count_targets(columns, rows)
 
     def targets_in_batch(self, targets: Tensor) -> Tensor | float:
-        """How many of a micro-batch's targets count, as `count_targets` does of its examples, with their weights: a
-        scalar. `lockstep verify` asks whether all went through the model."""
+        """Number of targets in a collated micro-batch (scalar), weighted as in `count_targets`. `lockstep verify` uses
+        it to check that every target went through the model."""
         return (targets >= 0).sum()
 
     def sides(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
-        """Lengths of the examples at `rows`, for each of the parts of an example that are padded by themselves: source
-        and target, or the one."""
+        """Lengths of the examples at `rows`: one array for each part that is padded separately (source and target), or
+        a single one."""
         return [side[rows] for side in columns.sides]
 
     def cut(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
-        """The micro-batches of a step that has these rows: places in `rows`, [M]. A function of its arguments and the
-        run file alone. The default suits losses that are sums over examples: any cut has the same gradient."""
+        """Split the rows of a step into `micro_batches` micro-batches: indices into `rows`, [M].
+
+        A function of its arguments and the run file alone. The default suits losses that are sums over examples, for
+        which every split has the same gradient."""
         return order.cut(columns.lengths[rows], self.run.micro_batches)
 
     def padded(self, columns: Columns, rows: np.ndarray, groups: Sequence[np.ndarray]) -> int:
-        """What goes through the model, counted in `unit`s, padding among them, where each of these `groups` (places in
-        `rows`) is collated, and padded."""
+        """Number of `unit`s that go through the model, padding included, if each of `groups` (indices into `rows`) is
+        collated separately."""
         return sum(order.padded_cost(side, list(groups)) for side in self.sides(columns, rows))
 
     # -- loss and scores -----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The sum (never the mean) of the losses over targets: float32 scalar."""
+        """Sum (never the mean) of the losses over targets: float32 scalar."""
 
     def loss_each(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`loss_sum`, and the losses of the examples that it is the sum of: [B], without a gradient; None where they
-        are not known one by one. Of a mixture of sources each then has a training loss."""
+        """Return `loss_sum` and the per-example losses that it sums: [B], without gradient; None if they are unknown.
+        With them, each source of a mixture gets its own training loss."""
         return self.loss_sum(outputs, targets), None
 
     @property
     def reports_example_losses(self) -> bool:
-        """Whether `loss_each` may stand for `loss_sum`: not where a class of the user's overrides the latter alone."""
+        """Whether `loss_each` may replace `loss_sum`: False if a user's class overrides only the latter."""
         classes = type(self).__mro__
         each, whole = (next(i for i, c in enumerate(classes) if name in vars(c)) for name in ("loss_each", "loss_sum"))
         return each <= whole
 
     @abstractmethod
     def score(self, forward: Forward, batch: MicroBatch) -> Sums:
-        """Sums over the examples of a batch, `examples` among them, that `metrics` is a function of; and the
-        `per_example_outputs` of them."""
+        """Score a batch: sums over its examples, from which `metrics` are computed (`examples` is one of them), and the
+        `per_example_outputs`."""
 
     def score_at(self, forward: Forward, batch: MicroBatch, columns: Columns, rows: np.ndarray) -> Sums:
-        """`score`, where it takes more than the batch: which `rows` it was collated from, none where it is blank. All
-        sums have the same shapes for any rows."""
+        """`score` that also receives the `rows` of the batch (empty if it is a padding micro-batch). All sums must have
+        the same shapes for any rows."""
         return self.score(forward, batch)
 
     def score_split(self, forward: Forward, columns: Columns, rows: np.ndarray, device: Any) -> Sums:
-        """More sums, over all the examples at `rows` at once, beside those of batches: the same on every rank.
-        `forward` is collective: call it as often on every rank."""
+        """Additional sums over all examples at `rows` at once, equal on every rank. `forward` is collective: every rank
+        must call it equally often."""
         return {}
 
     @abstractmethod
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Metrics of a split from its sums, `loss` among them."""
+        """Compute the metrics of a split, `loss` among them, from its sums."""
 
     def tables(self, sums: Sums) -> dict[str, Any]:
-        """What a report shows of a split beside its metrics, from the same sums: JSON by name. `confusion` is
-        `{labels, counts}`, a row for each true label; `plots` are drawn, each `{title, x, lines}`, where `lines` has
-        points [x, y] by name; of `labels`, `reliability` and `scatter` see `track/report/panels.py`."""
+        """Report content of a split beside its metrics, computed from the same sums: JSON by name.
+
+        `confusion` is `{labels, counts}` with one row per true label. `plots` are `{title, x, lines}`, where `lines`
+        maps names to points [x, y]. For `labels`, `reliability` and `scatter` see `track/report/panels.py`."""
         return {}
 
     def samples(self, generate: Generate, forward: Forward) -> list[dict[str, str]]:
-        """What the model makes of a few validation examples, for a person to read, after each evaluation: text by
-        column, such as source, written, reference; the same columns in each, and the same on every rank. Collective."""
+        """Model outputs for a few validation examples, shown after each evaluation: text by column (source, written,
+        reference). All rows have the same columns; all ranks return the same. Collective."""
         if not (count := self.sample_count):
             return []
         columns = self.splits["validation"]
@@ -279,28 +284,30 @@ class Task(ABC):
 
     @property
     def sample_count(self) -> int:
-        """Examples that `samples` shows."""
+        """Number of examples that `samples` shows."""
         return int(getattr(self.options, "samples", 0))
 
     def sample_texts(
         self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
     ) -> list[dict[str, str]]:
-        """`samples` for the examples at `rows` of a split; `batch` is made of them."""
+        """Rows of `samples` for the examples at `rows` of a split; `batch` is their collated micro-batch."""
         return []
 
     def best_possible(self, split: str) -> dict[str, float]:
-        """Metrics that nothing can beat on this split, where they are known."""
+        """Upper bounds of this split's metrics, where known."""
         return dict(self.prepared.facts.get("best_possible", {}).get(split, {}))
 
     @abstractmethod
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write the export: what `from_pretrained` needs."""
+        """Write the export: the files that `from_pretrained` needs."""
 
 
 def refuse_lone_examples(run: Run, examples: int, forward: Callable[[], object]) -> None:
-    """Refuse a model that cannot be trained on one example, where a micro-batch of the run has only one: batch
-    normalisation of one number a channel. `examples`: of an epoch, all equally long. `forward`: of one example, in
-    training mode. Errors: `RunError`."""
+    """Refuse a run with a micro-batch of one example if the model's batch normalization then sees one value per
+    channel.
+
+    `examples`: number of examples in an epoch, all of equal length. `forward`: runs one example in training mode.
+    Errors: `RunError`."""
     whole, rest = divmod(examples, run.batch_size)
     reached = order.total_steps(run.epochs, run.steps, whole + (rest > 0)) > whole
     sizes = {"a step": run.batch_size} if whole else {}
@@ -313,7 +320,7 @@ def refuse_lone_examples(run: Run, examples: int, forward: Callable[[], object])
             forward()
         except Exception as error:
             if "more than 1 value per channel" not in str(error):
-                return  # what else fails is told where it is needed
+                return  # other failures surface later, in their own place
             raise RunError(
                 "LS3007",
                 f"micro_batches: one of the {run.micro_batches} micro-batches of {step} ({size} examples) has a single "
@@ -324,5 +331,5 @@ def refuse_lone_examples(run: Run, examples: int, forward: Callable[[], object])
 
 
 def spread_rows(columns: Columns, count: int) -> np.ndarray:
-    """At most `count` rows of a split, evenly spread, each once: int64."""
+    """At most `count` distinct rows of a split, evenly spaced: int64."""
     return np.unique(np.linspace(0, len(columns) - 1, count).astype(np.int64))

@@ -42,63 +42,63 @@ class TextData:
     run: Run
     options: Any  # of the task
     name: str  # of the data set
-    splits: dict[str, Dataset]  # their usable rows; all but train, where that is streamed
-    rows: Stream | None = None  # of train, where it is streamed
-    labels: Any = None  # as `read_labels` gives them
+    splits: dict[str, Dataset]  # usable rows; without train if train is streamed
+    rows: Stream | None = None  # train, if streamed
+    labels: Any = None  # from `read_labels`
 
 
 class TextTask(Task):
-    """A task whose examples are tokens of texts. Class methods of the first part say what `prepare` does at each of
-    its steps; a task overrides those in which it differs."""
+    """Base class of tasks whose examples are tokens of texts. The class methods of the first part are the steps of
+    `prepare`; a task overrides those in which it differs."""
 
     plugin = "tasks"  # a base: it has no name in a run file
 
     unit: ClassVar[str | None] = "tokens"
-    cache_name: ClassVar[tuple[Any, ...]] = ()  # with which the keys of its tokens in the cache begin
+    cache_name: ClassVar[tuple[Any, ...]] = ()  # prefix of the cache keys of its tokens
     generative: ClassVar[bool] = False  # whether a trained tokenizer ends every text with its end token
-    within: ClassVar[str | None] = None  # the column that columns may be in which are not there
-    loss_chunk: int | str | None = None  # tokens whose logits are there at once; None: all
+    within: ClassVar[str | None] = None  # struct column in which missing columns may be nested
+    loss_chunk: int | str | None = None  # tokens per chunk of logits; None: all at once
     tokenizer: Any
-    length_key: ClassVar[str] = "data.max_length"  # says how many tokens an example has, at most
+    length_key: ClassVar[str] = "data.max_length"  # key of the maximum number of tokens per example
 
     # -- the steps of `prepare` ----------------------------------------------------------------------------------------
 
     @classmethod
     def columns(cls, options: Any) -> dict[str, str]:
-        """Key of the run file -> the column that it names: all that are read."""
+        """All columns to read: key of the run file -> column name."""
         return dict(options.columns)
 
     @classmethod
     def read_as(cls, options: Any) -> dict[str, Kind]:
-        """What is read of tables and lines, in which all is text: column -> a text or a label as it stands there, or a
+        """Kind of each column of tables and lines, where all values are text: column -> verbatim text or label, or a
         number."""
         return dict.fromkeys(options.columns.values(), "text")
 
     @classmethod
     def target_columns(cls, options: Any) -> list[str]:
-        """Those among them that the model is to write."""
+        """Columns that the model learns to write."""
         return []
 
     @classmethod
     def document(cls, options: Any) -> str | None:
-        """What of a .txt file is a text: the `file` or each `line`; None: its lines are texts with labels."""
+        """Unit of text in a .txt file: the `file` or each `line`; None: its lines are texts with labels."""
         return None
 
     @classmethod
     def usable(cls, rows: Dataset, options: Any, split: str, name: str, drop: bool) -> Dataset:
-        """The rows that examples can be made of, by default those with a text in each column; with `drop` others are
-        left out, else refused. Errors: `RunError`."""
+        """Rows that can become examples: by default those with a text in each column. Other rows are dropped if `drop`
+        is set, else refused. Errors: `RunError`."""
         return usable_rows.texts(rows, options.columns, split, name, drop)
 
     @classmethod
     def learnable(cls, rows: Dataset, options: Any, split: str, name: str, drop: bool) -> Dataset:
-        """The usable rows of which something can be learned; with `drop` others are left out, else refused. Errors:
+        """Usable rows with something to learn. Other rows are dropped if `drop` is set, else refused. Errors:
         `RunError`."""
         return rows
 
     @classmethod
     def with_known_labels(cls, data: TextData) -> dict[str, Dataset]:
-        """The splits without rows of labels that train has not."""
+        """The splits without rows whose labels do not occur in train."""
         return data.splits
 
     @classmethod
@@ -109,33 +109,34 @@ class TextTask(Task):
 
     @classmethod
     def compared(cls, options: Any) -> tuple[list[str], list[str]]:
-        """Columns of usable rows: texts, which make two examples the same for an evaluation, and labels."""
+        """Columns that identify duplicates across splits: (text columns, label columns) of usable rows."""
         return list(options.columns.values()), []
 
     @classmethod
     def read_labels(cls, data: TextData) -> Any:
-        """The labels of the splits; None: there are none. Errors: `RunError`."""
+        """Read the labels of the splits; None if the task has none. Errors: `RunError`."""
         return None
 
     @classmethod
     def cut_of(cls, data: TextData) -> splitting.Cut:
-        """The function that cuts a share off train."""
+        """The function that holds out a share of train."""
         return lm_documents.cut
 
     @classmethod
     def check_labels(cls, data: TextData) -> None:
-        """Refuse labels of the splits as training has them. Errors: `RunError`."""
+        """Check the labels of the final splits. Errors: `RunError`."""
 
     @classmethod
     def tokenizer_texts(cls, rows: Dataset, options: Any) -> Iterator[list[str]]:
-        """The texts of some rows that a tokenizer is trained on."""
+        """Yield batches of the texts that a tokenizer is trained on."""
         texts, _ = cls.compared(options)
         for batch in in_batches(rows):
             yield [text for column in texts for text in batch[column]]
 
     @classmethod
     def prepare_tokenizer(cls, data: TextData, hashed: str) -> Path:
-        """The folder of the tokenizer. `hashed` stands for the rows of train. Errors: `RunError`."""
+        """Return the tokenizer's folder, training the tokenizer if needed. `hashed`: hash of the train rows. Errors:
+        `RunError`."""
 
         def texts(rows: Dataset) -> Iterator[list[str]]:
             return cls.tokenizer_texts(rows, data.options)
@@ -159,7 +160,7 @@ class TextTask(Task):
 
     @classmethod
     def check(cls, data: TextData, folder: Path, tok: Any) -> None:
-        """Refuse a model, or a tokenizer, that does not go with the task. Errors: `RunError`."""
+        """Refuse a model or tokenizer that does not fit the task. Errors: `RunError`."""
         from lockstep.tasks.models import models
 
         models.check(data.run, str(cls.head), **cls.checked_entries(data.run))
@@ -167,19 +168,20 @@ class TextTask(Task):
 
     @classmethod
     def tokenizers(cls, run: Run, folder: Path, tok: Any) -> dict[str, Any]:
-        """Column of tokens -> the tokenizer that they are made with. `tok`: that of `folder`."""
+        """Map each token column to the tokenizer that encodes it. `tok`: the tokenizer of `folder`."""
         return {"input_ids": tok}
 
     @classmethod
     def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, token_checks.Limit]:
-        """Column of tokens -> how many are kept of a text, where the tokenizer cuts. `read_by`: of `tokenizers`."""
+        """Truncation limits: token column -> maximum number of tokens kept per text. `read_by`: the result of
+        `tokenizers`."""
         special = read_by["input_ids"].num_special_tokens_to_add(pair=False)
         return {"input_ids": token_checks.Limit("data.max_length", run.data.max_length, special)}
 
     @classmethod
     def check_vocabulary(cls, run: Run, read_by: Mapping[str, Any]) -> list[str]:
-        """Refuse a limit that leaves nothing of a text, and tokens that the model has no row for; notes on the sizes
-        of both. Errors: `RunError`."""
+        """Compare the tokenizers with the model and return notes on their sizes. Refuses limits that leave no text
+        tokens, and required tokens without an embedding row. Errors: `RunError`."""
         from lockstep.tasks.models import token_rows
 
         token_checks.check_limits(list(cls.limits(run, cls.options_of(run), read_by).values()))
@@ -189,8 +191,8 @@ class TextTask(Task):
 
     @classmethod
     def check_tokens(cls, data: TextData, read_by: Mapping[str, Any], split: str, columns: Columns) -> list[str]:
-        """Refuse examples that the model cannot read, and tokens that stand for nothing; notes on those that stand for
-        little. Errors: `RunError`."""
+        """Check the tokens of an encoded split and return notes. Refuses examples that the model cannot read and tokens
+        that carry no information; notes those that carry little. Errors: `RunError`."""
         from lockstep.tasks.models import token_rows
 
         run, limits = data.run, cls.limits(data.run, data.options, read_by)
@@ -207,25 +209,25 @@ class TextTask(Task):
 
     @classmethod
     def answer_notes(cls, data: TextData, rows: Dataset, tok: Any) -> list[str]:
-        """Notes on answers that the model learns to write. Errors: `RunError`."""
+        """Notes on the answers that the model learns to write. Errors: `RunError`."""
         return []
 
     @classmethod
     def side_columns(cls, options: Any, side: str) -> list[str]:
-        """The columns of usable rows whose texts a column of tokens is made of."""
+        """Columns of usable rows whose texts a token column encodes."""
         return cls.compared(options)[0]
 
     @classmethod
     def bounded(cls, run: Run, read_by: Mapping[str, Any], make: Make) -> tuple[Make, list[int]]:
-        """`make`, of streamed rows, with the checks of their tokens; and what these depend on."""
+        """Add token checks to `make` for streamed rows; return it and the values that the checks depend on."""
         from lockstep.tasks.models import token_rows
 
         return (make, []) if cls.head is None else token_rows.bounded(run, cls.head, read_by, make)
 
     @classmethod
     def check_lengths(cls, run: Run, split: str, columns: Columns) -> None:
-        """Refuse examples that the model cannot read, alone or beside others as short: a CANINE's of fewer tokens than
-        it joins into one. Errors: `RunError`."""
+        """Refuse examples too short for the model, alone or in a batch of short ones: CANINE joins `downsampling_rate`
+        tokens into one. Errors: `RunError`."""
         from lockstep.tasks.models import model_configs
 
         config = model_configs.load_config(run) if cls.head is not None else None
@@ -244,45 +246,45 @@ class TextTask(Task):
 
     @classmethod
     def checked_entries(cls, run: Run) -> dict[str, Any]:
-        """Entries of the model's config that the task sets whatever its data are."""
+        """Model config entries that the task sets regardless of its data."""
         return {}
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
-        """The parts of the key of the examples of a split, besides rows and tokenizer; of a stream `rows` is None."""
+        """Parts of a split's cache key besides rows and tokenizer. `rows` is None for a stream."""
         return [data.run.data.max_length]
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
-        """The function that makes examples of rows with the tokenizer in `folder`, and the columns of these."""
+        """Return the function that encodes rows with the tokenizer in `folder`, and the features of its output."""
         raise NotImplementedError
 
     @classmethod
     def encoded_rows(cls, rows: Dataset, options: Any) -> Dataset:
-        """Rows with the columns that `encoder` reads."""
+        """Select the columns that `encoder` reads."""
         texts, labels = cls.compared(options)
         return rows.select_columns(list(dict.fromkeys([*texts, *labels])))
 
     @classmethod
     def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
-        """The folder of the shards of a split, in the cache under `key`; and how many examples each source has, where
-        they are not as many as rows. Errors: `RunError`."""
+        """Encode a split into shards, cached under `key`. Returns their folder, and the number of examples of each
+        source if it differs from the number of rows. Errors: `RunError`."""
         encoder, features = cls.encoder(data.run, str(folder), data.labels, split, data.name)
         return encode(cls.encoded_rows(data.splits[split], data.options), encoder, features, key), []
 
     @classmethod
     def content_name(cls, file: str, key: str, counts: list[int]) -> str:
-        """The name of the content of a split, for the key of the prepared data."""
+        """The content identifier of a split in the key of the prepared data."""
         return Path(file).name
 
     @classmethod
     def label_names(cls, data: TextData) -> list[str] | None:
-        """Names of the labels, which are in that key, too."""
+        """Names of the labels, which are part of the key of the prepared data; None if there are none."""
         return None
 
     @classmethod
     def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
-        """Facts about the data for training and for those who read about the run."""
+        """Facts about the data, for training and for reports."""
         return {}
 
     # -- before any process --------------------------------------------------------------------------------------------
@@ -331,17 +333,17 @@ class TextTask(Task):
             key = digest(*cls.cache_name, VERSION, folder.name, *cls.key_parts(data, tok, None), *bounds)
             index = rows.index(make, key)
             files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
-            if drop and (count := left_out.get("left_out", {}).pop("train", 0)):  # of a chunk they are counted together
+            if drop and (count := left_out.get("left_out", {}).pop("train", 0)):  # a chunk counts both together
                 left_out["lacking_or_unusable"] = {"train": count}
             names.append(("train", stream.read_index(index)["content"]))
-            if "texts" in facts:  # rows of each split, where they are no examples
+            if "texts" in facts:  # rows per split, if rows are not examples
                 facts["texts"]["train"] = stream.read_index(index)["rows"]
         called = cls.label_names(data)
         return Prepared(digest(sorted(names), *[called] * (called is not None)), files, str(folder), facts | left_out)
 
     @classmethod
     def stream(cls, run: Run) -> Stream:
-        """Which rows of a streamed training split are used, without its files."""
+        """The selection of usable rows for a streamed training split, without its files."""
         options = cls.options_of(run)
 
         def whole(rows: Dataset, name: str) -> Dataset:
@@ -352,7 +354,7 @@ class TextTask(Task):
 
     @classmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        """Function from rows to examples, with the tokenizer of a folder and the facts of `Prepared`."""
+        """Return the function that turns rows into examples, given a tokenizer folder and the facts of `Prepared`."""
         options = cls.options_of(run)
         make = stream.maker(*cls.encoder(run, folder, facts.get("labels"), "train", "the stream"))
         return lambda rows: make(cls.encoded_rows(rows, options))
@@ -382,7 +384,7 @@ class TextTask(Task):
 
     @property
     def config_entries(self) -> dict[str, Any]:
-        """Entries of the model's config that the task sets."""
+        """Model config entries that the task sets."""
         return self.checked_entries(self.run)
 
     def model(self, empty: bool = False) -> nn.Module:
@@ -391,8 +393,7 @@ class TextTask(Task):
         return models.build(self.run, str(self.head), self.tokenizer, empty, **self.config_entries)
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
-        """The inputs of the model, padded, and the targets, of one example at least: what `collate` makes a micro-batch
-        of."""
+        """Padded model inputs and targets of at least one example; `collate` wraps them in a micro-batch."""
         raise NotImplementedError
 
     def padded_texts(self, columns: Columns, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -406,7 +407,8 @@ class TextTask(Task):
     def collated(
         self, columns: Columns, rows: np.ndarray, index: int, tensors: Callable[[Columns, np.ndarray], Arrays]
     ) -> MicroBatch:
-        """The micro-batch that `tensors` makes of rows; of none that of the first row, whose targets are ignored."""
+        """Build the micro-batch that `tensors` returns for rows. If there are no rows, use the first row and ignore its
+        targets."""
         import torch
 
         inputs, labels = tensors(columns, rows if len(rows) else np.zeros(1, dtype=np.int64))
@@ -417,7 +419,7 @@ class TextTask(Task):
         return MicroBatch(index, inputs | own_loss, targets)
 
     def decoded(self, ids: Tensor) -> list[str]:
-        """Texts of tokens [B, T], without special ones."""
+        """Decode tokens [B, T] to texts, special tokens skipped."""
         return [text.strip() for text in self.tokenizer.batch_decode(ids.tolist(), skip_special_tokens=True)]
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -428,16 +430,17 @@ class TextTask(Task):
         models.save(model, weights, self.tokenizer, folder, self.run, self.chat_template)
 
     def set_export_entries(self, config: Any) -> None:
-        """Entries of the exported model's config that training has decided."""
+        """Set entries of the exported model's config that training has decided."""
 
     @property
     def chat_template(self) -> str | None:
-        """That the model was trained by, in place of the tokenizer's."""
+        """The chat template used in training, in place of the tokenizer's; None: the tokenizer's."""
         return None
 
 
 def check_template(tok: Any, template: str | None, key: str) -> None:
-    """Refuse a tokenizer that conversations of the key of the task cannot be written with. Errors: `RunError`."""
+    """Refuse a tokenizer that cannot render conversations for the task's `key`: it needs a chat template and character
+    offsets. Errors: `RunError`."""
     if not (template or tok.chat_template):
         raise RunError("LS3351", f"task.{key}: the tokenizer has no chat template; set task.chat_template")
     if not tok.is_fast:
@@ -449,6 +452,6 @@ def check_template(tok: Any, template: str | None, key: str) -> None:
 
 
 def in_batches(rows: Dataset) -> Iterator[dict[str, list]]:
-    """Rows as columns, some at a time."""
+    """Yield rows as columns, 1,000 rows at a time."""
     for start in range(0, len(rows), 1000):
         yield rows[start : start + 1000]

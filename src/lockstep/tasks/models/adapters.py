@@ -25,7 +25,7 @@ EXPORTS = ("merged", "adapter")
 
 
 def check(run: Run) -> None:
-    """Refuse an adapter that cannot be. Errors: `RunError`."""
+    """Refuse an invalid adapter configuration. Errors: `RunError`."""
     adapter = run.model.adapter
     if not adapter:
         return
@@ -41,7 +41,7 @@ def check(run: Run) -> None:
 
 
 def config(run: Run, head: str) -> Any:
-    """peft's config of the run's adapter. Errors: `RunError`."""
+    """Build peft's config from the run's adapter. Errors: `RunError`."""
     import dataclasses
 
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING as KINDS
@@ -63,7 +63,7 @@ def config(run: Run, head: str) -> Any:
             raise RunError("LS3074", f"model.adapter: {name.lower()} has no option {key!r}; {hint}")
     task_type = heads.of(head).adapter
     if task_type is None and "modules_to_save" in fields:
-        entries.setdefault("modules_to_save", ["classifier"])  # of the other classifiers peft knows the head
+        entries.setdefault("modules_to_save", ["classifier"])  # peft detects the heads of the other classifiers
     try:
         return kind(task_type=task_type, **entries)
     except (TypeError, ValueError) as error:
@@ -72,26 +72,28 @@ def config(run: Run, head: str) -> Any:
 
 @contextmanager
 def no_rename_warning() -> Iterator[None]:
-    """Drop a warning for each model and rank: peft reads an attribute that transformers has renamed."""
+    """Suppress a peft warning about an attribute that transformers has renamed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         yield
 
 
 def wrap(run: Run, model: nn.Module, head: str) -> nn.Module:
-    """The model with its adapter; what the adapter draws comes after what the model draws from the seed."""
+    """Add the adapter to the model. Its weights are drawn from the seed after the model's own."""
     from peft import get_peft_model
 
     try:
         with no_rename_warning():
             return get_peft_model(model, config(run, head))
-    except ValueError as error:  # no such modules, a kind that this family cannot have
+    except ValueError as error:  # no such modules, or an unsupported adapter type
         raise RunError("LS3076", f"model.adapter: {' '.join(str(error).split())[:400]}") from error
 
 
 def save(run: Run, model: Any, folder: Path, published: str | None) -> None:
-    """Write the adapter alone, or the whole model with it: in bfloat16 if it was published in that and kept in it, else
-    in float32. `published`: the dtype that the model's own config names."""
+    """Write the adapter alone, or the merged model: in bfloat16 if it was both published and stored in bfloat16, else
+    in float32.
+
+    `published`: the dtype in the model's own config."""
     from lockstep.tasks.models import storage_dtype
 
     if run.model.adapter.get("export", "merged") == "merged":
@@ -103,12 +105,12 @@ def save(run: Run, model: Any, folder: Path, published: str | None) -> None:
 
 
 def is_adapter(export: Path) -> bool:
-    """Whether an export is an adapter without its model."""
+    """Whether an export is an adapter without its base model."""
     return (export / "adapter_config.json").is_file()
 
 
 def load(model: nn.Module, export: Path) -> None:
-    """Give an adapter's weights back to a model that `wrap` has made."""
+    """Load an adapter's weights into a model returned by `wrap`."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 

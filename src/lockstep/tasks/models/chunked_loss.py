@@ -1,12 +1,12 @@
 """Cross-entropy of a language model without its matrix of logits: `task.loss_chunk` tokens go through its head at once.
 
-In: a model of transformers with a linear head, and targets beside its inputs. Out: the same model, which gives the sum
-of the losses where it gave logits. No code of a model is written: the head's `forward` is replaced, so that what wraps
-the model (DDP, FSDP, DeepSpeed) gathers the head's weights and finds their gradients as before.
+In: a transformers model with a linear head, and targets beside its inputs. Out: the same model, returning the sum of
+the losses in place of logits. Only the head's `forward` is replaced, so wrappers (DDP, FSDP, DeepSpeed) gather the
+head's weights and find their gradients as before.
 
-Positions without a target cost nothing. Gradients are made in the forward pass, chunk by chunk, while a chunk's logits
-are there (as Liger-Kernel does), so no logits are computed twice. What the model does with its logits after the head
-is known for `Finish`, and compared with the model itself when it is built.
+Positions without a target cost nothing. Gradients are computed in the forward pass, chunk by chunk, while a chunk's
+logits exist (as in Liger-Kernel), so no logits are computed twice. `Finish` holds the operations that the model applies
+to its logits after the head; they are compared with the model when it is built.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ OUT = "; leave it out for the whole matrix of logits"
 
 
 def check(run: Run, head: str, here: bool) -> None:
-    """Refuse what cannot work before any rank has started. `head`: of a task that takes the key. `here`: the ranks will
-    run on machines like this one. Errors: `RunError`."""
+    """Refuse an unsupported `task.loss_chunk` before any rank starts.
+
+    `head`: head of the task. `here`: whether the ranks will run on machines like this one. Errors: `RunError`."""
     if (chunk := run.task.options.get("loss_chunk")) is None:
         return
     if run.strategy.options.get("tensor_parallel", 1) != 1:
@@ -56,11 +57,11 @@ def check(run: Run, head: str, here: bool) -> None:
             )
     import transformers
 
-    if not run.model.adapter:  # an adapter is put around it when it is built, and looked at then
+    if not run.model.adapter:  # an adapted model is checked when it is built
         config = model_configs.load_config(run)
         for name, value in (model_configs.causal_entries(run) if head == "causal" else {}).items():
             setattr(config, name, value)
-        for part in model_configs.texts(config):  # the tokenizer's is set when it is built
+        for part in model_configs.texts(config):  # `build` sets the tokenizer's
             part.pad_token_id = 0 if model_configs.entry(part, "pad_token_id") is None else part.pad_token_id
         with torch.device("meta"):
             auto = getattr(transformers, heads.of(head).auto)
@@ -71,12 +72,12 @@ def check(run: Run, head: str, here: bool) -> None:
                 agree(model, layer, Finish.of(model))
         except RunError:
             raise
-        except Exception:  # it needs values to run: ranks look at it when it is built
+        except Exception:  # the forward needs values: ranks check the model when they build it
             return
 
 
 def head_of(model: Any) -> nn.Linear:
-    """The layer that makes logits. Errors: `RunError` where it is no plain linear one."""
+    """Return the layer that computes logits. Errors: `RunError` if it is not a plain linear layer."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         kind = "none" if head is None else f"a {type(head).__module__}.{type(head).__name__}"
@@ -86,7 +87,7 @@ def head_of(model: Any) -> nn.Linear:
 
 @dataclass(frozen=True)
 class Finish:
-    """What a model does with its logits after the head: `cap * tanh((logits * scale + bias) / cap)`."""
+    """Operations of a model on its logits after the head: `cap * tanh((logits * scale + bias) / cap)`."""
 
     scale: float = 1.0  # Cohere, Granite, Falcon-H1
     biased: Any = None  # the module whose buffer `final_logits_bias` [1, V] is added: BART, Marian
@@ -94,12 +95,12 @@ class Finish:
 
     @property
     def bias(self) -> Tensor | None:
-        """[V]; looked up anew, since engines move buffers."""
+        """The bias [V], looked up on each access because engines move buffers."""
         return None if self.biased is None else self.biased.final_logits_bias.flatten()
 
     @classmethod
     def of(cls, model: Any) -> Finish:
-        """As the model's config and buffers say; `agree` holds it to what the model does."""
+        """Read the operations from the model's config and buffers; `agree` checks them against the model."""
         config = model.config.get_text_config(decoder=True)
         scale = 1.0
         for entry in ("logit_scale", "lm_head_multiplier"):
@@ -118,10 +119,12 @@ class Finish:
 
 
 def install(model: nn.Module, chunk: int | str | None, smoothing: float = 0.0) -> nn.Module:
-    """The model, whose forward takes its `TARGETS` beside its inputs and then gives, as an output's `loss`, the sum of
-    their losses (label smoothing as in torch), and as `logits` each of them [B, T], where they are known; or, in
-    evaluation mode, as `logits` what `scored` reads. Without targets it gives logits. Errors: `RunError` when the model
-    makes something else of its logits than is known here."""
+    """Make the model compute its loss in chunks.
+
+    Its forward takes `TARGETS` beside its inputs and returns, as `loss`, the sum of their losses (label smoothing as in
+    torch) and, as `logits`, each loss [B, T] where known. In evaluation mode `logits` is the input of `scored`. Without
+    targets it returns logits. Errors: `RunError` if the model does anything to its logits that `Finish` does not
+    describe."""
     if chunk is None:
         return model
     head = head_of(model)
@@ -133,12 +136,12 @@ def install(model: nn.Module, chunk: int | str | None, smoothing: float = 0.0) -
 
 
 class _Installed:
-    """The hooks on a model and its head, and what a forward hands from one to the other."""
+    """Hooks on a model and its head, and the state they share within a forward."""
 
     def __init__(self, model: nn.Module, head: nn.Linear, finish: Finish, chunk: int | str, smoothing: float) -> None:
         self.head, self.finish, self.chunk, self.smoothing = head, finish, chunk, smoothing
         self.plain = head.forward
-        self.targets: Tensor | None = None  # [B, T], of the forward that is under way
+        self.targets: Tensor | None = None  # [B, T], of the current forward
         self.scores: Tensor | None = None  # [B, T, 2]; in training [B, T]
         self.loss: Tensor | None = None
         self.last: Any = None
@@ -153,7 +156,7 @@ class _Installed:
         if self.last is not None:  # a forward that did not reach the head, in a pipeline stage
             self.last.remove()
         if self.targets is not None:
-            # at every forward, so that it is the last one: an engine's hook may put a node of its own behind the output
+            # registered at every forward to run last: an engine's hook may add an autograd node to the output
             self.last = self.head.register_forward_hook(self.take)
         return args, kwargs
 
@@ -170,8 +173,8 @@ class _Installed:
         return CausalLMOutput(loss=loss if model.training else None, logits=scores)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The head's forward: logits where no targets are known, else one number [1, 1, 1] in the place of logits,
-        which the rest of the model's forward does not use."""
+        """The head's forward: logits if there are no targets; else a placeholder [1, 1, 1] that the rest of the forward
+        ignores."""
         if self.targets is None:
             return self.plain(input)
         hidden = input  # [B, T, H]
@@ -179,21 +182,21 @@ class _Installed:
             raise RunError("LS3095", f"{KEY}: the head of this model receives other positions than the targets{OUT}")
         labels = self.targets.flatten()
         places = host_facts.facts(self.targets, TargetPlaces)
-        rows = (labels >= 0).nonzero().flatten() if places is None else places.index  # nonzero: on CUDA the host waits
+        rows = (labels >= 0).nonzero().flatten() if places is None else places.index  # nonzero synchronizes with CUDA
         states, labels = hidden.flatten(0, 1), labels[rows]
 
         def placed(tensor: Tensor) -> Tensor:
-            """At the positions that have a target, 0 elsewhere: [B, T, ...]."""
+            """Scatter values to the positions with a target, 0 elsewhere: [B, T, ...]."""
             every = tensor.new_zeros(len(states), *tensor.shape[1:]).index_copy_(0, rows, tensor)
             return every.view(*hidden.shape[:2], *tensor.shape[1:])
 
         if not self.head.training:
             self.scores = placed(_scores(states[rows], labels, self.plain, self.finish, _size(self.chunk)))
             return self.scores.new_zeros(1, 1, 1)
-        if self.chunk == LIGER and not self.looked_at_bias:  # once, as the host waits for the answer
+        if self.chunk == LIGER and not self.looked_at_bias:  # once: it synchronizes with the device
             _check_bias(self.finish)
             self.looked_at_bias = True
-        if self.chunk == LIGER and len(rows):  # it divides by the rows of a micro-batch, and a blank one has none
+        if self.chunk == LIGER and len(rows):  # it divides by the number of rows, 0 in a padding micro-batch
             return _by_liger(states[rows], labels, self.head, self.finish, self.smoothing).view(1, 1, 1)
         weight, bias = self.head.weight, self.head.bias
         how = (self.finish, _size(self.chunk), self.smoothing, _compute_dtype(states))
@@ -207,17 +210,18 @@ def _size(chunk: int | str) -> int:
 
 
 def _compute_dtype(states: Tensor) -> torch.dtype:
-    """The dtype of the head's matrix product: autocast's where it is on, else that of the head's inputs (a frozen
-    weight that is kept in bfloat16 is widened)."""
+    """Dtype of the head's matrix product: autocast's if enabled, else that of the head's inputs (a frozen bfloat16
+    weight is cast up)."""
     kind = states.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
 
 
 class _Loss(torch.autograd.Function):
-    """The sum of cross-entropies of some rows of `states` [N, H]: float32 scalar; and each of them, without a gradient:
-    [n]. Products are in the compute dtype (as
-    autocast would have them; their logits are rounded to it), all else is float32: softmax, loss, and the sums over
-    chunks of the gradients of weight and bias, in the order of the chunks."""
+    """Sum of the cross-entropies of some rows of `states` [N, H], float32 scalar; and each of them, without gradient:
+    [n].
+
+    Matrix products use the compute dtype, and their logits are rounded to it, as under autocast. Softmax, loss and the
+    sums over chunks of the gradients of weight and bias, in chunk order, are float32."""
 
     @staticmethod
     def forward(
@@ -260,7 +264,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, of_each: None = None) -> Any:
-        (states, weight, bias), ctx.gradients = ctx.gradients, None  # held no longer than needed: backward runs once
+        (states, weight, bias), ctx.gradients = ctx.gradients, None  # freed early: backward runs once
         for each in (states, weight, bias):
             if each is not None:
                 each *= gradient
@@ -269,7 +273,8 @@ class _Loss(torch.autograd.Function):
 
 
 def _losses(logits: Tensor, targets: Tensor, finish: Finish, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Cross-entropies [n], and their gradients by the head's logits [n, V], in the memory of the logits: float32."""
+    """Cross-entropies [n] and their gradients with respect to the head's logits [n, V], float32. The gradients
+    overwrite the logits."""
     logits = finish(logits)
     capped = logits.clone() if finish.cap is not None else None
     places = targets[:, None]
@@ -288,7 +293,7 @@ def _losses(logits: Tensor, targets: Tensor, finish: Finish, smoothing: float) -
 
 
 def _scores(states: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], finish: Finish, size: int) -> Tensor:
-    """The cross-entropy of each row, and 1 where its target is the likeliest token: float32 [n, 2]."""
+    """Per row, the cross-entropy and 1 if the target is the most likely token: float32 [n, 2]."""
     chunks = [torch.zeros(0, 2, device=states.device)]
     for start in range(0, len(states), size):
         part, labels = states[start : start + size], targets[start : start + size]
@@ -299,7 +304,7 @@ def _scores(states: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], f
 
 
 def _check_bias(finish: Finish) -> None:
-    """Errors: `RunError` where a second bias of logits is not zero, which Liger-Kernel has no place for."""
+    """Errors: `RunError` if the model has a nonzero second bias of logits, which Liger-Kernel does not support."""
     if finish.bias is not None and bool(finish.bias.any()):
         raise RunError(
             "LS3096", f"{KEY}: {LIGER} does not support a second bias of logits; set a number of tokens instead"
@@ -307,7 +312,7 @@ def _check_bias(finish: Finish) -> None:
 
 
 def _by_liger(states: Tensor, targets: Tensor, head: nn.Linear, finish: Finish, smoothing: float) -> Tensor:
-    """The sum by Liger-Kernel's fused linear cross-entropy, its gradients added up in float32. CUDA."""
+    """The loss sum by Liger-Kernel's fused linear cross-entropy, with gradients accumulated in float32. CUDA only."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as fused
 
     dtype = _compute_dtype(states)
@@ -318,7 +323,7 @@ def _by_liger(states: Tensor, targets: Tensor, head: nn.Linear, finish: Finish, 
 
 
 class _ValuesOfNothing(TorchDispatchMode):
-    """Under it a number of a meta tensor is 1: a mask that a model looks at hides nothing."""
+    """Mode in which reading a number from a meta tensor yields 1, so that masks checked by a model hide nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
@@ -327,9 +332,9 @@ class _ValuesOfNothing(TorchDispatchMode):
 
 
 def agree(model: Any, head: nn.Linear, finish: Finish) -> None:
-    """Compare what is known of the model's logits with what it makes of random ones, which have values on the CPU where
-    the model is on the meta device. Errors: `RunError`; of a model on the meta device also what is raised where values
-    are missing."""
+    """Compare `finish` with what the model does to random logits (on the CPU if the model is on the meta device).
+
+    Errors: `RunError` if they differ; on the meta device also any error raised because values are missing."""
     leaves: list[Tensor] = []
     empty = head.weight.device.type == "meta"
     if empty and finish.bias is not None:
@@ -340,7 +345,7 @@ def agree(model: Any, head: nn.Linear, finish: Finish) -> None:
         leaves.append((drawn.to(output.dtype) if empty else drawn.to(output)).requires_grad_())
         return leaves[-1]
 
-    ids = torch.tensor([[0, 1] * 4], device=head.weight.device)  # Funnel shortens what it reads, and needs several
+    ids = torch.tensor([[0, 1] * 4], device=head.weight.device)  # Funnel pools tokens and needs several
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
@@ -352,12 +357,12 @@ def agree(model: Any, head: nn.Linear, finish: Finish) -> None:
     except RuntimeError:
         if not (empty and leaves):
             raise
-        leaves.clear()  # weights of the model, which have no values here, come in after the head
+        leaves.clear()  # weights without values (meta) are used after the head
     finally:
         hook.remove()
         model.train(training)
     if len(leaves) == 1 and leaves[0].shape == logits.shape == (*ids.shape, head.out_features) and logits.requires_grad:
-        trained = [p for p in model.parameters() if p.requires_grad]  # none of them may come in after the head
+        trained = [p for p in model.parameters() if p.requires_grad]  # none of them may be used after the head
         others = torch.autograd.grad(logits.sum(), trained, allow_unused=True) if trained else ()
         near = 1e-5 if logits.dtype == torch.float32 else 2e-2
         with torch.no_grad():
@@ -372,7 +377,7 @@ def agree(model: Any, head: nn.Linear, finish: Finish) -> None:
 
 
 def scored(scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Sums over the targets [B, T] of what `install` gives in evaluation mode: [B, T, 2]."""
+    """Sum the evaluation outputs of `install` [B, T, 2] over the targets [B, T]."""
     real = targets >= 0
     loss, right = scores.double().sum((0, 1))
     return {"loss": loss, "examples": real.any(1).sum().double(), "targets": real.sum().double(), "right": right}

@@ -28,7 +28,7 @@ from lockstep.data.batch import IGNORED
 from lockstep.distributed import portable
 from lockstep.tasks.models import heads, model_configs, padding, small_models
 
-# Entries that lockstep sets itself, with what decides about them. `vocab_size` of a model from scratch adds room.
+# Entries that lockstep sets itself -> what decides them. `vocab_size` of a model from scratch adds room.
 SET_HERE = {
     "pad_token_id": "the tokenizer decides",
     "use_cache": "it is off while training, and on in the export",
@@ -38,18 +38,18 @@ SET_HERE = {
     "transformers_version": "the installed version decides",
 }
 OF_SCRATCH = {"bos_token_id": "the tokenizer decides", "eos_token_id": "the tokenizer decides"}
-# Parts of names of entries that may count for texts or numbers larger than those of a trial.
+# Parts of the names of entries that may matter only for texts or numbers larger than a trial's.
 CONDITIONAL = ("max", "min", "limit", "clip", "clamp", "cap", "position", "window", "chunk", "token_id", "rope")
 DROPOUT = "drop"
 OTHER_RATES = (0.0, 0.9)  # of dropout
-# Entries of which something is said already, or that more than the model itself reads; `output_router_logits` is
-# refused where it acts.
+# Entries reported elsewhere, or read by more than the model itself; `output_router_logits` is refused if it acts.
 NOT_TRIED = {*SET_HERE, *OF_SCRATCH, "model_type", "problem_type", "is_encoder_decoder", "output_router_logits"}
 
 
 def notes(run: Run, head: str | None) -> list[str]:
-    """What to say of entries that change nothing, or that became other values. `head`: None for a model that is not of
-    transformers. Errors: `RunError` when the cache cannot be written."""
+    """Notes on entries that have no effect or were replaced by other values.
+
+    `head`: None for a model that is not from transformers. Errors: `RunError` if the cache cannot be written."""
     if head is None or not run.model.config or not heads.of(head).reads_texts:
         return []
     config = model_configs.load_config(run)
@@ -77,21 +77,21 @@ def notes(run: Run, head: str | None) -> list[str]:
 
 
 def inert(run: Run, head: str, config: Any) -> str | None:
-    """Paths of the run's entries that change nothing, with blanks between them; None: every one that can be tried
-    does."""
+    """Paths of the run's config entries that have no effect, space-separated; None if every entry that can be tried has
+    one."""
     with torch.random.fork_rng([]):
         entries = [(path, value) for path, value in _flat(run.model.config, config) if _is_tried(path, value)]
         return " ".join(path for path, value in entries if not acts(run, head, path, value)) or None
 
 
 def acts(run: Run, head: str, path: str, value: Any) -> bool:
-    """Whether another value of an entry makes another model, or other outputs; also where that cannot be tried."""
+    """Whether changing an entry changes the model or its outputs; True if that cannot be tried."""
     first_print: bytes | None = None
     compared = False
     for other in (value, *others(run, path, value)):
         try:
             print_ = _print(run, head, path, other)
-        except Exception:  # a value that does not fit the others, or a model that cannot be tried
+        except Exception:  # an invalid combination of values, or a model that cannot be tried
             if first_print is None:
                 return True
             continue
@@ -105,7 +105,7 @@ def acts(run: Run, head: str, path: str, value: Any) -> bool:
 
 
 def others(run: Run, path: str, value: Any) -> Iterator[Any]:
-    """Other values of an entry: that of the config without it, and such as would show a rate or a switch."""
+    """Alternative values of an entry: the config's value without it, and values that reveal a rate or a switch."""
     usual = _at(model_configs.load_config(_with(run, path, None)), path)
     if usual != value and usual is not None:
         yield usual
@@ -117,8 +117,8 @@ def others(run: Run, path: str, value: Any) -> Iterator[Any]:
 
 
 def _print(run: Run, head: str, path: str, value: Any) -> bytes:
-    """A hash of the weights of a small model with this value of an entry, and of what it computes. Errors: whatever a
-    model raises that cannot be tried."""
+    """Hash of the weights and outputs of a small model with this value of an entry. Errors: any that an untryable model
+    raises."""
 
     def attempt(variant: Any) -> bytes:
         if head.endswith("classification"):
@@ -144,7 +144,7 @@ def _computed(model: nn.Module, head: str) -> bytes:
 
 
 def _with(run: Run, path: str, other: Mapping[str, Any] | None) -> Run:
-    """The run with another value of an entry; None: without the entry."""
+    """The run with another value of an entry, or without it if None."""
 
     def changed(entries: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
         first, *rest = names
@@ -158,7 +158,7 @@ def _with(run: Run, path: str, other: Mapping[str, Any] | None) -> Run:
 
 
 def _flat(entries: Mapping[str, Any], config: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Entries by path, those of a config within the config one by one."""
+    """Entries by path; nested configs are flattened."""
     for key, value in entries.items():
         part = model_configs.entry(config, key)
         if isinstance(part, PreTrainedConfig) and isinstance(value, Mapping):
@@ -175,32 +175,31 @@ def _at(config: Any, path: str) -> Any:
 
 
 def _is_tried(path: str, value: Any) -> bool:
-    """Whether a trial can tell of an entry that it changes nothing."""
+    """Whether a trial can show that an entry has no effect."""
     name = path.rpartition(".")[2]
     if name in NOT_TRIED or any(part in name for part in CONDITIONAL):
         return False
     return isinstance(value, bool | float | str) or (type(value) is int and DROPOUT in name)
 
 
-# Parts of the names of entries that decide about a term.
+# Parts of the names of entries that may control a loss term.
 HINTS = ("loss", "router", "aux", "coef", "smooth", "eps", "ngram", "mtp", "nextn")
-ROUTER_LOGITS = "output_router_logits"  # the entry that asks for the loss of the routers, in all families
+ROUTER_LOGITS = "output_router_logits"  # enables the router loss, in all families
 CLASSES = 3
-SHARPER = 20.0  # logits of fresh weights are nearly equal, and a term that is made of them nearly nothing
-NEAR = 1e-5  # how far two losses may be apart, relative to the cross entropy
+SHARPER = 20.0  # logits of initial weights are nearly equal, so a term computed from them is nearly zero
+NEAR = 1e-5  # tolerance of losses, relative to the cross-entropy
 
 
 def check_portable(run: Run, head: str) -> None:
-    """Refuse a model of texts that computes with operations that `strategy.exact: portable` has not. Errors:
-    `RunError`."""
+    """Refuse a text model that uses operations unsupported by `strategy.exact: portable`. Errors: `RunError`."""
     name = padding.kept_trial(run, head, model_configs.load_config(run), unportable_operation, portable.REFUSED)
     if name is not None:
         raise portable.unportable(name)
 
 
 def unportable_operation(run: Run, head: str, config: Any) -> str | None:
-    """The name of one; None: there is none, or no small model of this config can be made."""
-    refused = {*portable.REFUSED} - {portable.FLASH}  # which portable arithmetic switches off
+    """Name of an unsupported operation; None if there is none or no small model of this config can be built."""
+    refused = {*portable.REFUSED} - {portable.FLASH}  # disabled by portable arithmetic
 
     def attempt(variant: Any) -> str | None:
         model = small_models.small(run, head, variant, None)
@@ -214,7 +213,7 @@ def unportable_operation(run: Run, head: str, config: Any) -> str | None:
     return None
 
 
-LossPair = tuple[float, tuple[float, ...]]  # the loss, and the cross entropies that it may be
+LossPair = tuple[float, tuple[float, ...]]  # the loss, and the cross-entropies it may equal
 
 
 def check(run: Run, head: str) -> None:
@@ -234,11 +233,11 @@ def check(run: Run, head: str) -> None:
 
 
 def auxiliary_term(run: Run, head: str, config: Any) -> str | None:
-    """What to do about a term that models of this config add; None: they add none. The text follows `model.config.`. A
-    config of which no small model can be made is judged by `ROUTER_LOGITS` alone."""
+    """How to remove a loss term that models of this config add, as text that follows `model.config.`; None if they add
+    none. If no small model can be built, `ROUTER_LOGITS` alone decides."""
     try:
         variant, losses = small_models.tried(config, head, lambda variant: (variant, loss_pairs(run, head, variant)))
-    except Exception:  # or inputs that the model does not take
+    except Exception:  # or the model rejects the inputs
         for path, part in _parts(config):
             if model_configs.entry(part, ROUTER_LOGITS) is True:
                 return _refusal(config, {f"{path}{ROUTER_LOGITS}": False}, "")
@@ -248,8 +247,8 @@ def auxiliary_term(run: Run, head: str, config: Any) -> str | None:
 
 
 def loss_pairs(run: Run, head: str, config: Any) -> list[LossPair]:
-    """The loss that a small model gives for labels of two batches, in evaluation and in training, each beside the cross
-    entropies of the logits of the same forward. Errors: `ValueError` for a loss that is no number."""
+    """Losses of a small model for two labeled batches, in evaluation and training mode, each with the cross-entropies
+    of the same forward's logits. Errors: `ValueError` if a loss is not a number."""
     config = copy.deepcopy(config)
     if head.endswith("classification"):
         config.num_labels = CLASSES
@@ -271,7 +270,7 @@ def loss_pairs(run: Run, head: str, config: Any) -> list[LossPair]:
 
 
 def labels_of(head: str, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Labels of examples, under the names that transformers' models take them by."""
+    """Labels for examples, under the argument names of transformers' models."""
     ids, lengths = inputs["input_ids"], inputs["attention_mask"].sum(1)
     if head == "classification":
         return {"labels": torch.arange(len(ids)) % CLASSES}
@@ -286,8 +285,8 @@ def labels_of(head: str, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def cross_entropies(head: str, outputs: Any, labels: Mapping[str, Tensor]) -> tuple[float, ...]:
-    """The mean over targets, for each way in which a head's labels may belong to its logits: decoders that were made
-    for an encoder (BART) take labels as the next tokens already."""
+    """Mean cross-entropy over targets for each possible alignment of labels and logits: decoders of encoder-decoder
+    families (BART) take labels that are already shifted."""
     if head == "question_answering":
         ends = (outputs.start_logits, labels["start_positions"]), (outputs.end_logits, labels["end_positions"])
         return (sum(float(cross_entropy(logits.float(), targets)) for logits, targets in ends) / 2,)
@@ -301,7 +300,7 @@ def cross_entropies(head: str, outputs: Any, labels: Mapping[str, Tensor]) -> tu
 
 
 def agree(pairs: list[LossPair]) -> bool:
-    """Whether the losses are cross entropies of one kind, but for rounding."""
+    """Whether all losses equal cross-entropies of one alignment, within rounding."""
     kinds = zip(*(means for _, means in pairs), strict=True)
     losses = [loss for loss, _ in pairs]
     return any(all(_near(loss, mean) for loss, mean in zip(losses, means, strict=True)) for means in kinds)
@@ -312,7 +311,8 @@ def _near(loss: float, mean: float) -> bool:
 
 
 def _advice(run: Run, head: str, config: Any, pairs: list[LossPair]) -> str:
-    """The refusal, naming the entry without which the loss is the cross entropy, found by changing one at a time."""
+    """The refusal text. It names the entry without which the loss is the cross-entropy, identified by changing one
+    entry at a time."""
     loss, means = next((loss, means) for loss, means in pairs if not _near(loss, means[-1]))
     measured = f" (in a trial the loss is {loss:.4f}, the cross entropy {means[-1]:.4f})"
     every: dict[str, Any] = {}
@@ -329,7 +329,7 @@ def _advice(run: Run, head: str, config: Any, pairs: list[LossPair]) -> str:
 
 
 def _refusal(config: Any, entries: Mapping[str, Any], measured: str) -> str:
-    """The text behind `model.config.`, of the entries that would do."""
+    """The text after `model.config.` that names the entries to set."""
     (path, value), *others = entries.items()
     current = json.dumps(_at(config, path))
     more = "".join(f", model.config.{name}: {json.dumps(each)}" for name, each in others)
@@ -340,7 +340,7 @@ def _refusal(config: Any, entries: Mapping[str, Any], measured: str) -> str:
 
 
 def _candidates(config: Any) -> Iterator[tuple[str, Any]]:
-    """Entries that may decide about a term, by path, and the value that may take it away: switches before numbers."""
+    """Entries that may control a loss term, by path, with a value that may disable it: switches before numbers."""
     named = [
         (path + name, value)
         for path, part in _parts(config)
@@ -352,7 +352,7 @@ def _candidates(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """A config and all within it, each with the path to its entries."""
+    """Yield a config and its nested configs, each with the path prefix of its entries."""
     yield path, config
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
@@ -360,7 +360,7 @@ def _parts(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _silent(run: Run, head: str, config: Any, entries: Mapping[str, Any]) -> bool:
-    """Whether a config with these entries adds no term."""
+    """Whether a config with these entries adds no loss term."""
     other = copy.deepcopy(config)
     for path, value in entries.items():
         *outer, name = path.split(".")

@@ -1,7 +1,7 @@
 """The labels of the data beside those that a pretrained model's config names: which output of its head is which.
 
-In: a run, and names and values of labels in the order of the data. Out: both in the order of the model's outputs where
-its names are the data's, and notes about what is not as the config of the model says. Imports no torch.
+In: a run, and names and values of labels in data order. Out: both in the order of the model's outputs if the names
+match, and notes on differences from the model's config. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from lockstep.config.run import Run
 from lockstep.tasks.models.heads import Head
 from lockstep.tasks.models.model_configs import load_config
 
-_LISTED = 6  # labels of a list in a note
+_LISTED = 6  # labels listed in a note
 
 
 @dataclass(frozen=True)
 class HeadLabels:
-    """Labels of a task in the order of the outputs that learn them."""
+    """Labels of a task in the order of the head's outputs."""
 
     names: list[str]
     values: list[Any]  # as rows hold them
@@ -28,9 +28,10 @@ class HeadLabels:
 
 
 def in_model_order(run: Run, head: Head, names: Sequence[str], values: Sequence[Any]) -> HeadLabels:
-    """Order labels as the model's `id2label` has them, if it names all of them: exactly, or else up to case and blanks.
-    A model that names more keeps its head: labels that the data lack have the model's name as their value. Errors:
-    `RunError` for a model whose config cannot be read."""
+    """Order labels as in the model's `id2label` if it names all of them, exactly or ignoring case and whitespace.
+
+    If the model names more labels, its head is kept; labels missing from the data get the model's name as their value.
+    Errors: `RunError` if the model's config cannot be read."""
     config_labels = _config_labels(run, head)
     if config_labels is None:
         return HeadLabels([*names], [*values])
@@ -61,8 +62,8 @@ def in_model_order(run: Run, head: Head, names: Sequence[str], values: Sequence[
 
 
 def problem_notes(run: Run, head: Head, problem: str, outputs: int) -> list[str]:
-    """Notes about a head that was trained for another kind of labels (`problem_type`), or for another number of
-    outputs where these are numbers, which have no labels. Errors: `RunError`."""
+    """Notes if the head was trained for another `problem_type`, or, for regression, with another number of outputs.
+    Errors: `RunError`."""
     if run.model.type is not None:
         return []
     config = _source_config(run)
@@ -83,19 +84,19 @@ def problem_notes(run: Run, head: Head, problem: str, outputs: int) -> list[str]
 
 
 def _source_config(run: Run) -> Any:
-    """The config as it is in the model's source."""
+    """The config as stored in the model's source."""
     return load_config(run.model_copy(update={"model": run.model.model_copy(update={"config": {}})}))
 
 
 def _has_head(config: Any, head: Head) -> bool:
-    """Whether the source holds a head of this kind, by the architectures of its config."""
+    """Whether the source has a head of this kind, according to its config's `architectures`."""
     suffix = head.auto.removeprefix("AutoModel")
     return any(name.endswith(suffix) for name in config.architectures or [])
 
 
 def _config_labels(run: Run, head: Head) -> tuple[list[str], bool] | None:
-    """The names of the model's outputs, in order, and whether it has a head of this kind; None if it is built from
-    scratch, or has neither names nor a head."""
+    """Names of the model's outputs, in order, and whether it has a head of this kind. None if the model is built from
+    scratch or has neither names nor a head."""
     if run.model.type is not None:
         return None
     config = _source_config(run)
@@ -109,12 +110,12 @@ def _config_labels(run: Run, head: Head) -> tuple[list[str], bool] | None:
 
 
 def _unnamed(names: Sequence[str]) -> bool:
-    """Whether these are the names that transformers gives labels without any."""
+    """Whether these are transformers' default label names."""
     return all(re.fullmatch(f"LABEL_{code}", name) for code, name in enumerate(names))
 
 
 def _places(names: Sequence[str], model_names: Sequence[str]) -> dict[str, int] | None:
-    """Name of the data -> output of the model; None if the model does not name all of them."""
+    """Map each label name of the data to a model output; None if the model does not name all of them."""
     reads: tuple[Callable[[str], str], ...] = (str, lambda name: " ".join(name.split()).casefold())
     for read in reads:
         place = {read(name): code for code, name in enumerate(model_names)}
@@ -125,12 +126,12 @@ def _places(names: Sequence[str], model_names: Sequence[str]) -> dict[str, int] 
 
 
 def _value(name: str, numbers: bool) -> Any:
-    """What rows would hold for a label that the data lack."""
+    """The row value of a label that is missing from the data."""
     return int(name) if numbers and re.fullmatch("0|[1-9][0-9]*", name) else name
 
 
 def _different(names: Sequence[str], model_names: Sequence[str], has_head: bool, counted: bool) -> list[str]:
-    """The notes about labels that are not the model's. `counted`: they are the numbers of its outputs."""
+    """Notes on labels that differ from the model's. `counted`: the labels are the indices of its outputs."""
     both = f"the model's id2label has {_listed(model_names)}, and the data have {_listed(names)}"
     if not has_head:
         return [f"{both}: the export names the data's"]

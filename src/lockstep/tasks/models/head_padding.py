@@ -1,9 +1,9 @@
 """The head's product with a vocabulary that GPUs are slow with, such as GPT-2's 50,257.
 
-In: a model whose head is a linear layer. Out: the same model; on CUDA, where the product is in 16 bits, it is computed
-with rows of zeros behind the weight's own, and their logits are cut off. Tensor cores read 16 bytes at once, so rows
-of logits, and of their gradient, that are no multiple of them take kernels that were made for older GPUs. The function
-is the same, and so are all shapes outside of the product: weights, logits, checkpoints, exports.
+In: a model with a linear head. Out: the same model; on CUDA, for 16-bit products, the weight is padded with zero rows
+and their logits are cut off. Tensor cores read 16 bytes at once, so rows of logits, and of their gradient, that are not
+a multiple of 16 bytes use slower kernels of older GPUs. The function and all shapes outside the product (weights,
+logits, checkpoints, exports) are unchanged.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from torch.overrides import has_torch_function
 
 from lockstep.distributed.torch_internals import is_dtensor
 
-ALIGNED, MULTIPLE = 8, 64  # numbers of 16 bits: sizes that need nothing, and what others are padded to
+ALIGNED, MULTIPLE = 8, 64  # 16-bit elements: sizes that are fast already, and the multiple to pad others to
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def install(model: Any) -> None:
-    """Let the head of a model compute so. Does nothing to a head that is no plain linear layer, or that computes in a
-    way of its own."""
+    """Pad the product of a model's head. Does nothing if the head is not a plain linear layer, or has its own
+    `forward`."""
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and "forward" not in vars(head) and head.out_features % ALIGNED:
         head.forward = MethodType(_forward, head)  # type: ignore[method-assign]
 
 
 def missing_rows(rows: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many rows of zeros a product of this dtype wants behind so many."""
+    """Number of zero rows to add to a weight of `rows` rows for this dtype and device."""
     if device.type != "cuda" or dtype not in HALVES or rows % ALIGNED == 0:
         return 0
     return -rows % MULTIPLE
 
 
 def product(states: Tensor, weight: Tensor, bias: Tensor | None, missing: int) -> Tensor:
-    """`linear` of states [..., H] and weight [V, H], with so many rows of zeros more: [..., V]."""
+    """`linear` of states [..., H] and weight [V, H], computed with `missing` zero rows added: [..., V]."""
     padded = pad(weight, (0, 0, 0, missing))
     return linear(states, padded, None if bias is None else pad(bias, (0, missing)))[..., : len(weight)]
 
@@ -53,6 +53,6 @@ def _forward(head: nn.Linear, input: Tensor) -> Tensor:
     missing = 0 if plain else missing_rows(len(weight), dtype, input.device)
     if not missing:
         return linear(input, weight, bias)
-    if autocast:  # of the weight itself, and not of a larger copy
+    if autocast:  # cast the weight before padding copies it
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     return product(input, weight, bias, missing)

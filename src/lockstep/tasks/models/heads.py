@@ -1,19 +1,19 @@
 """What a task asks of a model of transformers: the Auto class that builds it, and what other libraries call it.
 
-In: nothing. Out: frozen values. A task of your own names one of these as its `head`, or makes one. Imports no torch.
+In: nothing. Out: frozen values. A task names one of these as its `head`, or defines its own. Imports no torch.
 """
 
 from __future__ import annotations
 
 
 class Head(str):
-    """A head by its name, under which results of trials with it are cached."""
+    """A model head. Its name is part of the cache keys of trials."""
 
     auto: str  # the Auto class of transformers
     families: str  # its table of families in transformers' modeling_auto
     called: str  # in messages
-    adapter: str | None  # peft's task, which decides what is trained besides; None: peft has no kind for it
-    reads_texts: bool  # whether it reads tokens, which may be padded, and more than it has positions for
+    adapter: str | None  # peft's task type, which decides what else is trained; None: unknown to peft
+    reads_texts: bool  # whether its inputs are tokens (padding and position limits apply)
 
     def __new__(
         cls, name: str, auto: str, families: str, called: str, adapter: str | None = None, reads_texts: bool = True
@@ -46,7 +46,7 @@ TOKEN_CLASSIFICATION = Head(
     "TOKEN_CLS",
 )
 CAUSAL = Head("causal", "AutoModelForCausalLM", "FOR_CAUSAL_LM_", "causal language model", "CAUSAL_LM")
-# Of the next two peft's kind is that of a model as it is.
+# peft's type for the next two trains nothing besides the adapter.
 MASKED = Head("masked", "AutoModelForMaskedLM", "FOR_MASKED_LM_", "masked language model", "FEATURE_EXTRACTION")
 EMBEDDING = Head("embedding", "AutoModel", "", "model without a head", "FEATURE_EXTRACTION")
 QUESTION_ANSWERING = Head(
@@ -61,5 +61,5 @@ BUILT_IN = {str(value): value for value in tuple(vars().values()) if isinstance(
 
 
 def of(name: str) -> Head:
-    """A head; one of a name is looked up among those of this file."""
+    """Return a head, looking names up among those of this file."""
     return name if isinstance(name, Head) else BUILT_IN[name]

@@ -1,9 +1,9 @@
 """Answers of an exported model to many texts, and decoding: what a model writes, one token after another.
 
-In: rows of texts, one or two each, asked in batches of like length. Out: an answer a row, in the order of the rows.
+In: rows of one or two texts, batched by similar length. Out: one answer per row, in row order.
 
-Decoding by repeated `forward` works wherever a strategy has one; transformers' own `generate` (KV cache, beams,
-sampling) where a rank can run the whole model. Out: the new tokens, int64 [B, N], `pad` after each row's end token.
+Greedy decoding by repeated `forward` works under every strategy; transformers' `generate` (KV cache, beams, sampling)
+needs the whole model on one rank. Out: the new tokens, int64 [B, N], `pad` after each row's end token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Row = Sequence[str]  # a text, or the two of a pair
 def answers(
     rows: Sequence[Row], answer: Callable[[list[Row]], list[dict[str, Any]]], at_once: int = AT_ONCE
 ) -> Iterator[dict[str, Any]]:
-    """The answer to each row."""
+    """Yield the answer to each row, in order."""
     for start in range(0, len(rows), at_once * SORTED):
         window = rows[start : start + at_once * SORTED]
         order = sorted(range(len(window)), key=lambda place: sum(map(len, window[place])))
@@ -41,7 +41,7 @@ def answers(
 
 
 def padded(encoded: Sequence[dict[str, list[int]]], pads: dict[str, int]) -> dict[str, Tensor]:
-    """Encoded texts as a batch, padded on the right as in training: name -> int64 [B, T], `attention_mask` beside."""
+    """Batch encoded texts, padded on the right as in training: name -> int64 [B, T], with `attention_mask`."""
     longest = max(1, *(len(each["input_ids"]) for each in encoded))
     mask = [[1] * len(each["input_ids"]) for each in encoded]
     columns = {name: [each[name] for each in encoded] for name in pads if name in encoded[0]}
@@ -54,15 +54,15 @@ def padded(encoded: Sequence[dict[str, list[int]]], pads: dict[str, int]) -> dic
 
 @dataclass(frozen=True)
 class Decoding:
-    """Parameters of decoding."""
+    """Decoding parameters."""
 
     new_tokens: int  # at most
     pad: int
-    end: int | None  # the token after which nothing follows
+    end: int | None  # end token
     start: int | None = None  # the decoder's first token; None: the model continues its input
-    beams: int = 1  # 1: greedy, or drawn where there is a temperature
-    temperature: float = 0.0  # 0: the likeliest token
-    seed: int = 0  # of what is drawn
+    beams: int = 1  # 1: greedy, or sampling if temperature > 0
+    temperature: float = 0.0  # 0: greedy
+    seed: int = 0  # for sampling
 
 
 def by_forward(
@@ -71,10 +71,10 @@ def by_forward(
     inputs: Mapping[str, Tensor],
     how: Decoding,
 ) -> Tensor:
-    """Greedy decoding where only `forward` is there: the whole text goes through the model for every token.
+    """Decode greedily with `forward` alone: the whole text goes through the model for every token.
 
-    Collective: all ranks take the same number of turns, because `unfinished` sums each rank's open rows over the ranks;
-    who has written all it may goes on computing, for the others' sake.
+    Collective: `unfinished` sums the unfinished rows over all ranks, so all ranks run the same number of iterations; a
+    rank whose rows are finished keeps computing until then.
     """
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask", torch.ones_like(ids))
@@ -97,13 +97,14 @@ def by_forward(
             grown[rows, lengths] = token
             lengths = lengths + (~done).long()
             done |= (token == how.end) | (turn + 1 == how.new_tokens)
-        if int(unfinished((~done).sum())) == 0:  # the host waits for the device here
+        if int(unfinished((~done).sum())) == 0:  # synchronizes with the device
             break
     return tokens
 
 
 def by_transformers(model: Any, inputs: Mapping[str, Tensor], how: Decoding, synced: bool = False) -> Tensor:
-    """Decode with `model.generate`. `synced`: collective, all ranks do as many forwards as the slowest (shards)."""
+    """Decode with `model.generate`. `synced`: collective; all ranks run as many forwards as the slowest (sharded
+    models)."""
     options: dict[str, Any] = {
         "max_new_tokens": how.new_tokens,
         "num_beams": how.beams,
@@ -131,7 +132,7 @@ def by_transformers(model: Any, inputs: Mapping[str, Tensor], how: Decoding, syn
 
 
 def _to_the_right(ids: Tensor, mask: Tensor | None, pad: int) -> dict[str, Tensor]:
-    """Rows padded on the right -> on the left, where the next token follows the last one."""
+    """Convert right-padded rows to left padding, so that the next token follows the last one."""
     if mask is None or bool(mask.all()):
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     width = ids.shape[1]
@@ -151,12 +152,12 @@ def continuations(
     temperature: float = 0,
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """What is `written` by an exported causal language model after each text, put into the chat template if there is
-    one."""
+    """Generate a continuation (`written`) of each text with an exported causal language model, using the chat template
+    if there is one."""
     spoken = template is not None
 
     def answer(rows: list[Row]) -> list[dict[str, Any]]:
-        ((text,),) = rows  # each has room of its own to write, and draws of its own
+        ((text,),) = rows  # one at a time: each has its own length limit and random draws
         text = template(text) if template else text
         return [{"written": continuation(model, tokenizer, text, spoken, most, tokens, temperature, seed)}]
 
@@ -166,11 +167,11 @@ def continuations(
 def continuation(
     model: Any, tokenizer: Any, text: str, spoken: bool, most: int, tokens: int, temperature: float = 0, seed: int = 0
 ) -> str:
-    """What an exported model writes after a text: `tokens` at most, `most` with the text, whose beginning is left out
-    where it is longer. `spoken`: a chat template has put the special tokens there."""
+    """Generate the continuation of a text: at most `tokens` new tokens, and `most` including the text, whose beginning
+    is dropped if it is too long. `spoken`: the chat template has already added the special tokens."""
     end = lm_documents.end_of(tokenizer)
     ids = tokenizer(text, verbose=False, add_special_tokens=not spoken)["input_ids"]
-    ids = ids[:-1] if ids and ids[-1] == end and not spoken else ids  # of raw text, which is to go on
+    ids = ids[:-1] if ids and ids[-1] == end and not spoken else ids  # plain text is to be continued, not ended
     ids = ids[-(most - 1) :] or [lm_documents.end_or_padding(tokenizer)]
     room = min(tokens, most - len(ids))
     how = Decoding(room, tokenizer.pad_token_id, end, temperature=temperature, seed=seed)

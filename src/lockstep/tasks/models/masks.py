@@ -1,11 +1,10 @@
 """Attention masks of transformers without waiting for the GPU.
 
-transformers asks each mask [B, T] whether it hides anything, and positions whether a row holds several texts: on CUDA
-the host waits for each answer, once or more a micro-batch. Here both are answered from what the host knows of the
-tensor (`data/host_facts.py`). In and out: what transformers' own functions take and give, number for number; a tensor
-of which nothing is known is asked as before.
+transformers checks whether each mask [B, T] hides anything and whether positions hold several texts per row; on CUDA
+each check synchronizes, at least once per micro-batch. Here host-side facts about the tensor (`data/host_facts.py`)
+answer both. In and out: exactly those of transformers' functions; a tensor without facts is checked as before.
 
-`install` puts them in the place of transformers' functions. They are the same function for every model of the process.
+`install` replaces transformers' functions, for all models of the process.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ def sdpa_mask(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> Tensor | None:
-    """transformers' `sdpa_mask`: bool [B, 1, T, S], or None where attention needs none."""
+    """transformers' `sdpa_mask`: bool [B, 1, T, S], or None if attention needs no mask."""
     real = host_facts.facts(attention_mask, RealTokens)
     fits = real is not None and (len(real.lengths), real.width) == (batch_size, kv_length)
     if fits and real is not None and isinstance(q_offset, int) and q_offset == kv_offset == 0:
-        if real.full:  # as if there were no mask, which transformers would find out by looking
+        if real.full:  # nothing is hidden; transformers would inspect the mask to learn this
             attention_mask = None
         elif q_length == kv_length or not options.get("allow_is_causal_skip", True):
             options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # it hides something
@@ -48,8 +47,8 @@ def sdpa_mask(
 
 
 def packed(position_ids: Tensor) -> Tensor | None:
-    """transformers' `find_packed_sequence_indices`: which text of its row a token is of, int64 [B, T]; None: each row
-    is one text."""
+    """transformers' `find_packed_sequence_indices`: index of each token's text within its row, int64 [B, T]; None if
+    each row is one text."""
     texts = host_facts.facts(position_ids, TextsOfRows)
     if texts is None:
         return _packed(position_ids)
@@ -59,12 +58,12 @@ def packed(position_ids: Tensor) -> Tensor | None:
 
 
 def as_bool(mask: Tensor) -> Tensor:
-    """As bool, with what the host knows of it."""
+    """Convert a mask to bool and keep its host-side facts."""
     return _knowing(mask, mask.bool())
 
 
 def _knowing(mask: object, other: Any) -> Any:
-    """Another tensor of the same values, with what is known of the one."""
+    """Attach the facts of `mask` to `other`, a tensor of the same values."""
     real = _real_tokens(mask)
     if real is None or not isinstance(other, Tensor) or other.shape != (len(real.lengths), real.width):
         return other
@@ -72,7 +71,7 @@ def _knowing(mask: object, other: Any) -> Any:
 
 
 def _real_tokens(mask: object) -> RealTokens | None:
-    """What is known of a mask, or of the one that it is another view of, in the same shape: GPT-2 makes one."""
+    """Facts about a mask, or about its base if the mask is a view of the same shape (GPT-2 creates one)."""
     if not isinstance(mask, Tensor):
         return None
     real, base = host_facts.facts(mask, RealTokens), mask._base
@@ -84,7 +83,7 @@ def _real_tokens(mask: object) -> RealTokens | None:
 def _preprocessing(before: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(before)
     def preprocess(config: Any, inputs_embeds: Any, attention_mask: Any, *args: Any, **options: Any) -> Any:
-        """Make a mask of bools of a mask; what is known of the one holds of the other."""
+        """Convert the mask to bool as transformers does, and keep its facts."""
         result = before(config, inputs_embeds, attention_mask, *args, **options)
         _knowing(attention_mask, result[1])
         return result
@@ -93,22 +92,22 @@ def _preprocessing(before: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepare(model: nn.Module) -> None:
-    """Let a model ask its inputs nothing that only they know. `model`: one that lockstep gives its inputs."""
+    """Disable checks in a model that read its inputs on the device. `model`: one whose inputs lockstep provides."""
     for module in model.modules():
-        if isinstance(module, PreTrainedModel):  # it would look for padding at every forward, to warn of it
+        if isinstance(module, PreTrainedModel):  # it would check for padding at every forward
             module.warn_if_padding_and_no_attention_mask = _no_warning  # type: ignore[method-assign]
     whole = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if whole is not None and whole.config.is_encoder_decoder:  # inside of an adapter, where there is one
+    if whole is not None and whole.config.is_encoder_decoder:  # inside an adapter, if any
         whole.register_forward_pre_hook(_whole_decoder_mask, with_kwargs=True)
 
 
 def _no_warning(input_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """lockstep gives a mask wherever there is padding."""
+    """Do nothing: lockstep passes a mask wherever there is padding."""
 
 
 def _whole_decoder_mask(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Before a training forward on CUDA: the decoder's mask of ones, where none is given. The model would make the same
-    one, and then look at it."""
+    """Add an all-ones decoder mask before a training forward on CUDA if none is passed. The model would create the same
+    mask and then inspect it on the device."""
     read = kwargs.get("decoder_input_ids")
     if read is None or not read.is_cuda or not model.training or kwargs.get("decoder_attention_mask") is not None:
         return None
@@ -118,7 +117,7 @@ def _whole_decoder_mask(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> 
 
 
 def install() -> None:
-    """Let every model of transformers in this process ask the host. Calling it again does nothing."""
+    """Replace transformers' mask functions in this process. Idempotent."""
     if masking_utils.find_packed_sequence_indices is packed:
         return
     masking_utils.find_packed_sequence_indices = packed

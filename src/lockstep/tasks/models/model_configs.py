@@ -1,7 +1,7 @@
 """The config of a run's model: read from where the model is, or made of `model.config`, as transformers makes it.
 
-In: the `model` section. Out: a config of transformers; or a `RunError` that names the entry, and the nearest name that
-the config's class knows. Nothing here imports torch at the top.
+In: the `model` section. Out: a transformers config; or a `RunError` that names the entry and the closest valid name.
+This module does not import torch at the top.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 UNPADDED = "lockstep_unpadded"  # `attn_implementation` of `unpadded.py`, which imports transformers' models
 _UNFIT = (AttributeError, TypeError, ValueError, KeyError, NotImplementedError, StrictDataclassError)  # of configs
-# Entries that keys of the run file stand for, or whose other values training cannot have -> what to do.
+# Entries set by keys of the run file, or fixed in training -> what to do instead.
 _ELSEWHERE = {
     "dtype": "set model.dtype",
     "torch_dtype": "set model.dtype",
@@ -36,8 +36,7 @@ _ELSEWHERE = {
 
 
 def names(config: Any) -> list[str]:
-    """The entries that a config's class knows: its fields, what it derives from them, other names of these, and
-    properties that can be set."""
+    """All entry names that a config's class accepts: fields, derived entries, aliases and settable properties."""
     kind: Any = type(config)
     return sorted({name for name in vars(config) if not name.startswith("_")} | _names_of_class(kind))
 
@@ -48,7 +47,7 @@ def _names_of_class(kind: Any) -> frozenset[str]:
 
     members = [(name, value) for name, value in inspect.getmembers_static(kind) if not name.startswith("_")]
     settable = [name for name, value in members if _is_settable(value)]
-    # a constant of the class is an entry where the instance has none of its own (a family that fixes one)
+    # class constants are entries too (a family may fix one)
     fixed = [name for name in vars(PreTrainedConfig) if not name.startswith("_")]
     constants = [name for name, value in members if name not in fixed and isinstance(value, bool | int | float | str)]
     return frozenset([*kind.attribute_map, *settable, *constants])
@@ -65,11 +64,10 @@ def _is_settable(value: Any) -> bool:
 
 
 def set_entries(config: Any, entries: Mapping[str, Any], at: str = "model.config") -> None:
-    """Set entries of a config one by one, in place, and those of a config within it for which a mapping is given.
-    Errors: `RunError`."""
+    """Set entries of a config in place, one by one; mappings set entries of nested configs. Errors: `RunError`."""
     entry_names = set(names(config))
     for key, value in entries.items():
-        present = vars(config).get(key)  # reading an entry by its name may raise an error
+        present = vars(config).get(key)  # getattr may raise
         if key == "model_type":
             if value != config.model_type:
                 raise RunError(
@@ -105,18 +103,18 @@ def _letters(name: str) -> str:
 
 
 def from_scratch(kind: Any, entries: Mapping[str, Any]) -> Any:
-    """A config of this class, made of the entries as transformers makes it: what a family derives from them (the size
-    of a head, the kinds of layers, a decoder's layers) follows. Errors: `RunError`."""
+    """Build a config of this class from entries, as transformers does, so that derived values (head size, layer types,
+    decoder layers) follow. Errors: `RunError`."""
     parts = _parts(kind, entries)
-    set_entries(_usual(kind, parts), entries)  # names, and types, by the key
-    specs = kind.sub_configs_defaults  # a decoder is one, unless something else is said
+    set_entries(_usual(kind, parts), entries)  # checks names and types
+    specs = kind.sub_configs_defaults  # defaults such as a decoder's `is_decoder`
     parts = {k: (dict(specs[k].init_kwargs) if k in specs else {}) | v for k, v in parts.items()}
     fields = {k: v for k, v in copy.deepcopy(dict(entries) | parts).items() if k != "model_type"}
     try:
         config = kind(**fields)
     except _UNFIT as error:
         raise RunError("LS3124", f"model.config: invalid entries: {_line(error)}") from None
-    for name, part_entries in _parts(kind, entries).items():  # a config within it that is none unless entries make it
+    for name, part_entries in _parts(kind, entries).items():  # nested configs that are None by default
         if _is_config(part := getattr(config, name, None)):
             entry_names = {"model_type", *names(type(part)())}
             for key in part_entries:
@@ -126,12 +124,13 @@ def from_scratch(kind: Any, entries: Mapping[str, Any]) -> Any:
 
 
 def _parts(kind: Any, entries: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The mappings that are given for configs within the config."""
+    """The entries given for nested configs."""
     return {k: dict(v) for k, v in entries.items() if k in kind.sub_configs and isinstance(v, Mapping)}
 
 
 def _usual(kind: Any, parts: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The config of this class with the types within it that are named: what has which entries. Errors: `RunError`."""
+    """The default config of this class, with the nested types that `parts` names; used to check entry names. Errors:
+    `RunError`."""
     try:
         return kind(**{k: {"model_type": v["model_type"]} for k, v in parts.items() if "model_type" in v})
     except _UNFIT as error:
@@ -148,7 +147,7 @@ _PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn
 
 
 def check(run: Run, here: bool) -> None:
-    """`here`: the ranks will run on machines like this one. Errors: `RunError`."""
+    """Check `model.attention`. `here`: whether the ranks will run on machines like this one. Errors: `RunError`."""
     name = run.model.attention
     if name is None or "/" in name:  # a kernel of the Hub's
         return
@@ -179,13 +178,13 @@ def _cuda() -> bool:
 
 FROM_END_TOKEN = ("bart", "mbart", "fsmt")  # families whose decoder starts from the end token of texts
 FROM_FIRST_TOKEN = ("t5gemma", "t5gemma2")  # families whose decoder starts from the first token of texts
-# Families whose decoder needs to know what is padding: one that would take its start for padding that has its number,
-# and ProphetNet, whose relative positions (transformers 5.23) are those of other texts of the batch.
+# Families whose decoder needs a mask: those whose start token has the id of padding, and ProphetNet, which takes its
+# relative positions (transformers 5.23) from other texts of the batch.
 NEEDS_DECODER_MASK = (*FROM_FIRST_TOKEN, "prophetnet")
 
 
 def load_config(run: Run) -> Any:
-    """The model's config with the run's entries set. Errors: `RunError`."""
+    """Load the model's config and set the run's entries. Errors: `RunError`."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if run.model.type is not None:
@@ -202,7 +201,7 @@ def load_config(run: Run) -> Any:
         config = AutoConfig.from_pretrained(
             source, revision=run.model.revision, trust_remote_code=run.model.trust_remote_code
         )
-    except Exception as error:  # not a model folder, no such Hub id, no network: all are the user's to mend
+    except Exception as error:  # not a model folder, no such Hub id, no network: user errors
         reason = explained(error, run.model.revision)
         raise RunError("LS3131", f"model.source: cannot load a model from {source!r}: {reason}") from error
     set_entries(config, run.model.config)
@@ -210,20 +209,19 @@ def load_config(run: Run) -> Any:
 
 
 def with_architectures(config: Any) -> Any:
-    """A config that may name none: transformers walks through them where a family has several classes."""
+    """Make `architectures` a list: transformers iterates over it for families with several classes."""
     config.architectures = config.architectures or []
     return config
 
 
 def causal_entries(run: Run) -> dict[str, Any]:
-    """Entries of a causal language model's config: no cache in training, and an encoder's family looks back only.
-    Errors: `RunError`."""
+    """Config entries of a causal language model: no cache in training, and `is_decoder` for encoder families. Errors:
+    `RunError`."""
     return {"use_cache": False} | ({"is_decoder": True} if needs_decoder(run) else {})
 
 
 def needs_decoder(run: Run) -> bool:
-    """Whether a causal language model of this family reads ahead until its config says that it decodes. Errors:
-    `RunError`."""
+    """Whether this family attends to later tokens unless its config sets `is_decoder`. Errors: `RunError`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     config = load_config(run)
@@ -231,15 +229,16 @@ def needs_decoder(run: Run) -> bool:
 
 
 def texts(config: Any) -> list[Any]:
-    """A config and those within it that are of text: of an encoder, of a decoder, of the text of a model of images."""
+    """A config and its nested text configs: encoder, decoder, and the text part of a multimodal model."""
     parts = [entry(config, name) for name in ("encoder", "decoder", "text_config")]
     return [config] + [t for part in parts if _is_config(part) for t in texts(part)]
 
 
 def entry(config: Any, name: str, otherwise: Any = None) -> Any:
-    """An entry of a config, or `otherwise`. XLNet's config raises an error of its own for its limit of positions,
-    because it has none. Where some layers have other values (Gemma 4), the entry is the value of the remaining
-    layers."""
+    """Return an entry of a config, or `otherwise`.
+
+    XLNet's config raises for its position limit because it has none. If some layers have other values (Gemma 4), the
+    entry is the value of the remaining layers."""
     try:
         return getattr(config, name, otherwise)
     except NotImplementedError:
@@ -248,17 +247,16 @@ def entry(config: Any, name: str, otherwise: Any = None) -> Any:
         return vars(config).get(name, otherwise)
 
 
-LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # entries of configs: how often a layer is left out
+LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # config entries: probability of skipping a layer
 
 
 def leaves_out_layers(config: Any) -> str | None:
-    """The entry of a config by which training leaves out layers at random, micro-batch by micro-batch; None: it does
-    not."""
+    """The config entry that enables LayerDrop (layers skipped at random per micro-batch); None if disabled."""
     return next((entry for entry in LAYERDROP if (getattr(config, entry, None) or 0) > 0), None)
 
 
 def local_or_id(run: Run) -> str:
-    """The folder, checked to be a model's, or the Hub id. Errors: `RunError`."""
+    """The model's folder, validated, or its Hub id. Errors: `RunError`."""
     source = model_folder(str(run.model.source))
     path = Path(source).expanduser()
     if adapters.is_adapter(path):
