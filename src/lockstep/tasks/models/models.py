@@ -53,8 +53,9 @@ _OFFSET_POSITIONS = {
 def check(
     run: Run, head: str = "classification", tokens: int | None = None, key: str = "data.max_length", **entries: Any
 ) -> None:
-    """Refuse, before any process starts, a model that cannot be built, or that has no place for so many `tokens`
-    (default: `data.max_length`), which `key` sets. `entries` of the config are set first. Errors: `RunError`."""
+    """Check, before any process starts, that the model can be built and has positions for `tokens` tokens.
+
+    `tokens` (default: `data.max_length`) is set by `key`. `entries` are set in the config first. Errors: `RunError`."""
     from transformers.models.auto import modeling_auto
 
     adapters.check(run)
@@ -91,13 +92,13 @@ def check(
     _check_loading(run, config, head)
     source_shapes.check(run, config, head)
     config_checks.check(run, head)
-    padding.unsupported_reason(run, head)  # tried here once, and known to all processes
+    padding.unsupported_reason(run, head)  # run the trial once and cache it for all processes
     config_checks.notes(run, head)
 
 
 def positions_of(config: Any) -> int | None:
-    """The most tokens that a model has positions for; None: as many as there are. Some families count from behind
-    padding, whose number may not be known yet."""
+    """Maximum number of tokens that a model has positions for; None if unlimited. In some families positions start
+    after the padding id, which may still be unknown."""
     positions = entry(config, "max_position_embeddings")
     if positions is None or positions <= 0:
         return None
@@ -105,11 +106,11 @@ def positions_of(config: Any) -> int | None:
 
 
 def with_length_that_fits(run: Run, key: str) -> tuple[Run, list[str]]:
-    """The run with the default of a `key` that says how many tokens a text has, lowered to the model's positions, and
-    a note if it was. One that a person wrote stays, and is refused by `check`."""
+    """Lower the default of the length key `key` to the model's number of positions; return the run and a note if it was
+    lowered. A value that the user wrote is left to `check`, which refuses it."""
     if run.wrote(key):
         return run, []
-    with suppress(RunError):  # of a model that cannot be read: `check` says so
+    with suppress(RunError):  # an unreadable model: `check` reports it
         name, _, inner = key.partition(".")
         section = getattr(run, name)
         length = getattr(section, inner)
@@ -122,13 +123,13 @@ def with_length_that_fits(run: Run, key: str) -> tuple[Run, list[str]]:
     return run, []
 
 
-# Heads and families whose embedding `from_pretrained` of transformers 5.23 gives zeros for the padding token, whatever
-# the file holds. Where it is the output's weight as well, training changes that row: of all heads and families these.
+# Heads and families for which `from_pretrained` of transformers 5.23 zeroes the padding token's embedding, whatever the
+# file holds, although training changes that row because the output shares it.
 ZEROED = {("causal", "youtu"), ("masked", "funnel")}
 
 
 def _check_loading(run: Run, config: Any, head: str) -> None:
-    """Refuse a model that nobody could load as it was trained. Errors: `RunError`."""
+    """Refuse a model whose export would load with other weights than were trained. Errors: `RunError`."""
     if (head, config.model_type) in ZEROED and entry(config, "tie_word_embeddings") and not run.model.adapter:
         raise RunError(
             "LS3151",
@@ -139,7 +140,7 @@ def _check_loading(run: Run, config: Any, head: str) -> None:
         )
 
 
-# Families that transformers' own code cannot compute under autocast where weights are float32 -> why.
+# Families that transformers cannot compute under autocast with float32 weights -> why.
 _NO_AUTOCAST = {
     "xmod": "its adapters ask for numbers of the weights' dtype",
     "deberta": "its attention fills masked scores with the least number of float32, which is out of range there",
@@ -147,7 +148,7 @@ _NO_AUTOCAST = {
 
 
 def check_arithmetic(run: Run, head: str) -> None:
-    """Refuse a family of `_NO_AUTOCAST` under autocast, and one that portable arithmetic cannot compute. Errors:
+    """Refuse a family of `_NO_AUTOCAST` under autocast, and a family that portable arithmetic does not support. Errors:
     `RunError`."""
     family = load_config(run).model_type
     why = _NO_AUTOCAST.get(family)
@@ -162,7 +163,7 @@ def check_arithmetic(run: Run, head: str) -> None:
 
 
 def _check_buildable(run: Run, config: Any, head: str) -> None:
-    """Build the model without memory, so that sizes that do not fit each other are told now."""
+    """Build the model on the meta device to detect inconsistent sizes before any process starts. Errors: `RunError`."""
     import transformers
 
     try:
@@ -172,7 +173,7 @@ def _check_buildable(run: Run, config: Any, head: str) -> None:
                 adapters.wrap(run, model, head)
     except (ValueError, RuntimeError, AssertionError, TypeError, LookupError, ZeroDivisionError) as error:
         reason = " ".join(str(error).split())
-        if "meta" in reason:  # a model that cannot be built without memory says nothing of its sizes
+        if "meta" in reason:  # a model that needs memory to be built: sizes unknown
             return
         raise RunError(
             "LS3144", f"model.config: transformers cannot build this {config.model_type}: {reason}"
@@ -182,23 +183,24 @@ def _check_buildable(run: Run, config: Any, head: str) -> None:
 def sequence_classifier(
     run: Run, tokenizer: Any, labels: list[str], empty: bool = False, problem: str | None = None
 ) -> nn.Module:
-    """A classifier; weights that the source does not have (the head) are drawn from the seed. `empty`: on the meta
-    device. `problem`: what transformers calls what it learns (`problem_type`)."""
+    """Build a sequence classifier; weights missing from the source (the head) are drawn from the seed.
+
+    `empty`: on the meta device. `problem`: transformers' `problem_type`."""
     problem_type = {} if problem is None else {"problem_type": problem}
     return build(run, "classification", tokenizer, empty, **named(labels), **problem_type)
 
 
 def named(labels: list[str]) -> dict[str, Any]:
-    """The entries of a config that say what its classes are called."""
+    """Config entries that hold the label names."""
     names = dict(enumerate(labels))
     return {"num_labels": len(labels), "id2label": names, "label2id": {name: code for code, name in names.items()}}
 
 
 def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: Any) -> nn.Module:
-    """A model of the Auto class that `head` names; weights that the source does not have are drawn from the seed.
+    """Build a model with the Auto class of `head`; weights missing from the source are drawn from the seed.
 
-    `tokenizer`: None for a model that reads no texts. `entries` of the config are set by the task. `empty`: on the meta
-    device, without memory.
+    `tokenizer`: None for a model that reads no texts. `entries`: config entries that the task sets. `empty`: build on
+    the meta device, without memory.
     """
     import transformers
 
@@ -218,17 +220,17 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     if run.model.type is not None and tokenizer is not None:
         for part in texts(config):
             part.vocab_size = tokenizers.embeddings_of(run, tokenizer)
-            if entry(part, "decoder_vocab_size") is not None:  # of a Marian, whose decoder may be a model by itself
+            if entry(part, "decoder_vocab_size") is not None:  # Marian, whose decoder may be a separate model
                 part.decoder_vocab_size = part.vocab_size
             for name in ("bos_token_id", "eos_token_id"):
-                with suppress(StrictDataclassError):  # a family that cannot be without one keeps its own
+                with suppress(StrictDataclassError):  # a family that requires one keeps its own
                     setattr(part, name, getattr(tokenizer, name))
         for part in texts(config)[1:]:
             if config.is_encoder_decoder and part.bos_token_id is None:  # T5Gemma's decoder starts from it
                 part.bos_token_id = tokenizer.pad_token_id
         if config.is_encoder_decoder and config.eos_token_id is None:  # BART's classifier reads at the text's end
             config.eos_token_id = tokenizer.sep_token_id
-    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:  # T5's, from scratch
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:  # T5 from scratch
         config.decoder_start_token_id = config.pad_token_id
     for name, value in entries.items():
         setattr(config, name, value)
@@ -252,14 +254,14 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
 
 
 def _pretrained(run: Run, head: str, auto: Any, config: Any, options: Mapping[str, Any]) -> Any:
-    """The model that `from_pretrained` of an Auto class loads. Errors: `RunError`."""
+    """Load the model with `from_pretrained`. Errors: `RunError`."""
     with downloading(local_or_id(run), "model"), reading_weights(str(run.model.source)):
         model, info = auto.from_pretrained(
             local_or_id(run),
             config=config,
             revision=run.model.revision,
             trust_remote_code=run.model.trust_remote_code,
-            ignore_mismatched_sizes=True,  # a head for other labels is drawn anew
+            ignore_mismatched_sizes=True,  # a head for other labels is reinitialized
             output_loading_info=True,
             **options,
         )
@@ -271,21 +273,21 @@ def _pretrained(run: Run, head: str, auto: Any, config: Any, options: Mapping[st
 
 
 def _prepare(config: Any, tokenizer: Any, pretrained: bool) -> None:
-    """Set the padding token, and switch off what training does not use. Errors: `RunError` for a padding token that the
-    model has no embedding for."""
+    """Set the padding token and disable features unused in training. Errors: `RunError` if the padding token has no
+    embedding."""
     for part in texts(config):
         if pretrained:
             token_rows.check_padding(entry(part, "vocab_size"), tokenizer)
         part.pad_token_id = tokenizer.pad_token_id
         if hasattr(part, "use_cache"):  # a cache costs memory and may change bits; `save` switches it on again
             part.use_cache = False
-        if entry(part, config_checks.ROUTER_LOGITS):  # their loss is refused or nothing; and it cannot write with them
+        if entry(part, config_checks.ROUTER_LOGITS):  # their loss is refused or zero, and generation fails with them
             setattr(part, config_checks.ROUTER_LOGITS, False)
 
 
 def freeze_as_from_config(model: Any, auto: Any) -> None:
-    """Freeze what a model of the same config would have frozen: `from_pretrained` lets go of it (the computed positions
-    of Marian, which are in no export, would be decayed)."""
+    """Freeze the parameters that a model built from the config has frozen. `from_pretrained` unfreezes them, so
+    Marian's computed positions, which no export contains, would receive weight decay."""
     if not type(model).__module__.startswith("transformers."):  # code from the Hub may need memory to be built
         return
     with torch.device("meta"):
@@ -297,8 +299,8 @@ def freeze_as_from_config(model: Any, auto: Any) -> None:
 
 
 def seeds_from_torch(model: nn.Module) -> None:
-    """Reformer seeds torch's generator anew in every layer, from the operating system, so that its backward can draw
-    the same dropout again. Here those seeds are drawn from torch's generator, which is seeded for every micro-batch."""
+    """Draw Reformer's dropout seeds from torch's generator, which is seeded for every micro-batch. Reformer itself
+    seeds each layer from the operating system so that backward can redraw the same dropout."""
 
     def draw(layer: Any, name: str) -> None:
         seed = int(torch.randint(2**62, ()))
@@ -319,14 +321,15 @@ def save(
     run: Run | None = None,
     template: str | None = None,
 ) -> None:
-    """Write config, weights and tokenizer so that transformers' `from_pretrained` loads them; of a `run` with an
-    adapter, as it says there. `template`: the chat template that the model was trained by, in place of the
-    tokenizer's."""
+    """Write config, weights and tokenizer so that `from_pretrained` loads them. If `run` has an adapter,
+    `model.adapter.export` decides what is written.
+
+    `template`: the chat template used in training, in place of the tokenizer's."""
     plain = {name: tensor.cpu() for name, tensor in weights.items()}
     model.load_state_dict(plain)
     for part in texts(model.config):
         if getattr(part, "use_cache", None) is False:
-            part.use_cache = True  # off in training only
+            part.use_cache = True  # disabled only in training
     with _no_import_of_deepspeed():
         if run is not None and run.model.adapter:
             adapters.save(run, model, folder, str(load_config(run).dtype).removeprefix("torch."))
@@ -342,8 +345,8 @@ def save(
 
 @contextmanager
 def _no_import_of_deepspeed() -> Iterator[None]:
-    """While transformers saves a model: Accelerate imports DeepSpeed, where it is installed, to see whether that wraps
-    the model. Its import takes 1 to 2 s, and what is not imported wraps nothing."""
+    """Keep Accelerate from importing DeepSpeed (1 to 2 s) while transformers saves a model, which it does to check
+    whether DeepSpeed wraps the model. Does nothing if DeepSpeed is already imported."""
     other = sys.modules.get("accelerate.utils.other")
     if "deepspeed" in sys.modules or not hasattr(other, "is_deepspeed_available"):
         yield
@@ -353,7 +356,7 @@ def _no_import_of_deepspeed() -> Iterator[None]:
 
 
 def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:
-    """An exported model, ready to be asked, and its tokenizer. Errors: `RunError`."""
+    """Load an exported model, ready for inference, and its tokenizer. Errors: `RunError`."""
     model = exported_model(head, folder, run)
     with _loading(folder):
         tokenizer = tokenizers.load(str(folder), run.model.trust_remote_code)
@@ -363,7 +366,7 @@ def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:
 
 @contextmanager
 def _loading(folder: Path) -> Iterator[None]:
-    """Errors: `RunError` in place of whatever libraries raise of files of an export that cannot be loaded."""
+    """Convert any error of a library that loads an export to `RunError`."""
     try:
         yield
     except (RunError, MemoryError):
@@ -377,13 +380,13 @@ def _loading(folder: Path) -> Iterator[None]:
 
 
 def exported_model(head: str, folder: Path, run: Run) -> Any:
-    """An exported model, in float32 and in evaluation mode. Errors: `RunError`."""
+    """Load an exported model in float32 and evaluation mode. Errors: `RunError`."""
     with _loading(folder):
         return _exported_model(head, folder, run)
 
 
 def _exported_model(head: str, folder: Path, run: Run) -> Any:
-    """`exported_model`, with errors of the libraries."""
+    """`exported_model`, raising the libraries' own errors."""
     import transformers
 
     logging.set_verbosity_error()
@@ -395,7 +398,7 @@ def _exported_model(head: str, folder: Path, run: Run) -> Any:
     source = local_or_id(run) if adapter else folder
     auto = getattr(transformers, heads.of(head).auto)
     if adapter:
-        options |= storage_dtype.loaded_in(run)  # the frozen weights that it was trained beside
+        options |= storage_dtype.loaded_in(run)  # same frozen weights as in training
     model = auto.from_pretrained(source, config=config, ignore_mismatched_sizes=adapter, **options)
     if adapter:
         from peft import PeftModel
@@ -404,20 +407,20 @@ def _exported_model(head: str, folder: Path, run: Run) -> Any:
             model = PeftModel.from_pretrained(model, folder, is_trainable=run.model.quantization is not None)
     model = model.float().eval()
     if adapter and run.model.quantization is not None:
-        quantized.pack(run, model)  # trained weights are those with a gradient
+        quantized.pack(run, model)  # packs only weights without a gradient
     return model
 
 
 # -- BigBird's attention ---------------------------------------------------------------------------------------------
 
-# transformers changes it from `block_sparse` to `original_full` when it meets a short text: within a forward, for good,
-# and with draws for weights of new layers that are not used. Dropout then depends on what a process has read before.
+# transformers switches from `block_sparse` to `original_full` at the first short text, permanently, within a forward,
+# and draws random weights for new, unused layers. Dropout then depends on the texts that a process has read before.
 _BLOCK_SPARSE = ("big_bird", "bigbird_pegasus")
 
 
 def check_block_sparse(config: Any, tokens: int, key: str) -> None:
-    """Refuse a model that some texts of up to `tokens` would change and others not. `key` sets `tokens`. Errors:
-    `RunError`."""
+    """Refuse a BigBird model whose attention only some texts of up to `tokens` tokens would switch. `key` sets
+    `tokens`. Errors: `RunError`."""
     if config.model_type not in _BLOCK_SPARSE or config.attention_type != "block_sparse":
         return
     shortest = (5 + 2 * config.num_random_blocks) * config.block_size
@@ -432,24 +435,24 @@ def check_block_sparse(config: Any, tokens: int, key: str) -> None:
 
 
 def settle_block_sparse(model: nn.Module) -> None:
-    """Change the attention now, in place, as `check_block_sparse` has allowed texts that change it only."""
+    """Switch the attention to `original_full` now, in place; `check_block_sparse` only admits texts that switch it."""
     if getattr(getattr(model, "config", None), "model_type", None) not in _BLOCK_SPARSE:
         return
     with torch.random.fork_rng(devices=[]):
         for module in model.modules():
             if callable(switch := getattr(module, "set_attention_type", None)):
-                switch("original_full")  # which does nothing the second time
+                switch("original_full")  # idempotent
 
 
 # -- special tokens by which a family knows its place in a text ------------------------------------------------------
 
-# Encoders with decoders whose classifiers read at the last end token, and want as many of them in all texts of a batch.
+# Encoder-decoder families whose classifiers read at the last end token and need the same number of them in each text.
 _CLASSIFIED_AT_END = ("bart", "bigbird_pegasus", "mbart", "mt5", "mvp", "plbart", "t5", "umt5")
-_SEPARATORS = 3  # of Longformer: one behind the question, one before the text, one behind it
+_SEPARATORS = 3  # Longformer: one after the question, one before the text, one after it
 
 
 def check_tokenizer(run: Run, head: str, tokenizer: Any) -> None:
-    """Refuse a tokenizer whose special tokens the model would read otherwise. Errors: `RunError`."""
+    """Refuse a tokenizer whose special tokens do not match what the model expects. Errors: `RunError`."""
     if head == heads.CLASSIFICATION:
         _check_end(run, tokenizer)
     if head == heads.QUESTION_ANSWERING:
@@ -461,7 +464,7 @@ def _check_end(run: Run, tokenizer: Any) -> None:
     if config.model_type not in _CLASSIFIED_AT_END:
         return
     end = config.eos_token_id
-    if run.model.type is not None:  # then the tokenizer decides, as `build` has it
+    if run.model.type is not None:  # from scratch: `build` takes the tokenizer's ids
         end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if end is not None and end == tokenizer.pad_token_id:
         raise RunError(

@@ -25,12 +25,12 @@ from lockstep.data.cache import cache_folder, cached
 from lockstep.tasks.models import heads, model_configs, small_models
 
 _UNPADDED = str(Path(__file__).with_name("unpadded.py"))
-# Lengths of texts that share a block, for each block of a batch; a block may hold one text.
+# Lengths of the texts of each block of a batch; a block may hold one text.
 BLOCKS = (((7, 5), (5, 7)), ((12,), (12,)), ((12,), (3, 9)), ((8, 4),), ((50, 30), (80,)), ((80,), (80,)))
 
 
 def unsupported_reason(run: Run, head: str) -> str | None:
-    """Why padding is computed; None: it is not. Errors: `RunError` when the cache cannot be written."""
+    """The reason why padding is computed; None if it is left out. Errors: `RunError` if the cache cannot be written."""
     if not heads.of(head).reads_texts:
         return "images of one size have none"
     if run.data.padding == "batch":
@@ -46,19 +46,19 @@ def unsupported_reason(run: Run, head: str) -> str | None:
 
 
 def crosses(run: Run) -> str | None:
-    """Why texts of one block see each other though their positions begin anew with each; None: they do not. Errors:
-    `RunError` when the cache cannot be written."""
+    """The reason why texts packed into one block attend to each other although positions restart with each; None if
+    they do not. Errors: `RunError` if the cache cannot be written."""
     return kept_trial(run, "causal", model_configs.load_config(run), tried_apart)
 
 
 def foresight(run: Run, head: str) -> str | None:
-    """What to do about a model whose logits know the tokens after them; None: they do not, or no small model of this
-    config can be made. `head`: causal or seq2seq. Errors: `RunError` when the cache cannot be written."""
+    """How to fix a model whose logits depend on later tokens; None if they do not, or if no small model of this config
+    can be built. `head`: causal or seq2seq. Errors: `RunError` if the cache cannot be written."""
     return kept_trial(run, head, model_configs.load_config(run), tried_ahead)
 
 
 def check_foresight(run: Run, head: str) -> None:
-    """Refuse a model that reads the tokens that it is to predict. Errors: `RunError`."""
+    """Refuse a model that attends to the tokens that it has to predict. Errors: `RunError`."""
     if (instead := foresight(run, head)) is not None:
         raise RunError(
             "LS3150",
@@ -67,7 +67,7 @@ def check_foresight(run: Run, head: str) -> None:
 
 
 def windowed(run: Run, head: str) -> bool:
-    """Whether texts go end to end through attention that looks back no further than a window. Errors: `RunError`."""
+    """Whether unpadded texts use causal sliding-window attention. Errors: `RunError`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     config = model_configs.load_config(run)
@@ -80,8 +80,9 @@ def windowed(run: Run, head: str) -> bool:
 def kept_trial(
     run: Run, head: str, config: Any, trial: Callable[[Run, str, Any], str | None], *more: Any
 ) -> str | None:
-    """The answer of a trial on small models of a config, kept in the cache. `more`: what else the answer depends on.
-    Errors: `RunError` when that fails."""
+    """Run a trial on small models of a config, or return its cached answer.
+
+    `more`: additional parts of the cache key. Errors: `RunError` if the cache cannot be written."""
     key_parts = [
         trial.__name__,
         run.model.attention,
@@ -102,7 +103,8 @@ def kept_trial(
 
 
 def trial(run: Run, head: str, config: Any) -> str | None:
-    """Compare the two ways on a small model of this config. Leaves torch's random state as it was."""
+    """Compare padded and unpadded computation on a small model of this config. Leaves torch's random state
+    unchanged."""
 
     def attempt(variant: Any) -> tuple[Any, Any]:
         plain = small_models.small(run, head, variant, None)
@@ -121,8 +123,10 @@ def trial(run: Run, head: str, config: Any) -> str | None:
 
 
 def differs(run: Run, head: str, config: Any) -> str | None:
-    """Why padding is computed, seen from a small model of this very config; None: nothing differed in any of `BATCHES`.
-    A batch that the plain model does not take, such as one longer than its positions, is one that no run has."""
+    """The reason why padding is computed, from a small model of exactly this config; None if no batch of `BATCHES`
+    differs.
+
+    Batches that the plain model rejects, such as ones longer than its positions, are skipped: no run has them."""
     from lockstep.tasks.models import unpadded  # with transformers' models
 
     plain = small_models.small(run, head, config, None)
@@ -161,12 +165,12 @@ def differs(run: Run, head: str, config: Any) -> str | None:
 
 
 def _of(lengths: Sequence[int]) -> str:
-    """Of a batch other than the first one, its lengths: to be found in the table of families."""
+    """Text that names the lengths of a batch; empty for the first batch."""
     return "" if tuple(lengths) == small_models.BATCHES[0][0] else f" (texts of {', '.join(map(str, lengths))} tokens)"
 
 
 def reads_ahead(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
-    """Whether another last token of each text, or of what a decoder reads, changes logits before it."""
+    """Whether changing the last token of each text (or decoder input) changes earlier logits."""
     of = "decoder_" if "decoder_input_ids" in inputs else ""
     ids, mask = f"{of}input_ids", f"{of}attention_mask"
     last = inputs[mask].sum(1, keepdim=True) - 1  # [B, 1]
@@ -180,7 +184,7 @@ def reads_ahead(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
 
 
 def tried_ahead(run: Run, head: str, config: Any) -> str | None:
-    """What to do about a config whose models read ahead; None: they do not."""
+    """How to fix a config whose models read ahead; None if they do not."""
     if not _ahead(run, head, config):
         return None
     for name in ("causal", "is_decoder"):
@@ -195,7 +199,7 @@ def tried_ahead(run: Run, head: str, config: Any) -> str | None:
 
 
 def _ahead(run: Run, head: str, config: Any) -> bool:
-    """Whether a small model of this config, by transformers alone, reads ahead; no where none can be made."""
+    """Whether a small model of this config, in plain transformers, reads ahead; False if none can be built."""
 
     def attempt(variant: Any) -> bool:
         model = small_models.small(run, head, variant, None)
@@ -207,7 +211,7 @@ def _ahead(run: Run, head: str, config: Any) -> bool:
 
 
 def tried_apart(run: Run, head: str, config: Any) -> str | None:
-    """Compare texts that share a block with the same texts, each in a row of its own."""
+    """Compare texts that share a block with the same texts in separate rows."""
     from lockstep.tasks.models import unpadded  # with transformers' models
 
     attention = unpadded.NAME if unsupported_reason(run, head) is None else run.model.attention
@@ -229,7 +233,7 @@ def tried_apart(run: Run, head: str, config: Any) -> str | None:
 
 
 def takes(model: nn.Module, length: int) -> bool:
-    """Whether a text may be that long; a model without positions for it trains on no such texts."""
+    """Whether the model accepts a text of this length; if it has no positions for it, no run has such texts."""
     try:
         with torch.no_grad():
             model(input_ids=torch.full((1, length), small_models.TOKENS - 1))
@@ -239,8 +243,8 @@ def takes(model: nn.Module, length: int) -> bool:
 
 
 def packs_exactly(model: Any, blocks: Sequence[Sequence[int]]) -> bool:
-    """Whether texts of these lengths, packed into blocks that are equally long, give the logits and gradients that each
-    gives by itself."""
+    """Whether texts of these lengths, packed into blocks of equal length, give the same logits and gradients as
+    separate texts."""
     width = sum(blocks[0])
     ids = torch.randint(5, small_models.TOKENS, (len(blocks), width), generator=torch.Generator().manual_seed(0))
     positions = torch.stack([torch.cat([torch.arange(length) for length in block]) for block in blocks])
@@ -260,7 +264,7 @@ def _transformers() -> str:
 
 
 def _code_of_model(run: Run, config: Any) -> list[str]:
-    """What stands for code that comes with the model: its files, or where on the Hub they are."""
+    """Identify code that comes with the model: hashes of its files, or its Hub repository and revision."""
     if not run.model.trust_remote_code or not getattr(config, "auto_map", None):
         return []
     files = sorted(Path(str(run.model.source)).expanduser().glob("*.py"))
@@ -270,6 +274,7 @@ def _code_of_model(run: Run, config: Any) -> list[str]:
 
 
 def _code(trial: Callable[..., Any]) -> list[str]:
-    """Of what decides: this file, what lays end to end, and the trial's own file."""
+    """Hashes of the code that decides the answer: this file, the small models, `unpadded.py` and the trial's own
+    file."""
     files = dict.fromkeys([__file__, small_models.__file__, _UNPADDED, sys.modules[trial.__module__].__file__])
     return [hashlib.sha256(Path(str(each)).read_bytes()).hexdigest() for each in files]

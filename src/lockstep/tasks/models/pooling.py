@@ -1,8 +1,8 @@
 """A text as one vector: a model's hidden states, pooled and at unit length; and the files by which
 sentence-transformers knows such a model.
 
-In: a model of transformers without a head. Out: the same model, whose output has the vectors [B, H] as `logits`. No
-code of a model is written: a hook stands behind its forward.
+In: a transformers model without a head. Out: the same model, with vectors [B, H] as the output's `logits`, computed by
+a forward hook.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 FOLDER = "1_Pooling"  # of a model of sentence-transformers
-# Ours -> the entry of the config in that folder.
+# Pooling -> entry of the config in that folder.
 MODES = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "last_token": "pooling_mode_lasttoken"}
 _MODULES = {"": "Transformer", FOLDER: "Pooling", "2_Normalize": "Normalize"}
 
 
 def pooled(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
-    """The vectors of texts padded on the right: float32 [B, H] of length 1, from [B, T, H] and [B, T]."""
+    """Pool hidden states [B, T, H] of right-padded texts (mask [B, T]) to unit vectors: float32 [B, H]."""
     import torch
     from torch.nn.functional import normalize
 
@@ -42,7 +42,7 @@ def pooled(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
 
 
 def install(model: nn.Module, pooling: str) -> nn.Module:
-    """The model, whose output is its vectors. A head of its own (BERT's pooler) is not used, and not trained."""
+    """Make the model return its vectors. Its own pooler (BERT) is frozen and unused."""
     for name, parameter in model.named_parameters():
         if name.startswith("pooler."):
             parameter.requires_grad_(False)
@@ -60,8 +60,8 @@ def _vectors(pooling: str, model: nn.Module, args: Any, kwargs: Mapping[str, Any
 
 
 def of_source(run: Run) -> str | None:
-    """How a model that comes from sentence-transformers pools; None where it does not say. Errors: `RunError` for a way
-    that is none of ours."""
+    """The pooling of a sentence-transformers model; None if its files do not specify one. Errors: `RunError` if it is
+    unsupported."""
     from lockstep.tasks.models import model_configs
 
     if run.model.source is None:
@@ -71,7 +71,7 @@ def of_source(run: Run) -> str | None:
 
 
 def of_folder(folder: Path) -> str:
-    """How an export of ours pools."""
+    """The pooling of an export."""
     return _mode(folder / FOLDER / "config.json", str(folder))
 
 
@@ -92,8 +92,7 @@ def _mode(path: Path, source: str) -> str:
 
 
 def write(folder: Path, pooling: str, width: int, tokens: int) -> None:
-    """Put beside an export of transformers what sentence-transformers loads it by: pooling, unit length, and how many
-    tokens are read of a text."""
+    """Add the sentence-transformers files to an export: pooling, normalization and maximum length."""
     kinds = [
         {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for place, (path, kind) in enumerate(_MODULES.items())

@@ -1,8 +1,8 @@
 """Where in a text an answer begins and ends: a model's two numbers for each token, the best span of them, and SQuAD's
 scores of what stands there.
 
-In: a model of transformers with a head for questions. Out: the same model, whose output has both numbers as `logits`,
-float32 [B, T, 2], least where there is padding.
+In: a transformers model with a question-answering head. Out: the same model, with start and end scores as `logits`,
+float32 [B, T, 2], minimal at padding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def install(model: nn.Module) -> nn.Module:
-    """The model, which gives both numbers at once."""
+    """Make the model return start and end scores in one tensor."""
     model.register_forward_hook(_both, with_kwargs=True)
     return model
 
@@ -33,7 +33,7 @@ def _both(model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -
 
 
 def numbers(output: Any, mask: Tensor) -> Tensor:
-    """For each token the scores of the answer's beginning and of its end."""
+    """Start and end score of each token: [B, T, 2]."""
     import torch
 
     logits = torch.stack([output.start_logits, output.end_logits], -1).float()
@@ -42,16 +42,18 @@ def numbers(output: Any, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Span:
-    """An answer: where it stands in its context. Both 0: there is none."""
+    """Position of an answer in its context, in characters; both 0 if there is none."""
 
     start: int = 0
     end: int = 0
 
 
 def best(logits: Tensor, windows: Sequence[Sequence[TokenWindow]], tokens: int, unanswerable: bool) -> list[Span]:
-    """The likeliest answer of each question, of at most so many tokens: the span within a window's context whose two
-    numbers have the greatest sum; none, where that is less than the least sum of any window for its first token (as of
-    transformers' scripts for SQuAD 2, with their threshold of 0). `logits` [R, T, 2] are of all windows in order."""
+    """The most likely answer of each question: the span of at most `tokens` tokens in a window's context with the
+    largest sum of start and end score.
+
+    No answer if that sum is below the smallest first-token sum of any window (as in transformers' SQuAD 2 scripts,
+    threshold 0). `logits` [R, T, 2]: all windows in order."""
     import torch
 
     flat = [window for each in windows for window in each]
@@ -83,14 +85,14 @@ def best(logits: Tensor, windows: Sequence[Sequence[TokenWindow]], tokens: int, 
 
 
 def normal(text: str) -> str:
-    """Lower case, without punctuation, articles and more than one space."""
+    """Lower-case a text and remove punctuation, articles and repeated spaces."""
     plain = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
 
 
 def scores(answer: str, right: Sequence[str]) -> tuple[float, float]:
-    """Whether it is one of the right answers, and the greatest F1 of its words beside one of them; of a question
-    without an answer both are 1 for none."""
+    """Exact match and the best word F1 against the correct answers; if there are none, both are 1 for an empty
+    answer."""
     one, others = normal(answer), [each for each in map(normal, right) if each] or [""]
     return max(float(one == other) for other in others), max(_f1(one.split(), other.split()) for other in others)
 

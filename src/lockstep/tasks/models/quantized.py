@@ -1,9 +1,9 @@
 """QLoRA: the frozen linear layers of an adapter's base, kept in 4 bits by bitsandbytes.
 
-In: a model with its adapter, `model.quantization`. Out: the same model; each frozen linear layer within its blocks has
-4-bit numbers (`packed`) and a float32 scale for every `BLOCK` of them (`absmax`) in place of its weight, and computes
-with what these stand for. Both are frozen parameters, so that a checkpoint holds the base that it was trained beside.
-Embeddings, heads, norms, biases and what is trained stay as they are. Needs the extra `lockstep-train[quantization]`.
+In: a model with its adapter, `model.quantization`. Out: the same model; each frozen linear layer inside its blocks
+stores 4-bit values (`packed`) and one float32 scale per `BLOCK` values (`absmax`) in place of its weight, and computes
+with the dequantized weight. Both are frozen parameters, so a checkpoint contains the base used in training. Embeddings,
+heads, norms, biases and trained weights are unchanged. Needs the extra `lockstep-train[quantization]`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from lockstep.config.run import Run, RunError
 
 BLOCK = 64  # weights that share a scale, as in the QLoRA paper
-BYTES = 0.5 + 4 / BLOCK  # of a weight
-# on some CPUs it warns, when peft imports it, of a kernel that is not used here
+BYTES = 0.5 + 4 / BLOCK  # bytes per weight
+# suppress a warning, on some CPUs, about a kernel that is unused here
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def check(run: Run, possible: bool) -> None:
-    """Refuse what does not go together. `possible`: whether the strategy can. Errors: `RunError`."""
+    """Refuse unsupported combinations with quantization. `possible`: whether the strategy supports it. Errors:
+    `RunError`."""
     if run.model.quantization is None:
         return
     adapter = run.model.adapter
@@ -59,8 +60,8 @@ def check(run: Run, possible: bool) -> None:
 
 
 def pack(run: Run, model: nn.Module) -> None:
-    """Keep the layers in 4 bits, in place. What is kept depends on their weights alone; it is computed where the model
-    is built, on the CPU, whatever device it goes to then. Errors: `RunError` for a model without such layers."""
+    """Quantize the frozen linear layers to 4 bits, in place. Runs on the CPU, where the model is built, so the result
+    depends on the weights alone, not on the training device. Errors: `RunError` if the model has no such layers."""
     modules = [m for name, m in model.named_modules() if _within_blocks(name) and _fits(m)]
     if not modules:
         raise RunError(
@@ -73,7 +74,7 @@ def pack(run: Run, model: nn.Module) -> None:
 
 
 def _within_blocks(name: str) -> bool:
-    """Whether a module is in a list of modules: blocks are, heads and poolers are not."""
+    """Whether a module is inside a module list, as blocks are; heads and poolers are not."""
     return any(part.isdecimal() for part in name.split("."))
 
 
@@ -89,7 +90,7 @@ def _fits(module: Any) -> bool:
 def _pack(layer: Any, kind: str) -> None:
     library = _library()
     weight = layer.weight.detach()
-    # of a Conv1D, whose weight is [in, out], it is the transpose; float32: backward widens to the dtype packed from
+    # Conv1D weights are [in, out]: transpose. float32, because backward dequantizes to the dtype that was packed
     weight = (weight if isinstance(layer, nn.Linear) else weight.t()).float().contiguous()  # [N, K]
     if weight.is_meta:
         packed = weight.new_empty(weight.numel() // 2, 1, dtype=torch.uint8)
@@ -99,14 +100,14 @@ def _pack(layer: Any, kind: str) -> None:
         absmax = state.absmax
     layer.kept_as = (kind, weight.shape)
     del layer.weight
-    layer.weight = torch.empty(0)  # no parameter: some models ask a layer for its weight's dtype
+    layer.weight = torch.empty(0)  # not a parameter: some models read the dtype of a layer's weight
     layer.packed = nn.Parameter(packed, requires_grad=False)
     layer.absmax = nn.Parameter(absmax, requires_grad=False)
     layer.forward = MethodType(_forward, layer)
 
 
 def _library() -> Any:
-    """bitsandbytes: imported where it is used, since it is an extra."""
+    """Import bitsandbytes on use: it is an optional extra."""
     import bitsandbytes
 
     return bitsandbytes
@@ -118,7 +119,7 @@ def _state(layer: Any) -> Any:
 
 
 def _forward(layer: Any, x: Tensor) -> Tensor:
-    """A linear layer's; backward unpacks the weight once more. x: [..., K]."""
+    """Forward of a linear layer; backward dequantizes the weight again. x: [..., K]."""
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
@@ -129,7 +130,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def unpack(model: nn.Module) -> None:
-    """Give the layers float32 weights again, those that they compute with; in place."""
+    """Replace the 4-bit weights by their dequantized float32 weights, in place."""
     for layer in _packed(model):
         weight = _library().functional.dequantize_4bit(layer.packed, _state(layer))  # [N, K]
         del layer.packed, layer.absmax, layer.kept_as, layer.weight, layer.forward
@@ -139,7 +140,7 @@ def unpack(model: nn.Module) -> None:
 
 @torch.no_grad()
 def unpacked(model: nn.Module) -> dict[str, Tensor]:
-    """The dequantized 4-bit weights, float32, by the names that the weights would have. Does not change the model."""
+    """The dequantized 4-bit weights, float32, keyed by the original weight names. Does not change the model."""
     tensors = {}
     for name, layer in model.named_modules():
         if hasattr(layer, "kept_as"):
@@ -153,11 +154,11 @@ def _packed(model: nn.Module) -> Iterator[Any]:
 
 
 def count(model: nn.Module) -> int:
-    """Weights that are kept in 4 bits."""
+    """Number of weights stored in 4 bits."""
     return sum(layer.kept_as[1].numel() for layer in _packed(model))
 
 
 def parameters(model: nn.Module) -> int:
-    """All parameters of a model; those in 4 bits as the weights that they stand for."""
+    """Number of parameters of a model, counting 4-bit weights by their original number."""
     others = {id(p) for layer in _packed(model) for p in (layer.packed, layer.absmax)}
     return count(model) + sum(p.numel() for p in model.parameters() if id(p) not in others)

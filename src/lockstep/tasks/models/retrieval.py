@@ -1,7 +1,7 @@
 """Scores of embeddings that need all of a split: at which rank the right text is found among all others.
 
-In: vectors and numbers that ranks have put into places of their own, and zeros elsewhere, so that a sum gathers them.
-Out: recall, reciprocal rank and nDCG as of sentence-transformers' InformationRetrievalEvaluator.
+In: vectors and text ids, each in its own slot and zero elsewhere, so that a sum over ranks gathers them. Out: recall,
+reciprocal rank and nDCG as in sentence-transformers' InformationRetrievalEvaluator.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Mapping
 
 import numpy as np
 
-SHARP = 2.0**20  # sums are rounded to its inverse: what is gathered is kept to 2^-40
+SHARP = 2.0**20  # sums are rounded to multiples of its inverse: gathered values keep a precision of 2^-40
 RECALLS = (1, 5, 10)
-CURVE = (1, 2, 3, 5, 7, 10, 20, 30, 50, 70, 100)  # where a report shows recall
-TOP = 10  # of the ranks that reciprocal rank and nDCG look at
+CURVE = (1, 2, 3, 5, 7, 10, 20, 30, 50, 70, 100)  # values of k for recall@k in a report
+TOP = 10  # cutoff of reciprocal rank and nDCG
 NAMES = (*(f"recall_at_{within}" for within in RECALLS), f"mrr_at_{TOP}", f"ndcg_at_{TOP}")
-_AT_ONCE = 256  # queries
+_AT_ONCE = 256  # queries per batch
 
 
 def numbered(sides: list[np.ndarray]) -> list[np.ndarray]:
-    """Numbers of texts from their hashes [N, 2], side by side: the same number for the same text, int64 [N] each."""
+    """Map text hashes [N, 2] to ids shared across sides: equal texts get equal ids, int64 [N] per side."""
     every = np.concatenate(sides)
     order = np.lexsort((every[:, 1], every[:, 0]))
     numbers = np.empty(len(every), dtype=np.int64)
@@ -29,10 +29,11 @@ def numbered(sides: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def ranks(anchors: np.ndarray, answers: np.ndarray, queries: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The rank, from 0, of the right texts. `anchors` and `answers` are unit vectors [N, H] of pairs; `queries` and
-    `texts` are the numbers of the texts that they encode [N]. A text that occurs in several pairs is one query, or one
-    text. Returns query, from 0, and rank of every right text: int64 [P] each. Of equal scores the first text comes
-    first."""
+    """Rank, from 0, of each correct text among all texts.
+
+    `anchors` and `answers`: unit vectors [N, H] of pairs; `queries` and `texts`: ids [N] of the texts they encode. A
+    text that occurs in several pairs counts once. Returns the query index and the rank of every correct text: int64 [P]
+    each. Ties are broken by text order."""
     _, first_query, query_of = np.unique(queries, return_index=True, return_inverse=True)
     _, first_text, text_of = np.unique(texts, return_index=True, return_inverse=True)
     pairs = np.unique(np.stack([query_of, text_of], 1), axis=0)  # by query
@@ -49,32 +50,32 @@ def ranks(anchors: np.ndarray, answers: np.ndarray, queries: np.ndarray, texts: 
 
 
 def ranks_of(gathered: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Ranks of the right texts, from the arrays gathered under these names."""
+    """`ranks` of the gathered arrays."""
     return ranks(*(gathered[name] for name in ("anchors", "positives", "queries", "texts")))
 
 
 def dummy_predictions(shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Unit vectors that stand for nothing, float64 [N, texts, H], and numbers of their texts, int64 [N, texts]."""
+    """Dummy unit vectors, float64 [N, texts, H], and ids of their texts, int64 [N, texts]."""
     vectors = np.cos(np.arange(math.prod(shape))).reshape(shape)
     return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True), np.arange(shape[0] * shape[1]).reshape(shape[:2])
 
 
 def recall(query: np.ndarray, at: np.ndarray, within: int) -> float:
-    """The mean, over queries, of the share of its right texts that stand within the first so many."""
+    """Mean over queries of the share of their correct texts ranked below `within`."""
     right = np.bincount(query, at < within)
     return float((right / np.bincount(query)).mean())
 
 
 def scores_of(gathered: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """`NAMES`, of what was gathered; NaN where a vector is none: nothing is more alike than that, and so all that is
-    right would come first."""
+    """The metrics `NAMES` of the gathered arrays; NaN if any vector is not finite, because comparisons with NaN would
+    rank every correct text first."""
     if not all(np.isfinite(gathered[name]).all() for name in ("anchors", "positives")):
         return dict.fromkeys(NAMES, math.nan)
     return scores(*ranks_of(gathered))
 
 
 def scores(query: np.ndarray, at: np.ndarray) -> dict[str, float]:
-    """The retrieval metrics of the ranks that `ranks` returns."""
+    """Retrieval metrics of the ranks that `ranks` returns."""
     right = np.bincount(query)
     first = np.full(len(right), np.iinfo(np.int64).max)
     np.minimum.at(first, query, at)

@@ -20,8 +20,8 @@ from lockstep.distributed.randomness import seed_libraries
 from lockstep.tasks.models import adapters, heads, model_configs
 
 T = TypeVar("T")
-# Lengths of the examples that are tried together, and of what is decoded. Attention takes other ways for texts that are
-# equally long, for one, and for those above `unpadded.SHORT`.
+# Lengths of the examples of each trial batch, and of their decoder inputs. Attention has separate code paths for texts
+# of equal length, for a single text, and for texts longer than `unpadded.SHORT`.
 BATCHES = (
     ((11, 5, 8), (4, 13, 6)),
     ((9, 9, 9), (7, 7, 7)),
@@ -32,14 +32,14 @@ BATCHES = (
     ((72, 72), (68, 68)),
 )
 WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")  # entries of configs, in tokens
-NARROW_AND_WIDE = (4, 1000)  # windows below the length of most texts, and above that of all
+NARROW_AND_WIDE = (4, 1000)  # windows shorter than most texts, and longer than all
 PAD, START, END, TOKENS = 1, 3, 2, 60
-LARGE = 1_000_000_000  # parameters of a model that is not tried
-NEAR = 1e-4  # how far the two may be apart, relative to the largest number
+LARGE = 1_000_000_000  # models with more parameters are not tried
+NEAR = 1e-4  # tolerance, relative to the largest value
 
 
 def small(run: Run, head: str, config: Any, attention: str | None) -> nn.Module:
-    """A model of this config, its dropout off. Errors: `RunError` for one that is large."""
+    """A small model of this config, dropout disabled. Errors: `RunError` if it is still large."""
     import transformers
 
     auto = getattr(transformers, heads.of(head).auto)
@@ -57,7 +57,7 @@ def small(run: Run, head: str, config: Any, attention: str | None) -> nn.Module:
 
 
 def examples(head: str, lengths: Sequence[int], targets: Sequence[int]) -> dict[str, Tensor]:
-    """Examples of these lengths, padded on the right, and what is decoded of them."""
+    """Right-padded examples of these lengths, with decoder inputs for seq2seq models."""
     draw = torch.Generator().manual_seed(0)
 
     def batch(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -75,26 +75,26 @@ def examples(head: str, lengths: Sequence[int], targets: Sequence[int]) -> dict[
 
 
 def typed(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Examples that are pairs of texts: token types 1 from their third token on."""
+    """Token types of text pairs: 1 from the third token on."""
     return {"token_type_ids": inputs["attention_mask"] * (torch.arange(inputs["input_ids"].shape[1]) >= 2)}
 
 
 def smaller(config: Any, head: str) -> Iterator[Any]:
-    """The config with narrow layers, and as it is; each with few tokens. All layers are kept: kinds of them may take
-    turns."""
+    """Yield the config with narrow layers, then with its own widths, both with a small vocabulary. All layers are kept
+    because layer types may alternate."""
     for narrow in (True, False):
         small = copy.deepcopy(config)
         try:
             for part in model_configs.texts(small) if narrow else ():
                 _narrow(part)
             yield _prepared(small, head)
-        except Exception:  # a config that does not let itself be changed
+        except Exception:  # a config that rejects the change
             continue
 
 
 def tried(config: Any, head: str, attempt: Callable[[Any], T]) -> T:
-    """What `attempt` makes of the first of the `smaller` configs that it does not fail on: entries may not fit each
-    other any more. Leaves torch's random state as it was. Errors: the last that it raised."""
+    """Return the result of `attempt` for the first of the `smaller` configs on which it succeeds: narrowed entries may
+    be inconsistent. Leaves torch's random state unchanged. Errors: the last error that `attempt` raised."""
     failure: Exception = ValueError("no small config of it can be made")
     with torch.random.fork_rng([]):
         for variant in smaller(config, head):
@@ -106,7 +106,7 @@ def tried(config: Any, head: str, attempt: Callable[[Any], T]) -> T:
 
 
 def windows(config: Any) -> Iterator[Any]:
-    """The config, and where its attention has windows the same with narrow and with wide ones."""
+    """Yield the config and, if its attention has windows, copies with narrow and with wide windows."""
     yield config
     inside = [(part, name) for part in model_configs.texts(config) for name in WINDOWS]
     if any(isinstance(model_configs.entry(part, name), int) for part, name in inside):
@@ -120,7 +120,7 @@ def windows(config: Any) -> Iterator[Any]:
 
 
 def _narrow(config: Any) -> None:
-    """Four heads of 16 numbers; of keys and values as many, or two where they are shared."""
+    """Set four heads of size 16, in place; four key-value heads, or two if they are shared."""
     heads, shared = (model_configs.entry(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
     narrow = {"num_attention_heads": 4, "hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
     narrow |= {f"{side}_attention_heads": 4 for side in ("encoder", "decoder")}
@@ -132,7 +132,7 @@ def _narrow(config: Any) -> None:
 
 
 def _prepared(config: Any, head: str) -> Any:
-    """Its vocabulary and special tokens those of `examples`, its cache off as in training."""
+    """Set the vocabulary and special tokens of `examples`, and disable the cache as in training."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     for part in model_configs.texts(config):
@@ -148,7 +148,7 @@ def _prepared(config: Any, head: str) -> Any:
 
 
 def computed(model: Any, head: str, inputs: dict[str, Tensor]) -> tuple[Tensor, list[Tensor | None]]:
-    """Logits of real tokens (or of examples), and gradients by parameter."""
+    """Logits of real tokens (or of examples), and the gradient of each parameter."""
     logits = model(**inputs)[0]  # or hidden states, where it has no head
     if head != "classification":
         real = inputs["decoder_attention_mask" if head == "seq2seq" else "attention_mask"].bool()
@@ -157,7 +157,7 @@ def computed(model: Any, head: str, inputs: dict[str, Tensor]) -> tuple[Tensor, 
 
 
 def gradients(model: nn.Module, logits: Tensor) -> list[Tensor | None]:
-    """The gradient of a weighted sum of logits, for each parameter."""
+    """Gradient of a weighted sum of logits with respect to each parameter."""
     model.zero_grad()
     weights = torch.linspace(-1, 1, logits.numel()).sin().view_as(logits)
     (logits.float() * weights).sum().backward()
@@ -166,7 +166,7 @@ def gradients(model: nn.Module, logits: Tensor) -> list[Tensor | None]:
 
 @contextmanager
 def counted(model: nn.Module, tokens: Sequence[int]) -> Iterator[list[str]]:
-    """The blocks that are given examples end to end, meanwhile: [1, one of `tokens`, ...]."""
+    """Record the blocks that receive unpadded examples, [1, one of `tokens`, ...], while the context is active."""
     from lockstep.tasks.models import unpadded  # with transformers' models
 
     blocks: list[str] = []
@@ -186,7 +186,7 @@ def counted(model: nn.Module, tokens: Sequence[int]) -> Iterator[list[str]]:
 
 
 def near(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
-    """Whether numbers are the same but for rounding, as seen from the largest of them."""
+    """Whether two lists of tensors are equal within rounding, relative to the largest value."""
     if [one is None for one in ours] != [other is None for other in theirs]:
         return False
     pairs = [(one, other) for one, other in zip(ours, theirs, strict=True) if one is not None and other is not None]
@@ -195,7 +195,7 @@ def near(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
 
 
 def _largest(tensors: Sequence[Tensor]) -> float:
-    """The largest absolute value; infinite where a number is not finite."""
+    """Largest absolute value; infinite if any value is not finite."""
     return max((float(t.abs().max().double().nan_to_num(nan=math.inf)) for t in tensors if t.numel()), default=0.0)
 
 

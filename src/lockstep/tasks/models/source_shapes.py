@@ -1,8 +1,8 @@
 """Weights of a pretrained model whose shapes are not those that its config gives them.
 
-In: a run, and a model of its config. Out: None, or a `RunError`. `from_pretrained` is told to go on where shapes
-differ, so that a head for other labels is drawn anew. Any other weight would lose what it had learned, without a word:
-an entry of `model.config` such as `vocab_size`, or a config.json that was changed by hand, is enough.
+In: a run, and a model of its config. Out: None, or a `RunError`. `from_pretrained` runs with `ignore_mismatched_sizes`,
+so that a head for other labels is reinitialized. Any other mismatched weight would silently lose its training; an entry
+of `model.config` such as `vocab_size`, or an edited config.json, is enough.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # name -> shape 
 
 
 def check(run: Run, config: Any, head: str) -> None:
-    """Refuse, before any process starts, a config that does not go with the files of the model, as far as these are on
-    this machine. Errors: `RunError`."""
+    """Refuse, before any process starts, a config that does not match those of the model's files that are on this
+    machine. Errors: `RunError`."""
     if run.model.source is None or run.model.trust_remote_code or run.model.quantization:
         return
     if getattr(config, "quantization_config", None) is not None:
@@ -32,7 +32,7 @@ def check(run: Run, config: Any, head: str) -> None:
     import transformers
 
     model: Any = None
-    with suppress(Exception), torch.device("meta"):  # sizes that do not fit each other are refused elsewhere
+    with suppress(Exception), torch.device("meta"):  # inconsistent sizes are refused elsewhere
         model = getattr(transformers, heads.of(head).auto).from_config(with_architectures(config))
     if model is None:
         return
@@ -42,7 +42,7 @@ def check(run: Run, config: Any, head: str) -> None:
 
 
 def refuse(run: Run, model: Any, head: str, differing: Shapes) -> None:
-    """Errors: `RunError` for weights with other shapes, but for those of a head of labels."""
+    """Errors: `RunError` if weights other than a label head have mismatched shapes."""
     base = f"{model.base_model_prefix}."
     wrong = {name: of for name, of in sorted(differing.items()) if head not in _OWN_HEADS or name.startswith(base)}
     if not wrong:

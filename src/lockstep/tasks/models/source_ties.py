@@ -1,9 +1,9 @@
 """Which weights a pretrained model ties, as `from_pretrained` decides it: by its config, and by what its files hold.
 
-In: an empty model of the source's config, and the files of the source. Out: the same model with the ties that
-`from_pretrained` would leave. A file may hold a head of its own although its config says `tie_word_embeddings: true` (a
-merge, a resized vocabulary): transformers then leaves head and embedding apart. Ranks that build from the config and
-receive weights by name have to do the same. Only names are read, and tensors where both sides of a tie are there.
+In: an empty model of the source's config, and the source's files. Out: the same model with the ties that
+`from_pretrained` would leave. A file may hold a separate head although its config says `tie_word_embeddings: true` (a
+merge, a resized vocabulary); transformers then leaves head and embedding untied, and ranks that build from the config
+and receive weights by name must do the same. Only names are read, and tensors if both sides of a tie are present.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 
 
 def apply(run: Run, model: Any) -> None:
-    """Untie, in place, what `from_pretrained` does not tie in a model of the run's source; nothing from scratch.
-    `model`: of transformers, made from the config. Errors: `RunError` for files that cannot be read, or that hold a
-    tied weight of another shape."""
+    """Untie, in place, the weights that `from_pretrained` does not tie for the run's source; no effect from scratch.
+
+    `model`: a transformers model built from the config. Errors: `RunError` if files cannot be read, or hold a tied
+    weight of another shape."""
     names = own_weights(run, model)
     for name in names:
         parent, _, last = name.rpartition(".")
@@ -41,8 +42,9 @@ def apply(run: Run, model: Any) -> None:
 
 
 def check(run: Run, model: Any, auto: Any) -> None:
-    """Compare a model that `from_pretrained` has loaded with what `apply` makes of an empty one, and write down in its
-    config what is not tied. `auto`: its Auto class. Errors: `RunError` where they differ."""
+    """Check that `apply` unties the same weights as `from_pretrained`, and record untied weights in the model's config.
+
+    `model`: loaded by `from_pretrained`. `auto`: its Auto class. Errors: `RunError` if the ties differ."""
     if not type(model).__module__.startswith("transformers."):  # code from the Hub may need memory to be built
         return
     with torch.device("meta"):
@@ -66,15 +68,16 @@ def _list(names: Any) -> str:
 
 
 def _tied(model: Any) -> dict[str, str]:
-    """Weight -> the one that it is tied to; none of a model with other code."""
+    """Weight -> the weight it is tied to; empty for a model with foreign code."""
     pairs: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {t: s for t, s in pairs.items() if t in parameters and s in parameters}
 
 
 def own_weights(run: Run, model: Any) -> tuple[str, ...]:
-    """The weights that the config ties to another one and `from_pretrained` does not, because the source holds others.
-    `model`: of the config, on the meta device. Errors: `RunError`."""
+    """Names of weights that the config ties but `from_pretrained` does not, because the source holds different values.
+
+    `model`: built from the config, on the meta device. Errors: `RunError`."""
     pairs = _tied(model)
     if run.model.source is None or not pairs:
         return ()
@@ -100,7 +103,7 @@ def own_weights(run: Run, model: Any) -> tuple[str, ...]:
 def _decided(
     model: Any, pairs: Mapping[str, str], both: Mapping[str, str], tensors: Mapping[str, Tensor]
 ) -> tuple[str, ...]:
-    """Let transformers' own `tie_weights` decide, with these tensors in their places."""
+    """Let transformers' own `tie_weights` decide, with these tensors in the model."""
     before = {name: model.get_parameter(name) for name in {*pairs, *pairs.values()}}
     mapping = dict(model.all_tied_weights_keys)
     try:
@@ -123,8 +126,8 @@ def _put(model: Any, name: str, parameter: nn.Parameter) -> None:
 def _present(
     model: Any, shapes: Mapping[str, Any], names: tuple[str, ...], made_of_several: bool = True
 ) -> dict[str, str]:
-    """Name in the model -> name in the files, renamed as `from_pretrained` renames it. `made_of_several`: also weights
-    that it puts together of some, or splits."""
+    """Name in the model -> name in the files, after the renaming of `from_pretrained`. `made_of_several`: include
+    weights that it merges or splits."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -143,14 +146,14 @@ def _present(
 
 
 def _file(source: str, name: str, revision: str | None, here: bool = False) -> Path | None:
-    """A file of a source; `here`: only where it has been downloaded, as everywhere under HF_HUB_OFFLINE."""
+    """Path of a source's file, or None. `here`: only if already downloaded, as always under HF_HUB_OFFLINE."""
     if Path(source).is_dir():
         path = Path(source) / name
         return path if path.is_file() else None
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    here = here or constants.HF_HUB_OFFLINE  # else a file that the repository does not have is an error there
+    here = here or constants.HF_HUB_OFFLINE  # offline, a missing file would raise an error
     try:
         return Path(hf_hub_download(source, name, revision=revision, local_files_only=here))
     except LocalEntryNotFoundError:
@@ -162,7 +165,7 @@ def _file(source: str, name: str, revision: str | None, here: bool = False) -> P
 
 
 def _index(source: str, revision: str | None, here: bool) -> tuple[Path, dict[str, str] | None] | None:
-    """The file of weights that `from_pretrained` takes; of one of several, the index, with the file of each weight."""
+    """The weight file that `from_pretrained` loads; if sharded, its index and the file of each weight."""
     import json
 
     for name in (_SAFE, _PICKLED):
@@ -174,13 +177,13 @@ def _index(source: str, revision: str | None, here: bool) -> tuple[Path, dict[st
 
 
 def _names(source: str, revision: str | None) -> tuple[str, ...]:
-    """The names of the weights in the files. Headers of a Hub repository that is not here are enough."""
+    """Names of the weights in the files. For a Hub repository that is not downloaded, the headers suffice."""
     local = Path(source).is_dir()
     index = _index(source, revision, here=True)
     if index is None and not local:
         from huggingface_hub import get_safetensors_metadata
 
-        with suppress(Exception):  # no such files, or a server that cannot: then they are downloaded
+        with suppress(Exception):  # no such files, or unsupported by the server: download them
             return tuple(get_safetensors_metadata(source, revision=revision).weight_map)
         with downloading(source, "model"):
             index = _index(source, revision, here=False)
@@ -191,8 +194,9 @@ def _names(source: str, revision: str | None) -> tuple[str, ...]:
 
 
 def shapes_here(run: Run, model: Any) -> dict[str, tuple[int, ...]]:
-    """Name in the model -> shape in the files of the run's source, as far as these are on this machine. `model`: of the
-    config, on the meta device. Weights that `from_pretrained` makes of several are left out."""
+    """Name in the model -> shape in the source's files that are on this machine.
+
+    `model`: built from the config, on the meta device. Excludes weights that `from_pretrained` merges from several."""
     source, revision = local_or_id(run), run.model.revision
     index = _index(source, revision, here=True)
     if index is None:
@@ -230,7 +234,7 @@ def _names_in(path: Path, changed: int) -> tuple[str, ...]:
 
 
 def _read(source: str, revision: str | None, names: frozenset[str]) -> dict[str, Tensor]:
-    """These weights, read from the files."""
+    """Read these weights from the files."""
     with downloading(source, "model"):
         index = _index(source, revision, here=False)
         if index is None:

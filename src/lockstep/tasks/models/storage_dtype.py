@@ -1,9 +1,9 @@
 """What a model's weights are kept in: float32, bfloat16, or the frozen ones of an adapter in bfloat16.
 
-In: a model of transformers and `model.dtype`. Out: the same model. With an adapter, the matrices of its frozen linear
-layers and embeddings are kept in bfloat16, and computed with as `precision` says: what they give is what float32
-weights of the same values would have given, to the bit. Vectors (norms, biases) and what is trained stay float32.
-Without one, all weights are bfloat16, and so is what is computed.
+In: a transformers model and `model.dtype`. Out: the same model. With an adapter, the frozen matrices of linear layers
+and embeddings are stored in bfloat16 and computed in `precision`; results are bitwise equal to those of float32 weights
+of the same values. Vectors (norms, biases) and trained weights stay float32. Without an adapter, all weights and
+computation are bfloat16.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lockstep.tasks.models import quantized, tie_entry
 
 
 def loaded_in(run: Run) -> dict[str, Any]:
-    """What transformers is told of it when it builds or loads the model."""
+    """The dtype argument for building or loading the model."""
     return {"dtype": torch.bfloat16} if run.model.dtype == "bfloat16" else {}
 
 
 def cast_weights(run: Run, model: nn.Module) -> nn.Module:
-    """The model, each weight in what it is kept in; in place. Errors: `RunError`."""
+    """Cast each weight to its storage dtype, in place, and return the model. Errors: `RunError`."""
     model = _in_dtypes(run, model)
     if run.model.quantization is not None:
         quantized.pack(run, model)
@@ -55,14 +55,14 @@ def _in_dtypes(run: Run, model: nn.Module) -> nn.Module:
 
 
 def _wide(model: Any) -> set[str]:
-    """Names of modules that transformers keeps in float32, such as T5's `wo`, whose inputs it casts to the weight's
-    dtype itself."""
+    """Names of modules that transformers keeps in float32, such as T5's `wo`, which casts its inputs to the weight's
+    dtype."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return {*(getattr(base, "_keep_in_fp32_modules", None) or ())}
 
 
 def _widen(module: nn.Module) -> None:
-    """Let a layer with a frozen bfloat16 weight compute as if it were float32."""
+    """Make a layer with a frozen bfloat16 weight compute as if the weight were float32."""
     if isinstance(module, nn.Embedding):
         module.register_forward_hook(_float)
     else:
@@ -74,16 +74,16 @@ def _float(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 
 
 def keep_narrow(model: nn.Module) -> None:
-    """Let frozen embeddings give bfloat16 again, for an engine that casts all weights and what goes into layers to
-    bfloat16 itself: a norm beside them has bfloat16 weights then, and takes no float32."""
+    """Make frozen embeddings return bfloat16, for an engine that casts all weights and layer inputs to bfloat16 itself:
+    its bfloat16 norms do not accept float32."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             vars(module)["gives_bfloat16"] = True
 
 
 def _forward(layer: Any, x: Tensor) -> Tensor:
-    """A linear layer's. Autocast casts a weight of any dtype to its own. Without it the weight is float32 while it is
-    used: autograd keeps the bfloat16 one, and widens it once more in backward."""
+    """Forward of a linear layer. Under autocast, autocast casts the weight. Otherwise the weight is float32 only while
+    in use: autograd saves the bfloat16 weight and casts it again in backward."""
     if torch.is_autocast_enabled(x.device.type):
         return _linear(layer, x, layer.weight)
     wide = layer.weight.float()
@@ -101,15 +101,15 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def _linear(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
-    """As torch and transformers compute it."""
+    """The linear layer as torch and transformers compute it."""
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, layer.bias)
     return torch.addmm(layer.bias, x.view(-1, x.size(-1)), weight).view((*x.size()[:-1], layer.nf))
 
 
 def merged(model: Any, low: bool) -> nn.Module:
-    """A model of peft with its adapter merged into its weights; all of them bfloat16 (`low`) or float32. The sums are
-    made in float32, and rounded once. Weights in 4 bits are merged into as what they stand for."""
+    """Merge a peft model's adapter into its weights, in bfloat16 (`low`) or float32. Sums are computed in float32 and
+    rounded once. 4-bit weights are dequantized first."""
     quantized.unpack(model)
     dtype = torch.bfloat16 if low else torch.float32
     for parameter in () if low else model.parameters():
@@ -121,14 +121,14 @@ def merged(model: Any, low: bool) -> nn.Module:
         parameter.data = parameter.data.to(dtype)
     whole.config.dtype = dtype
     if untied:
-        whole.config.tie_word_embeddings = tied  # peft looks at two of maybe more weights
+        whole.config.tie_word_embeddings = tied  # peft checks only two of possibly more weights
         tie_entry.write_down(whole)
     return whole
 
 
 def _shared_and_adapted(model: Any) -> list[Any]:
-    """The layers of a model of peft whose frozen weight is also another module's: merging their adapter would change
-    that one, too, which was trained without it."""
+    """Adapted layers of a peft model whose frozen weight is shared with another module. Merging would also change that
+    module, which was trained without the adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     holders: dict[int, int] = {}
@@ -141,7 +141,7 @@ def _shared_and_adapted(model: Any) -> list[Any]:
 
 
 def _untie_adapted(model: Any) -> bool:
-    """Give those of `_shared_and_adapted` weights of their own. Returns whether there are any."""
+    """Give the layers of `_shared_and_adapted` weights of their own. Returns whether there are any."""
     layers = _shared_and_adapted(model)
     for layer in layers:
         base = layer.get_base_layer()

@@ -1,6 +1,6 @@
 """The entry `tie_word_embeddings` of a config, after weights that it ties have come apart.
 
-In: a model of transformers. Out: its config, which says whether anything is still tied.
+In: a transformers model. Out: its config, which says whether any weights are still tied.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 
 
 def write_down(model: Any) -> None:
-    """Let the config say that nothing is tied, where that is so: then every reader of an export gets the same weights,
-    not only transformers, which looks at the files. Left as it is where a forward depends on it (T5 scales)."""
+    """Set `tie_word_embeddings` to False if no weights are tied, so that every reader of an export loads the same
+    weights, not only transformers, which inspects the files. Unchanged if a forward depends on the entry (T5 scales its
+    output)."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
     if not pairs or any(parameters.get(t) is parameters.get(s) for t, s in pairs.items()):

@@ -1,7 +1,7 @@
 """Whether a model has a row in its embedding for each token that its tokenizer makes.
 
-In: a run, the tokenizers of its texts, and encoded examples. Out: notes, or a `RunError` that names the tokens without
-a row: torch's own error would name neither. Imports no torch, unless a row seems to be missing.
+In: a run, its tokenizers, and encoded examples. Out: notes, or a `RunError` that names the tokens without a row, which
+torch's error would not. Imports torch only if a row seems to be missing.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
 
-_NAMED = 3  # tokens in a message
-_FEW = 0.5  # of the model's rows: a tokenizer of fewer tokens is noted
-_OTHER = 0.01  # of the ids: more with other tokens are noted
-# Entries of configs with two vocabularies, by the column of the tokens; of others `vocab_size` holds for both.
+_NAMED = 3  # tokens listed in a message
+_FEW = 0.5  # note a tokenizer with fewer tokens than this share of the model's rows
+_OTHER = 0.01  # note if more than this share of the ids mean other tokens
+# Token column -> entries of configs with two vocabularies; other configs have one `vocab_size`.
 _OWN_SIZES = {"input_ids": ("src_vocab_size",), "target_ids": ("decoder_vocab_size", "tgt_vocab_size")}
 
 Tokenizers = Mapping[str, Any]  # column of tokens, one of `SIDES` -> its tokenizer
 
 
 def rows_of(run: Run, head: str, column: str) -> int | None:
-    """Rows of a pretrained model's embedding for the tokens of a column, by its config. None: it is from scratch, and
-    gets as many as it needs, or its config does not say. Errors: `RunError`."""
+    """Number of embedding rows of a pretrained model for a token column, from its config. None if the model is built
+    from scratch with a matching size, or if the config does not say. Errors: `RunError`."""
     if run.model.source is None or not heads.of(head).reads_texts:
         return None
     config = model_configs.load_config(run)
-    for part in reversed(model_configs.texts(config)):  # of a model of images the part that reads texts
+    for part in reversed(model_configs.texts(config)):  # in a multimodal model, the text part
         for name in (*_OWN_SIZES[column], "vocab_size"):
             size = model_configs.entry(part, name)
             if isinstance(size, int) and size > 0:
@@ -45,7 +45,8 @@ def rows_of(run: Run, head: str, column: str) -> int | None:
 
 
 def missing(run: Run, head: str, column: str, tokenizer: Any) -> int | None:
-    """Rows of the embedding, where the tokenizer makes ids that have none. None: all have. Errors: `RunError`."""
+    """Number of embedding rows if the tokenizer produces ids beyond them; None if every id has a row. Errors:
+    `RunError`."""
     rows = rows_of(run, head, column)
     if rows is None or highest_id(tokenizer) < rows:
         return None
@@ -55,7 +56,7 @@ def missing(run: Run, head: str, column: str, tokenizer: Any) -> int | None:
 
 
 def _built_rows(run: Run, head: str) -> int | None:
-    """Rows of the input embedding of the model itself, which may have more than its config says. None: not known."""
+    """Input embedding rows of the built model, which may exceed its config; None if unknown."""
     import torch
     import transformers
 
@@ -68,7 +69,7 @@ def _built_rows(run: Run, head: str) -> int | None:
 
 
 def check_padding(rows: Any, tokenizer: Any) -> None:
-    """Errors: `RunError` for a padding token that a model of so many `rows` has no row for."""
+    """Errors: `RunError` if a model with `rows` embedding rows has none for the padding token."""
     if isinstance(rows, int) and 0 < rows <= tokenizer.pad_token_id:
         raise RunError(
             "LS3145",
@@ -79,8 +80,8 @@ def check_padding(rows: Any, tokenizer: Any) -> None:
 
 
 def check(run: Run, head: str, tokenizers: Tokenizers) -> list[str]:
-    """Notes on vocabularies that do not go with the model's embedding. Errors: `RunError` for a token that training
-    needs whatever the texts are, and that has no row."""
+    """Notes on vocabularies that do not match the model's embedding. Errors: `RunError` if a token that training needs
+    for any text has no row."""
     notes = []
     for column, tokenizer in tokenizers.items():
         rows = rows_of(run, head, column)
@@ -94,7 +95,7 @@ def check(run: Run, head: str, tokenizers: Tokenizers) -> list[str]:
                 )
             continue
         check_padding(short, tokenizer)
-        if head == heads.MASKED:  # one of ten masked tokens becomes any token of the vocabulary
+        if head == heads.MASKED:  # one in ten masked tokens is replaced by a random one
             raise _refusal(
                 run, tokenizer, short, "masking draws from all tokens of the vocabulary", _beyond(tokenizer, short)
             )
@@ -107,8 +108,8 @@ def check(run: Run, head: str, tokenizers: Tokenizers) -> list[str]:
 
 
 def other_tokens(run: Run, tokenizer: Any) -> list[str]:
-    """A note where the ids of the run's tokenizer are other tokens than those of the pretrained model. Nothing where
-    the model has none, or none that can be loaded."""
+    """A note if ids of the run's tokenizer mean other tokens than in the pretrained model's. Empty if the model has no
+    tokenizer that can be loaded."""
     key = "tokenizer.train" if run.tokenizer.train else "tokenizer.source" if run.tokenizer.source else None
     if run.model.source is None or key is None or run.tokenizer.source == run.model.source:
         return []
@@ -117,7 +118,7 @@ def other_tokens(run: Run, tokenizer: Any) -> list[str]:
     options = {"revision": run.model.revision, "trust_remote_code": run.model.trust_remote_code}
     try:
         known = AutoTokenizer.from_pretrained(model_configs.local_or_id(run), **options).get_vocab()
-    except Exception:  # no tokenizer, or no network: of what it would have there is nothing to say
+    except Exception:  # no tokenizer, or no network
         return []
     there = {id_: token for token, id_ in known.items()}
     shared = {id_: token for token, id_ in tokenizer.get_vocab().items() if id_ in there}
@@ -131,7 +132,7 @@ def other_tokens(run: Run, tokenizer: Any) -> list[str]:
 
 
 def check_split(run: Run, head: str, tokenizers: Tokenizers, split: str, columns: Columns) -> None:
-    """Errors: `RunError` where examples of a split hold tokens without a row."""
+    """Errors: `RunError` if examples of a split contain tokens without a row."""
     for column, tokenizer in tokenizers.items():
         if column not in columns.names or (rows := missing(run, head, column, tokenizer)) is None:
             continue
@@ -143,8 +144,8 @@ def check_split(run: Run, head: str, tokenizers: Tokenizers, split: str, columns
 
 
 def bounded(run: Run, head: str, tokenizers: Tokenizers, make: Make) -> tuple[Make, list[int]]:
-    """A function that makes examples of streamed rows and refuses tokens without a row; and the numbers of rows that
-    it depends on, none where every token has a row. Errors: `RunError`, of both."""
+    """Make `make` refuse tokens without a row in streamed rows. Returns it and the row counts that it depends on (empty
+    if every token has a row). Errors: `RunError`, from this function and the returned one."""
     known = {column: missing(run, head, column, tokenizer) for column, tokenizer in tokenizers.items()}
     limits = {column: rows for column, rows in known.items() if rows is not None}
     if not limits:
@@ -163,8 +164,7 @@ def bounded(run: Run, head: str, tokenizers: Tokenizers, make: Make) -> tuple[Ma
 
 
 def guard(model: Any, tokenizer: Any) -> None:
-    """Let an exported model refuse a text with a token that has no row, in place of an error of torch's. Errors of a
-    forward: `RunError`."""
+    """Make an exported model raise `RunError` for a token without a row, instead of torch's indexing error."""
     embedding = model.get_input_embeddings()
     rows = getattr(getattr(embedding, "weight", None), "shape", (0,))[0]
     if not rows or highest_id(tokenizer) < rows:

@@ -1,14 +1,14 @@
 """No padding is computed: the real tokens of a micro-batch are laid end to end before the first block of a stack, and
 taken apart after the last.
 
-In: a model of transformers whose attention is `NAME`. Out: the same model, whose blocks see hidden states [1, N, H] of
-the N real tokens, and whose heads and poolers see [B, T, H] as before, zeros where there is padding.
+In: a transformers model with the attention implementation `NAME`. Out: the same model; its blocks see hidden states [1,
+N, H] of the N real tokens, its heads and poolers see [B, T, H] as before, zeros at padding.
 
-Nothing is remembered between calls. transformers asks `masked` for each mask that a model makes, and hands what it
-returns, a `RowMap`, to every block; hooks around the blocks find it among their arguments, and so does `attention`.
-Only `attention` pads again (on a CPU), or is told where examples end (on CUDA).
+No state is kept between calls. transformers calls `masked` for each mask that a model creates and passes the returned
+`RowMap` to every block; hooks around the blocks, and `attention`, take it from their arguments. Only `attention` pads
+again (on a CPU), or receives the ends of the examples (on CUDA).
 
-Letters: B examples, T padded length, N real tokens, H width, h heads, d their width, S padded length of a source.
+Letters: B examples, T padded length, N real tokens, H width, h heads, d head size, S padded length of a source.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from lockstep.tasks.models import masks
 from lockstep.tasks.models.model_configs import UNPADDED
 
 NAME = UNPADDED
-# Tokens of a padded text up to which attention on a CPU is written out: measured, benchmarks/log.md.
+# Maximum padded length for written-out attention on a CPU: measured, benchmarks/log.md.
 SHORT = {torch.float32: 64, torch.bfloat16: 128}
 
 
 class Cannot(Exception):
-    """Why a family's padding has to be computed."""
+    """The reason why a family's padding has to be computed."""
 
 
 class RowMap:
-    """Where the real tokens of a padded batch are: what a block is given for its attention mask."""
+    """Positions of the real tokens in a padded batch; passed to blocks in place of the attention mask."""
 
     def __init__(self, real: Tensor, mask: Tensor | None, causal: bool, both_ways: bool) -> None:
-        """`real`: bool [B, T]. `mask`: what transformers' own attention would be given, bool [B, 1, T or other, T].
-        `causal`, `both_ways`: a real token sees the real tokens up to itself, or all of its text; where neither holds,
-        `mask` alone says what it sees. On CUDA the host waits only where it has no `RealTokens` of `real`."""
+        """`real`: bool [B, T]. `mask`: the mask for transformers' own attention, bool [B, 1, T or other, T].
+
+        `causal`, `both_ways`: a real token sees the real tokens up to itself, or all of its text; otherwise only `mask`
+        says what it sees. Synchronizes with CUDA only if there are no `RealTokens` facts of `real`."""
         self.rows, self.width = real.shape
         tokens = host_facts.facts(real, RealTokens)
         if tokens is None:
@@ -56,23 +57,23 @@ class RowMap:
         self.ends = to_device(tokens.ends, real.device)  # [B + 1], into N
         self.padded_mask = mask
         full = self.shortest == self.width
-        self.stays_padded = full and real.is_cuda  # nothing is gained by laying it end to end
+        self.stays_padded = full and real.is_cuda  # removing padding gains nothing
         self.causal = causal and tokens.on_the_right  # then no real token sees padding
-        self.plain = self.causal or both_ways  # each text sees all of itself, or all that is before
+        self.plain = self.causal or both_ways  # full or causal attention within each text
         self.mask = None if self.causal or (both_ways and full) else mask  # beside `causal`
         self.complete = self.mask is not None or self.causal or (both_ways and full)  # else nothing says who sees whom
         visible = real[:, None, None] if both_ways and not full else self.mask  # the same, small
         short = real.device.type == "cpu" and self.width <= max(SHORT.values())
         self.bias = self._biased(visible) if short else None
-        self._laid: dict[int, tuple[Tensor, Tensor]] = {}  # what all blocks are given alike, such as rotary positions
+        self._laid: dict[int, tuple[Tensor, Tensor]] = {}  # arguments shared by all blocks, such as rotary positions
         self._places: dict[tuple[int, bool], Tensor] = {}
 
     def fits(self, hidden: Tensor) -> bool:
-        """Whether hidden states are of these examples, end to end or not."""
+        """Whether hidden states belong to these examples, padded or unpadded."""
         return hidden.shape[:2] in ((self.rows, self.width), (1, len(self.index)))
 
     def lay(self, value: Any) -> Any:
-        """What is [B, T, ...] or [1, T, ...] as [1, N, ...]; what is [T] as [N]; anything else as it is."""
+        """Remove padding: [B, T, ...] or [1, T, ...] -> [1, N, ...], [T] -> [N]; other values unchanged."""
         if isinstance(value, tuple | list):
             return type(value)(self.lay(each) for each in value)
         if not isinstance(value, Tensor):
@@ -93,7 +94,7 @@ class RowMap:
         return self._laid[id(value)][1]
 
     def take_apart(self, value: Any) -> Any:
-        """What is [1, N, ...] as [B, T, ...], zeros where there is padding; anything else as it is."""
+        """Restore padding: [1, N, ...] -> [B, T, ...], zeros at padding; other values unchanged."""
         if isinstance(value, tuple | list):
             return type(value)(self.take_apart(each) for each in value)
         if not isinstance(value, Tensor) or value.shape[:2] != (1, len(self.index)):
@@ -101,11 +102,11 @@ class RowMap:
         return _Spread.apply(value[0], self.index, (self.rows, self.width, *value.shape[2:]))
 
     def spread(self, value: Tensor) -> Tensor:
-        """[1, h, N, d] -> [B, h, T, d], contiguous, zeros where there is padding."""
+        """[1, h, N, d] -> [B, h, T, d], contiguous, zeros at padding."""
         _, heads, count, width = value.shape
         by_head = value.is_contiguous()
         rows = (value if by_head else value.transpose(1, 2)).reshape(heads * count, width)
-        # not at once in this shape: torch.compile cannot order what writes into a view
+        # reshaped afterwards: torch.compile cannot order writes into a view
         padded = _Spread.apply(rows, self._place(heads, by_head), (self.rows * heads * self.width, width))
         return padded.view(self.rows, heads, self.width, width)
 
@@ -115,7 +116,7 @@ class RowMap:
         return _Collect.apply(value.reshape(-1, width), self._place(heads, False)).view(1, -1, heads, width)
 
     def _place(self, heads: int, by_head: bool) -> Tensor:
-        """Of each token and head, or of each head and token, into B x h x T: made once, for all layers."""
+        """Index of each (token, head), or (head, token), in B x h x T; computed once for all layers."""
         if (heads, by_head) in self._places and not torch.compiler.is_compiling():
             return self._places[heads, by_head]
         row, column = self.index // self.width, self.index % self.width
@@ -127,7 +128,7 @@ class RowMap:
         return place
 
     def _biased(self, visible: Tensor | None) -> Tensor | None:
-        """What is added to scores: float32 [B or 1, 1, T or 1, T]; finite, so that a row of padding is a number."""
+        """Additive attention bias: float32 [B or 1, 1, T or 1, T]; finite, so that padding rows stay finite."""
         if self.causal:
             visible = torch.ones(1, 1, self.width, self.width, dtype=torch.bool, device=self.index.device).tril()
         if visible is None:
@@ -137,15 +138,15 @@ class RowMap:
 
 
 class Across:
-    """What a block is given for the mask of its attention to a source: its own layout, and that of the source."""
+    """Mask argument of cross-attention: the block's own layout and the source's."""
 
     def __init__(self, own: RowMap, source: RowMap) -> None:
         self.own, self.source = own, source
 
 
 class _Spread(torch.autograd.Function):
-    """Rows to their places among zeros, in a tensor of some shape, which is no view: FSDP puts hooks on what a block
-    gives. Its gradient is a copy, where that of `index_put` adds up."""
+    """Scatter rows into zeros of a given shape. The result is not a view, because FSDP hooks block outputs; the
+    gradient is a copy, where that of `index_put` accumulates."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -162,7 +163,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """The way back."""
+    """Inverse of `_Spread`: gather rows."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, index: Tensor) -> Tensor:
@@ -177,8 +178,8 @@ class _Collect(torch.autograd.Function):
 
 
 def _put(padded: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-    """Rows to places that all differ. Where torch shall be deterministic it sorts places first on CUDA, ten kernels for
-    one, lest two of them be the same."""
+    """Write rows to distinct indices. Disables torch's deterministic mode on CUDA for this call: it would sort the
+    indices first (ten kernels instead of one) in case two are equal."""
     if not padded.is_cuda or torch.compiler.is_compiling() or not torch.are_deterministic_algorithms_enabled():
         return padded.index_copy_(0, index, rows)
     mode = torch.get_deterministic_debug_mode()
@@ -202,7 +203,7 @@ def masked(
     device: torch.device | str = "cpu",
     **more: Any,
 ) -> RowMap | Tensor | None:
-    """A model's mask, as a `RowMap` where there are several examples, all of them there as a whole."""
+    """Create a model's mask: a `RowMap` if there are several complete examples."""
     sizes = batch_size, q_length, kv_length, q_offset
     options = more | {"mask_function": mask_function, "attention_mask": attention_mask, "device": device}
     mask = masks.sdpa_mask(*sizes, **options)
@@ -214,12 +215,12 @@ def masked(
         if real.is_cuda:
             host_facts.attach(real, RealTokens.everywhere(batch_size, kv_length, device))
     causal, both_ways = mask_function is causal_mask_function, mask_function is bidirectional_mask_function
-    if mask is None and not (causal or both_ways):  # such as a window that is wider than the texts
-        # transformers left the mask out for one of two reasons: it asks its attention for causality, or for nothing
+    if mask is None and not (causal or both_ways):  # such as a window wider than the texts
+        # transformers omits the mask if attention is causal or unrestricted
         causal = masks.sdpa_mask(*sizes, **options | {"allow_is_bidirectional_skip": False}) is None
         both_ways = not causal
     layout = RowMap(masks.as_bool(real), mask, causal, both_ways)
-    return layout if layout.shortest and layout.complete else mask  # an example of no tokens has no place of its own
+    return layout if layout.shortest and layout.complete else mask  # an example without tokens has no position
 
 
 def attention(
@@ -232,9 +233,9 @@ def attention(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of examples laid end to end: query, key and value [1, h, N, d] -> [1, N, h, d]. Of others as
-    transformers has it."""
-    if has_torch_function_unary(query):  # of a layer whose products are cut into leaves
+    """Attention of unpadded examples: query, key and value [1, h, N, d] -> [1, N, h, d]. Padded inputs use
+    transformers' attention."""
+    if has_torch_function_unary(query):  # a layer whose products are split into leaves
         named = {"dropout": dropout, "scaling": scaling, **more}
         return handle_torch_function(attention, (query,), module, query, key, value, attention_mask, **named)
     if isinstance(attention_mask, RowMap) and query.shape[0] != 1:  # outside of a stack
@@ -263,10 +264,10 @@ def attention(
 def _written_out(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float, scaling: float | None
 ) -> Tensor:
-    """softmax(query key^T) value in float32, as torch has it on a CPU where there is dropout, without its detours;
-    for short texts quicker than its flash kernel, in bf16 several times. [B, h, T, d] each."""
+    """softmax(query key^T) value in float32, as torch's CPU implementation with dropout but with fewer copies; faster
+    than its flash kernel for short texts, several times in bf16. [B, h, T, d] each."""
     rows, heads, length, width = query.shape
-    shared = key.shape[1]  # heads of keys and values, each for several of queries
+    shared = key.shape[1]  # key-value heads, each shared by several query heads
     scale = width**-0.5 if scaling is None else scaling
     with torch.autocast("cpu", enabled=False):
         of_query = query.float().view(rows * shared, -1, width) * scale
@@ -278,10 +279,10 @@ def _written_out(
 
 
 def _by_length(query: Tensor, key: Tensor, value: Tensor, to: RowMap, of: RowMap, scaling: float | None) -> Tensor:
-    """torch's attention of texts of any length, which pads nothing: on CUDA, in half precision, without dropout."""
+    """torch's variable-length attention, without padding: on CUDA, in half precision, without dropout."""
     from torch.nn.attention.varlen import varlen_attn
 
-    times = query.shape[1] // key.shape[1]  # heads of queries a head of keys: repeated, as torch 2.11 has no other way
+    times = query.shape[1] // key.shape[1]  # query heads per key head: repeated, as torch 2.11 requires
     key, value = (each.repeat_interleave(times, 1) if times > 1 else each for each in (key, value))
     query, key, value = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))  # [N, h, d]
     attended = varlen_attn(
@@ -295,7 +296,7 @@ def _by_length(query: Tensor, key: Tensor, value: Tensor, to: RowMap, of: RowMap
         scale=scaling,
         window_size=(-1, 0) if of.causal and to is of else (-1, -1),
     )
-    assert isinstance(attended, Tensor)  # a tuple where more is asked for
+    assert isinstance(attended, Tensor)  # a tuple only if more outputs are requested
     return attended[None]
 
 
@@ -307,7 +308,7 @@ AttentionMaskInterface.register(NAME, masked)
 
 
 def install(model: nn.Module) -> None:
-    """Put hooks around the blocks of a model. They do nothing where no block is given a `RowMap` with padding."""
+    """Add hooks around the blocks of a model. They do nothing unless a block receives a `RowMap` with padding."""
     for stack in stacks(model):
         for block in stack:
             block.register_forward_pre_hook(lay, with_kwargs=True)
@@ -315,7 +316,7 @@ def install(model: nn.Module) -> None:
 
 
 def stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
-    """The outermost lists of modules of one kind."""
+    """Yield the outermost module lists of one module type."""
     inner: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and id(module) not in inner and len({type(item) for item in module}) == 1:
@@ -324,7 +325,7 @@ def stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 def lay(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before a block: lay end to end what it is given, unless the block before has done so."""
+    """Pre-hook of a block: remove padding from its inputs, unless the previous block has done so."""
     names = [*_names(type(block).forward)[: len(args)], *kwargs]
     values = [*args, *kwargs.values()]
     own = next((v for n, v in zip(names, values, strict=True) if isinstance(v, RowMap) and not _of_source(n)), None)
@@ -350,7 +351,7 @@ def _laid(name: str, value: Any, own: RowMap, source: RowMap | None) -> Any:
 
 
 def take_apart(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """After the last block of a stack."""
+    """Hook after the last block of a stack: restore padding."""
     names = [*_names(type(block).forward)[: len(args)], *kwargs]
     for name, value in zip(names, [*args, *kwargs.values()], strict=True):
         if isinstance(value, RowMap) and not _of_source(name):
@@ -360,17 +361,17 @@ def take_apart(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 @cache
 def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a function's arguments, without `self`."""
+    """Parameter names of a function, without `self`."""
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _of_source(name: str) -> bool:
-    """Whether an argument of a decoder's block is about what the encoder gave."""
+    """Whether an argument of a decoder block concerns the encoder's output."""
     return name.startswith("encoder")
 
 
 def _cached(names: Sequence[str], values: Sequence[Any]) -> bool:
-    """Whether a text is being written, token by token."""
+    """Whether a KV cache is in use (generation)."""
     return any(
         name in ("past_key_values", "past_key_value") and v is not None for name, v in zip(names, values, strict=True)
     )
