@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Streams(Task):
-    """A training split that is larger than the cache (`data.stream`) is read while it is trained on."""
+    """A task whose training split may be larger than the cache and is read during training (`data.stream`)."""
 
     plugin = "tasks"  # a base: it has no name in a run file
 
@@ -35,15 +35,15 @@ class Streams(Task):
     @classmethod
     @abstractmethod
     def stream(cls, run: Run) -> Stream:
-        """Which rows of a streamed training split are used, without its files."""
+        """The selection of usable rows for a streamed training split, without its files."""
 
     @classmethod
     @abstractmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        """Function from rows to examples, with the tokenizer of a folder and the facts of `Prepared`."""
+        """Return the function that turns rows into examples, given a tokenizer folder and the facts of `Prepared`."""
 
     def open_split(self, path: str) -> Columns:
-        """A prepared split: memory-mapped, or read from its index where it is streamed."""
+        """Open a prepared split: memory-mapped, or read through its index if streamed."""
         run, prepared = self.run, self.prepared
         return streamed.opened(
             path, lambda: (self.stream(run), self.example_maker(run, prepared.tokenizer, prepared.facts))
@@ -51,80 +51,82 @@ class Streams(Task):
 
 
 class Predicts(Task):
-    """`lockstep predict` asks the exported model."""
+    """A task whose exported model `lockstep predict` can run."""
 
     plugin = "tasks"  # a base: it has no name in a run file
-    example_input: ClassVar[str] = "some text"  # for the command line, where there is no sample to show
-    input_keys: ClassVar[tuple[str, ...]] = ()  # its keys that name the columns a prediction is made from
-    answer_name: ClassVar[str | None] = None  # of what `predict` answers that a person reads; None: all of it
+    example_input: ClassVar[str] = "some text"  # for the command line, if there is no sample
+    input_keys: ClassVar[tuple[str, ...]] = ()  # option keys that name the input columns
+    answer_name: ClassVar[str | None] = None  # entry of a prediction to display; None: all entries
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
-        """The columns that a prediction is made from: of one text, or of the two of a pair."""
+        """Columns that a prediction is computed from: one text, or the two of a pair."""
         options = cls.options_of(run)
         return tuple(getattr(options, key) for key in cls.input_keys) or ("text",)
 
     @classmethod
     def input_rows(cls, run: Run, word: str) -> list[tuple[str, ...]] | None:
-        """The rows that a word of the command line stands for; None: it is a text, or a file of rows with columns.
-        Errors: `RunError`."""
+        """Rows denoted by a command-line argument; None if it is a text or a file of rows with columns. Errors:
+        `RunError`."""
         return None
 
     @classmethod
     @abstractmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-        """The answer of the exported model in `folder` to each row (as many values as `input_columns`): JSON by name,
-        one after the other, in the order of the rows. Errors: `RunError`."""
+        """Yield the prediction of the exported model in `folder` for each row, in row order: JSON by name. A row has
+        one value per `input_columns`. Errors: `RunError`."""
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
-        """An answer of `predict` as a line for a person."""
+        """Format a prediction as one line of text."""
         return json.dumps(answer, ensure_ascii=False) if cls.answer_name is None else str(answer[cls.answer_name])
 
     def sample_input(self, sample: Mapping[str, str]) -> str:
-        """The input of one of `samples`, as `lockstep predict` takes it; empty: `predict` has no use for it."""
+        """The input of one of `samples` in the form that `lockstep predict` takes; empty if it takes none."""
         return next(iter(sample.values()), "")
 
 
 class Generates(Task):
-    """The model writes: evaluations score what it writes."""
+    """A task whose model generates text that evaluations score."""
 
     plugin = "tasks"  # a base: it has no name in a run file
 
     @abstractmethod
     def score_texts(self, generate: Generate, batch: MicroBatch, columns: Columns, rows: np.ndarray) -> Sums:
-        """More sums, over the examples at `rows` as texts: what they hold, and what the model writes for them. No rows:
-        a blank batch, the same sums with nothing in them. `generate` is collective: call it as often on every rank."""
+        """Additional sums over the texts of the examples at `rows`: references and generated texts.
+
+        If `rows` is empty (a padding batch), returns the same sums, all zero. `generate` is collective: every rank must
+        call it equally often."""
 
     @classmethod
     @abstractmethod
     def decodes_greedily(cls, run: Run) -> bool:
-        """Whether all that evaluations write is the likeliest token each time: nothing is searched, nothing drawn."""
+        """Whether evaluations decode greedily, without beam search or sampling."""
 
 
 class Calibrates(Task):
-    """The validation split decides something after training, such as a threshold."""
+    """A task that chooses a value, such as a threshold, on the validation split after training."""
 
     plugin = "tasks"  # a base: it has no name in a run file
 
     @property
     @abstractmethod
     def needs_calibration(self) -> bool:
-        """Whether something is still to be chosen on the validation split before another one is scored."""
+        """Whether a value must still be chosen on the validation split before another split is scored."""
 
     @abstractmethod
     def calibrate(self, scores: Mapping[str, float]) -> None:
-        """Take over what was chosen there from what the model scored that is to be exported. From now on it holds, for
-        other splits and for `write`."""
+        """Adopt the value chosen in the validation `scores` of the model to export. It then applies to other splits and
+        to `write`."""
 
     @classmethod
     @abstractmethod
     def calibration_in(cls, folder: Path) -> dict[str, float]:
-        """The scores that `calibrate` needs, as `write` has kept them in an export."""
+        """The scores that `calibrate` needs, as `write` stored them in an export."""
 
 
 class UsesReference(Task):
-    """The loss compares with what the model gave before training."""
+    """A task whose loss compares with the outputs of the model before training."""
 
     plugin = "tasks"  # a base: it has no name in a run file
 
@@ -135,37 +137,37 @@ class UsesReference(Task):
     @property
     @abstractmethod
     def reference_size(self) -> int:
-        """Numbers of each example that the model is asked for before it is trained; 0: none."""
+        """Number of reference outputs per example; 0: none."""
 
     @property
     def needs_reference(self) -> bool:  # type: ignore[override]
-        """Whether there are any."""
+        """Whether there are reference outputs."""
         return self.reference_size > 0
 
     @property
     def reference_batch_size(self) -> int | None:
-        """Examples that the model is asked about together then. Their number decides bits, so it comes from the keys of
-        the task; None: as many as an evaluation takes unless `evaluate` says otherwise."""
+        """Batch size of the reference pass; None: evaluation's default. It affects the results bitwise, so it comes
+        from the task's own keys."""
         return None
 
     @abstractmethod
     def reference_scores(self, forward: Forward, batch: MicroBatch) -> Tensor:
-        """The numbers of the examples of a batch, by the model before training: float64 [B, `reference_size`]."""
+        """Reference outputs of a batch, computed with the model before training: float64 [B, `reference_size`]."""
 
     def reference_for(self, columns: Columns, rows: np.ndarray) -> np.ndarray | None:
-        """The reference outputs of the examples at `rows` of a split, float64 [rows, `reference_size`]; None before the
+        """Reference outputs of the examples at `rows` of a split, float64 [rows, `reference_size`]; None before the
         reference pass."""
         split = self.split_of(columns)
         return self.reference_outputs[split][rows] if split in self.reference_outputs else None
 
 
 class GivesPredictions(Task):
-    """Functions that the run file names in `metrics` are given predictions and labels of a whole split."""
+    """A task that passes predictions and labels of a whole split to the functions of `metrics`."""
 
     plugin = "tasks"  # a base: it has no name in a run file
 
-    metric_inputs: ClassVar[tuple[str, ...]] = ()  # more `per_example_outputs`, where there are such functions
-    metric_names: tuple[str, ...] = ()  # metrics of the task's own, whose names those functions cannot have
+    metric_inputs: ClassVar[tuple[str, ...]] = ()  # additional `per_example_outputs` if `metrics` is set
+    metric_names: tuple[str, ...] = ()  # built-in metrics, whose names those functions cannot use
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
@@ -174,9 +176,9 @@ class GivesPredictions(Task):
 
     @abstractmethod
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Predictions and labels of the examples at `rows` of a split, a row for each, from `per_example_outputs`,
-        which have their order."""
+        """Predictions and labels of the examples at `rows` of a split, one row each, from `per_example_outputs` in the
+        same order."""
 
     @abstractmethod
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
-        """Predictions and labels of a few examples that nobody has seen, to try such functions on."""
+        """Dummy predictions and labels used to validate metric functions."""

@@ -28,11 +28,11 @@ from lockstep.tasks.text_task import Encoder, TextData, TextTask, check_template
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
-_ROW = "lockstep row"  # a column that says which row of its split is encoded
+_ROW = "lockstep row"  # column of row numbers, for messages
 
 
 class AnswerPairOptions(Section):
-    """The keys that such tasks share in the run file."""
+    """Keys of the run file shared by tasks on answer pairs."""
 
     prompt: str | None = Field(
         "prompt", description="column of the prompt; null: the answers hold it, or there is none"
@@ -58,7 +58,7 @@ class AnswerPairOptions(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Key of the run file -> the column that it names."""
+        """Key of the run file -> column name."""
         prompt = {} if self.prompt is None else {"task.prompt": self.prompt}
         return prompt | {"task.chosen": self.chosen, "task.rejected": self.rejected}
 
@@ -73,13 +73,13 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     generative = True
     row_is_example = True
     per_example_outputs = ("rewards",)
-    mean_sums: ClassVar[Mapping[str, str]]  # metric -> the sum over pairs whose mean it is
+    mean_sums: ClassVar[Mapping[str, str]]  # metric -> sum over pairs that it averages
 
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
     def usable(cls, rows: Dataset, options: AnswerPairOptions, split: str, name: str, drop: bool) -> Dataset:
-        """The rows with something in every column. Errors: `RunError`."""
+        """Rows with a value in every column. Errors: `RunError`."""
         usable_rows.check_columns(rows, options.columns, split, name)
         if options.conversations:
             for key, column in options.columns.items():
@@ -110,7 +110,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
 
     @classmethod
     def learnable(cls, rows: Dataset, options: AnswerPairOptions, split: str, name: str, drop: bool) -> Dataset:
-        """The rows with two answers that differ. Errors: `RunError`."""
+        """Rows whose two answers differ. Errors: `RunError`."""
         same: list[int] = []
         for first, part in usable_rows.lists(rows, options.chosen, options.rejected):
             for row, (chosen, rejected) in enumerate(part, first):
@@ -138,7 +138,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
 
     @classmethod
     def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
-        return {}  # a pair whose answers are the same tokens, or that leaves none, is refused by its row
+        return {}  # `encoder` refuses pairs with equal or no answer tokens, by row
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
@@ -153,7 +153,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
-        """The function that makes tokens of rows, and the columns of these."""
+        """Return the function that tokenizes rows, and the features of its output."""
         import datasets
 
         options = cls.options_of(run)
@@ -207,8 +207,8 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     # -- in every process --------------------------------------------------------------------------------------------
 
     def answers(self, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, mask and targets of pairs, padded: int64 [2B, T] each, a chosen and a rejected answer by turns; a
-        target is the token at its own place."""
+        """Padded tokens, mask and targets of pairs: int64 [2B, T] each, chosen and rejected answers alternating. A
+        target is the token at its own position (not shifted)."""
         ids, targets, chosen = columns.ragged("input_ids"), columns.ragged("targets"), columns.flat("chosen")[rows]
         both = [(ids.row(int(r)), targets.row(int(r)), int(c)) for r, c in zip(rows, chosen, strict=True)]
         parts = [(i[of], t[of]) for i, t, c in both for of in (slice(None, c), slice(c, None))]
@@ -216,7 +216,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
         return tokens, mask, padded([t for _, t in parts], IGNORED)[0]
 
     def sides(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
-        """Both answers of a pair are padded to the longest of all."""
+        """Both answers of a pair are padded to the longest answer of the batch."""
         chosen = columns.flat("chosen")[rows]
         return [np.maximum(chosen, columns.lengths[rows] - chosen)] * 2
 
@@ -224,7 +224,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
         return len(rows)
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rewards of both answers, float64 [N, 2]; and which of them was chosen: the first, int64 [N]."""
+        """Rewards of both answers, float64 [N, 2]; and the index of the chosen one, always 0, int64 [N]."""
         return sums["rewards"].double().numpy(), np.zeros(len(rows), dtype=np.int64)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
@@ -232,7 +232,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
         return {name: float(sums[key]) / count for name, key in {"loss": "loss", **self.mean_sums}.items()}
 
     def tables(self, sums: Sums) -> dict[str, Any]:
-        """How much more the chosen answers are rewarded than the rejected ones, from the least to the most."""
+        """Plot of the margins between chosen and rejected rewards, sorted."""
         rewards = sums["rewards"].double().numpy()
         return own_metrics.in_order("margins of rewards", "margin", rewards[:, 0] - rewards[:, 1])
 
@@ -248,7 +248,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
 
 
 def _is_content(value: Any) -> bool:
-    """Whether it is a text, or a list of messages."""
+    """Whether a value is a non-empty text or a list of messages."""
     if isinstance(value, str):
         return bool(value.strip())
     return (
@@ -259,8 +259,8 @@ def _is_content(value: Any) -> bool:
 
 
 def _cut(ids: list[int], first: int, most: int, split: str, row: int) -> tuple[list[int], list[int], bool]:
-    """Tokens and targets of a prompt with its answer, `most` at most, and whether there were more. `first`: where the
-    answer begins. Errors: `RunError` when the prompt leaves no room for it."""
+    """Tokens and targets of a prompt with its answer, truncated to `most`, and whether they were truncated. `first`:
+    start of the answer. Errors: `RunError` if the prompt leaves no room for the answer."""
     if first >= most:
         raise RunError(
             "LS3005",
@@ -273,7 +273,7 @@ def _cut(ids: list[int], first: int, most: int, split: str, row: int) -> tuple[l
 def tokens_of(
     tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row: int | None = None
 ) -> tuple[list[int], int]:
-    """Prompt, answer and end token, or what the chat template renders of both; and where the answer begins. Errors:
+    """Tokens of prompt, answer and end token, or of the rendered chat template; and the start of the answer. Errors:
     `RunError`, which names the row."""
     if options.conversations:
         ids, first = _spoken(tok, options, prompt, answer, row)
@@ -286,11 +286,11 @@ def tokens_of(
     ids = prompt_ids + list(answer_ids)
     if end is not None and ids[-1:] != [end]:
         ids = [*ids, end]
-    return ids, max(1, len(prompt_ids))  # nothing comes before the first token, which is only read
+    return ids, max(1, len(prompt_ids))  # the first token is never a target
 
 
 def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row: int | None) -> tuple[list[int], int]:
-    """A conversation in the chat template, and where its last message begins, which is the answer."""
+    """Tokens of a conversation in the chat template, and the start of its last message, the answer."""
     before, after = (
         [{"role": role, "content": content}] if isinstance(content, str) else list(content or ())
         for role, content in (("user", prompt), ("assistant", answer))
@@ -315,7 +315,7 @@ def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row:
             if not whole.startswith(beginning):
                 raise ValueError("it writes the beginning of a conversation otherwise than the whole of it")
             begin = len(beginning)
-    except Exception as error:  # a template is a program of its own
+    except Exception as error:  # templates may raise anything
         at = "this" if row is None else f"row {row}"
         reason = " ".join(str(error).split())
         raise RunError("LS3006", f"task.conversations: the chat template cannot be used on {at}: {reason}") from error

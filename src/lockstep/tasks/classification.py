@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 def objective_of(options: ClassificationOptions) -> type[Objective]:
-    """The objective that the options ask for."""
+    """The objective class for these options."""
     return RegressionObjective if options.regression else SeveralLabels if options.multi_label else OneLabel
 
 
 class Classification(TextTask, Streams, LabelTask):
-    """One label a text."""
+    """Classification or regression of texts."""
 
     Options = ClassificationOptions
     head = heads.CLASSIFICATION
@@ -87,7 +87,7 @@ class Classification(TextTask, Streams, LabelTask):
 
     @classmethod
     def usable_splits(cls, read: source.Source, run: Run, options: ClassificationOptions) -> dict[str, Dataset]:
-        """A test split whose labels are hidden, as benchmarks have them, is none."""
+        """Usable rows of each split; drops a test split whose labels are hidden, as benchmarks publish them."""
         splits = dict(read.splits)
         learned, train = options.labels.values(), splits.get("train")
         test_named = run.data.test is not None or "test" not in splits
@@ -104,7 +104,7 @@ class Classification(TextTask, Streams, LabelTask):
     @classmethod
     def read_labels(cls, data: TextData) -> Learned:
         options = data.options
-        others = {} if data.run.data.drop_unusable else data.splits  # whose labels train has to have
+        others = {} if data.run.data.drop_unusable else data.splits  # splits whose labels must occur in train
         if data.rows is not None:
             return _of(data.rows, data.run, options, others)
         splits = {split: rows for split, rows in data.splits.items() if split in ("train", *others)}
@@ -129,7 +129,7 @@ class Classification(TextTask, Streams, LabelTask):
 
     @classmethod
     def check_labels(cls, data: TextData) -> None:
-        """Refuse weights and thresholds of labels that there are none of."""
+        """Refuse weights and thresholds for labels that do not occur."""
         counts = data.labels.counts_in(data)
         examples = len(data.splits["train"]) if data.rows is None else sum(counts)
         objective_of(data.options)(data.options, data.labels.codes.names, counts, examples)
@@ -182,7 +182,7 @@ class Classification(TextTask, Streams, LabelTask):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Learned, split: str, name: str) -> tuple[Encoder, Features]:
-        """The function that makes tokens and labels of rows, and the columns of these."""
+        """Return the function that encodes rows to tokens and labels, and the features of its output."""
         import datasets
 
         options = cls.options_of(run)
@@ -255,8 +255,8 @@ class Classification(TextTask, Streams, LabelTask):
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-        """`label`, its `score`, and the `scores` of all labels, which add up to 1; of several labels `labels` and
-        `scores`; of numbers `value`, or `values` by name."""
+        """Yield `label`, its `score`, and the `scores` of all labels, which sum to 1; for multi-label `labels` and
+        `scores`; for regression `value`, or `values` by name."""
         from lockstep.tasks.models import inference, models
 
         model, tok = models.exported(cls.head, folder, run)
@@ -288,16 +288,16 @@ class Learned:
     """The labels of the splits."""
 
     codes: LabelCodes
-    notes: list[str]  # about labels that are not as the model's config has them
-    counts: list[int] | None = None  # examples of each in a stream
+    notes: list[str]  # on labels that differ from the model's config
+    counts: list[int] | None = None  # examples per label, in a stream
 
     def counts_in(self, data: TextData) -> list[int]:
-        """Examples of each in train."""
+        """Number of train examples per label."""
         return self.codes.counts(data.splits["train"]) if self.counts is None else self.counts
 
 
 def _as_the_model(run: Run, options: ClassificationOptions, codes: LabelCodes) -> tuple[LabelCodes, list[str]]:
-    """Labels in the order of the model's outputs, and notes about them. Errors: `RunError`."""
+    """Reorder labels to match the model's outputs, with notes. Errors: `RunError`."""
     notes = head_labels.problem_notes(run, heads.CLASSIFICATION, objective_of(options).problem, len(codes.names))
     if options.regression:
         return codes, notes
@@ -306,7 +306,7 @@ def _as_the_model(run: Run, options: ClassificationOptions, codes: LabelCodes) -
 
 
 def _of(rows: Stream, run: Run, options: ClassificationOptions, others: dict[str, Dataset]) -> Learned:
-    """The labels of a stream and of the other splits. Errors: `RunError`."""
+    """Read the labels of a stream and of the other splits. Errors: `RunError`."""
     column = options.labels["task.label"]
     counts = rows.gather(partial(labels.count_labels, column=column), "labels", "looking for the labels of the shards")
     train, examples = labels.merge_counts(counts, column, partial(_first_of, rows=rows, column=column))
@@ -320,7 +320,7 @@ def _of(rows: Stream, run: Run, options: ClassificationOptions, others: dict[str
 
 
 def _first_of(kind: type, rows: Stream, column: str) -> str:
-    """Where a stream has the first label of a type, for a person."""
+    """Location of the first label of a type in a stream, for a message."""
     for part, file, chunk, used in rows.walk():
         if any(type(label) is kind for label in used[column]):
             return f"in rows {chunk.row:,} to {chunk.row + chunk.rows - 1:,} of {part.display_name(file)}"
@@ -328,5 +328,5 @@ def _first_of(kind: type, rows: Stream, column: str) -> str:
 
 
 def _instead_of_none(tok: Any) -> int:
-    """The token that is read where a text has none: a tokenizer without special tokens makes nothing of some."""
+    """Token that replaces an empty encoding: without special tokens, a tokenizer may encode a text to nothing."""
     return int(tok.eos_token_id if tok.eos_token_id is not None else tok.pad_token_id)

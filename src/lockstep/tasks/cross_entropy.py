@@ -1,11 +1,11 @@
 """Cross-entropy over a vocabulary, with one float32 matrix of the logits' size in memory where torch has three.
 
-In: logits [N, V], float32 or less, and targets int64 [N]. Out: float32 losses, or their sum; the bits of
-`torch.nn.functional.cross_entropy` of `logits.float()`, and of its gradient.
+In: logits [N, V], at most float32, and targets int64 [N]. Out: float32 losses or their sum, bitwise equal to
+`torch.nn.functional.cross_entropy` of `logits.float()`, as is the gradient.
 
-torch makes the logits float32, keeps their log-probabilities, and in backward makes two more matrices: one of zeros
-with a number a row, and the gradient. Here a few rows at a time go through torch's own operations, and the gradient
-takes the place of the log-probabilities. Every row depends on that row alone, so its bits are the same.
+torch casts the logits to float32, stores their log-probabilities, and in backward allocates two more matrices: zeros
+with one entry per row, and the gradient. Here torch's own operations process a few rows at a time, and the gradient
+overwrites the log-probabilities. Each row is computed independently, so the bits are unchanged.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.overrides import has_torch_function_unary
 from lockstep.data.batch import IGNORED
 from lockstep.distributed.torch_internals import is_dtensor
 
-LARGE = 1 << 21  # numbers of a matrix (8 MiB); operations on a smaller one cost more than its memory
-PART = 1 << 18  # numbers that go through at once, and stay in the processor's cache
+LARGE = 1 << 21  # elements of a matrix (8 MiB); below this, splitting costs more than the memory is worth
+PART = 1 << 18  # elements processed at once, which fit the processor's cache
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _REDUCTIONS = {"none": 0, "sum": 2}
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str, label_smoothing: float = 0.0) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of logits [N, V], as float32, and targets [N], where IGNORED counts for
-    nothing. `reduction`: none ([N]) or sum. The gradient can be asked for once."""
+    """`torch.nn.functional.cross_entropy` of logits [N, V], cast to float32, and targets [N], where IGNORED is skipped.
+    `reduction`: none ([N]) or sum. Backward can run only once."""
     by_parts = logits.device.type == "cpu" and logits.dtype in _DTYPES and logits.numel() >= LARGE
     if by_parts and not label_smoothing and not is_dtensor(logits) and not has_torch_function_unary(logits):
         return _ByParts.apply(logits, targets, _REDUCTIONS[reduction])
@@ -65,6 +65,6 @@ class _ByParts(torch.autograd.Function):
 
 
 def _parts(matrix: Tensor) -> Iterator[slice]:
-    """Rows that go through at once."""
+    """Slices of rows to process at a time."""
     rows = max(1, PART // matrix.shape[1])
     return (slice(start, start + rows) for start in range(0, len(matrix), rows))

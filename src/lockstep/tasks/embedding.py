@@ -1,8 +1,8 @@
 """Embeddings: a text as a vector of unit length, near those of texts that go with it, with any model of `AutoModel`.
 
-In: pairs of texts that go together, with texts beside that do not where there are some; or pairs with a score. Out: the
-loss, recall, reciprocal rank and nDCG among all texts of a split; or correlations with the scores. The export is one of
-sentence-transformers.
+In: pairs of related texts, optionally with unrelated ones (negatives); or pairs with a similarity score. Out: the loss,
+and recall, reciprocal rank and nDCG among all texts of a split, or correlations with the scores. The export is in the
+format of sentence-transformers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
 
-_AMONG = 64  # texts that the nearest of a sample is looked for in
-_SCORED = 100_000  # scored pairs of a split that correlations are of, at most
+_AMONG = 64  # texts among which a sample's nearest one is searched
+_SCORED = 100_000  # maximum number of scored pairs for correlations
 
 
 class EmbeddingOptions(Section):
@@ -78,7 +78,7 @@ class EmbeddingOptions(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Key of the run file -> the column of texts that it names."""
+        """Key of the run file -> text column."""
         more = [self.negative] if isinstance(self.negative, str) else self.negative or []
         keys = ["task.negative"] if len(more) == 1 else [f"task.negative.{place}" for place in range(len(more))]
         both = {"task.anchor": self.anchor, "task.positive": self.positive}
@@ -86,7 +86,7 @@ class EmbeddingOptions(Section):
 
 
 class Embedding(TextTask, Predicts, GivesPredictions):
-    """A vector a text."""
+    """One vector per text."""
 
     Options = EmbeddingOptions
     head = heads.EMBEDDING
@@ -123,7 +123,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
         options = cls.options_of(run)
         alone = options.score is None and options.negative is None
-        if not alone or run.batch_size == 1 or run.batch_size >= 2 * run.micro_batches:  # 1: `init` knows no other yet
+        if not alone or run.batch_size == 1 or run.batch_size >= 2 * run.micro_batches:  # 1: a placeholder of `init`
             return {}
         return {
             "batch_size": f"{run.batch_size} pairs in {run.micro_batches} micro-batches leave some without a second "
@@ -152,8 +152,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     @classmethod
     def learnable(cls, rows: Dataset, options: EmbeddingOptions, split: str, name: str, drop: bool) -> Dataset:
-        """The rows whose negatives are other texts than their own; without `drop` all rows, which `encode_split` looks
-        at."""
+        """Rows whose negatives differ from their own texts. Without `drop` all rows: `encode_split` checks them."""
         return text_pairs.without_own_negatives(rows, list(options.columns.values())) if drop else rows
 
     @classmethod
@@ -197,7 +196,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         self.slots = max(len(columns) for split, columns in self.splits.items() if split != "train")
         if self.options.score is None:
             self.slots = min(self.slots, self.options.corpus)
-        else:  # at least the few train examples that are compared with the export, where evaluated splits are smaller
+        else:  # at least the few train examples used to verify the export
             self.slots = min(max(self.slots, 3), _SCORED)
 
     @property
@@ -212,8 +211,10 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return pooling.install(super().model(empty), self.prepared.facts["pooling"])
 
     def cut(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
-        """Rows that are told apart meet by chance, and not by length: as many in every micro-batch, and none alone
-        in the last step of an epoch, whose last micro-batches are empty instead."""
+        """Split rows into micro-batches at random rather than by length, as in-batch negatives require, with equal
+        sizes.
+
+        In the last step of an epoch no row is alone: its last micro-batches are empty instead."""
         if self.options.score is not None:
             return super().cut(columns, rows)
         each = -(-self.run.batch_size // self.run.micro_batches)
@@ -224,8 +225,8 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return [self.texts * columns.flat("width")[rows]]
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
-        """All texts of the rows: first the anchors [B], then the positives, then the negatives. The target of an anchor
-        is its score, or the number of its text; other texts have numbers below `IGNORED`, which are no targets."""
+        """All texts of the rows: anchors [B], then positives, then negatives. The target of an anchor is its score or
+        text id; other texts have ids below `IGNORED`, which are not targets."""
         return text_pairs.inputs_of(columns, rows, int(self.tokenizer.pad_token_id))
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
@@ -235,13 +236,13 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return self._losses(outputs.logits.float(), targets).sum()
 
     def _losses(self, vectors: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each row, float32 [B]: the cross-entropy of its positive among the texts of the micro-batch, by
-        cosine times `scale` (Henderson et al. 2017, arXiv:1705.00652; sentence-transformers'
+        """The loss of each row, float32 [B]: cross-entropy of its positive among the texts of the micro-batch, by
+        cosine times `similarity_scale` (Henderson et al. 2017, arXiv:1705.00652; sentence-transformers'
         MultipleNegativesRankingLoss), or the squared error of the cosine (its CosineSimilarityLoss)."""
         import torch
         from torch.nn.functional import cross_entropy
 
-        if len(targets) % self.texts:  # a blank one, cut off another
+        if len(targets) % self.texts:  # a padding micro-batch, truncated from another
             return vectors.sum(1) * 0.0
         count = len(targets) // self.texts
         anchors, others = vectors[:count], vectors[count:]  # [B, H], [(texts - 1) B, H]
@@ -256,13 +257,13 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return cross_entropy(scores, place, reduction="none") * real
 
     def _not_compared(self, targets: Tensor, count: int) -> Tensor:
-        """Which texts each row is not told apart from: bool [B, (texts - 1) B]. Those that are the row's own two texts
-        once more, those that go with the same anchor, and what is beyond `negatives`."""
+        """Mask of texts excluded from each row's negatives: bool [B, (texts - 1) B]. Excludes copies of the row's own
+        two texts, positives of the same anchor, and texts beyond `negatives`."""
         import torch
 
         anchors, others = targets[:count], text_pairs.number(targets[count:])
         at = torch.arange(len(others), device=targets.device)
-        away = (at[None] - at[:count, None]) % count  # rows on from this one: [B, (texts - 1) B]
+        away = (at[None] - at[:count, None]) % count  # distance in rows: [B, (texts - 1) B]
         same = (others[None] == others[:count, None]) | (others[None] == anchors[:, None])
         same |= (anchors[at % count][None] == anchors[:, None]) & (at < count)
         hidden = same & (at[None] != at[:count, None])
@@ -283,7 +284,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return sums
 
     def score_at(self, forward: Forward, batch: MicroBatch, columns: Columns, rows: np.ndarray) -> Sums:
-        """Beside the sums, what is compared over the whole split: each row's in a place of its own [slots]."""
+        """The sums, and the values compared over the whole split, each row's in its own slot [slots]."""
         import torch
 
         vectors = forward(batch.inputs).float()
@@ -311,8 +312,8 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return self._sums(vectors, batch.targets) | results
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The cosine of each pair and its score, float64 [N], from 0 to 1; or all vectors, float64 [N, texts, H], with
-        a number for each text, int64 [N, texts], the same for the same text."""
+        """Cosine and score of each pair, float64 [N], from 0 to 1; or all vectors, float64 [N, texts, H], and text ids,
+        int64 [N, texts], equal for equal texts."""
         answers = sums["outputs"].double().numpy()
         return answers, text_pairs.true_of(columns, rows)
 
@@ -337,7 +338,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return scores
 
     def tables(self, sums: Sums) -> dict[str, Any]:
-        """Recall by how many texts are looked at; or the mean cosine of pairs by their score."""
+        """Plot of recall@k; or of the mean cosine of pairs by score."""
         gathered = {} if np.isnan(float(sums["loss"])) else _gathered(sums)
         if "anchors" in gathered:
             query, at = retrieval.ranks_of(gathered)
@@ -376,7 +377,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-        """The `embedding`: numbers, of length 1 together."""
+        """Yield the `embedding`: a unit vector as a list of numbers."""
         from lockstep.tasks.models import inference, models
 
         model, tok = models.exported(cls.head, folder, run)
@@ -404,12 +405,12 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
 
 def resolved_pooling(run: Run) -> str:
-    """The pooling of the run file, else that of the model's own files, else the mean. Errors: `RunError`."""
+    """The pooling of the run file, else of the model's own files, else mean. Errors: `RunError`."""
     return Embedding.options_of(run).pooling or pooling.of_source(run) or "mean"
 
 
 def _gathered(sums: Sums) -> dict[str, np.ndarray]:
-    """The values of the places that were used."""
+    """The gathered values of the slots in use."""
     if "there" not in sums:
         return {}
     used = sums["there"].numpy() > 0

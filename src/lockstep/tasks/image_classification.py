@@ -1,9 +1,8 @@
 """Image classification with any model that `AutoModelForImageClassification` knows: ViT, ConvNeXT, ResNet and others.
 
-In: images and a label each: a folder of images for each label (`data.layout: class_folders`), or a column of images, as
-parquet files and data sets of the Hub have it. Out: losses from sums; the scores of one label. The image processor of
-the model cuts every image to one size when the data are prepared: the cache holds uint8 [C, H, W] of each. Needs the
-extra `lockstep-train[images]` (Pillow).
+In: images with one label each: a folder per label (`data.layout: class_folders`), or a column of images, as in parquet
+files and Hub data sets. Out: losses from sums; single-label scores. The model's image processor resizes every image to
+one size during preparation: the cache holds uint8 [C, H, W] of each. Needs the extra `lockstep-train[images]` (Pillow).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
 
-_AS_IT_IS = {"do_resize": False, "do_center_crop": False}  # for images that have their size already
+_AS_IT_IS = {"do_resize": False, "do_center_crop": False}  # for images already resized
 _UNUSED = ("max_length", "padding", "group_by_length", "stream_window")  # keys of `data`
 
 
@@ -55,12 +54,12 @@ class ImageClassificationOptions(LabelOptions):
 
     @property
     def labels(self) -> dict[str, str]:
-        """Key of the run file -> the column of labels that it names."""
+        """Key of the run file -> label column."""
         return {"task.label": self.label}
 
 
 class ImageClassification(LabelTask):
-    """One label an image."""
+    """One label per image."""
 
     Options = ImageClassificationOptions
     head = heads.IMAGE_CLASSIFICATION
@@ -106,7 +105,7 @@ class ImageClassification(LabelTask):
         splits = {}
         for split, rows in data.splits.items():
             if split == "test" and run.data.test is None and labels.hidden(rows, options.label, data.splits["train"]):
-                continue  # benchmarks hide the labels of their test split
+                continue  # hidden test labels, as in benchmarks
             splits[split] = _whole(rows, options, split, data.name, run.data.drop_missing)
         usable, drop = dict(splits), run.data.drop_unusable
         train = {"train": splits["train"]}
@@ -166,8 +165,10 @@ class ImageClassification(LabelTask):
         return models.build(self.run, self.head, None, empty, **entries)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
-        """`pixel_values` float32 [B, C, H, W], or bfloat16 where weights are, rescaled and normalised by the processor.
-        Of no rows two images, which batch normalisation needs."""
+        """`pixel_values` [B, C, H, W], rescaled and normalized by the processor: float32, or bfloat16 if the weights
+        are.
+
+        For no rows, two images, which batch normalization needs."""
         import torch
 
         blank = len(rows) == 0
@@ -183,7 +184,7 @@ class ImageClassification(LabelTask):
         return {"image": [f"validation, row {row}" for row in rows]}
 
     def sample_input(self, sample: Mapping[str, str]) -> str:
-        """Nothing: samples are rows of the data set, and `predict` reads files."""
+        """Empty: samples are rows of the data set, but `predict` reads files."""
         return ""
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -202,7 +203,7 @@ class ImageClassification(LabelTask):
 
     @classmethod
     def input_rows(cls, run: Run, word: str) -> list[tuple[str, ...]]:
-        """The image that a path names, or all images in a folder, in the order of their names."""
+        """The image at a path, or all images in a folder, sorted by path."""
         path = Path(word)
         if path.is_dir():
             files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in row_files.IMAGES]
@@ -213,7 +214,7 @@ class ImageClassification(LabelTask):
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-        """`label`, its `score`, and the `scores` of all labels, which add up to 1. A row is the path of an image."""
+        """Yield `label`, its `score`, and the `scores` of all labels, which sum to 1. A row is the path of an image."""
         import torch
 
         from lockstep.tasks.models import inference, models
@@ -241,7 +242,7 @@ class ImageClassification(LabelTask):
 
 
 def _whole(rows: Dataset, options: ImageClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
-    """The rows with an image and a label; of images their files as they are, as bytes. Errors: `RunError`."""
+    """Rows with an image and a label; images are kept as encoded bytes. Errors: `RunError`."""
     import datasets
     from datasets.table import embed_table_storage
 
@@ -281,13 +282,13 @@ def _read(path: str) -> bytes:
 
 
 def _opened(file: bytes, where: str) -> Any:
-    """An image of Pillow, in red, green and blue. Errors: `RunError`."""
+    """Open an image with Pillow and convert it to RGB. Errors: `RunError`."""
     from PIL import Image, ImageOps
 
     try:
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
         converted = image.convert("RGB")
-    except Exception as error:  # Pillow's readers raise errors of many kinds for files that are none
+    except Exception as error:  # Pillow raises many kinds of errors for other files
         reason = " ".join(str(error).split()).partition(" <")[0]
         raise RunError("LS3034", f"task.image: {where} is not an image that Pillow can read ({reason})") from error
     if image.mode[0] in "IF" and not np.array_equal(np.asarray(image), np.asarray(converted)[..., 0]):
@@ -303,15 +304,16 @@ def _opened(file: bytes, where: str) -> Any:
 
 
 def load_processor(folder: str) -> Any:
-    """The image processor of a folder, by Pillow and numpy, not torchvision: the same bits with or without it."""
+    """Load a folder's image processor with the Pillow backend, so that results do not depend on whether torchvision is
+    installed."""
     from transformers import AutoImageProcessor
 
     return AutoImageProcessor.from_pretrained(folder, backend="pil")
 
 
 def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
-    """The folder in the cache with the processor of the model, or that of its family, and the entries of the run file.
-    Errors: `RunError`."""
+    """Cache folder with the image processor of the model, or of its family, and the run file's entries. Errors:
+    `RunError`."""
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
@@ -325,7 +327,7 @@ def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
                 revision=run.model.revision,
                 backend="pil",
             )
-        except Exception as error:  # not on the Hub, no network, no such file: all are the user's to mend
+        except Exception as error:  # not on the Hub, no network, no such file: user errors
             raise RunError(
                 "LS3035", f"model.source: {folder} has no image processor: {explained(error, run.model.revision)}"
             ) from error
@@ -358,20 +360,20 @@ def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
 
 
 def resized(processor: Any, image: Any) -> np.ndarray:
-    """An image at the processor's size, before its numbers are scaled: uint8 [C, H, W]."""
+    """Resize an image with the processor, without rescaling values: uint8 [C, H, W]."""
     pixels = processor([image], return_tensors="np", do_rescale=False, do_normalize=False)["pixel_values"][0]
     return np.asarray(pixels)
 
 
 def normalized(processor: Any, images: Sequence[np.ndarray]) -> np.ndarray:
-    """Images of one size, rescaled and normalised as the processor does it: float32 [B, C, H, W]."""
+    """Rescale and normalize images of one size with the processor: float32 [B, C, H, W]."""
     known = {name: value for name, value in _AS_IT_IS.items() if hasattr(processor, name)}
     pixels = processor(list(images), return_tensors="np", input_data_format="channels_first", **known)["pixel_values"]
     return np.ascontiguousarray(pixels, dtype=np.float32)
 
 
 def _trained_on_one(run: Run, head: str, shape: Sequence[int]) -> None:
-    """Forward of one image, in training mode, without numbers."""
+    """Run one image through the model in training mode, on the meta device."""
     import torch
 
     from lockstep.tasks.models import models
@@ -381,8 +383,8 @@ def _trained_on_one(run: Run, head: str, shape: Sequence[int]) -> None:
 
 
 def _shape(run: Run, processor: Any) -> tuple[int, ...]:
-    """[C, H, W] of what the processor makes. Errors: `RunError` for one that makes images of several sizes, whose two
-    halves are not the whole, or that does not fit the model."""
+    """Output shape [C, H, W] of the processor. Errors: `RunError` if it varies, if resizing and normalizing separately
+    differs from doing both at once, or if it does not fit the model."""
     from PIL import Image
 
     from lockstep.tasks.models import model_configs
@@ -423,7 +425,7 @@ def _shape(run: Run, processor: Any) -> tuple[int, ...]:
     return shape
 
 
-_ONE_SIZE = {"vit", "deit", "beit", "data2vec-vision", "vit_msn", "dinov2"}  # families of one number of patches
+_ONE_SIZE = {"vit", "deit", "beit", "data2vec-vision", "vit_msn", "dinov2"}  # families with a fixed number of patches
 
 
 def _encode(
@@ -435,7 +437,8 @@ def _encode(
     split: str,
     key: str,
 ) -> str:
-    """The folder of shards of a split. Errors: `RunError` for a row that holds no image, with its number."""
+    """Encode a split and return its folder of shards. Errors: `RunError` with the row number if a row holds no
+    image."""
     schema = pa.schema([("pixels", pa.list_(pa.uint8())), ("label", pa.int64())])
     size = int(np.prod(shape))
 
@@ -458,4 +461,4 @@ def _encode(
     return arrow_cache.write_split(key, schema, parts, make, "cutting images to size", of="images")
 
 
-_TOGETHER = 16  # images that are decoded before one says how far it is
+_TOGETHER = 16  # images decoded between progress updates

@@ -24,11 +24,11 @@ from lockstep.tasks.task import Forward, Generate
 if TYPE_CHECKING:
     from torch import Tensor
 
-THRESHOLD = "decision_threshold"  # what an export's config calls it
+THRESHOLD = "decision_threshold"  # its name in an export's config
 
 
 class LabelTask(Predicts, GivesPredictions, Calibrates):
-    """A task whose targets an objective reads and learns."""
+    """A task whose targets are read and learned by an objective."""
 
     plugin = "tasks"  # a base: it has no name in a run file
 
@@ -36,7 +36,7 @@ class LabelTask(Predicts, GivesPredictions, Calibrates):
     threshold: float | None = None  # chosen on the validation split
 
     def learn(self, objective: Objective) -> None:
-        """Use an objective, and gather what its scores are made of."""
+        """Set the objective, and gather the per-example outputs that its scores need."""
         self.objective = objective
         if len(objective.names) <= MOST_CLASSES or self.run.metrics or not isinstance(objective, OneLabel):
             self.per_example_outputs = ("predictions", "labels")
@@ -55,7 +55,7 @@ class LabelTask(Predicts, GivesPredictions, Calibrates):
 
         logits = outputs.logits.float()
         loss = self.objective.loss_sum(logits, targets)
-        with torch.no_grad():  # logits are small here, and this goes with whatever the objective sums
+        with torch.no_grad():  # logits are small here, and this works for any objective
             rows = zip(logits.split(1), targets.split(1), strict=True)
             return loss, torch.stack([self.objective.loss_sum(row, target) for row, target in rows])
 
@@ -92,7 +92,7 @@ class LabelTask(Predicts, GivesPredictions, Calibrates):
 
     @abstractmethod
     def inputs_shown(self, rows: np.ndarray, batch: MicroBatch) -> dict[str, list[str]]:
-        """Columns of what a sample shows of the validation examples at `rows`, before its labels."""
+        """Input columns of the samples at `rows` of the validation split."""
 
     # -- the threshold -----------------------------------------------------------------------------------------------
 
@@ -110,8 +110,8 @@ class LabelTask(Predicts, GivesPredictions, Calibrates):
         return {"threshold": config[THRESHOLD]} if config.get(THRESHOLD) is not None else {}
 
     def keep_threshold(self, config: Any) -> None:
-        """Put the threshold that holds into the config of a model that is exported."""
-        vars(config).pop(THRESHOLD, None)  # that of the model this one was made from
+        """Store the current threshold in the config of an exported model."""
+        vars(config).pop(THRESHOLD, None)  # the threshold of the base model
         threshold = self.threshold if self.objective.chooses_threshold else self.objective.fixed_threshold
         if threshold is not None:
             setattr(config, THRESHOLD, threshold)

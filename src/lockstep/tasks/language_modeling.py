@@ -98,7 +98,7 @@ class LanguageModelingOptions(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Key of the run file -> the column of texts that it names."""
+        """Key of the run file -> text column."""
         if self.messages is not None:
             return {}
         if self.prompt is not None and self.response is not None:
@@ -112,18 +112,18 @@ class LanguageModelingOptions(Section):
 
     @property
     def cut(self) -> bool:
-        """Whether texts longer than a block lose their ends, rather than become several examples."""
+        """Whether texts longer than a block are truncated rather than split into several examples."""
         return not self.packed and list(self.columns) != ["task.text"]
 
     @property
     def writing(self) -> conversations.Writing:
-        """How conversations become texts."""
+        """How conversations are rendered to text."""
         assert self.messages is not None
         each = self.turns == "per_turn"
         return conversations.Writing(self.messages, self.chat_template, self.template_arguments, self.tools, each)
 
     def values(self, dataset: Dataset) -> dict[str, Any]:
-        """Those of these keys that decide the tokens of a split."""
+        """The keys that affect the tokens of a split."""
         always = ("text", "prompt", "response", "messages", "chat_template", "block_size")
         options = {k: v for k, v in self.model_dump().items() if k in always}
         options |= {} if self.attend_across_documents else {"cross_documents": False}
@@ -134,11 +134,11 @@ class LanguageModelingOptions(Section):
 
 
 _SIZES = ("bytes", "words")  # of texts
-_LOOKED_AT = 20  # conversations, for the end of what the assistant says
+_LOOKED_AT = 20  # conversations checked for an end token
 
 
 class LanguageModeling(PerToken, Generates):
-    """The next token of a text."""
+    """Next-token prediction."""
 
     Options = LanguageModelingOptions
     head = heads.CAUSAL
@@ -280,8 +280,8 @@ class LanguageModeling(PerToken, Generates):
         return self.options.chat_template
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
-        """Where texts of a block are read by themselves, positions begin anew with each, which is what transformers
-        takes to mean that they do not see each other; it asks for no `attention_mask` beside."""
+        """Inputs and targets. Without `attend_across_documents`, positions restart with each text of a block, which
+        transformers takes as a block-diagonal mask if there is no `attention_mask`."""
         inputs, targets = super().tensors(columns, rows)
         if self.options.attend_across_documents:
             return inputs, targets
@@ -298,8 +298,8 @@ class LanguageModeling(PerToken, Generates):
         return {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in measured.items()}
 
     def score_split(self, forward: Forward, columns: Columns, rows: np.ndarray, device: Any) -> Sums:
-        """`openings`: the loss of tokens that no other token precedes, computed after the token that begins or ends a
-        text, with their bytes and words. Missing where the tokenizer has neither token, and for a stream."""
+        """`openings`: loss, bytes and words of the tokens that no token precedes, predicted after the token that begins
+        or ends a text. Empty if the tokenizer has neither token, and for a stream."""
         import torch
 
         begin = lm_documents.start_of(self.tokenizer)
@@ -318,9 +318,8 @@ class LanguageModeling(PerToken, Generates):
         return sums | {"openings": -logits.log_softmax(-1)[torch.from_numpy(np.concatenate(curve_rows)).long()].sum()}
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Per byte or word it is the loss of the whole text over their number, as in lm-evaluation-harness, which does
-        not depend on how the tokenizer cuts it: also the loss of tokens that are no targets, as nothing is before
-        them."""
+        """Metrics per token, and per byte and word as in lm-evaluation-harness: the loss of the whole text, opening
+        tokens included, over its bytes or words. The latter do not depend on the tokenizer."""
         metrics = super().metrics(sums)
         if "openings" not in sums:
             return metrics
@@ -350,7 +349,7 @@ class LanguageModeling(PerToken, Generates):
             rows = np.linspace(0, len(columns) - 1, options.samples).astype(int)
             starts = [self._beginning(columns, int(row)) for row in rows]
         inputs = inference.padded([{"input_ids": s} for s in starts], {"input_ids": int(self.tokenizer.pad_token_id)})
-        room = max(1, options.block_size - inputs["input_ids"].shape[1])  # a model may have no positions for more
+        room = max(1, options.block_size - inputs["input_ids"].shape[1])  # the model may have no more positions
         tokens = generate(inputs, self._decoding(min(options.sample_tokens, room))).tolist()
         texts = [
             [self.tokenizer.decode(part, skip_special_tokens=True) for part in both]
@@ -359,8 +358,8 @@ class LanguageModeling(PerToken, Generates):
         return [{"prompt": start, "written": text} for start, text in texts]
 
     def sample_input(self, sample: Mapping[str, str]) -> str:
-        """The text of a sample as a person would give it to the model; empty for a conversation, whose sample is
-        already in the form of the chat template."""
+        """The text of a sample in the form that a user would enter; empty for a conversation, whose sample is already
+        rendered by the chat template."""
         return "" if self.options.messages is not None else super().sample_input(sample)
 
     @property
@@ -370,7 +369,7 @@ class LanguageModeling(PerToken, Generates):
         return tokenizer.written_by(super().usage, self.tokenizer, self.chat_template, talks, *lengths)
 
     def _beginning(self, columns: Columns, row: int) -> list[int]:
-        """The tokens before an example's first target, or its first quarter."""
+        """Tokens before an example's first target, or else its first quarter."""
         ids = columns.ragged("input_ids").row(row).tolist()
         first = int(np.argmax(columns.ragged("targets").row(row) >= 0)) + 1
         return ids[: first if first > 1 else max(1, min(len(ids), self.options.block_size) // 4)]
@@ -394,7 +393,7 @@ class LanguageModeling(PerToken, Generates):
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-        """What is `written` after the text."""
+        """Yield the continuation of the text as `written`."""
         from lockstep.tasks.models import inference, models
 
         options = cls.options_of(run)
@@ -414,7 +413,7 @@ class LanguageModeling(PerToken, Generates):
 def _documents(
     dataset: Dataset, tok: Any, options: LanguageModelingOptions, rows: range
 ) -> lm_documents.EncodedDocuments:
-    """Some rows, as they are to be cut into examples."""
+    """Encode some rows to documents, ready to be split into examples."""
     if options.messages is not None:
         documents = conversations.documents_of(dataset, tok, options.writing, rows)
     elif options.prompt is not None and options.response is not None:
@@ -425,7 +424,7 @@ def _documents(
         return ((lm_documents.separate(parts), count) for parts, count in documents)
     if not options.cut:
         return documents
-    most = options.block_size + 1  # a response is not read without its prompt
+    most = options.block_size + 1  # a response stays with its prompt
     return ((each.beginnings(most), count) for each, count in documents)
 
 
@@ -440,8 +439,7 @@ def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptio
 
 
 def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[str, Any]:
-    """What the block's size left out of a split's texts, for those who read about the run; nothing where all is
-    there."""
+    """Number of truncated texts and tokens of a split, for reports; empty if nothing was truncated."""
     if not options.cut:
         return {}
     columns = Columns(file)
@@ -454,7 +452,7 @@ def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[
 
 
 def _check_template_arguments(template: Any, arguments: Mapping[str, Any]) -> None:
-    """Errors: `RunError` for a variable that no chat template names."""
+    """Errors: `RunError` for a variable that the chat template does not use."""
     for name in arguments:
         if not re.search(rf"\b{re.escape(name)}\b", str(template)):
             raise RunError(

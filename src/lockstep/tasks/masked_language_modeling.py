@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
 
-_BEST = 5  # tokens that `predict` gives for a mask
+_BEST = 5  # tokens that `predict` returns per mask
 
 
 class MaskedLanguageModelingOptions(Section):
@@ -50,12 +50,12 @@ class MaskedLanguageModelingOptions(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Key of the run file -> the column that it names."""
+        """Key of the run file -> column name."""
         return {"task.text": self.text}
 
 
 class MaskedLanguageModeling(PerToken):
-    """The hidden tokens of a text."""
+    """Prediction of masked tokens."""
 
     Options = MaskedLanguageModelingOptions
     head = heads.MASKED
@@ -148,7 +148,7 @@ class MaskedLanguageModeling(PerToken):
         return {"input_ids": read, "attention_mask": real}, hidden  # [B, T]
 
     def _picked(self, columns: Columns, rows: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, which of them are real, and which are to be foretold: [B, T] each."""
+        """Tokens, mask of real tokens, and mask of tokens to predict: [B, T] each."""
         ids, real = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))
         place, options = (self.run.seed, step), self.options
         picked = masking.chosen(
@@ -163,8 +163,8 @@ class MaskedLanguageModeling(PerToken):
         return int(self._picked(columns, rows, step)[2].sum())
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Perplexity is exp of the loss per masked token, each seen with its whole text around it: not that of a model
-        that writes, and to be compared between models of one tokenizer and one share of masks alone."""
+        """Metrics per masked token. Perplexity is exp of the loss per masked token given its whole context: comparable
+        only between models with the same tokenizer and masking rate, and not with a causal model's."""
         return super().metrics(sums)
 
     def sample_texts(
@@ -183,13 +183,13 @@ class MaskedLanguageModeling(PerToken):
         return [dict(zip(decoded, each, strict=True)) for each in zip(*decoded.values(), strict=True)]
 
     def _decode(self, ids: list[int]) -> str:
-        """A text with its masks, without other special tokens."""
+        """Decode a text with its masks, without other special tokens."""
         specials = {*self.vocabulary.special.tolist()} - {self.vocabulary.mask}
         return str(self.tokenizer.decode([token for token in ids if token not in specials])).strip()
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-        """The text `filled` in, and for each of its `masks` the likeliest tokens with their scores."""
+        """Yield the text with masks `filled`, and for each of its `masks` the most likely tokens with scores."""
         from lockstep.tasks.models import inference, models
 
         model, tok = models.exported(cls.head, folder, run)
@@ -218,7 +218,7 @@ class MaskedLanguageModeling(PerToken):
 
 
 def _filled(tok: Any, ids: list[int], logits: Tensor) -> dict[str, Any]:
-    """A text's answer, from its logits [T, V]."""
+    """The prediction for a text, from its logits [T, V]."""
     ids, masks = list(ids), []
     for place in [place for place, token in enumerate(ids) if token == tok.mask_token_id]:
         scores, best = logits[place].softmax(-1).topk(min(_BEST, logits.shape[-1]))
@@ -246,7 +246,7 @@ def _check_tokenizer(tok: Any, options: MaskedLanguageModelingOptions) -> None:
 
 
 def _encode(dataset: Dataset, key: str, tok: Any, column: str, size: int, packed: bool) -> str:
-    """Blocks of `size` tokens; or a text by itself, a long one in parts that each begin and end as texts do."""
+    """Encode blocks of `size` tokens (packed), or separate texts, long ones in parts with their own special tokens."""
     import pyarrow as pa
 
     parts = arrow_cache.cuts(dataset.select_columns([column]))
@@ -263,7 +263,7 @@ def _encode(dataset: Dataset, key: str, tok: Any, column: str, size: int, packed
 
 
 def _parts(texts: list[str], tok: Any, size: int) -> pa.RecordBatch:
-    """Texts by themselves."""
+    """Encode separate texts."""
     import pyarrow as pa
 
     pieces = tok(texts, truncation=True, max_length=size, return_overflowing_tokens=True)["input_ids"]

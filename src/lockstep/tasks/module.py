@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from lockstep.tasks.modules.dataset import Bundle
 
-SEALED = 64  # items of each split that its hash looks at
+SEALED = 64  # items of each split in its hash
 _NAMES = "a dotted name: my_file.{}"
 
 
@@ -50,7 +50,7 @@ class ModuleOptions(Section):
 
 
 class Module(Task):
-    """Whatever the user trains."""
+    """The task of user-defined models, data and losses."""
 
     Options = ModuleOptions
     own_model = True
@@ -66,12 +66,12 @@ class Module(Task):
 
     @property
     def usage(self) -> str:
-        """Lines of Python for the model card."""
+        """Python code for the model card."""
         return 'import lockstep\n\nmodel = lockstep.load("PATH_OR_REPO")  # runs the code named in config.json'
 
     @classmethod
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
-        """Keys that describe models of transformers and tables of texts."""
+        """Keys that describe transformers models and text tables."""
         reasons = {"model": "task.model makes the model", "tokenizer": "task.data makes the items"}
         of_use = {"workers", "limit", "validation_fraction", "group_by_length"}
         return {key: f"of no use with task module, where {why}" for key, why in reasons.items() if key in _set(run)} | {
@@ -85,7 +85,7 @@ class Module(Task):
 
     @classmethod
     def fingerprint(cls, run: Run) -> str:
-        """How many items each split has, and what some of them hold."""
+        """Hash of the number of items per split and the content of some items."""
         from lockstep.tasks.modules import dataset
 
         sets, _ = dataset.data_sets(run)
@@ -107,7 +107,7 @@ class Module(Task):
             further = [length_inputs, hashlib.sha256(places.tobytes()).hexdigest()] if length_inputs else []
             of = digest(key, split, asdict(probed), *further)
             files[split] = dataset.measured(run, data, places, probed.each, of)
-        if length_inputs:  # of all items, where the rest of the key looks at some
+        if length_inputs:  # covers all items; the rest of the key samples them
             key = digest(key, {split: dataset.content(file) for split, file in files.items()})
         facts = {"source": run.task.options["data"], "cut": cut, "examples": len(sets["train"][1])} | asdict(probed)
         if not cut:
@@ -116,7 +116,8 @@ class Module(Task):
 
     @classmethod
     def check_prepared(cls, run: Run, prepared: Prepared) -> None:
-        """Where there are lengths, they decide which items stand alone."""
+        """Refuse single-example micro-batches that batch normalization cannot train on; skipped with `task.length`,
+        where lengths decide the micro-batches."""
         from lockstep.tasks.modules.loss_probe import trained_on_one
 
         if run.task.options.get("length") is None and (examples := prepared.facts.get("examples")) is not None:
@@ -161,7 +162,7 @@ class Module(Task):
         loss, metrics, generate = (dataset.function(self.run, key) for key in ("loss", "metrics", "generate"))
         facts, names = self.prepared.facts, wrapped_module.names_of(built)
         calling = wrapped_module.Calling(self.run, loss, facts["loss"], metrics, facts["metrics"], generate, names)
-        built.lockstep_called_once = facts["called_once"]  # of which engines make blocks
+        built.lockstep_called_once = facts["called_once"]  # candidates for an engine's blocks
         return wrapped_module.adapt(built, calling)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
@@ -187,7 +188,7 @@ class Module(Task):
         return int(columns.targets[rows].sum())
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
-        return outputs.loss  # of a blank micro-batch zero: see `modules/wrapped_module.py`
+        return outputs.loss  # zero for a padding micro-batch: see `modules/wrapped_module.py`
 
     def score(self, forward: Forward, batch: MicroBatch) -> Sums:
         import torch
@@ -236,5 +237,5 @@ def _bundle(batch: MicroBatch) -> Bundle:
 
 
 def _set(run: Run) -> set[str]:
-    """The sections of the run file that say something."""
+    """Sections of the run file that differ from their defaults."""
     return {key for key in ("model", "tokenizer") if getattr(run, key) != type(getattr(run, key))()}
