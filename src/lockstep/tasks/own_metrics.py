@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 # -- rows that can be gathered: as wide in every batch ---------------------------------------------------------------
 
-NOTHING = -1  # stands where a row has no token
+NOTHING = -1  # marks positions without a token
 
 
 def as_wide(tokens: Tensor, width: int, fill: int = NOTHING) -> Tensor:
-    """Rows [B, T] in the width of the split's widest: int32 [B, width]."""
+    """Pad rows [B, T] to the width of the split's longest row: int32 [B, width]."""
     import torch
 
     return torch.nn.functional.pad(tokens.int(), (0, width - tokens.shape[1]), value=fill)
 
 
 def longest(columns: Columns) -> int:
-    """Tokens of the longest example of a split: the same for any batch of it, on any rank."""
+    """Number of tokens of the longest example of a split; equal on every rank."""
     return int(columns.lengths[columns.longest(1)][0])
 
 
 def listed(values: Sequence[Any]) -> np.ndarray:
-    """Texts, or lists, one an example: an array of objects [N]."""
+    """Texts or lists, one per example, as an object array [N]."""
     array = np.empty(len(values), dtype=object)
     for place, value in enumerate(values):
         array[place] = value
@@ -58,19 +58,18 @@ def listed(values: Sequence[Any]) -> np.ndarray:
 
 # -- curves of a report: scores by size, as sums in bins that ranks add up, and numbers in order ---------------------
 
-# The least size of each bin.
+# Lower bound of each bin.
 BINS = np.array([0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 46, 64, 91, 128, 182, 256, 363, 512, 725, 1024, 2048, 4096])
-_POINTS = 101  # of a curve of numbers in order
+_POINTS = 101  # points of a curve of sorted values
 
 
 def bin_of(sizes: Sequence[int]) -> np.ndarray:
-    """Which bin each belongs to: int64 [N]."""
+    """Bin index of each size: int64 [N]."""
     return np.searchsorted(BINS, np.asarray(sizes, dtype=np.int64), side="right") - 1
 
 
 def binned(sizes: Sequence[int], *values: Sequence[float]) -> np.ndarray:
-    """How many there are in each bin, the sum of their sizes, and of each of their values: float64
-    [bins, 2 + values]."""
+    """Per bin, the count, the sum of sizes and the sum of each value: float64 [bins, 2 + values]."""
     columns = [
         np.ones(len(sizes)),
         np.asarray(sizes, dtype=np.float64),
@@ -80,14 +79,13 @@ def binned(sizes: Sequence[int], *values: Sequence[float]) -> np.ndarray:
 
 
 def curve(sums: Tensor | np.ndarray, value: Callable[[int], float]) -> list[list[float]]:
-    """A point for each bin that holds something: the mean of its sizes, and the value of the bin. `sums`: of
-    `binned`."""
+    """One point per non-empty bin: mean size, and `value` of the bin. `sums`: from `binned`."""
     totals = np.asarray(sums, dtype=np.float64)
     return [[totals[b, 1] / totals[b, 0], value(b)] for b in np.flatnonzero(totals[:, 0]).tolist()]
 
 
 def in_order(title: str, of: str, values: np.ndarray) -> dict[str, Any]:
-    """A plot of numbers from the least to the greatest, by the share of them that is below."""
+    """Plot of sorted values against the share of values below."""
     if len(values) == 0 or not np.isfinite(values).all():
         return {}
     shares = np.linspace(0.0, 1.0, min(_POINTS, len(values)))
@@ -99,12 +97,12 @@ def in_order(title: str, of: str, values: np.ndarray) -> dict[str, Any]:
 
 Metric = Callable[[np.ndarray, np.ndarray], float | Mapping[str, float]]
 
-_DRAWN = -3  # what such functions draw is seeded as if it were a step of this number
+_DRAWN = -3  # step number that seeds random draws of metric functions
 
 
 def functions(run: Run) -> dict[str, Metric]:
-    """The user's metric functions by dotted name, imported. Errors: `RunError` for a function that does not exist, or
-    that takes other arguments."""
+    """Import the user's metric functions by dotted name. Errors: `RunError` if a function does not exist or takes other
+    arguments."""
     from lockstep.tasks.modules.dataset import error_line
 
     metrics: dict[str, Metric] = {}
@@ -117,7 +115,7 @@ def functions(run: Run) -> dict[str, Metric]:
             function = plugins.attribute(name)
         except plugins.PluginError as error:
             raise RunError(error.code, f"metrics: {error.message}") from error
-        except Exception as error:  # whatever the user's module does while it is imported
+        except Exception as error:  # user code at import
             raise RunError("LS3301", f"metrics: cannot import {name}: {error_line(error)}") from error
         if not callable(function) or isinstance(function, type):
             raise RunError("LS3302", f"metrics: {name} is a {type(function).__name__}; expected a function")
@@ -134,7 +132,7 @@ def functions(run: Run) -> dict[str, Metric]:
 
 
 def check(run: Run, prepared: Prepared) -> None:
-    """Try each on a few made-up predictions. Errors: `RunError`."""
+    """Call each metric function on dummy predictions. Errors: `RunError`."""
     if not run.metrics:
         return
     metrics = functions(run)
@@ -155,14 +153,14 @@ def scored(
     taken: Sequence[str],
     where: str = "",
 ) -> dict[str, float]:
-    """What the functions make of predictions and labels. `taken`: names that metrics have already. Errors: `RunError`
-    that names the function, for one that fails or returns something else than numbers."""
+    """Apply the metric functions to predictions and labels. `taken`: metric names already in use. Errors: `RunError`
+    that names a function that fails or does not return numbers."""
     from lockstep.tasks.modules.dataset import error_line
 
     numbers: dict[str, float] = {}
     for name, function in metrics.items():
         seed_everything(run.seed, _DRAWN)
-        predictions, labels = copy.deepcopy(arrays)  # what one of them changes, the next one does not see
+        predictions, labels = copy.deepcopy(arrays)  # isolates functions that modify their arguments
         try:
             result = function(predictions, labels)
         except Exception as error:
@@ -178,7 +176,7 @@ def scored(
 
 
 def _by_name(name: str, result: Any, where: str) -> dict[str, float]:
-    """Errors: `RunError`."""
+    """Numbers of a function's result by metric name. Errors: `RunError`."""
     several = result if isinstance(result, Mapping) else {name.rpartition(".")[2]: result}
     numbers: dict[str, float] = {}
     for key, value in several.items():
@@ -187,7 +185,7 @@ def _by_name(name: str, result: Any, where: str) -> dict[str, float]:
                 "LS3307",
                 f"metrics: {name} returns a number named {key!r}{where}; a name may contain letters, digits and _",
             )
-        plain = value.item() if getattr(value, "ndim", None) == 0 else value  # of numpy and torch
+        plain = value.item() if getattr(value, "ndim", None) == 0 else value  # numpy and torch scalars
         if isinstance(plain, bool) or not isinstance(plain, int | float):
             raise RunError(
                 "LS3308",

@@ -34,12 +34,12 @@ LossChunk = Annotated[
 
 
 class TokenLosses(TextTask):
-    """A task with a cross-entropy over targets [B, T], each predicted by the logits at its place."""
+    """A task with a cross-entropy over targets [B, T], each predicted by the logits at its position."""
 
     plugin = "tasks"  # a base: it has no name in a run file
 
     chunks_loss = True
-    smoothing: float = 0.0  # of labels, in training
+    smoothing: float = 0.0  # label smoothing, in training
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
@@ -63,7 +63,7 @@ class TokenLosses(TextTask):
         return self.sums(logits, batch.targets)
 
     def sums(self, logits: Tensor, targets: Tensor) -> Sums:
-        """Loss, examples, targets and how many of them are the likeliest, of float32 logits [B, T, V]."""
+        """Loss, examples, targets and correctly predicted targets of float32 logits [B, T, V]."""
         real = targets >= 0  # [B, T]
         return {
             "loss": summed_losses(logits, targets).double(),
@@ -83,7 +83,7 @@ class TokenLosses(TextTask):
 
 
 class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
-    """A task with a target for each token that is read."""
+    """A task with one target per input token."""
 
     plugin = "tasks"  # a base: it has no name in a run file
 
@@ -97,8 +97,8 @@ class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
         return int(columns.flat("count")[rows].sum())
 
     def score_at(self, forward: Forward, batch: MicroBatch, columns: Columns, rows: np.ndarray) -> Sums:
-        """The sums, of a row without a target, too; with functions in `metrics` also the likeliest of each target,
-        beside it: int32 [B, longest]."""
+        """The sums, counting rows without a target as examples. With functions in `metrics`, also the most likely token
+        and the target at each position: int32 [B, longest]."""
         import torch
 
         examples = {"examples": torch.tensor(float(len(rows)), dtype=torch.float64, device=batch.targets.device)}
@@ -111,7 +111,7 @@ class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
         return self.sums(logits, batch.targets) | gathered | examples
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of tokens: int64 [N, longest], -1 where there is no target."""
+        """Token ids: int64 [N, longest], -1 where there is no target."""
         return sums["predictions"].numpy().astype(np.int64), sums["labels"].numpy().astype(np.int64)
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
@@ -128,7 +128,7 @@ class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
 
 
 def losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """The cross-entropy of each target [B, T], float32, from logits [B, T, V]; 0 where there is no target."""
+    """Cross-entropy of each target [B, T], float32, from logits [B, T, V]; 0 where there is no target."""
     from lockstep.tasks.cross_entropy import cross_entropy
 
     each = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=smoothing)
@@ -136,17 +136,17 @@ def losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
 
 
 def of_examples(each: Tensor | None) -> Tensor | None:
-    """[B], without a gradient, of losses of targets [B, T]; None of none."""
+    """Sum the losses of targets [B, T] per example: [B], without gradient. None stays None."""
     return None if each is None else each.detach().sum(1)
 
 
 def summed_losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """The sum of `losses`."""
+    """Sum of `losses`."""
     from lockstep.tasks.cross_entropy import cross_entropy
 
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=smoothing)
 
 
 def perplexity(loss: float) -> float:
-    """exp of a mean loss in nats; of more than 700 that of 700, as more overflows."""
+    """exp of a mean loss in nats, clamped at 700 to avoid overflow."""
     return math.exp(min(loss, 700.0))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
 
-_LOOKED_AT = 20  # pairs, for the end of their answers
+_LOOKED_AT = 20  # pairs checked for an end token
 
 
 class PreferenceOptions(AnswerPairOptions):
@@ -67,7 +67,7 @@ class PreferenceOptions(AnswerPairOptions):
 
 
 class Preference(AnswerPairs, UsesReference):
-    """Which of two answers is written rather."""
+    """Train the model to prefer writing the chosen answer."""
 
     Options = PreferenceOptions
     head = heads.CAUSAL
@@ -77,8 +77,9 @@ class Preference(AnswerPairs, UsesReference):
     pipeline = "text-generation"
     usual_rate = 5e-6
     display_keys = ("sample_tokens",)
-    # Rewards are beta times what the model has learned: its log-probability of an answer less what it was before
-    # training. `accuracy`: of how many pairs the chosen answer's is the larger one.
+    # Reward: beta times the change of an answer's log-probability since before training. `accuracy`: share of pairs
+    # whose
+    # chosen answer has the larger reward.
     mean_sums: ClassVar[Mapping[str, str]] = {
         "accuracy": "right",
         "margin": "margin",
@@ -125,7 +126,7 @@ class Preference(AnswerPairs, UsesReference):
 
     @property
     def reference_size(self) -> int:
-        """The log-probabilities of the two answers by the model as it is before training."""
+        """Two: the log-probabilities of both answers by the model before training. 0 for SimPO."""
         return 0 if self.options.loss == "simpo" else 2
 
     @property
@@ -136,10 +137,10 @@ class Preference(AnswerPairs, UsesReference):
         return _summed(forward(batch.inputs), batch.targets)[0].double().view(-1, 2)
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
-        """Inputs [2B, T]. Targets [2B, T + 1]: at each place the token that follows, if it is of an answer; in the last
-        column what the model said before training, the bits of a float64."""
+        """Inputs [2B, T] and targets [2B, T + 1]: at each position the next token if it belongs to an answer; in the
+        last column the reference log-probability, as the bits of a float64."""
         ids, mask, answer_targets = self.answers(columns, rows)
-        before = self.reference_for(columns, rows)  # [B, 2], or nothing
+        before = self.reference_for(columns, rows)  # [B, 2], or None
         last = np.zeros(len(ids)) if before is None else before.reshape(-1)
         targets = np.full((len(ids), ids.shape[1] + 1), IGNORED)
         targets[:, :-2], targets[:, -1] = answer_targets[:, 1:], last.view(np.int64)
@@ -162,7 +163,7 @@ class Preference(AnswerPairs, UsesReference):
         return sums | {"examples": real.sum().double()} | {"rewards": rewards}
 
     def _judged(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """For each pair, float32 [B]: its loss, the rewards of both answers, and whether it is `real`."""
+        """Per pair, float32 [B]: loss, rewards of both answers, and whether the pair is `real`."""
         import torch
         from torch.nn.functional import logsigmoid
 
@@ -200,7 +201,7 @@ class Preference(AnswerPairs, UsesReference):
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-        """What is `written` after the prompt: the likeliest token each time."""
+        """Yield the greedy continuation of the prompt as `written`."""
         from lockstep.tasks.models import inference, models
 
         options = cls.options_of(run)
@@ -215,7 +216,7 @@ class Preference(AnswerPairs, UsesReference):
 
 
 def _summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-probability of each row's targets: float32 [2B], and how many they are: int64 [2B]. `logits` [2B, T, V],
-    `targets` [2B, T + 1], of which the last column is none."""
+    """Log-probability of each row's targets, float32 [2B], and their number, int64 [2B]. `logits` [2B, T, V]; `targets`
+    [2B, T + 1], whose last column is not a target."""
     labels = targets[:, :-1]
     return -losses(logits, labels).sum(1), (labels >= 0).sum(1)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from lockstep.tasks.models.qa_spans import Span
 
-_SHARP = 2.0**20  # sums are rounded to its inverse: scores are kept to 2^-40
+_SHARP = 2.0**20  # sums are rounded to multiples of its inverse: scores keep a precision of 2^-40
 
 
 class QuestionAnsweringOptions(Section):
@@ -53,12 +53,12 @@ class QuestionAnsweringOptions(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Key of the run file -> the column of texts that it names."""
+        """Key of the run file -> text column."""
         return {"task.question": self.question, "task.context": self.context}
 
 
 class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
-    """Where in its context the answer to a question stands."""
+    """Extractive answers: the span of a context that answers a question."""
 
     Options = QuestionAnsweringOptions
     head = heads.QUESTION_ANSWERING
@@ -112,7 +112,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
 
     @classmethod
     def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
-        return {}  # a question that leaves no room for its context is refused by its row
+        return {}  # `encoder` refuses questions that leave no room for context, by row
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
@@ -131,7 +131,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         return qa_spans.install(super().model(empty))
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
-        """The windows of the rows, one after the other [R, T]; the targets are first and last token of the answer."""
+        """All windows of the rows, concatenated [R, T]; targets are the first and last token of the answer [R, 2]."""
         windows = [window for each in qa_features.parts_of(columns, rows) for window in each]
         answer_spans = [
             np.concatenate([columns.ragged(name).row(int(row)) for row in rows]) for name in ("starts", "stops")
@@ -181,7 +181,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         return self._sums(logits, batch.targets) | results | gathered
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The answers, texts [N], empty where there is none; and lists of all that are right, empty likewise."""
+        """Answer texts [N], empty if there is none; and lists of all correct answers, empty likewise."""
         from lockstep.tasks.models.qa_spans import Span
 
         spans = [Span(*place) for place in sums["spans"].tolist()]
@@ -193,7 +193,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         return listed(["a text", "another", ""]), listed([["a text", "text"], ["a second one"], none])
 
     def _spans(self, logits: Tensor, columns: Columns, rows: np.ndarray) -> list[Span]:
-        """Where the model has the answers to the questions at these rows, from the logits of all their windows."""
+        """Predicted answer spans of the questions at these rows, from the logits of all their windows."""
         from lockstep.tasks.models import qa_spans
 
         if len(rows) == 0:
@@ -202,13 +202,13 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         return qa_spans.best(logits, windows, self.options.answer_tokens, self.options.unanswerable)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """`exact_match` and `f1` are from 0 to 100, as of SQuAD's script."""
+        """`exact_match` and `f1` range from 0 to 100, as in SQuAD's script."""
         count = float(sums["examples"]) * _SHARP
         scores = {"loss": float(sums["loss"]) / float(sums["targets"])}
         return scores | {name: 100 * float(sums[key]) / count for name, key in (("exact_match", "exact"), ("f1", "f1"))}
 
     def tables(self, sums: Sums) -> dict[str, Any]:
-        """F1 by the words of the right answer; none where there is no answer."""
+        """Plot of F1 by the number of words of the correct answer."""
         counts = sums["by_words"].numpy()
         line = own_metrics.curve(counts, lambda b: 100 * float(counts[b, 2] / counts[b, 0]))
         return {"plots": [{"title": "F1", "x": "words of the right answer", "lines": {"F1": line}}]}
@@ -225,7 +225,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-        """The `answer`, and at which characters of the context it begins and ends; empty where there is none."""
+        """Yield the `answer` and its start and end character in the context; empty if there is none."""
         from lockstep.tasks.models import inference, models, qa_spans
 
         options = cls.options_of(run)
@@ -258,13 +258,13 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
 
 
 def _texts(spans: Sequence[Span], columns: Columns, rows: np.ndarray) -> list[str]:
-    """What stands there in the contexts of these rows."""
+    """Texts of the spans in the contexts of these rows."""
     contexts = columns.texts(qa_features.CONTEXT, rows)
     return [text[span.start : span.end] for text, span in zip(contexts, spans, strict=True)]
 
 
 def _inputs(windows: Sequence[qa_features.TokenWindow], pad: int) -> dict[str, Tensor]:
-    """Windows as a model reads them, padded on the right: [R, T] each."""
+    """Model inputs of windows, padded on the right: [R, T] each."""
     from lockstep.tasks.models import inference
 
     encoded = [{"input_ids": w.ids} | ({"token_type_ids": w.types} if w.types else {}) for w in windows]

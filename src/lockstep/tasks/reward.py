@@ -36,7 +36,7 @@ class RewardOptions(AnswerPairOptions):
 
 
 class Reward(AnswerPairs):
-    """Which of two answers is better, as a number for each."""
+    """Train a reward: one number per answer."""
 
     Options = RewardOptions
     head = heads.CLASSIFICATION
@@ -53,7 +53,7 @@ class Reward(AnswerPairs):
         return models.named(_LABELS)
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
-        """Inputs [2B, T]; targets [2B], 1 of a chosen answer and IGNORED of a rejected one."""
+        """Inputs [2B, T]; targets [2B], 1 for a chosen answer and IGNORED for a rejected one."""
         ids, mask, _ = self.answers(columns, rows)
         return {"input_ids": ids, "attention_mask": mask}, np.array([1, IGNORED] * len(rows))
 
@@ -67,7 +67,7 @@ class Reward(AnswerPairs):
         return sums | {"rewards": rewards}
 
     def _judged(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """The loss and scores of each pair, float32 [B]; 0 for a padding pair."""
+        """Loss and rewards of each pair, float32 [B]; 0 for a padding pair."""
         from torch.nn.functional import logsigmoid
 
         pairs = len(targets) // 2
@@ -90,7 +90,7 @@ class Reward(AnswerPairs):
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-        """The `reward` of a prompt with an answer."""
+        """Yield the `reward` of a prompt with an answer."""
         from lockstep.tasks.models import inference, models
 
         model, tok = models.exported(cls.head, folder, run)

@@ -1,11 +1,11 @@
 """Summaries, and whatever else is one text written for another (headlines, corrections, questions).
 
-In: two columns of texts. Out: loss and perplexity per target token, ROUGE-1, -2 and -L of what the model writes, all
-from sums; all else is that of `translation`.
+In: two text columns. Out: loss and perplexity per target token, and ROUGE-1, -2 and -L of generated texts, all from
+sums; otherwise as `translation`.
 
-ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries") are those of Google's
-`rouge_score` without its stemmer: words are runs of a-z and 0-9, in lower case, so that it says nothing of languages in
-other letters.
+ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries") match Google's
+`rouge_score` without its stemmer: words are lower-cased runs of a-z and 0-9, so the scores are meaningless for
+languages in other scripts.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from lockstep.data.batch import Sums
 from lockstep.tasks.translation import Translation, WritingOptions
 
 NAMES = ("rouge1", "rouge2", "rougeL")
-_SHARP = 2.0**20  # sums are rounded to its inverse: these are kept to 2^-40
+_SHARP = 2.0**20  # sums are rounded to multiples of its inverse: they keep a precision of 2^-40
 
 
 class Rouge:
-    """Mean F-measures of texts, from 0 to 100."""
+    """Mean ROUGE F-measures of texts, from 0 to 100."""
 
     names = ("rouge", "rouge_texts")  # of the sums
     scored = NAMES
 
     def sums(self, written: list[str], references: list[str]) -> dict[str, np.ndarray]:
-        """Over these texts: how many they are, and the F-measures' sums [3]."""
+        """Number of texts and the sums of their F-measures [3]."""
         totals = np.zeros(len(NAMES))
         for one, other in zip(written, references, strict=True):
             totals += f_measures(words(one), words(other))
         return {"rouge": totals * _SHARP, "rouge_texts": np.array(float(len(written)))}
 
     def scores(self, sums: Sums) -> dict[str, float]:
-        """None where these are not among the sums."""
+        """Mean F-measures; empty if `sums` has none."""
         if "rouge" not in sums:
             return {}
         means = sums["rouge"] / _SHARP / max(1.0, float(sums["rouge_texts"]))
@@ -46,12 +46,12 @@ class Rouge:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text that are compared."""
+    """Words of a text, as ROUGE compares them."""
     return re.findall("[a-z0-9]+", text.lower())
 
 
 def f_measures(written: list[str], reference: list[str]) -> np.ndarray:
-    """The F-measures of the `NAMES`: float64 [3]."""
+    """F-measures of `NAMES`: float64 [3]."""
     return np.array([*(_grams(written, reference, size) for size in (1, 2)), _f(*_sequence(written, reference))])
 
 
@@ -61,8 +61,8 @@ def _grams(written: list[str], reference: list[str], size: int) -> float:
 
 
 def _sequence(written: list[str], reference: list[str]) -> tuple[int, int, int]:
-    """Length of the longest common subsequence, and of both. Bit by bit: a one stands where it does not grow (Hyyro
-    2004, "Bit-parallel LCS-length computation revisited")."""
+    """Lengths of the longest common subsequence and of both texts. Bit-parallel: a one marks a position where the
+    length does not grow (Hyyro 2004, "Bit-parallel LCS-length computation revisited")."""
     places: Counter[str] = Counter()
     for place, word in enumerate(reference):
         places[word] |= 1 << place
@@ -75,7 +75,7 @@ def _sequence(written: list[str], reference: list[str]) -> tuple[int, int, int]:
 
 
 def _f(both: int, written: int, reference: int) -> float:
-    """The F-measure of precision and recall; 0 where both have nothing in common."""
+    """F-measure of precision and recall; 0 if there is no overlap."""
     precision, recall = both / max(1, written), both / max(1, reference)
     return 2 * precision * recall / (precision + recall) if both else 0.0
 
@@ -89,7 +89,7 @@ class SummarizationOptions(WritingOptions):
 
 
 class Summarization(Translation):
-    """One text for another, shorter or not."""
+    """Generate one text from another, such as a summary."""
 
     Options = SummarizationOptions
     pipeline = "summarization"

@@ -37,17 +37,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_READ = {"B": "B", "I": "I", "M": "I", "E": "E", "L": "E", "S": "S", "U": "S", "W": "S"}  # in words of IOBES
+_READ = {
+    "B": "B",
+    "I": "I",
+    "M": "I",
+    "E": "E",
+    "L": "E",
+    "S": "S",
+    "U": "S",
+    "W": "S",
+}  # letter -> its IOBES equivalent
 _PREFIX = r"(?P<letter>[^\W\d_])[-_](?P<kind>.+)"  # B-PER, B_PER
 _OTHERS = (r"(?P<kind>.+)[-_](?P<letter>[^\W\d_])", r"(?P<letter>[A-Z])(?P<kind>)")  # PER-B, B
 _OUTSIDE = ("", "")
 
 
 def parts(tags: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Tag -> its letter in IOBES and its kind of entity (_, where it has a letter only); both empty outside of any. A
-    tag without a letter is the kind of an entity of one word. Letters are read where some tag of that form has B or I,
-    so that names that look like it (the parts of speech NN-TL, V_S) are names. Errors: `RunError` for a letter of no
-    scheme beside those of one."""
+    """Split tags into an IOBES letter and a kind of entity (_ if a tag is only a letter); both are empty outside
+    entities.
+
+    A tag without a letter is a one-word entity of its own kind. Letters are recognized only if some tag of that form
+    has B or I, so that similar names (the parts of speech NN-TL, V_S) stay names. Errors: `RunError` for an unknown
+    letter among known ones."""
     names = sorted(set(tags))
     marks = {tag for tag in names if tag not in ("O", "o")}
     for form in (_PREFIX, *_OTHERS):
@@ -76,13 +87,13 @@ def _refuse_others(letters: Mapping[str, str], kinds: Mapping[str, str]) -> None
 
 
 def _alone(tag: str) -> tuple[str, str]:
-    """Prefix and kind of a tag that is read as it stands."""
+    """Letter and kind of a tag without a letter."""
     return _OUTSIDE if tag in ("O", "o") else ("S", tag)
 
 
 def entities(row: Sequence[tuple[str, str]]) -> set[tuple[int, int, str]]:
-    """(first word, word after the last, kind) of the entities that a row of `parts` marks. What is inside and follows
-    nothing of its kind begins an entity (conlleval's rule)."""
+    """Entities marked by a row of `parts`: (first word, word after the last, kind). An inside tag that does not follow
+    its own kind starts an entity (conlleval's rule)."""
     spans = set()
     start, kind = 0, ""
     for place, (letter, name) in enumerate([*row, _OUTSIDE]):
@@ -106,12 +117,12 @@ class TokenClassificationOptions(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Key of the run file -> the column that it names."""
+        """Key of the run file -> column name."""
         return {"task.words": self.words, "task.tags": self.tags}
 
 
 class TokenClassification(PerToken):
-    """One tag a word; a word's first token has it."""
+    """One tag per word, predicted at its first token."""
 
     Options = TokenClassificationOptions
     head = heads.TOKEN_CLASSIFICATION
@@ -135,18 +146,18 @@ class TokenClassification(PerToken):
 
     @classmethod
     def read_as(cls, options: TokenClassificationOptions) -> dict[str, Kind]:
-        return {}  # they are lists
+        return {}  # the columns hold lists
 
     @classmethod
     def usable(cls, rows: Dataset, options: TokenClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
-        """Columns `words` and `tags`, both lists of texts, of the rows that have a word, and a tag for every word."""
+        """Columns `words` and `tags`, both lists of texts, of rows with at least one word and a tag for every word."""
         import datasets
 
         columns = options.columns
         usable_rows.check_columns(rows, columns, split, name)
         names = getattr(getattr(rows.features[options.tags], "feature", None), "names", None)
         faults = []  # whether there is a word at all; which rows lack words, and which tags
-        kinds: dict[type, str] = {}  # of tags: the first row that has one
+        kinds: dict[type, str] = {}  # type of tag -> first row with it
         for first, part in usable_rows.lists(rows, options.words, options.tags):
             for row, (row_words, marked) in enumerate(part, first):
                 if None not in (row_words, marked) and not (
@@ -196,7 +207,7 @@ class TokenClassification(PerToken):
             of_chunks = data.rows.gather(lambda some: sorted(_tags(some)), "tags", "looking for the tags of the shards")
             names = sorted({tag for tags in of_chunks for tag in tags})
         tags = head_labels.in_model_order(data.run, cls.head, names, names)
-        parts(tags.names)  # refuses tags of no scheme
+        parts(tags.names)  # refuses unknown tag schemes
         return tags
 
     @classmethod
@@ -259,7 +270,7 @@ class TokenClassification(PerToken):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: HeadLabels, split: str, name: str) -> tuple[Encoder, Features]:
-        """The function that makes tokens and tags of rows, and the columns of these."""
+        """Return the function that encodes rows to tokens and tags, and the features of its output."""
         import datasets
 
         tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
@@ -305,7 +316,7 @@ class TokenClassification(PerToken):
         real = targets >= 0  # [B, T]
         predicted = logits.argmax(-1)
         kinds = self.kinds
-        counts = np.zeros((len(kinds), 3))  # entities of each kind that are there, that are predicted, that are both
+        counts = np.zeros((len(kinds), 3))  # per kind: true, predicted and correct entities
         for row in range(len(real)):
             there, predicted_spans = (self._entities(tags[row][real[row]].tolist()) for tags in (targets, predicted))
             for place, some in enumerate((there, predicted_spans, there & predicted_spans)):
@@ -318,22 +329,22 @@ class TokenClassification(PerToken):
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of entities."""
+        """Sorted kinds of entities."""
         return sorted({kind for _, kind in self.parts.values() if kind})
 
     def tables(self, sums: Sums) -> dict[str, Any]:
-        """The scores of each kind of entity."""
+        """Scores per kind of entity."""
         there, predicted, right = sums["entities"].long().T.tolist()
         counts = {"examples": there, "given": predicted, "right": right}
         return {"labels": {"of": "kind of entity", "names": self.kinds} | counts} if self.kinds else {}
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tags by name: of each example a list, one a word as far as it was read."""
+        """Tag names: one list per example, one tag per word that was not truncated."""
         predicted, labels = super().predictions(sums, columns, rows)
         return tuple(self._named(each, labels >= 0) for each in (predicted, labels))  # type: ignore[return-value]
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
-        """A few examples of several lengths, with every tag among them."""
+        """Examples of several lengths that contain every tag."""
         places = np.arange(4 * (len(self.labels) + 2)).reshape(4, -1) % len(self.labels)
         there = np.arange(places.shape[1]) >= np.arange(4)[:, None]
         return self._named(places[::-1], there), self._named(places, there)
@@ -343,7 +354,7 @@ class TokenClassification(PerToken):
         return listed([names[row[real]].tolist() for row, real in zip(places, there, strict=True)])
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Precision, recall and F1 of entities whose beginning, end and kind are all right, as seqeval counts them."""
+        """Precision, recall and F1 of entities with correct boundaries and kind, as in seqeval."""
         there, predicted, right = (float(count) for count in sums["entities"].sum(0))
         return {
             "loss": float(sums["loss"]) / float(sums["targets"]),
@@ -361,7 +372,7 @@ class TokenClassification(PerToken):
         return [self._sample(*each) for each in texts]
 
     def _sample(self, ids: list[int], targets: list[int], best: list[int]) -> dict[str, str]:
-        """A text, and its entities, each with its kind."""
+        """A text and its entities with their kinds."""
         first = [place for place, tag in enumerate(targets) if tag >= 0]
         parts = zip(first, [*first[1:], len(ids)], strict=True)
         words = [str(self.tokenizer.decode(ids[a:b], skip_special_tokens=True)).strip() for a, b in parts]
@@ -374,7 +385,7 @@ class TokenClassification(PerToken):
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-        """`words`, each with its `label` and that one's `score`; a text is cut at its spaces."""
+        """Yield `words`, each with its `label` and `score`; a text is split at whitespace."""
         from lockstep.tasks.models import inference, models
 
         model, tok = models.exported(cls.head, folder, run)
@@ -403,7 +414,7 @@ class TokenClassification(PerToken):
 
 
 def first_tokens(word_ids: list[int | None]) -> dict[int, int]:
-    """Word -> the place of its first token."""
+    """Map each word to the position of its first token."""
     places: dict[int, int] = {}
     for place, word in enumerate(word_ids):
         if word is not None:
@@ -419,5 +430,5 @@ def _tags(dataset: Dataset) -> set[str]:
 
 
 def _nothing(value: Any, names: list[str] | None = None) -> bool:
-    """A word or tag that is none; a tag -1 of a data set with `names` is none."""
+    """Whether a word or tag is missing (None, blank, or -1 with named tags)."""
     return value is None or not str(value).strip() or (names is not None and value == -1)

@@ -44,7 +44,7 @@ PAIR = "translation"  # the Hub's column of {language: text}
 
 
 class WritingOptions(Section):
-    """The keys of tasks that write one text for another."""
+    """Keys of tasks that generate one text from another."""
 
     source: str = Field("source", description="column of the source text, or its language in a translation column")
     target: str = Field("target", description="column of the target text, or its language in a translation column")
@@ -62,12 +62,13 @@ class WritingOptions(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Key of the run file -> the column that it names, or the language in a column of translations."""
+        """Key of the run file -> column name, or language in a `translation` column."""
         return {"task.source": self.source, "task.target": self.target}
 
 
 def tokenizers(run: Run, train: Dataset | Stream, hashed: str, options: WritingOptions) -> Path:
-    """The folder of both. The caller holds the lock. `hashed` stands for the texts. Errors: `RunError`."""
+    """Prepare the tokenizers of sources and targets and return their folder. The caller holds the lock. `hashed`: hash
+    of the texts. Errors: `RunError`."""
 
     def batches(*columns: str) -> Iterator[list[str]]:
         def of(some: Dataset) -> Iterator[list[str]]:
@@ -78,7 +79,7 @@ def tokenizers(run: Run, train: Dataset | Stream, hashed: str, options: WritingO
         return train.texts(of) if isinstance(train, Stream) else of(train)
 
     targets = tokenizer.of_targets(run)
-    if targets is not None:  # of a model that was trained with two, whatever task.tokenizers says
+    if targets is not None:  # the model was trained with two tokenizers; overrides task.tokenizers
         return tokenizer.pair(tokenizer.prepare(run, batches("source"), hashed), targets)
     if options.tokenizers == "shared":
         return tokenizer.prepare(run, batches("source", "target"), hashed, generative=True)
@@ -96,13 +97,13 @@ def tokenizers(run: Run, train: Dataset | Stream, hashed: str, options: WritingO
 
 
 def target_tokenizer(run: Run, folder: Path, shared: Any) -> Any:
-    """That of the targets, in the folder of `tokenizers`, where they have one of their own."""
+    """The target tokenizer in the folder of `tokenizers`, or `shared` if there is none."""
     target_folder = folder / tokenizer.TARGET
     return tokenizer.load(str(target_folder), run.model.trust_remote_code) if target_folder.is_dir() else shared
 
 
 def most(run: Run, options: WritingOptions) -> int:
-    """Tokens of a target."""
+    """Maximum number of tokens of a target."""
     return options.target_length or run.data.max_length
 
 
@@ -110,7 +111,7 @@ SIZES = {"bleu": 10, "chrf": 18}  # lengths, matches and totals of 1- to 4-grams
 
 
 def check(tokenizer: str) -> None:
-    """Errors: `RunError`, when sacrebleu or one of its tokenizers is not there."""
+    """Errors: `RunError` if sacrebleu or the selected tokenizer of it is not installed."""
     if importlib.util.find_spec("sacrebleu") is None:
         raise RunError(
             "LS3373",
@@ -125,12 +126,12 @@ def check(tokenizer: str) -> None:
         )
     try:
         BLEU(tokenize=tokenizer)
-    except (ImportError, RuntimeError, OSError) as error:  # some need packages or models of their own
+    except (ImportError, RuntimeError, OSError) as error:  # some tokenizers need extra packages or models
         raise RunError("LS3375", f"task.bleu_tokenizer: {tokenizer}: {' '.join(str(error).split())}") from error
 
 
 class Overlap:
-    """The statistics of one BLEU and one chrF2, both with sacrebleu's defaults but for BLEU's tokenizer."""
+    """Statistics of BLEU and chrF2 with sacrebleu's defaults, except BLEU's tokenizer."""
 
     names = tuple(SIZES)  # of the sums
     scored = ("bleu", "chrf")
@@ -142,14 +143,14 @@ class Overlap:
         self._metrics: dict[str, Any] = {"bleu": BLEU(tokenize=tokenizer, force=True), "chrf": CHRF()}
 
     def sums(self, written: list[str], references: list[str]) -> dict[str, np.ndarray]:
-        """Counts over these sentences: int64, of the `SIZES`."""
+        """Counts over these sentences: int64, sizes as in `SIZES`."""
         counts = {name: np.zeros(size, dtype=np.int64) for name, size in SIZES.items()}
         for name, metric in self._metrics.items() if written else ():
             counts[name] += np.sum(metric._extract_corpus_statistics(written, [references]), axis=0, dtype=np.int64)
         return counts
 
     def scores(self, sums: Sums) -> dict[str, float]:
-        """BLEU and chrF2, from 0 to 100; none where the counts are not among the sums."""
+        """BLEU and chrF2, from 0 to 100; empty if `sums` has no counts."""
         return {
             name: float(metric._compute_score_from_stats([int(count) for count in sums[name]]).score)
             for name, metric in self._metrics.items()
@@ -168,7 +169,7 @@ class TranslationOptions(WritingOptions):
 
 
 class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
-    """One text for another."""
+    """Generate one text from another."""
 
     Options: ClassVar[type[BaseModel]] = TranslationOptions
     head = heads.SEQ2SEQ
@@ -189,14 +190,14 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def overlap_of(cls, options: Any) -> Any:
-        """The scores of written texts, with methods `sums` and `scores`; None: none. Errors: `RunError`."""
+        """Scorer of generated texts with methods `sums` and `scores`, or None. Errors: `RunError`."""
         if options.bleu:
             check(options.bleu_tokenizer)
         return Overlap(options.bleu_tokenizer) if options.bleu else None
 
     @classmethod
     def prepare(cls, run: Run) -> Prepared:
-        cls.overlap_of(cls.options_of(run))  # refuses a tokenizer of sacrebleu's before anything is read
+        cls.overlap_of(cls.options_of(run))  # checks sacrebleu's tokenizer before reading data
         return super().prepare(run)
 
     @classmethod
@@ -205,7 +206,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def usable(cls, rows: Dataset, options: WritingOptions, split: str, name: str, drop: bool) -> Dataset:
-        """The two sides as columns `source` and `target`. Errors: `RunError`."""
+        """Both sides as columns `source` and `target`. Errors: `RunError`."""
         sides = {"source": options.source, "target": options.target}
         if PAIR in rows.column_names and not {options.source, options.target} <= set(rows.column_names):
             rows = rows.select_columns([PAIR]).flatten()
@@ -261,7 +262,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
-        """The function that makes tokens of pairs, and the columns of these."""
+        """Return the function that tokenizes pairs, and the features of its output."""
         import datasets
 
         options = cls.options_of(run)
@@ -273,7 +274,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         limit = {"truncation": True, "max_length": run.data.max_length, "return_attention_mask": False}
 
         def closed(rows: list[list[int]], known: Any) -> list[list[int]]:
-            """A target without any token could not be learned: it has its end token at least."""
+            """Give an empty target its end token, so that there is something to learn."""
             return [row or [lm_documents.end_or_padding(known)] for row in rows]
 
         def encoder(rows: dict[str, list]) -> dict[str, list]:
@@ -307,7 +308,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return self.entries
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
-        """Teacher forcing: the decoder reads its start token and then the targets, one behind."""
+        """Teacher forcing: decoder inputs are the start token and the targets shifted by one."""
         target_ids, real = columns.ragged("target_ids").padded(rows, int(self.target_tokenizer.pad_token_id))  # [B, T]
         read = np.roll(target_ids, 1, axis=1)
         read[:, 0] = self.entries["decoder_start_token_id"]
@@ -325,7 +326,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         if self.overlap is None and not self.per_example_outputs:
             return {}
         tokens = generate(_source_inputs(batch), self._decoding())
-        gathered = {"written": tokens.int()} if self.per_example_outputs else {}  # as wide for every batch
+        gathered = {"written": tokens.int()} if self.per_example_outputs else {}  # same width in every batch
         if self.overlap is None:
             return gathered
         overlaps = self._overlaps(self._written(tokens)[: len(rows)], columns.texts("reference", rows))
@@ -333,7 +334,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return gathered | sums
 
     def _overlaps(self, written: list[str], references: list[str]) -> dict[str, np.ndarray]:
-        """The sums that scores of texts are made of, in bins by the words of the references: [bins, ...] each."""
+        """Sums of text scores, binned by the words of the references: [bins, ...] each."""
         words = [len(text.split()) for text in references]
         place = own_metrics.bin_of(words)
         of_bins = [
@@ -345,7 +346,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         }
 
     def tables(self, sums: Sums) -> dict[str, Any]:
-        """The scores of texts by the words of the references."""
+        """Text scores by the number of words of the references."""
         if self.overlap is None or _WORDS not in sums:
             return {}
 
@@ -356,7 +357,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return {"plots": [{"title": ", ".join(lines), "x": "words of the reference", "lines": lines}]}
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What was written, and the references: texts [N] each."""
+        """Generated and reference texts: [N] each."""
         return listed(self._written(sums["written"])), listed(columns.texts("reference", rows))
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
@@ -375,7 +376,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return [{"source": source, "written": text, "reference": reference} for source, text, reference in samples]
 
     def sample_input(self, sample: Mapping[str, str]) -> str:
-        """Without the prefix, as the tokenizer writes it: `predict` puts it there."""
+        """The source text without the task prefix, which `predict` adds itself."""
         text, prefix = super().sample_input(sample), self.options.prefix
         ids = self.tokenizer(prefix, add_special_tokens=False)["input_ids"] if prefix else []
         prefixes = (prefix.strip(), str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip())
@@ -383,7 +384,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     @property
     def usage(self) -> str:
-        """transformers has no pipeline for translation any more."""
+        """Python code for the model card; transformers no longer has a translation pipeline."""
         target = 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_REPO")\n'
         written, longest = "tokenizer", most(self.run, self.options)
         if self.target_tokenizer is not self.tokenizer:
@@ -415,7 +416,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-        """The `translation`, or what else is written."""
+        """Yield the generated text as `translation`."""
         from lockstep.tasks.models import inference, models
         from lockstep.tasks.models.inference import Decoding, by_transformers
 
@@ -440,7 +441,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
 
 def _source_inputs(batch: MicroBatch) -> dict[str, Tensor]:
-    """The inputs of the encoder, without those of the decoder."""
+    """The encoder's inputs, without the decoder's."""
     return {name: batch.inputs[name] for name in ("input_ids", "attention_mask")}
 
 
@@ -448,7 +449,7 @@ def _source_inputs(batch: MicroBatch) -> dict[str, Tensor]:
 
 
 def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
-    """Entries of the config: where a decoder starts, and the vocabularies of a model from scratch."""
+    """Config entries for the decoder's start token and, from scratch, the vocabularies."""
     from lockstep.tasks.models import model_configs
 
     config = model_configs.load_config(run)
@@ -457,7 +458,7 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
         start = values.get("decoder_start_token_id")
         start = start if start is not None else values.get("bos_token_id")
         return {"use_cache": False, "decoder_start_token_id": sources.pad_token_id if start is None else start}
-    # BART begins with its end token, T5Gemma with the first of texts; Marian, T5 and the others with padding
+    # BART starts from its end token, T5Gemma from the texts' first token; Marian, T5 and others from padding
     from_end = config.model_type in model_configs.FROM_END_TOKEN
     start = lm_documents.end_of(targets) if from_end else targets.pad_token_id
     if config.model_type in model_configs.FROM_FIRST_TOKEN and targets.bos_token_id is not None:
@@ -504,8 +505,8 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
 
 
 def check_start_is_read(run: Run, tokens: Any) -> None:
-    """Errors: `RunError` where the decoder of an FSMT starts from padding, which it neither reads nor counts as a place
-    while it is trained. `tokens`: the tokenizer of targets."""
+    """Errors: `RunError` if an FSMT decoder starts from padding, which it ignores and does not count as a position in
+    training. `tokens`: the target tokenizer."""
     from lockstep.tasks.models import model_configs
 
     if model_configs.load_config(run).model_type != "fsmt":
@@ -521,7 +522,7 @@ def check_start_is_read(run: Run, tokens: Any) -> None:
 
 
 def check_start(run: Run) -> None:
-    """Errors: `RunError` where a pretrained T5Gemma names two tokens that its decoder starts from."""
+    """Errors: `RunError` if a pretrained T5Gemma names two different start tokens for its decoder."""
     from lockstep.tasks.models import model_configs
 
     config = model_configs.load_config(run)

@@ -1,8 +1,8 @@
 """The user's own functions behind a run: the data sets and the model that they make, and batches of their items.
 
-In: the task section, whose keys name them. Out: splits, a model, and `Bundle`s, each a micro-batch for that model; or a
-`RunError` that names the key. What an item draws depends on the seed, the step and its place, and on nothing else: not
-on the rank, nor on a worker. How long items are, and how many targets they hold, is asked once and kept in the cache.
+In: the task section, whose keys name the functions. Out: splits, a model, and `Bundle`s, one per micro-batch; or a
+`RunError` that names the key. Random draws of an item depend only on the seed, the step and the item's index, not on
+the rank or worker. Lengths and target counts of items are computed once and cached.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ORDER = ("train", "validation", "test")
 
 
 def function(run: Run, key: str) -> Any:
-    """What `task.KEY` names, None where it is not given; of a module's class such as a loss, an instance. Errors:
-    `RunError`."""
+    """Import the function that `task.KEY` names; None if the key is not set. A module class, such as a loss, is
+    instantiated. Errors: `RunError`."""
     name = run.task.options.get(key)
     if name is None:
         return None
@@ -44,7 +44,7 @@ def function(run: Run, key: str) -> Any:
         raise RunError(
             "LS3200", f"task.{key}: {name!r} does not name a file; write my_file.{name} for {name} in my_file.py"
         )
-    if name.rpartition(".")[0] not in sys.modules:  # what is drawn at its top is the same in every process
+    if name.rpartition(".")[0] not in sys.modules:  # seeds draws at import, alike in every process
         seed_libraries(run.seed)
     try:
         attribute = plugins.attribute(name)
@@ -67,7 +67,7 @@ def function(run: Run, key: str) -> Any:
 
 @contextmanager
 def user_call(run: Run, key: str, what: str = "") -> Iterator[None]:
-    """Around a call of the user's function. Errors: `RunError`, one line with its file and line."""
+    """Context for a call of the user's function. Errors: `RunError`, one line with file and line number."""
     try:
         yield
     except RunError:
@@ -79,7 +79,7 @@ def user_call(run: Run, key: str, what: str = "") -> Iterator[None]:
 
 
 def error_line(error: BaseException) -> str:
-    """An error on one line, and where in the user's code it came up."""
+    """Format an error as one line, with its location in the user's code."""
     places = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
     where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"
@@ -94,8 +94,8 @@ def _is_library(file: str) -> bool:
 
 
 def data_sets(run: Run) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
-    """The splits: a map-style data set, and its places that belong to the split, int64; and whether the validation
-    split was cut off the training split. Made with the run's seed in Python's, numpy's and torch's generators. Errors:
+    """Create the splits, each a map-style data set and the indices that belong to the split, int64; and whether
+    validation was held out from train. Python's, numpy's and torch's generators are seeded with the run's seed. Errors:
     `RunError`."""
     seed_libraries(run.seed)
     name, splits = run.task.options["data"], function(run, "data")
@@ -137,7 +137,7 @@ def data_sets(run: Run) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
 
 
 def _indexed(run: Run, data: Any, what: str) -> Any:
-    """A data set that can be asked for its i-th item. Errors: `RunError`."""
+    """Check that a data set is map-style. Errors: `RunError`."""
     if isinstance(data, DataLoader):
         raise RunError(
             "LS3209",
@@ -165,7 +165,7 @@ def _indexed(run: Run, data: Any, what: str) -> Any:
 
 
 def model(run: Run, empty: bool = False) -> nn.Module:
-    """As it is before training: its weights drawn with the run's seed. `empty`: on the meta device. Errors:
+    """Build the model in its initial state, seeded with the run's seed. `empty`: on the meta device. Errors:
     `RunError`."""
     name, build = run.task.options["model"], function(run, "model")
     if isinstance(build, nn.Module):
@@ -194,12 +194,13 @@ def _on_meta(build: Any, run: Run) -> Any:
     try:
         with torch.device("meta"):
             return build(**arguments)
-    except Exception:  # code that looks at numbers while it builds has to have some
+    except Exception:  # code that reads values while building
         return build(**arguments)
 
 
 def measured(run: Run, data: Any, places: np.ndarray, each: int, key: str) -> str:
-    """The file. `each`: targets of an item where nobody says more. Errors: `RunError`."""
+    """Measure lengths and target counts of all items; return the cached file. `each`: targets per item if
+    `task.targets` is not set. Errors: `RunError`."""
     functions = {name: function(run, name) for name in ("length", "targets")}
     columns = {"length": np.ones(len(places), np.int32), "targets": np.full(len(places), each, np.int32)}
     some = {name: call for name, call in functions.items() if call is not None}
@@ -219,8 +220,7 @@ def measured(run: Run, data: Any, places: np.ndarray, each: int, key: str) -> st
 
 
 def asked_lengths(run: Run) -> dict[str, Any]:
-    """What decides the numbers beside the items and the user's files, which the cache knows: nothing where no function
-    is asked, and all are the same."""
+    """Options that affect the measured numbers, for the cache key; empty if no measuring function is set."""
     options = run.task.options
     functions = {key: options[key] for key in ("length", "targets") if options.get(key) is not None}
     data_options = {key: options[key] for key in ("data", "data_arguments")}
@@ -228,7 +228,7 @@ def asked_lengths(run: Run) -> dict[str, Any]:
 
 
 def content(path: str) -> str:
-    """A hash of what was measured."""
+    """Hash of the measured numbers."""
     table = table_of(Path(path))
     digest = hashlib.sha256()
     for name in ("length", "targets"):
@@ -237,7 +237,7 @@ def content(path: str) -> str:
 
 
 def _number(run: Run, name: str, function: Any, value: Any, place: int) -> int:
-    """Errors: `RunError`."""
+    """Call a measuring function on an item and validate its result. Errors: `RunError`."""
     with user_call(run, name, f" of item {place}"):
         number = int(function(value))
     least = 1 if name == "length" else 0
@@ -247,47 +247,46 @@ def _number(run: Run, name: str, function: Any, value: Any, place: int) -> int:
 
 
 INPUT = "lockstep_batch"  # the one input of the model, see `wrapped_module.py`
-_ITEM = 2  # sets the numbers of items apart from those of models and collating
+_ITEM = 2  # distinguishes seeds of items from those of models and collating
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A batch of the user's, of whatever kind. `MicroBatch` asks of it what it asks of a tensor."""
+    """A user's batch of any type, with the tensor methods that `MicroBatch` uses."""
 
     batch: Any
     examples: int
     targets: int
-    blank: bool = False  # only levels ranks: its loss is zero
+    blank: bool = False  # padding micro-batch: its loss is zero
     asks: str = "numbers"  # in evaluation: "numbers", or "generate"
 
     def to(self, device: Any, non_blocking: bool = False) -> Bundle:
-        """Every tensor in it, and what else has a `to`, on a device."""
+        """Move all tensors, and other objects with a `to` method, to a device."""
         return replace(self, batch=_mapped("to", self.batch, device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Bundle:
-        """Every tensor in it in page-locked memory."""
+        """Pin the memory of all tensors."""
         return replace(self, batch=_mapped("pin_memory", self.batch))
 
     def __getitem__(self, first: slice) -> Bundle:
-        """Of `MicroBatch.blank`: the same batch, which counts for nothing."""
+        """For `MicroBatch.blank`: the same batch, marked as padding."""
         return replace(self, blank=True)
 
 
 def _mapped(method: str, part: Any, *arguments: Any, **named: Any) -> Any:
-    """A method of tensors, and of objects of the user's that have it too, wherever they are in a batch."""
+    """Call a method on every object in a nested batch that has it."""
     if hasattr(part, method):
         return getattr(part, method)(*arguments, **named)
     if isinstance(part, Mapping):
         return {key: _mapped(method, inner, *arguments, **named) for key, inner in part.items()}
     if isinstance(part, list | tuple):
         parts = [_mapped(method, inner, *arguments, **named) for inner in part]
-        return type(part)(parts) if type(part) in (list, tuple) else type(part)(*parts)  # the latter: named ones
+        return type(part)(parts) if type(part) in (list, tuple) else type(part)(*parts)  # the latter: namedtuples
     return part
 
 
 class Items(Columns):
-    """A split: which items it has, how long each is, and how many targets it holds. The length is 1 for all unless
-    `task.length` says more."""
+    """A split: its item indices, and each item's length (1 without `task.length`) and number of targets."""
 
     def __init__(self, data: Any, places: np.ndarray, path: str, name: str) -> None:
         super().__init__(path)
@@ -307,15 +306,15 @@ class Items(Columns):
 
 
 def item(run: Run, data: Any, place: int, step: int) -> Any:
-    """The item at a place, which draws from Python's, numpy's and torch's generators as (seed, step, place) says.
-    Errors: `RunError`."""
+    """Return an item, with Python's, numpy's and torch's generators seeded by (seed, step, index). Errors:
+    `RunError`."""
     seed_everything(run.seed, step, place, _ITEM)
     with user_call(run, "data", f": item {place}"):
         return data[place]
 
 
 class Batches(Dataset):
-    """The data set of worker processes: a batch for each (step, micro-batch, rows)."""
+    """Data set of worker processes: one batch per (step, micro-batch, rows)."""
 
     def __init__(self, run: Run, columns: Items) -> None:
         self.run, self.columns = run, columns
@@ -324,7 +323,7 @@ class Batches(Dataset):
         self.compared = np.zeros(len(columns), dtype=bool)
 
     def __getitem__(self, job: tuple[int, int, np.ndarray]) -> Bundle:
-        """For no rows two examples, which BatchNorm needs. Errors: `RunError`."""
+        """Return the batch; for no rows, two examples, which BatchNorm needs. Errors: `RunError`."""
         step, index, rows = job
         blank = len(rows) == 0
         rows = np.zeros(2, dtype=np.int64) if blank else rows
@@ -335,8 +334,8 @@ class Batches(Dataset):
         return Bundle(batch, len(rows), int(self.columns.targets[rows].sum()), blank)
 
     def _compare(self, rows: np.ndarray, items: list[Any]) -> None:
-        """Errors: `RunError` when an item holds another number of targets than before, which divide the loss, or has
-        another length, by which steps are cut."""
+        """Errors: `RunError` if an item's number of targets (the loss divisor) or length (which decides micro-batches)
+        differs from the prepared one."""
         for row, each in zip(rows, items, strict=True):
             if (count := self._measured("targets", each)) not in (None, self.columns.targets[row]):
                 explanation = "it must not depend on what is drawn at random"
@@ -347,7 +346,7 @@ class Batches(Dataset):
                     f"task.targets: {self._called(row)} has {count} targets now and had {self.columns.targets[row]} "
                     f"when the data was prepared; {explanation}",
                 )
-            if not self.compared[row]:  # once: it may be drawn at random, and differ whenever it is read
+            if not self.compared[row]:  # only once: a random length may differ at every read
                 self.compared[row] = True
                 first = self._measured("length", each)
                 if first not in (None, self.columns.lengths[row]):
@@ -363,18 +362,18 @@ class Batches(Dataset):
         return f"item {self.columns.places[row]} of the {self.columns.name} split"
 
     def _measured(self, name: str, each: Any) -> int | None:
-        """What `task.length` or `task.targets` says of an item; None: nothing. Errors: `RunError`."""
+        """`task.length` or `task.targets` of an item; None if not set. Errors: `RunError`."""
         if self.functions[name] is None:
             return None
         with user_call(self.run, name):
             return int(self.functions[name](each))
 
     def _again(self, name: str, row: int) -> int | None:
-        """Length of an item that draws what it drew when the data was prepared. Errors: `RunError`."""
+        """Measure an item with the random draws used in preparation. Errors: `RunError`."""
         return self._measured(name, item(self.run, self.columns.data, int(self.columns.places[row]), -1))
 
     def _changed(self) -> str:
-        """Have all items measured again at the next start, and say why."""
+        """Discard the measured numbers, so that the next start measures all items; return the explanation."""
         discard(self.columns.path)
         return (
             "the data has changed since, in items that are not looked at when a run starts. All are measured again "
@@ -383,7 +382,7 @@ class Batches(Dataset):
 
 
 def collated(run: Run, collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:
-    """Items as a batch. Errors: `RunError`."""
+    """Collate items to a batch. Errors: `RunError`."""
     try:
         return collate(items)
     except Exception as error:
@@ -399,14 +398,15 @@ def collated(run: Run, collate: Callable[[list[Any]], Any], items: list[Any]) ->
 
 
 def micro_batch(run: Run, columns: Items, rows: np.ndarray, index: int, step: int) -> MicroBatch:
-    """The items at `rows` as a micro-batch; for no rows, one that counts for nothing. Errors: `RunError`."""
+    """The items at `rows` as a micro-batch; a padding micro-batch if there are none. Errors: `RunError`."""
     return placed(columns, rows, index, Batches(run, columns)[step, index, rows])
 
 
 def in_workers(
     run: Run, columns: Items, jobs: Iterable[tuple[int, int, np.ndarray]], count: int
 ) -> Iterator[MicroBatch]:
-    """Micro-batches of each job, in this order, made by `count` processes ahead of time. Errors: `RunError`."""
+    """Yield the micro-batch of each job, in order, made ahead of time by `count` worker processes. Errors:
+    `RunError`."""
     submitted: list[tuple[int, int, np.ndarray]] = []
 
     def noted() -> Iterator[tuple[int, int, np.ndarray]]:
@@ -419,21 +419,20 @@ def in_workers(
         sampler=_Jobs(noted),
         batch_size=None,
         num_workers=count,
-        # Forked from this rank: they need no pickled data set, and see when it is gone. Ranks would have a server each
-        # to fork from otherwise, which outlives them.
+        # Fork: no data set is pickled, and workers notice when the rank exits. A fork server would outlive its rank.
         multiprocessing_context="fork" if sys.platform == "linux" else None,
-        generator=torch.Generator(),  # so that the rank's own is left alone
+        generator=torch.Generator(),  # leaves the rank's generator untouched
     )
     try:
         for bundle in loader:
             _, index, rows = submitted.pop(0)
             yield placed(columns, rows, index, bundle)
-    except RunError as caught:  # with the worker's traceback in front
+    except RunError as caught:  # its message starts with the worker's traceback
         raise RunError.read(caught.message.strip().rpartition("RunError: ")[2]) from None
 
 
 class _Jobs:
-    """An order for `DataLoader`, which wants something to go through."""
+    """Iterable of jobs, as a sampler for `DataLoader`."""
 
     def __init__(self, jobs: Callable[[], Iterator[Any]]) -> None:
         self.jobs = jobs
@@ -443,7 +442,7 @@ class _Jobs:
 
 
 def placed(columns: Items, rows: np.ndarray, index: int, bundle: Bundle) -> MicroBatch:
-    """A batch as a micro-batch; each of its targets is a 0 in `targets`: int8 [B, most of an example]."""
+    """Wrap a batch as a micro-batch; each target is a 0 in `targets`: int8 [B, most targets of an example]."""
     counts = torch.from_numpy(columns.targets[rows])[:, None]  # [B, 1]
     real = torch.arange(int(counts.max()) if len(rows) else 1) < counts  # [B, most]
     targets = torch.where(real, 0, IGNORED) if len(rows) else torch.full((1, 1), IGNORED)
@@ -454,7 +453,7 @@ def placed(columns: Items, rows: np.ndarray, index: int, bundle: Bundle) -> Micr
 
 
 def seal(run: Run, data: Any, places: np.ndarray, most: int) -> str:
-    """A hash of how many items there are and of what some of them hold, evenly spread."""
+    """Hash of the number of items and the content of some, evenly spaced."""
     digest = hashlib.sha256(f"{len(data)} {len(places)}\n".encode())
     for at in np.unique(np.linspace(0, len(places) - 1, most).astype(np.int64)):
         _hashed(digest, item(run, data, int(places[at]), -1))
@@ -462,7 +461,7 @@ def seal(run: Run, data: Any, places: np.ndarray, most: int) -> str:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two items hold the same."""
+    """Whether two items have equal content."""
     hashes = []
     for each in (first, second):
         digest = hashlib.sha256()
@@ -472,8 +471,8 @@ def same(first: Any, second: Any) -> bool:
 
 
 def _hashed(digest: Any, value: Any, depth: int = 6) -> None:
-    """Add a value to a hash: tensors, arrays, images, numbers, texts, and what holds them. Of other objects the type
-    and their attributes."""
+    """Add a value to a hash: tensors, arrays, images, numbers, texts and containers; for other objects, their type and
+    attributes."""
     digest.update(f"{type(value).__name__}\n".encode())
     if isinstance(value, Tensor):
         whole = value.detach().cpu().contiguous()
@@ -483,7 +482,7 @@ def _hashed(digest: Any, value: Any, depth: int = 6) -> None:
         digest.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
     elif isinstance(value, str | bytes | int | float | bool | None):
         digest.update(f"{value!r}\n".encode())
-    elif hasattr(value, "tobytes") and not isinstance(value, np.ndarray):  # a picture
+    elif hasattr(value, "tobytes") and not isinstance(value, np.ndarray):  # an image
         digest.update(value.tobytes())
     elif depth:
         attributes = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})

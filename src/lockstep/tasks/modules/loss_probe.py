@@ -31,19 +31,19 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.tasks.modules import dataset, wrapped_module
 from lockstep.tasks.modules.wrapped_module import Calling
 
-GROUPS, HALF = 3, 4  # groups of items, and how many of each hold little, and as many much
-LOOKED_AT = 64  # items to choose them from, evenly spread
-TIMES = 4  # how often a batch holds one half of its items
+GROUPS, HALF = 3, 4  # number of groups; small items per group, and as many large ones
+LOOKED_AT = 64  # candidate items, evenly spaced
+TIMES = 4  # repetitions of one half in a batch
 
 
-# Items in three batches, by name. Each holds all of them, so that all are padded alike: "0" once, "1" one half `TIMES`
-# times, "2" the other half `TIMES` times.
+# Three batches by name. Each holds all items, for equal padding: "0" once, "1" one half `TIMES` times, "2" the other
+# half `TIMES` times.
 ContrastGroup = dict[str, list[Any]]
 
 
 def groups(run: Run, data: Any, places: np.ndarray) -> list[ContrastGroup]:
-    """Groups of items of a split: those that hold least beside those that hold most, and so on inwards. Errors:
-    `RunError` of an item that cannot be read."""
+    """Groups of items that pair the smallest with the largest items, and so on inwards. Errors: `RunError` if an item
+    cannot be read."""
     chosen = np.unique(places[np.linspace(0, len(places) - 1, LOOKED_AT).astype(np.int64)])
     read = sorted((dataset.item(run, data, int(place), -1) for place in chosen), key=size)
     half = min(HALF, len(read) // 2)
@@ -57,7 +57,7 @@ def groups(run: Run, data: Any, places: np.ndarray) -> list[ContrastGroup]:
 
 
 def size(value: Any, depth: int = 4) -> int:
-    """The size of an item: numbers and characters, without what it is filled up with at one end."""
+    """Size of an item in numbers and characters, without padding at one end."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Tensor | np.ndarray):
@@ -72,7 +72,7 @@ def size(value: Any, depth: int = 4) -> int:
 
 
 def _unfilled(flat: np.ndarray) -> int:
-    """Numbers of a row without the longer of the runs of equal ones at its ends, but for one of them."""
+    """Length of a row without the longer run of equal numbers at its ends (padding), counting that run as one."""
     if len(flat) < 2 or flat.dtype == object:
         return len(flat)
     turns = np.flatnonzero(flat[1:] != flat[:-1])
@@ -82,8 +82,8 @@ def _unfilled(flat: np.ndarray) -> int:
 
 
 def shaken(model: nn.Module, strength: float) -> Iterator[nn.Module]:
-    """The model itself, again and again, its weights moved at random each time: outputs then differ by item and by
-    target, and stay what this model can put out."""
+    """Yield the model repeatedly, with randomly perturbed weights each time, so that outputs differ by item and target
+    but stay plausible for this model."""
     draw = torch.Generator().manual_seed(0)
     while True:
         with torch.no_grad():
@@ -95,15 +95,14 @@ def shaken(model: nn.Module, strength: float) -> Iterator[nn.Module]:
 
 
 def _spread(weight: Tensor) -> float:
-    """A standard deviation for the numbers of a weight, by which outputs come to be neither all alike nor very
-    large."""
+    """A standard deviation for the perturbation of a weight that makes outputs neither equal nor very large."""
     here = float(weight.float().std()) if weight.numel() > 1 else 0.0
     return max(here, 0.5 if weight.dim() < 2 else weight[0].numel() ** -0.5)
 
 
 class MeansByClass(TorchFunctionMode):
-    """Notes whether a cross entropy divides by the weights of the classes that its batch happens to hold. Items of a
-    class that is rare may be missing among those that are tried, and then no number shows it."""
+    """Detect a cross-entropy that divides by the class weights of its batch. If a rare class is missing from the tried
+    items, no number would reveal it."""
 
     weighted = False
 
@@ -118,23 +117,23 @@ class MeansByClass(TorchFunctionMode):
 
 
 FIRST, SECOND = 8, 5  # items of the two batches
-NEAR = 1e-3  # how far sums in float32 may be apart, relatively
+NEAR = 1e-3  # relative tolerance of float32 sums
 
 
 @dataclass
 class ProbeResult:
-    """The kinds of the loss and the metrics, and doubts about the model."""
+    """Inferred kinds of the loss and the metrics, and warnings about the model."""
 
     loss: str  # "sum", "mean", or "each"
-    each: int  # targets of an example, unless `task.targets` says it
+    each: int  # targets per example, without `task.targets`
     metrics: dict[str, str] = field(default_factory=dict)  # name -> "sum", "mean", "each", or "pair"
     called_once: list[str] = field(default_factory=list)  # modules that every forward calls exactly once
-    doubts: list[str] = field(default_factory=list)  # what may make the result depend on the number of processes
+    doubts: list[str] = field(default_factory=list)  # reasons why the result may depend on the number of processes
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """The model on the CPU, and batches of a few items: A, B, A with A again, A with B."""
+    """The model on the CPU, and batches of a few items: A, B, A twice, A with B."""
 
     run: Run
     model: nn.Module
@@ -142,10 +141,12 @@ class _Trial:
     batches: Mapping[str, Any]
     sizes: Mapping[str, int]
     weights: Mapping[str, int]  # targets of each batch; examples without task.targets
-    fresh: Callable[[], nn.Module] | None = None  # a new model for every batch: this one keeps state between them
+    fresh: Callable[[], nn.Module] | None = (
+        None  # builds a new model per batch, if the model keeps state between batches
+    )
 
     def forward(self, name: str) -> tuple[Any, Any]:
-        """The model's outputs for a batch, and what the loss sees of it. Errors: `RunError`."""
+        """The model's outputs for a batch, and the loss function's other input. Errors: `RunError`."""
         (arguments, named), loss_inputs = self.calling.arguments(self.batches[name])
         model = self.fresh() if self.fresh else self.model
         seed_everything(self.run.seed, -3)
@@ -160,7 +161,7 @@ class _Trial:
 
 
 def probe(run: Run, data: Any, places: np.ndarray) -> ProbeResult:
-    """Try the user's functions on items of the training split. Errors: `RunError`."""
+    """Infer the kinds of loss and metrics by running the user's functions on train items. Errors: `RunError`."""
     chosen = places[np.linspace(0, len(places) - 1, FIRST + SECOND).astype(np.int64)]
     read = _items(run, data, places)
     doubts = _unsteady(run, data, chosen, read)
@@ -181,7 +182,7 @@ def probe(run: Run, data: Any, places: np.ndarray) -> ProbeResult:
         if kind == "mean" or "mean" in metrics.values():
             _check_means(tried, kind, metrics, groups(run, data, places))
     result = ProbeResult(kind, each, metrics, [], [*doubts, *doubt, *foreign_sums(run, model)])
-    new = dataset.model(run).train()  # has seen nothing yet
+    new = dataset.model(run).train()  # unused so far
     with torch.no_grad(), _calls(new) as training_calls:
         result.doubts += _remembers(replace(trial, model=new))
     always = _common(_uses(run, read))
@@ -190,7 +191,7 @@ def probe(run: Run, data: Any, places: np.ndarray) -> ProbeResult:
 
 
 def trained_on_one(run: Run) -> None:
-    """Forward of one item of the training split, in training mode. Errors: those of the model."""
+    """Run one train item through the model in training mode. Errors: those of the model."""
     sets, _ = dataset.data_sets(run)
     data, places = sets["train"]
     batches, _ = _batches(run, {"one": [dataset.item(run, data, int(places[0]), -1)]})
@@ -203,8 +204,8 @@ def trained_on_one(run: Run) -> None:
 
 
 def used_now_and_then(run: Run) -> str | None:
-    """The name of a module with weights, or of a weight, that the model uses for some items of the training split and
-    not for others; None if all use the same. Errors: `RunError`."""
+    """Name of a module with weights, or of a weight, that only some train items use; None if all items use the same.
+    Errors: `RunError`."""
     sets, _ = dataset.data_sets(run)
     data, places = sets["train"]
     model, usage = dataset.model(run), _uses(run, _items(run, data, places))
@@ -224,8 +225,8 @@ def _items(run: Run, data: Any, places: np.ndarray) -> list[Any]:
 
 
 def _uses(run: Run, read: list[Any]) -> list[set[str]]:
-    """Names of the modules that are called and of the weights that the loss depends on, in training, of items one at a
-    time and together. Those that fail alone, as one under BatchNorm does, are passed over."""
+    """Names of the modules called, and of the weights that the loss depends on, in training mode, for single items and
+    all together. Items that fail alone, as under BatchNorm, are skipped."""
     batches, _ = _batches(run, {"all": read} | {str(i): [item] for i, item in enumerate(read)})
     model, loss = dataset.model(run).train(), dataset.function(run, "loss")
     trial = _Trial(run, model, Calling(run, loss, "", None, {}, None, wrapped_module.names_of(model)), batches, {}, {})
@@ -240,7 +241,7 @@ def _uses(run: Run, read: list[Any]) -> list[set[str]]:
 
 
 def _reached(loss: Tensor) -> set[int]:
-    """Identities of the weights that a loss has a gradient to."""
+    """Ids of the weights with a gradient path from a loss."""
     leaves: set[int] = set()
     nodes, met = [loss.grad_fn], set[Any]()
     while nodes:
@@ -258,7 +259,7 @@ def _reached(loss: Tensor) -> set[int]:
 
 
 def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
-    """Its kind, targets of an example, and doubts. Errors: `RunError`."""
+    """Kind of the loss, targets per example, and warnings. Errors: `RunError`."""
     with MeansByClass() as by_class:
         values = {name: trial.loss(name) for name in trial.batches}
     for value in values.values():
@@ -318,9 +319,8 @@ def _no_mean(trial: _Trial, observed: str) -> RunError:
 
 
 def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: list[ContrastGroup]) -> None:
-    """Refuse a mean that is over something else than examples (or targets), which shows once these differ. Errors:
-    `RunError`."""
-    for strength in (1.0, 0.1, 0.0):  # less where a loss is no finite number any more; at last the model as it is
+    """Refuse a mean that is not over examples (or targets), as revealed by perturbed weights. Errors: `RunError`."""
+    for strength in (1.0, 0.1, 0.0):  # weaker if the loss is not finite; finally unperturbed
         model = dataset.model(trial.run).eval()
         measured = []
         for group, variant in zip(groups, shaken(model, strength), strict=False):
@@ -333,7 +333,7 @@ def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: l
                     one = replace(one, fresh=fresh)
                 losses = {name: float(one.loss(name)) for name in batches} if kind == "mean" else {}
                 measured.append((one, losses, _means(one, metrics)))
-            except (RunError, ValueError, TypeError):  # what these weights put out is not for this loss
+            except (RunError, ValueError, TypeError):  # the loss rejects the outputs of these weights
                 break
         tables = [table for _, losses, means in measured for table in (losses, *means.values())]
         if len(measured) == len(groups) and all(math.isfinite(n) for table in tables for n in table.values()):
@@ -351,7 +351,7 @@ def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: l
 
 
 def _means(trial: _Trial, metrics: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """Metrics that are means, of each batch."""
+    """Mean-type metrics of each batch."""
     means: dict[str, dict[str, float]] = {name: {} for name, kind in metrics.items() if kind == "mean"}
     for batch in trial.batches if means else ():
         outputs, loss_inputs = trial.forward(batch)
@@ -363,14 +363,16 @@ def _means(trial: _Trial, metrics: Mapping[str, str]) -> dict[str, dict[str, flo
 
 
 def _sums_up(numbers: Mapping[str, float], weights: Mapping[str, int]) -> bool:
-    """Whether what was measured of the batches of a `ContrastGroup` are sums over items, or no numbers."""
+    """Whether the measurements of a `ContrastGroup` are consistent with sums over items; True if they are not
+    finite."""
     totals = whole, one, other = tuple(numbers[name] * weights[name] for name in "012")
     near = NEAR * max(map(abs, totals))
     return not all(map(math.isfinite, totals)) or abs(one + other - (TIMES + 1) * whole) <= near
 
 
 def _batches(run: Run, parts: Mapping[str, list[Any]]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Items as batches, and the targets of each; its examples where nobody says more. Errors: `RunError`."""
+    """Collate items to batches, with the number of targets of each (or of examples, without `task.targets`). Errors:
+    `RunError`."""
     targets = dataset.function(run, "targets")
     collate = dataset.function(run, "collate") or dataset.default_collate
     batches, weights = {}, {}
@@ -383,7 +385,7 @@ def _batches(run: Run, parts: Mapping[str, list[Any]]) -> tuple[dict[str, Any], 
 
 
 def _kind(numbers: Mapping[str, float]) -> str | None:
-    """Whether a number is a sum or a mean; None: neither, or it cannot be told."""
+    """Whether a number is a sum or a mean; None if neither or undecidable."""
     one, two = numbers["A"], numbers["AA"]
     if abs(one) < 1e-12:
         return None
@@ -402,7 +404,7 @@ def _adds_up(kind: str, numbers: Mapping[str, float], weights: Mapping[str, int]
 
 
 def _kinds_of_metrics(trial: _Trial) -> dict[str, str]:
-    """Errors: `RunError`."""
+    """Kind of each metric, by name. Errors: `RunError`."""
     if trial.calling.metrics is None:
         return {}
     values_by_name: dict[str, dict[str, Any]] = {}
@@ -424,7 +426,7 @@ def _kinds_of_metrics(trial: _Trial) -> dict[str, str]:
 
 
 def _kind_of_metric(trial: _Trial, name: str, values: Mapping[str, Any]) -> str:
-    """Errors: `RunError` for one that cannot be put together from batches."""
+    """Kind of a metric. Errors: `RunError` if it cannot be combined from batches."""
     if len(values) < len(trial.batches):
         raise RunError("LS3238", f"task.metrics: {name} is missing for some batches; return it for every batch")
     if isinstance(values["A"], tuple) and len(values["A"]) == 2:
@@ -450,7 +452,7 @@ METRICS = "return one number an example (a tensor), or a pair (sum, count)"
 
 
 def _unsteady(run: Run, data: Any, chosen: np.ndarray, read: list[Any]) -> list[str]:
-    """Items that are something else when they are read again with the same random numbers."""
+    """Warn about items that change when read again with the same random numbers."""
     for place, before in zip(chosen, read, strict=True):
         if not dataset.same(before, dataset.item(run, data, int(place), -1)):
             return [
@@ -461,8 +463,8 @@ def _unsteady(run: Run, data: Any, chosen: np.ndarray, read: list[Any]) -> list[
 
 
 def _remembers(trial: _Trial) -> list[str]:
-    """A model whose loss is another one for the same batch and the same random numbers. Buffers are put back between:
-    those that training changes are looked at elsewhere."""
+    """Warn about a model whose loss changes for the same batch and random numbers. Buffers are restored in between:
+    another check covers buffers that training changes."""
     buffers = {name: b.detach().clone() for name, b in trial.model.named_buffers()}
     before = _attributes(trial.model)
     losses, counts = [], []
@@ -491,7 +493,7 @@ def _remembers(trial: _Trial) -> list[str]:
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
-    """Attributes of modules beside weights, buffers and modules, by name."""
+    """Attributes of modules other than weights, buffers and submodules, by name."""
     attributes = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -505,12 +507,12 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
 def _alike(first: Any, second: Any) -> bool:
     try:
         return dataset.same(first, second)
-    except Exception:  # an object of the user's that cannot be looked into
+    except Exception:  # an object that cannot be compared
         return first is second
 
 
 def foreign_sums(run: Run, model: nn.Module) -> list[str]:
-    """Where the user's own code speaks with other ranks, or its model normalises over them."""
+    """Warn about user code that communicates with other ranks, and about models that normalize across ranks."""
     doubts = [
         f"task.model: {name} is a SyncBatchNorm, which normalises over what all ranks compute at the same moment; "
         "BatchNorm normalises over a micro-batch, which is the same at any number of processes"
@@ -529,7 +531,7 @@ def foreign_sums(run: Run, model: nn.Module) -> list[str]:
 
 
 def _named(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of what code imports and of the attributes that it asks for."""
+    """Yield line number and dotted name of imports and attribute accesses."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -541,7 +543,7 @@ def _named(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def _calls(model: nn.Module) -> Iterator[Counter[str]]:
-    """Count how often each module is called meanwhile, by its name; the model's own is empty."""
+    """Count the calls of each module, by name (the model itself: empty name), while the context is active."""
     counts: Counter[str] = Counter()
     hooks = [
         module.register_forward_pre_hook(lambda *_, name=name: counts.update([name]))
@@ -555,5 +557,5 @@ def _calls(model: nn.Module) -> Iterator[Counter[str]]:
 
 
 def _once(counts: Counter[str]) -> list[str]:
-    """The modules that every forward calls once."""
+    """Modules that every forward calls exactly once."""
     return [name for name, count in counts.items() if name and count == counts[""]]

@@ -31,15 +31,15 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass
 class Computed(ModelOutput):
-    """The output of a wrapped module. In evaluation `logits` hold the loss, then sum and count of each metric."""
+    """Output of a wrapped module. In evaluation, `logits` holds the loss, then sum and count of each metric."""
 
     loss: Tensor | None = None  # float32 scalar: summed over targets
-    logits: Tensor | None = None  # float64 [1 + 2 x metrics]; of what was generated: uint8, JSON
+    logits: Tensor | None = None  # float64 [1 + 2 x metrics]; uint8 JSON for generated texts
 
 
 @dataclass(frozen=True)
 class Calling:
-    """How a model and the functions beside it are called."""
+    """How to call a model and its user functions."""
 
     run: Run
     loss: Callable[[Any, Any], Any]
@@ -47,12 +47,12 @@ class Calling:
     metrics: Callable[[Any, Any], Any] | None
     metric_kinds: Mapping[str, str]  # name -> "sum", "mean", "each", or "pair"
     generate: Callable[[Any, Any], Any] | None
-    names: tuple[str, ...] | None  # of what `forward` takes by name; None: anything
+    names: tuple[str, ...] | None  # argument names of `forward`; None: any
 
     def arguments(self, batch: Any) -> tuple[Arguments, Any]:
-        """What the model is given of a batch, and what the loss is. Errors: `RunError`."""
+        """Split a batch into the model's arguments and the loss function's input. Errors: `RunError`."""
         loss_inputs = batch
-        if type(batch) in (list, tuple):  # and none with names for its parts
+        if type(batch) in (list, tuple):  # not a namedtuple
             if len(batch) != 2:
                 raise RunError(
                     "LS3250",
@@ -72,7 +72,7 @@ class Calling:
         return ((), arguments), loss_inputs
 
     def summed(self, value: Any, bundle: Bundle) -> Tensor:
-        """What the user's loss gave, as the sum over targets: float32 scalar. Errors: `RunError`."""
+        """Convert the user's loss to the sum over targets: float32 scalar. Errors: `RunError`."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise RunError(
                 "LS3252", f"task.loss: expected a tensor of floats, but the function returned {kind_of(value)}"
@@ -94,7 +94,7 @@ class Calling:
         return nothing(loss_total) if bundle.blank else loss_total
 
     def measured(self, outputs: Any, loss_inputs: Any, bundle: Bundle) -> list[Any]:
-        """Sum and count of each metric, one after the other. Errors: `RunError`."""
+        """Sum and count of each metric, concatenated. Errors: `RunError`."""
         if self.metrics is None:
             return []
         values = self.metrics(outputs, loss_inputs)
@@ -117,19 +117,19 @@ class Calling:
 
 
 def nothing(tensor: Tensor) -> Tensor:
-    """A zero that hangs on `found`, so that every rank's backward runs, also through a loss that is no number."""
+    """A zero that depends on `tensor`, so that every rank runs backward, even if the loss is not finite."""
     return torch.where(torch.zeros_like(tensor, dtype=torch.bool), tensor, 0)
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a value, in words."""
+    """Describe the type of a value."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)} and {value.dtype}"
     return f"a {type(value).__name__}"
 
 
 def names_of(model: nn.Module) -> tuple[str, ...] | None:
-    """The arguments of `forward`; None where it takes any name."""
+    """Argument names of `forward`; None if it accepts any keyword."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return None
@@ -137,19 +137,19 @@ def names_of(model: nn.Module) -> tuple[str, ...] | None:
 
 
 class Adapted(nn.Module):
-    """Goes in front of the user's class: its `forward` is called as ever, or with a bundle."""
+    """Mixin placed before the user's class: `forward` takes the usual arguments, or a bundle."""
 
     calling: Calling
 
     def forward(self, *arguments: Any, lockstep_batch: Bundle | None = None, **named: Any) -> Any:
-        """The user's own, or a `Computed`."""
+        """The user's own output, or a `Computed` for a bundle."""
         if lockstep_batch is None:
             return super().forward(*arguments, **named)
         return computed(self, super().forward, self.lockstep_calling, lockstep_batch)  # type: ignore[arg-type]
 
 
 def computed(model: nn.Module, forward: Callable[..., Any], calling: Calling, bundle: Bundle) -> Computed:
-    """One batch through the user's `forward` and the functions beside it."""
+    """Run a batch through the user's `forward`, loss and metrics."""
     if bundle.asks == "generate":
         return generated(model, forward, calling, bundle)
     (arguments, named), loss_inputs = calling.arguments(bundle.batch)
@@ -158,7 +158,7 @@ def computed(model: nn.Module, forward: Callable[..., Any], calling: Calling, bu
 
 def finished(calling: Calling, outputs: Any, loss_inputs: Any, bundle: Bundle, training: bool) -> Computed:
     """Compute the loss from the outputs of the user's model, and the metrics unless the model is training."""
-    if isinstance(calling.loss, nn.Module) and isinstance(outputs, Tensor):  # it may hold weights of classes
+    if isinstance(calling.loss, nn.Module) and isinstance(outputs, Tensor):  # it may hold class weights
         calling.loss.to(outputs.device)
     loss = calling.summed(calling.loss(outputs, loss_inputs), bundle)
     if training:
@@ -169,7 +169,7 @@ def finished(calling: Calling, outputs: Any, loss_inputs: Any, bundle: Bundle, t
 
 
 def generated(model: nn.Module, forward: Callable[..., Any], calling: Calling, bundle: Bundle) -> Computed:
-    """What the user's `generate` makes of a batch, as JSON in bytes: every strategy hands out tensors."""
+    """Output of the user's `generate` for a batch, as JSON in a byte tensor, because strategies return only tensors."""
     assert calling.generate is not None
     with dataset.user_call(calling.run, "generate"):
         written = calling.generate(PlainOutputs(model, forward), bundle.batch)
@@ -179,7 +179,7 @@ def generated(model: nn.Module, forward: Callable[..., Any], calling: Calling, b
 
 
 class PlainOutputs:
-    """The user's model for their own `generate`: called past the hooks of engines, which are around it already."""
+    """The user's model as passed to `generate`: it bypasses the hooks of engines, which already surround the call."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         self.__model, self.__forward = model, forward
@@ -192,7 +192,7 @@ class PlainOutputs:
 
 
 def adapt(model: nn.Module, calling: Calling) -> nn.Module:
-    """The model itself, which now takes a bundle too. Errors: `RunError`."""
+    """Make the model accept a bundle too, in place. Errors: `RunError`."""
     kind = type(model)
     try:
         model.__class__ = type(kind.__name__, (Adapted, kind), {"__module__": kind.__module__})
@@ -206,14 +206,14 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 def write(folder: Path, weights: Mapping[str, Tensor], build: str, arguments: Mapping[str, Any]) -> None:
-    """Tied weights are written under each of their names."""
+    """Write an export. Tied weights are stored under each of their names."""
     save_file({n: t.detach().cpu().clone().contiguous() for n, t in weights.items()}, folder / WEIGHTS)
     config = {"library": "lockstep", "version": __version__, "model": build, "model_arguments": dict(arguments)}
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 def load(folder: Path) -> nn.Module:
-    """The trained model of an export, in evaluation mode: the code that `config.json` names is imported and run.
+    """Load the trained model of an export, in evaluation mode. Imports and runs the code that `config.json` names.
     Errors: `RunError`."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -233,7 +233,7 @@ def load(folder: Path) -> nn.Module:
 
 
 def fill(model: nn.Module, folder: Path) -> None:
-    """Give a model the weights of an export. Errors: `RunError`."""
+    """Load the weights of an export into a model. Errors: `RunError`."""
     try:
         model.load_state_dict(load_file(folder / WEIGHTS))
     except (OSError, RuntimeError) as error:

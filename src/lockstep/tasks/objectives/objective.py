@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 # -- weights of labels in the training loss --------------------------------------------------------------------------
 
-_FINEST = 2.0**-20  # weights are multiples of it, so that sums of them are exact, whatever is added up first
+_FINEST = 2.0**-20  # weights are multiples of it, so that their sums are exact in any order
 
 
 def of_labels(options: ClassificationOptions, names: list[str], counts: list[int], examples: int) -> np.ndarray | None:
-    """Float64 [C], or None where all labels weigh the same. Of one label a text the weight of its examples; of several
-    that of the examples which have the label, those which have not weighing 1 (torch's `pos_weight`).
+    """Label weights, float64 [C], or None if all are equal.
 
-    `balanced` is scikit-learn's for one label: examples / (labels x examples of the label); for several the examples
-    that have not the label for each one that has it, which is the same ratio. Errors: `RunError`.
+    With one label per example, the weight of its examples; with several, the weight of examples that have the label,
+    others weighing 1 (torch's `pos_weight`). `balanced` is scikit-learn's for one label: examples / (labels x examples
+    of the label); for several, the ratio of examples without the label to examples with it. Errors: `RunError`.
     """
     class_weights = options.class_weights
     if class_weights is None:
@@ -70,7 +70,7 @@ def of_labels(options: ClassificationOptions, names: list[str], counts: list[int
 
 
 def _named(value: Any) -> Any:
-    """Weights by label, as texts: YAML reads 0 and true as a number and a truth."""
+    """Convert the labels of a weight mapping to texts: YAML parses 0 and true as number and bool."""
     if not isinstance(value, dict):
         return value
     return {str(name).lower() if isinstance(name, bool) else str(name): weight for name, weight in value.items()}
@@ -82,7 +82,7 @@ Threshold = Annotated[float, Field(gt=0, lt=1)] | Literal["validation"] | None
 
 
 class LabelOptions(Section):
-    """The keys of every task that learns labels."""
+    """Keys of every task that learns labels."""
 
     label_names: list[str] | None = Field(
         None, description="names of integer labels, in order; default: from the data set"
@@ -129,13 +129,13 @@ class ClassificationOptions(LabelOptions):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Key of the run file -> the column of texts that it names."""
+        """Key of the run file -> text column."""
         pair = {} if self.text_pair is None else {"task.text_pair": self.text_pair}
         return {"task.text": self.text} | pair
 
     @property
     def labels(self) -> dict[str, str]:
-        """Key of the run file -> the column of labels or numbers that it names."""
+        """Key of the run file -> column of labels or numbers."""
         label_columns = [self.label] if isinstance(self.label, str) else self.label
         return {
             "task.label" if len(label_columns) == 1 else f"task.label[{i}]": column
@@ -170,14 +170,14 @@ class ClassificationOptions(LabelOptions):
 
 # -- scores ----------------------------------------------------------------------------------------------------------
 
-# Of predictions that are all there, in any order: equal to those of scikit-learn and scipy to rounding. What is not
-# defined (an area where every example is of one kind, a correlation with a constant) is nan.
+# Scores of complete predictions in any order; equal to scikit-learn's and scipy's within rounding. Undefined scores (an
+# AUC with one class, a correlation with a constant) are nan.
 NAN = float("nan")
 BINS = 15  # of calibration, of equal width: Guo et al. 2017, https://arxiv.org/abs/1706.04599
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Over the last axis: float64."""
+    """Softmax over the last axis, float64."""
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
 
@@ -189,14 +189,14 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
 
 
 def average_ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 1; equal values share the mean of theirs, as scipy.stats.rankdata has them."""
+    """Ranks from 1; ties get their mean rank, as in scipy.stats.rankdata."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[place]
 
 
 def roc_auc(true: np.ndarray, scores: np.ndarray) -> float:
-    """Area under the ROC curve: how often an example that is (bool [N]) scores higher than one that is not, ties being
-    half; the statistic of Mann and Whitney."""
+    """Area under the ROC curve: probability that a positive example (`true`, bool [N]) scores higher than a negative
+    one, ties counting half (Mann-Whitney statistic)."""
     there = int(true.sum())
     rest = len(true) - there
     if not there or not rest:
@@ -205,7 +205,8 @@ def roc_auc(true: np.ndarray, scores: np.ndarray) -> float:
 
 
 def _at_each_threshold(true: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The different scores, the highest first; how many examples score at least that, and how many of these are."""
+    """Distinct scores, descending; the number of examples that score at least that; and how many of these are
+    positive."""
     order = np.argsort(-scores, kind="stable")
     ordered = scores[order]
     last = np.r_[np.flatnonzero(np.diff(ordered)), len(ordered) - 1]
@@ -213,7 +214,7 @@ def _at_each_threshold(true: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray
 
 
 def average_precision(true: np.ndarray, scores: np.ndarray) -> float:
-    """The mean of precisions, each weighted by the recall that it adds; nothing is interpolated."""
+    """Mean of precisions weighted by the increase in recall, without interpolation."""
     if not true.any():
         return NAN
     _, predicted_true, right = _at_each_threshold(true, scores)
@@ -222,8 +223,8 @@ def average_precision(true: np.ndarray, scores: np.ndarray) -> float:
 
 
 def best_threshold(true: np.ndarray, scores: np.ndarray) -> float:
-    """The threshold of the highest F1, half way down to the next score, so that rounding moves no example across it; of
-    equal ones the highest. 0.5 where nothing is true."""
+    """The threshold with the highest F1, halfway to the next lower score, so that rounding moves no example across it.
+    Ties: the highest threshold. 0.5 if there are no positives."""
     if not true.any():
         return 0.5
     predicted, predicted_true, right = _at_each_threshold(true, scores)
@@ -234,20 +235,20 @@ def best_threshold(true: np.ndarray, scores: np.ndarray) -> float:
 
 
 def f1(right: np.ndarray, true: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-    """2 right / (true + given), and 0 where there is neither, as scikit-learn's zero_division=0."""
+    """2 right / (true + predicted), and 0 if the denominator is 0, as scikit-learn's zero_division=0."""
     both = np.asarray(true + predicted, np.float64)
     return np.divide(2.0 * right, both, out=np.zeros_like(both), where=both > 0)
 
 
 def mean_of_defined(values: list[float]) -> float:
-    """The mean of those that are not nan; nan of none."""
+    """Mean of the values that are not nan; nan if there are none."""
     numbers = [value for value in values if not np.isnan(value)]
     return float(np.mean(numbers)) if numbers else NAN
 
 
 @dataclass(frozen=True)
 class Reliability:
-    """Predicted probabilities beside what came true, in bins of equal width; nan in those that are empty."""
+    """Predicted probabilities and observed frequencies in bins of equal width; nan in empty bins."""
 
     counts: np.ndarray  # int64 [BINS]
     predicted: np.ndarray  # float64 [BINS]: mean probability
@@ -255,7 +256,7 @@ class Reliability:
 
     @property
     def error(self) -> float:
-        """The expected calibration error (ECE): the mean distance of the two, weighted by examples."""
+        """Expected calibration error (ECE): mean absolute gap, weighted by examples."""
         some = self.counts > 0
         gaps = np.abs(self.predicted[some] - self.observed[some])
         return float((gaps * self.counts[some]).sum() / self.counts.sum())
@@ -269,8 +270,8 @@ class Reliability:
 
 
 def reliability(right: np.ndarray, probability: np.ndarray) -> Reliability:
-    """The reliability of predicted probabilities [N] of events, of which `right` says whether they came true [N]; with
-    the bins of scikit-learn's calibration_curve."""
+    """Reliability of predicted probabilities [N], given whether each prediction was `right` [N]; bins as in
+    scikit-learn's calibration_curve."""
     place = np.searchsorted(np.linspace(0, 1, BINS + 1)[1:-1], probability)
     counts = np.bincount(place, minlength=BINS)
     sums = [np.bincount(place, weights=values, minlength=BINS) for values in (probability, right)]
@@ -279,7 +280,7 @@ def reliability(right: np.ndarray, probability: np.ndarray) -> Reliability:
 
 
 def pearson(true: np.ndarray, predicted: np.ndarray) -> float:
-    """The correlation of two columns."""
+    """Pearson correlation."""
     if len(true) < 2 or np.ptp(true) == 0 or np.ptp(predicted) == 0:
         return NAN
     a, b = true - true.mean(), predicted - predicted.mean()
@@ -287,16 +288,15 @@ def pearson(true: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def spearman(true: np.ndarray, predicted: np.ndarray) -> float:
-    """The correlation of their ranks; nan where one of them is no number, as nothing is before or behind it."""
+    """Spearman correlation; nan if any value is nan, because nan has no rank."""
     if np.isnan(true).any() or np.isnan(predicted).any():
         return NAN
     return pearson(average_ranks(true), average_ranks(predicted))
 
 
 def r2(true: np.ndarray, predicted: np.ndarray) -> float:
-    """The share of the variance that is explained; below 0 for what is worse than the mean; nan where there is none to
-    explain."""
-    if len(true) < 2 or np.ptp(true) == 0:  # the mean of equal numbers is not always that number
+    """Share of the variance explained; negative if worse than the mean, nan if there is no variance."""
+    if len(true) < 2 or np.ptp(true) == 0:  # rounding may move the mean of equal numbers off them
         return NAN
     total = float(((true - true.mean()) ** 2).sum())
     return 1 - float(((true - predicted) ** 2).sum()) / total if total else NAN
@@ -306,29 +306,29 @@ def r2(true: np.ndarray, predicted: np.ndarray) -> float:
 
 
 class LabelCodes(Protocol):
-    """Gives the rows of a split their labels or numbers, in the form that is stored beside their tokens."""
+    """Encodes labels or numbers of rows in the form stored beside their tokens."""
 
     names: list[str]
-    values: list[Any]  # of labels, as rows hold them, in the order of their codes; none of numbers
+    values: list[Any]  # label values of rows, in code order; empty for numbers
 
     def reordered(self, names: list[str], values: list[Any]) -> LabelCodes:
-        """Return these labels in another order, or beside others that no row has; numbers as they are."""
+        """Return these labels in another order, possibly with labels that no row has; numbers unchanged."""
 
     def of(self, rows: dict[str, list]) -> Any:
-        """The labels or numbers of some rows, by column."""
+        """Labels or numbers of some rows, given by column."""
 
     def counts(self, dataset: Dataset) -> list[int]:
-        """Examples of each label in a split; none of numbers."""
+        """Number of examples per label in a split; empty for numbers."""
 
 
 class Objective(ABC):
-    """One way to read labels, and to learn them. All sums are over examples."""
+    """A way to read and learn labels. All sums are over examples."""
 
     problem: ClassVar[str]  # transformers' `problem_type`
-    metric_names: ClassVar[tuple[str, ...]]  # that `metrics` may give
+    metric_names: ClassVar[tuple[str, ...]]  # names that `metrics` may return
 
     def __init__(self, options: ClassificationOptions, names: list[str], counts: list[int], examples: int) -> None:
-        """`counts`: of each label in the `examples` of train."""
+        """`counts`: examples per label among the `examples` of train."""
         self.options, self.names = options, names
         self.weights = of_labels(options, names, counts, examples) if counts else None
         self._weights_there: Tensor | None = None
@@ -337,103 +337,102 @@ class Objective(ABC):
 
     @classmethod
     def readable(cls, dataset: Dataset, options: ClassificationOptions) -> Dataset:
-        """A split whose rows all hold something, with its labels as they are read."""
+        """Convert the labels of a split of complete rows to their canonical form."""
         return dataset
 
     @classmethod
     @abstractmethod
     def codes(cls, splits: dict[str, Dataset], options: ClassificationOptions, name: str) -> LabelCodes:
-        """The labels of all splits and their codes. Errors: `RunError` for what is no label, or no number, with its
-        row."""
+        """Labels of all splits and their codes. Errors: `RunError` with the row of an invalid label or number."""
 
     @classmethod
     @abstractmethod
     def feature(cls) -> Any:
-        """The feature of `datasets` that stores labels."""
+        """The `datasets` feature that stores labels."""
 
     @classmethod
     def cut(cls, codes: LabelCodes, train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
-        """A share cut off the training split, as `documents.cut`. Errors: `RunError`."""
+        """Hold out a share of the training split, as `lm_documents.cut`. Errors: `RunError`."""
         return lm_documents.cut(train, share, seed, key)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def targets(self, columns: Columns, rows: np.ndarray) -> np.ndarray:
-        """The targets of the examples at `rows`: [B], or [B, C]. A row of only IGNORED is no example."""
+        """Targets of the examples at `rows`: [B] or [B, C]. A row that is entirely IGNORED is not an example."""
 
     @abstractmethod
     def count(self, columns: Columns, rows: np.ndarray) -> float:
-        """The divisor of the loss of these examples, with weights; exact, whatever is added up first."""
+        """Loss divisor of these examples, weighted; exact in any summation order."""
 
     @abstractmethod
     def targets_in_batch(self, targets: Tensor) -> float:
-        """The divisor of the loss, from targets that go through the model."""
+        """Loss divisor, computed from a micro-batch's targets."""
 
     @abstractmethod
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The training loss of a micro-batch: float32 scalar. `logits`: float32 [B, C]."""
+        """Training loss of a micro-batch: float32 scalar. `logits`: float32 [B, C]."""
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def score(self, logits: Tensor, targets: Tensor) -> Sums:
-        """Sums over the examples of a batch; the plain loss among them, without weights or smoothing."""
+        """Sums over the examples of a batch, including the plain loss (no weights or smoothing)."""
 
     @abstractmethod
     def metrics(self, sums: Sums, threshold: float | None) -> dict[str, float]:
-        """The metrics of a split. `threshold`: the one that was chosen before, if any."""
+        """Metrics of a split. `threshold`: chosen earlier, if any."""
 
     @abstractmethod
     def tables(self, sums: Sums, threshold: float | None) -> dict[str, Any]:
-        """What a report shows of a split beside its metrics."""
+        """Report content of a split beside its metrics."""
 
     @abstractmethod
     def metric_inputs(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
-        """Predictions and labels of a split, as functions of `metrics` get them."""
+        """Predictions and labels of a split, as passed to the functions of `metrics`."""
 
     @abstractmethod
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
-        """Made-up predictions and labels of a few examples, with every label among them."""
+        """Dummy predictions and labels that contain every label."""
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
-        """The answer of the model to each row: JSON by name."""
+        """The model's answer for each row: JSON by name."""
 
     @classmethod
     @abstractmethod
     def format_answer(cls, answer: Mapping[str, Any]) -> str:
-        """An answer for a person."""
+        """Format an answer for display."""
 
     def short_answer(self, answer: Mapping[str, Any]) -> str:
-        """An answer in a few words, for the list of samples."""
+        """Format an answer briefly, for the list of samples."""
         return self.format_answer(answer)
 
     @abstractmethod
     def format_target(self, targets: Tensor) -> str:
-        """The labels or numbers of an example, for a person."""
+        """Format the labels or numbers of an example for display."""
 
     @property
     def fixed_threshold(self) -> float | None:
-        """The one that the run file gives."""
+        """The threshold set in the run file, if any."""
         return self.options.threshold if isinstance(self.options.threshold, float) else None
 
     @property
     def chooses_threshold(self) -> bool:
-        """Whether it is chosen on the validation split."""
+        """Whether the threshold is chosen on the validation split."""
         return self.options.threshold == "validation"
 
     def threshold(self, true: np.ndarray, probabilities: np.ndarray, chosen: float | None) -> float | None:
-        """The one that holds for a split: given, chosen before, or the best one here."""
+        """The threshold for a split: fixed, chosen earlier, or the best one on this split."""
 
         if not self.chooses_threshold:
             return self.fixed_threshold
         return best_threshold(true, probabilities) if chosen is None else chosen
 
     def weights_at(self, logits: Tensor) -> Tensor | None:
-        """The weights of labels where the logits are: float32 [C]."""
+        """Label weights on the logits' device: float32 [C]."""
         import torch
 
         from lockstep.distributed.torch_internals import to_device

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-MOST_CLASSES = 100  # up to which a confusion matrix is counted
+MOST_CLASSES = 100  # maximum number of classes for a confusion matrix
 
 
 class OneLabel(Objective):
-    """One of several classes: cross-entropy, smoothed or focal, weighted; accuracy, F1, ROC AUC and calibration."""
+    """One of several classes: cross-entropy, optionally smoothed, focal or weighted; accuracy, F1, ROC AUC and
+    calibration."""
 
     problem = "single_label_classification"
     metric_names = ("loss", "accuracy", "macro_f1", "f1", "threshold", "roc_auc", "ece")
@@ -60,7 +61,7 @@ class OneLabel(Objective):
 
     @classmethod
     def cut(cls, codes: Any, train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
-        """Seeded, and every class in proportion."""
+        """Hold out a seeded, stratified share: every class in proportion."""
         of_rows = codes.of_all(train)
         chosen = []
         random = np.random.default_rng(seed)
@@ -104,7 +105,7 @@ class OneLabel(Objective):
 
         if self.options.loss == "focal":
             return self._focal(logits, targets)
-        return cross_entropy(  # IGNORED targets count for nothing
+        return cross_entropy(  # IGNORED targets contribute nothing
             logits,
             targets,
             self.weights_at(logits),
@@ -113,8 +114,8 @@ class OneLabel(Objective):
         )
 
     def _focal(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """-(1 - p)^gamma log p of the true label: Lin et al. 2017, https://arxiv.org/abs/1708.02002. By logarithms of
-        both, so that its gradient is finite where p is 1."""
+        """Focal loss -(1 - p)^gamma log p of the true label: Lin et al. 2017, https://arxiv.org/abs/1708.02002.
+        Computed from logarithms, so that the gradient is finite at p = 1."""
         from torch.nn.functional import one_hot
 
         real = targets >= 0
@@ -142,7 +143,7 @@ class OneLabel(Objective):
         }
 
     def _counts(self, targets: Tensor, predicted: Tensor) -> Sums:
-        """Sums over predicted and true labels, [B] each."""
+        """Counts over true and predicted labels, [B] each."""
         import torch
         from torch.nn.functional import one_hot
 
@@ -159,9 +160,9 @@ class OneLabel(Objective):
         }
 
     def metrics(self, sums: Sums, threshold: float | None) -> dict[str, float]:
-        """Macro F1 is the mean over classes that occur or are predicted of 2 right / (true + predicted), as
-        scikit-learn's. ROC AUC is of the second of two labels, else the mean of each label against all others. ECE is
-        that of the likeliest label. `f1`, where there is a threshold, is the second label's."""
+        """Macro F1 is the mean of 2 right / (true + predicted) over classes that occur or are predicted, as
+        scikit-learn's. ROC AUC is that of the second of two labels, else the mean over one-vs-rest. ECE concerns the
+        most likely label. `f1`, with a threshold, is that of the second label."""
         sums, gathered, used = self._decided(sums, threshold)
         count = float(sums["examples"])
         both = sums["of_class"] + sums["predicted"]
@@ -185,8 +186,8 @@ class OneLabel(Objective):
     def _decided(
         self, sums: Sums, threshold: float | None
     ) -> tuple[Sums, tuple[np.ndarray, np.ndarray] | None, float | None]:
-        """The sums, with decisions by the threshold where there is one; probabilities and labels, where they were
-        gathered; and the threshold."""
+        """The sums, with predictions by the threshold if there is one; the gathered probabilities and labels, or None;
+        and the threshold."""
         import torch
 
         if "predictions" not in sums:
@@ -241,13 +242,13 @@ class OneLabel(Objective):
 
 
 def _reliability(probabilities: np.ndarray, true: np.ndarray) -> objective.Reliability:
-    """The reliability of the likeliest label's probability."""
+    """Reliability of the most likely label's probability."""
     return objective.reliability(probabilities.argmax(-1) == true, probabilities.max(-1))
 
 
 class SeveralLabels(Objective):
-    """Each label is a question of yes or no: binary cross-entropy, smoothed or focal, weighted; F1, average precision.
-    The loss of an example is the mean over its labels, as transformers' BCEWithLogitsLoss has it."""
+    """Multi-label: binary cross-entropy per label, optionally smoothed, focal or weighted; F1, average precision. The
+    loss of an example is the mean over its labels, as with BCEWithLogitsLoss in transformers."""
 
     problem = "multi_label_classification"
     metric_names = ("loss", "micro_f1", "macro_f1", "average_precision", "roc_auc", "ece", "threshold")
@@ -300,9 +301,9 @@ class SeveralLabels(Objective):
         }
 
     def metrics(self, sums: Sums, threshold: float | None) -> dict[str, float]:
-        """Micro F1 counts all decisions together, macro F1 is the mean over labels, of 0 where one neither occurs nor
-        is given. Average precision and ROC AUC are means over the labels of which the split has examples that have
-        it and (ROC AUC) others that have not. ECE is that of all labels together."""
+        """Micro F1 pools all decisions; macro F1 is the mean over labels, 0 for a label that neither occurs nor is
+        predicted. Average precision and ROC AUC are means over labels with positive examples, and (ROC AUC) negative
+        ones. ECE pools all labels."""
         loss = float(sums["loss"]) / (float(sums["examples"]) * len(self.names))
         probabilities, true = self.metric_inputs(sums)
         if not np.isfinite(probabilities).all():
@@ -351,7 +352,7 @@ class SeveralLabels(Objective):
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         code, row = np.arange(len(self.names)), np.arange(8)[:, None]
-        true = (code + row) % 3 % 2  # every label has some and lacks some
+        true = (code + row) % 3 % 2  # every label has positives and negatives
         return objective.sigmoid(np.random.default_rng(0).normal(size=true.shape)), true
 
     # -- answers -----------------------------------------------------------------------------------------------------
@@ -361,7 +362,7 @@ class SeveralLabels(Objective):
         return self.options.threshold in (None, "validation")
 
     def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
-        """`labels`, the likeliest first, and the `scores` of all."""
+        """Predicted `labels`, most likely first, and the `scores` of all labels."""
         results = []
         probabilities = objective.sigmoid(logits.double().cpu().numpy())  # float64, as for the metrics
         for row in probabilities.tolist():
@@ -381,7 +382,7 @@ class SeveralLabels(Objective):
 
 
 def _each(logits: Tensor, targets: Tensor, smoothing: float = 0.0, weight: Tensor | None = None) -> Tensor:
-    """The loss of each label of each example: [B, C]. Smoothed, what is true is so to 1 - smoothing / 2."""
+    """Loss of each label of each example: [B, C]. With smoothing, a positive target is 1 - smoothing / 2."""
     from torch.nn.functional import binary_cross_entropy_with_logits
 
     true = targets.clamp(min=0).to(logits.dtype) * (1 - smoothing) + smoothing / 2
@@ -389,8 +390,7 @@ def _each(logits: Tensor, targets: Tensor, smoothing: float = 0.0, weight: Tenso
 
 
 def _counts(decided: np.ndarray, true: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each label the number of examples that have it and are predicted to, that have it, and that are predicted
-    to."""
+    """Per label, the number of true positives, of true labels and of predicted labels."""
     return (decided & (true == 1)).sum(0), true.sum(0), decided.sum(0)
 
 
@@ -398,12 +398,12 @@ def _average_precisions(probabilities: np.ndarray, true: np.ndarray) -> list[flo
     return [objective.average_precision(true[:, code] == 1, probabilities[:, code]) for code in range(true.shape[1])]
 
 
-_DRAWN = 500  # examples of a scatter, at most
+_DRAWN = 500  # maximum number of points in a scatter plot
 
 
 class RegressionObjective(Objective):
-    """The logits are the numbers: squared or absolute error; Pearson, Spearman, R2. The loss of an example is the mean
-    over its numbers, as torch's MSELoss and L1Loss have it."""
+    """Regression on the logits: squared or absolute error; Pearson, Spearman, R2. The loss of an example is the mean
+    over its numbers, as in torch's MSELoss and L1Loss."""
 
     problem = "regression"
     metric_names = ("loss", "pearson", "spearman", "r2", "mse", "mae")
@@ -423,7 +423,7 @@ class RegressionObjective(Objective):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def targets(self, columns: Columns, rows: np.ndarray) -> np.ndarray:
-        """Float64 [B, 1 + C]: 0, which tells an example from none (IGNORED may well be a number), and its numbers."""
+        """Float64 [B, 1 + C]: a 0 that marks a real example (IGNORED may be a valid number), and its numbers."""
         numbers = [columns.ragged("label").row(int(row)) for row in rows]
         return np.concatenate([np.zeros((len(rows), 1)), np.stack(numbers)], axis=1)
 
@@ -446,7 +446,7 @@ class RegressionObjective(Objective):
         }
 
     def metrics(self, sums: Sums, threshold: float | None) -> dict[str, float]:
-        """Of several numbers the means over them."""
+        """Metrics, averaged over the numbers if there are several."""
         predicted, true = self._columns(sums)
         differences = predicted - true
         errors = {"mse": float(np.square(differences).mean()), "mae": float(np.abs(differences).mean())}
@@ -465,7 +465,7 @@ class RegressionObjective(Objective):
         return {"scatter": scatter | {"true": true[some].T.tolist(), "predicted": predicted[some].T.tolist()}}
 
     def _columns(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
-        """Predicted and true: float64 [N, C]."""
+        """Predicted and true numbers: float64 [N, C]."""
         return sums["predictions"].double().numpy(), sums["labels"].double().numpy()
 
     def metric_inputs(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
@@ -479,7 +479,7 @@ class RegressionObjective(Objective):
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
-        """`value`, or `values` by name where there are several."""
+        """`value`, or `values` by name if there are several."""
         rows = [dict(zip(self.names, row, strict=True)) for row in logits.tolist()]
         return [{"values": row} if len(row) > 1 else {"value": next(iter(row.values()))} for row in rows]
 
@@ -494,6 +494,6 @@ class RegressionObjective(Objective):
 
 
 def _errors(logits: Tensor, targets: Tensor, squared: bool) -> Tensor:
-    """The error of each number: [B, C]; 0 where there is no example."""
+    """Error of each number: [B, C]; 0 for padding rows."""
     differences = logits - targets[:, 1:].to(logits.dtype)
     return (differences.square() if squared else differences.abs()).masked_fill(targets[:, :1] != 0, 0.0)
