@@ -1,19 +1,20 @@
-"""Where in the program this process is, for whoever asks when it does not move any more.
+"""The current activity of this process, shown if it hangs.
 
-A process is in one place: there is one value, `ACTIVITY`. Saying where one is costs two assignments. Imports nothing.
+A process does one thing at a time, so there is one value, `ACTIVITY`. Updating it costs two assignments. Imports
+nothing.
 """
 
 from __future__ import annotations
 
 
 class Activity:
-    """A name for people, and how often it was changed."""
+    """The name of the current activity, and how often it changed."""
 
     def __init__(self) -> None:
         self.name, self.moves = "at the start", 0
 
     def at(self, name: str) -> None:
-        """This process is at `name` now."""
+        """Set the current activity."""
         self.name = name
         self.moves += 1
 

@@ -1,4 +1,4 @@
-"""Do all processes of a job do the same thing? Compared before training, on every rank, whoever started it.
+"""Check that all processes of a job do the same, before training, on every rank.
 
 In: a run, its data and this process's device, threads and versions. Out: nothing, or a `RunError` that names the keys
 that differ, with hosts and ranks.
@@ -23,7 +23,7 @@ from lockstep.config.run import Run, RunError
 if TYPE_CHECKING:
     from lockstep.distributed.world import World
 
-# What may differ from machine to machine: where it runs, what it is called, where its results go.
+# Keys that may differ between machines.
 _OWN = ("name", "output", "launch")
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 # Local files: their contents are compared, not their names.
@@ -31,8 +31,8 @@ _PATHS = ("data.source", "data.train", "data.validation", "data.test", "model.so
 
 
 def facts(run: Run, data: str) -> dict[str, str]:
-    """Facts that must be equal on every machine before a process starts: keys of the run file, versions, contents.
-    `data`: the hash of the tokens."""
+    """Return the facts that must be equal on every machine: keys of the run file, versions, file contents. `data`: the
+    hash of the tokens."""
     values: dict[str, Any] = run.model_dump(mode="json")
     for key in _OWN:
         del values[key]
@@ -53,7 +53,7 @@ def facts(run: Run, data: str) -> dict[str, str]:
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """The installed versions of packages, as facts."""
+    """Return the installed versions of packages, as facts."""
     versions = {}
     for package in packages:
         try:
@@ -64,7 +64,7 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
 
 
 def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:
-    """Refuse to train when the ranks do not agree, also in `more` facts. Collective. Errors: `RunError`, the same on
+    """Refuse to train if the ranks' facts, or the facts in `more`, differ. Collective. Errors: `RunError`, the same on
     every rank."""
     mine = facts(run, data) | dict(more)
     if world.portable:
@@ -84,7 +84,8 @@ def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:
 
 
 def disagreement(everyone: Sequence[tuple[str, dict[str, str]]]) -> str:
-    """The message: every key that differs, with its values and who has them; at most ten keys. Empty: none differs."""
+    """Format the differences: each key with its values and who has them; at most ten keys. Returns "" if nothing
+    differs."""
     keys = sorted({key for _, mine in everyone for key in mine})
     rows = []
     for key in keys:
@@ -107,7 +108,7 @@ def disagreement(everyone: Sequence[tuple[str, dict[str, str]]]) -> str:
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of a model's folder: names and sizes of its files, and the first and last MiB of each."""
+    """Return a hash of a model's folder: names and sizes of its files, and the first and last MiB of each."""
     digest = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
         size = path.stat().st_size

@@ -1,8 +1,8 @@
-"""The event log: `OUTPUT/events.jsonl` (starts, checkpoints, evaluations, ends, on the clock) and
-`OUTPUT/ranks.jsonl` (seconds of each rank in each phase between log points).
+"""The event log: `OUTPUT/events.jsonl` (starts, checkpoints, evaluations, ends, with times) and `OUTPUT/ranks.jsonl`
+(seconds of each rank in each phase between log points).
 
-In: events, and each rank's phases at log points. Out: lines, written by rank 0 and never taken back: a step that is
-trained twice has two. Nothing here holds up training: a line that cannot be written is left out.
+In: events, and each rank's phases at log points. Out: append-only lines, written by rank 0: a step that is trained
+twice has two. Nothing here holds up training: a line that cannot be written is dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lockstep.distributed.world import World
 
 
 class EventLog:
-    """The journal of one run; `EventLog(None)` keeps none."""
+    """The event log of one run; `EventLog(None)` writes nothing."""
 
     def __init__(self, world: World | None, folder: Path | None = None) -> None:
         self._world, self._output = world, folder.resolve() if folder is not None else None
@@ -40,32 +40,31 @@ class EventLog:
         self._saved: int | None = None  # the step of the newest checkpoint
 
     def event(self, event: str, step: int, **facts: Any) -> None:
-        """Something happened after `step` updates."""
+        """Write an event that happened after `step` updates."""
         self._write("events", {"time": round(time.time(), 3), "event": event, "step": step, **facts})
         if event == "start":
             self._last, self._saved = step, step or None
 
     def saved(self, newest: int | None) -> None:
-        """An event where the newest whole checkpoint is another one than before."""
+        """Write a checkpoint event if the newest complete checkpoint has changed."""
         if newest is not None and newest != self._saved:
             self._saved = newest
             self.event("checkpoint", newest)
 
     def failed(self, caught: BaseException, place: str) -> None:
-        """The run ends with an error; its text stays out of the journal."""
+        """Write that the run ends with an error, without the error's text."""
         code = caught.code if isinstance(caught, CodedError) else None
         self.event("failed", self._last, error=type(caught).__name__, code=code, place=place)
 
     def times(self, step: int, seconds: Sequence[float]) -> None:
-        """Begin to gather what ranks spent their time on, as `Phases.take` gave it; `answer` writes it. Collective."""
+        """Start to gather the ranks' seconds per phase from `StepTimer.take`; `answer` writes them. Collective."""
         self.answer()
         if self._world is not None:
             steps, self._last = step - self._last, step
             self._pending = time.time(), step, steps, self._world.all_gather_numbers(seconds)
 
     def answer(self) -> None:
-        """Write the times that were gathered last, if any. Collective; does not wait for ranks that have not reached
-        `times`."""
+        """Write the times gathered last, if any. Collective; does not wait for ranks that have not reached `times`."""
         if self._pending is None:
             return
         (when, step, steps, answer), self._pending = self._pending, None
@@ -76,13 +75,12 @@ class EventLog:
         self._write("ranks", line)
 
     def last_times(self, step: int, seconds: Sequence[float]) -> None:
-        """Gather and write the last times, and wait for the answer: no step follows that would. Collective."""
+        """Gather, await and write the last times; no later step would. Collective."""
         self.times(step, seconds)
         self.answer()
 
     def regroup(self, step: int) -> None:
-        """Other ranks are left after `step` updates, and another one may write; what was being gathered is left
-        out."""
+        """Adapt to a new group of ranks after `step` updates: another rank may write, and pending times are dropped."""
         self._pending, self._last = None, step
         if self._world is not None and self._output is not None:
             self._folder = self._output if self._world.is_main else None
@@ -94,12 +92,12 @@ class EventLog:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
-                    file.write(b"\n")  # after half a line, which a kill has left
+                    file.write(b"\n")  # end an incomplete line left by a kill
             file.write((json.dumps(redact_all(line)) + "\n").encode())
 
 
 def facts(run: Run, world: World, opening: dict[str, str], clock: str, waits_inside: Sequence[str]) -> dict[str, Any]:
-    """The facts of a start: processes, hosts, hardware, versions, git. Collective."""
+    """Return the facts of a start: processes, hosts, hardware, versions, git. Collective."""
     places = world.all_gather((world.host, _device(world)))
     return {
         "processes": world.size,
@@ -132,7 +130,7 @@ def launched_by(run: Run) -> str:
 
 
 def versions(run: Run) -> dict[str, str]:
-    """The versions of Python and of the packages that decide what is computed and how."""
+    """Return the versions of Python and of the packages that affect results."""
     versions_of = {"python": platform.python_version()}
     names = {"hf_accelerate": "accelerate", "hf_trainer": "accelerate"}
     engine = names.get(run.strategy.name, "deepspeed" if run.strategy.name.startswith("zero") else None)
@@ -146,7 +144,7 @@ def versions(run: Run) -> dict[str, str]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, branch and number of changed files of the repository that a folder is in; None where there is none."""
+    """Return commit, branch and number of changed files of the repository around a folder; None if there is none."""
 
     def ask(*words: str) -> str | None:
         with suppress(OSError, subprocess.SubprocessError):
@@ -173,7 +171,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _device(world: World) -> str:
-    """A GPU's name, or the processor's."""
+    """Return the name of the GPU, or of the processor."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
     return f"{processor()}, {os.cpu_count()} cores"

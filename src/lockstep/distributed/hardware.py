@@ -1,7 +1,7 @@
-"""This machine's GPUs and processor, as far as a run may use them. Nothing here imports torch at the top.
+"""The machine's GPUs and processor, as far as a run may use them. Does not import torch at the top.
 
-In: a run. Out: how many GPUs it may use and whether its processes share them; the processor's model, which exact bits
-depend on, and the cores that this process may use.
+In: a run. Out: how many GPUs it may use and whether its processes share them; the processor's model, which exact
+results depend on, and the cores that this process may use.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from lockstep.config.run import Run
 
 
 def gpus_of(run: Run) -> int:
-    """CUDA devices of this machine that the run may use; 0 where there is no torch."""
+    """Return the number of CUDA devices of this machine that the run may use; 0 without torch."""
     if run.launch.device == "cpu":
         return 0
     try:
         import torch
-    except ImportError:  # a machine that only submits
+    except ImportError:  # a machine that only submits jobs
         return 0
     return torch.cuda.device_count()
 
 
 def share_gpus(run: Run) -> bool:
-    """Whether several of its processes compute on one GPU; on a CPU, `launch.processes_per_gpu` means nothing."""
+    """Whether several processes of the run share a GPU; `launch.processes_per_gpu` has no effect on a CPU."""
     several = run.launch.processes_per_gpu > 1 and run.launch.processes != 1
     return several and (run.launch.device == "cuda" or gpus_of(run) > 0)
 
 
 def available_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """The model of the processor."""
+    """Return the model name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

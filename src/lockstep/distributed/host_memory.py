@@ -1,6 +1,6 @@
-"""Host memory as the kernel tells it: what there is for this process, and what is free, within its cgroups.
+"""Host memory from the kernel's files: total and available for this process, within its cgroups.
 
-In: files of the kernel. Out: bytes. Linux; elsewhere nothing is known. Nothing here imports torch.
+In: files of the kernel. Out: bytes. Linux only; unknown elsewhere. Does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the kernel tells of memory."""
+    """Paths of the kernel's memory information."""
 
     proc: Path = Path("/proc")
     cgroups: Path = Path("/sys/fs/cgroup")
@@ -24,12 +24,12 @@ class Sources:
 
 
 KERNEL = Sources()
-_FIRST_SPACE = "pid:[4026531836]"  # the machine's own numbers of processes
+_FIRST_SPACE = "pid:[4026531836]"  # the machine's root pid namespace
 KILLED = re.compile(r"[Kk]illed process (\d+) .*?anon-rss:(\d+)kB, file-rss:(\d+)kB(?:, shmem-rss:(\d+)kB)?")
 
 
 def kills(sources: Sources = KERNEL) -> tuple[int, int]:
-    """How many processes the kernel has killed because memory ran out: in this cgroup, and on this machine."""
+    """Return how many processes the kernel killed for lack of memory: in this cgroup, and on this machine."""
     inside = 0
     for folder in folders(sources):
         for name in ("memory.events", "memory.oom_control"):
@@ -38,16 +38,16 @@ def kills(sources: Sources = KERNEL) -> tuple[int, int]:
 
 
 def cgroup(sources: Sources = KERNEL) -> str:
-    """The memory cgroups that this process is in, as one text; "" where there are none."""
+    """Return the memory cgroups of this process, joined as one text; "" if there are none."""
     return ":".join(map(str, folders(sources)))
 
 
 def killed_since(pid: int, began: float, sources: Sources = KERNEL) -> bool:
-    """Whether the kernel's log, where this user may read it, names a process that it has killed for memory since a time
-    in seconds since 1970."""
+    """Whether the kernel's log, if readable, reports that it killed a process for lack of memory after `began` (seconds
+    since 1970)."""
     with suppress(OSError):
         if os.readlink(sources.proc / "self/ns/pid") != _FIRST_SPACE:
-            return False  # in a container a process has another number than the kernel's log gives it
+            return False  # in a container, pids differ from those in the kernel's log
     boot = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
     for _, microseconds, text in records(sources):
         match = KILLED.search(text)
@@ -57,14 +57,15 @@ def killed_since(pid: int, began: float, sources: Sources = KERNEL) -> bool:
 
 
 def records(sources: Sources = KERNEL) -> Iterator[tuple[int, int, str]]:
-    """Number, microseconds since boot, and text of each record of the kernel's log; none where it cannot be read."""
+    """Yield sequence number, microseconds since boot, and text of each record of the kernel's log; nothing if it cannot
+    be read."""
     try:
         descriptor = os.open(sources.log, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return
     try:
         while True:
-            with suppress(BrokenPipeError):  # it was written over meanwhile: the next one is there
+            with suppress(BrokenPipeError):  # the record was overwritten: continue with the next
                 head, _, text = os.read(descriptor, 8192).decode(errors="replace").partition(";")
                 if not head:
                     return
@@ -77,20 +78,20 @@ def records(sources: Sources = KERNEL) -> Iterator[tuple[int, int, str]]:
 
 
 def limit(sources: Sources = KERNEL) -> int:
-    """Bytes that all processes of this cgroup may use; of the machine, where that is less. 0: unknown."""
+    """Return the bytes that all processes of this cgroup may use, or the machine's memory if less. 0: unknown."""
     sizes = [numbers(sources.proc / "meminfo").get("MemTotal", 0)]
     return min([*sizes, *(most for most, _ in _limits(sources))])
 
 
 def available(sources: Sources = KERNEL) -> int:
-    """Bytes that this process can still get: of the machine, and of what each cgroup around it has left. Files that the
-    kernel keeps in memory count as free. 0: unknown."""
+    """Return the bytes that this process can still allocate, limited by the machine and by each enclosing cgroup.
+    Cached files count as free. 0: unknown."""
     sizes = [numbers(sources.proc / "meminfo").get("MemAvailable", 0)]
     return max(0, min([*sizes, *(most - used for most, used in _limits(sources))]))
 
 
 def _limits(sources: Sources) -> Iterator[tuple[int, int]]:
-    """Of each cgroup around this process that has a limit: the bytes that it may use, and those that it uses."""
+    """Yield (limit, usage) in bytes of each enclosing cgroup that has a limit."""
     for folder in folders(sources, above=True):
         files = numbers(folder / "memory.stat")
         cached = files.get("total_inactive_file", files.get("inactive_file", 0))
@@ -100,7 +101,7 @@ def _limits(sources: Sources) -> Iterator[tuple[int, int]]:
 
 
 def _number(path: Path) -> int | None:
-    """The one number of a file; None where it has none, such as "max" for no limit, or is not there."""
+    """Return the number in a file; None if it has none (such as "max" for no limit) or does not exist."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -108,7 +109,7 @@ def _number(path: Path) -> int | None:
 
 
 def folders(sources: Sources, above: bool = False) -> Iterator[Path]:
-    """The folders of the memory cgroups that this process is in; with `above` also those of the cgroups around them."""
+    """Yield the folders of this process's memory cgroups; with `above`, also those of their ancestors."""
     with suppress(OSError):
         for line in (sources.proc / "self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
@@ -125,7 +126,7 @@ def folders(sources: Sources, above: bool = False) -> Iterator[Path]:
 
 
 def numbers(path: Path) -> dict[str, int]:
-    """The numbers of a file with a name and a number in each line, in bytes where the file counts in kB."""
+    """Parse a file with a name and a number per line; kB become bytes."""
     by_name = {}
     with suppress(OSError):
         for line in path.read_text(errors="replace").splitlines():

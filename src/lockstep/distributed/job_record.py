@@ -1,9 +1,9 @@
-"""What OUTPUT says of where a run was launched: `launch.json`, and one `excluded-HOST.json` a machine taken out.
+"""The job record in OUTPUT: `launch.json`, and one `excluded-HOST.json` per evicted machine.
 
-In: what the launching process knows (launcher, scheduler's id, host, pid), later what rank 0 knows (steps in all, its
-own pid), at last the exit status; a host that computed wrongly, and in which step. Out: one small file that is replaced
-as a whole, which `status`, `logs` and `stop` read; a file that a later start on that host reads, and ends, until
-somebody deletes it. No secrets, nothing that training needs. Nothing here imports torch.
+In: from the launching process its launcher, scheduler id, host and pid; from rank 0 its pid and the total of steps;
+finally the exit status; a host that computed wrong values, and the step. Out: one small file, replaced atomically,
+which `status`, `logs` and `stop` read; and a file that makes later starts on that host end, until a person deletes it.
+No secrets, nothing that training needs. Does not import torch.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from lockstep.config.run import RunError, replace_text
 from lockstep.distributed import host_memory
 
 FILE = "launch.json"
-# What ranks do: the dotted name of a function of (run, world), and further words for it.
+# The job of the ranks: dotted name of a function of (run, world), and further arguments.
 TRAIN = ("lockstep.training.rank.work",)
 # Variables for ranks that another program starts for a launcher: how many there shall be in all; a file for the exit
 # status of a machine's first rank, where that program has only one of its own; what ranks do, where it is not `TRAIN`.
 PLANNED_SIZE, STATUS, JOB_WORDS = "LOCKSTEP_WORLD_SIZE", "LOCKSTEP_STATUS_FILE", "LOCKSTEP_JOB"
-RESOLVED = "LOCKSTEP_RESOLVED_JOB"  # a file of the launching process that holds what it has decided
-INTRODUCED = "LOCKSTEP_INTRODUCED"  # set for ranks whose terminal has the lines about what runs already
-# Set for ranks by a launcher that has written launch.json itself; ranks without it were started by hand (torchrun,
+RESOLVED = "LOCKSTEP_RESOLVED_JOB"  # file with the launching process's resolved decisions
+INTRODUCED = "LOCKSTEP_INTRODUCED"  # set for ranks if the terminal already shows the run's opening lines
+# Set for ranks by a launcher that wrote launch.json itself; ranks without it were started by hand (torchrun,
 # accelerate launch, srun), and rank 0 writes the file.
 VARIABLE = "LOCKSTEP_LAUNCHER"
-JOB = "LOCKSTEP_JOB_ID"  # with it, the job's id, where it is known only once the job runs
+JOB = "LOCKSTEP_JOB_ID"  # with it, the job's id, if it is known only once the job runs
 FACT = "LOCKSTEP_FACT"  # and one of the facts, as name=value
 
-_ASIDE = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<pid>\d+)\.partial")  # what `aside_of` gives
-# What a scheduler's ids, names of namespaces, regions and steps look like: never like an option of a program.
+_ASIDE = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<pid>\d+)\.partial")  # names from `aside_of`
+# Hint for users whose run was killed for memory.
 LESS_MEMORY = "Use more micro_batches, a smaller batch_size or data.max_length, or fewer processes"
-_NAME = re.compile(r"[A-Za-z0-9][\w.:@/\[\]%+,-]*")
+_NAME = re.compile(r"[A-Za-z0-9][\w.:@/\[\]%+,-]*")  # scheduler ids, namespaces, regions, steps: never like an option
 
 Word = Literal["waiting", "running", "done", "stopped", "failed", "gone", "unknown"]
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process, told from a later one that was given its number."""
+    """A process, distinguishable from a later one with the same pid."""
 
     host: str
     pid: int
-    born: str  # when it started, in the system's own words
+    born: str  # its start time, as the system formats it
 
     @classmethod
     def this(cls) -> Process:
         return cls(socket.gethostname(), os.getpid(), born(os.getpid()) or "")
 
     def alive(self) -> bool | None:
-        """Whether it runs; None where that cannot be seen from this host."""
+        """Whether it runs; None if it ran on another host."""
         if self.host != socket.gethostname():
             return None
         return self.born != "" and born(self.pid) == self.born
@@ -71,37 +71,37 @@ class Process:
 class JobRecord:
     """One launch of a run."""
 
-    launcher: str  # its name in the run file; "": ranks that were started by hand
+    launcher: str  # its name in the run file; "": ranks started by hand
     processes: int  # in all
     began: float  # seconds since 1970
-    process: Process  # `lockstep train`, or rank 0 where it was started by hand
+    process: Process  # `lockstep train`, or rank 0 if started by hand
     job: str | None = None  # the scheduler's or service's id
     facts: Mapping[str, str] = field(default_factory=dict)  # what the launcher needs to find the job again
     main: Process | None = None  # rank 0, once it is there
-    steps: int | None = None  # of the whole run, once rank 0 has counted them
-    reached: int | None = None  # updates done when training ended; metrics.jsonl may end before, on a full disk
-    kills: tuple[int, int] | None = None  # processes killed for memory when it began: in its cgroup, on the machine
-    cgroup: str = ""  # in which it began
+    steps: int | None = None  # of the whole run, set by rank 0
+    reached: int | None = None  # updates done when training ended; metrics.jsonl may be shorter if the disk was full
+    kills: tuple[int, int] | None = None  # OOM kill counters at the start: of its cgroup, of the machine
+    cgroup: str = ""  # at the start
     ended: float | None = None
     status: int | None = None  # exit status, once there is one
 
 
 @dataclass(frozen=True)
 class State:
-    """The present activity of a launched run."""
+    """The current state of a launched run."""
 
     word: Word
-    text: str = ""  # more, for a person: why it waits, where it runs
+    text: str = ""  # details for the user: why it waits, where it runs
     status: int | None = None  # exit status, where it is known
 
     @property
     def live(self) -> bool:
-        """Whether it may still change by itself."""
+        """Whether it may still change."""
         return self.word in ("waiting", "running")
 
 
 def here(launcher: str, processes: int, job: str | None = None, facts: Mapping[str, str] | None = None) -> JobRecord:
-    """A launch from this process, now."""
+    """Return a record of a launch from this process, now."""
     kills = host_memory.kills()
     return JobRecord(
         launcher, processes, time.time(), Process.this(), job, facts or {}, kills=kills, cgroup=host_memory.cgroup()
@@ -110,7 +110,7 @@ def here(launcher: str, processes: int, job: str | None = None, facts: Mapping[s
 
 def write(folder: Path, launched: JobRecord) -> bool:
     """Write OUTPUT/launch.json atomically, or in place if the disk is full, which needs no room. Returns whether it was
-    written; reports no error, because whatever needs the folder does."""
+    written; raises no error, because other users of the folder report it."""
     text = json.dumps(asdict(launched), indent=1) + "\n"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,14 +121,14 @@ def write(folder: Path, launched: JobRecord) -> bool:
         except OSError as caught:
             if caught.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            with open(folder / FILE, "r+b", buffering=0) as file:  # it is smaller than a block of any disk
+            with open(folder / FILE, "r+b", buffering=0) as file:  # smaller than any disk's block
                 file.truncate(file.write(text.encode()))
         return True
     return False
 
 
 def sweep_up(folder: Path) -> None:
-    """Remove what processes of this host that are gone have left of files they wrote aside. Errors: `OSError`."""
+    """Remove temporary files left by dead processes of this host. Errors: `OSError`."""
     for path in folder.glob(".*.partial"):
         match = _ASIDE.fullmatch(path.name)
         if match and match["host"] == socket.gethostname() and born(int(match["pid"])) is None:
@@ -136,7 +136,7 @@ def sweep_up(folder: Path) -> None:
 
 
 def read(folder: Path) -> JobRecord | None:
-    """The last launch of a run, or None where no readable file says so."""
+    """Return the last launch of a run, or None without a readable record."""
     try:
         values: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
         known = {f.name for f in fields(JobRecord)}
@@ -155,7 +155,8 @@ def read(folder: Path) -> JobRecord | None:
 
 
 def stranger(folder: Path) -> int | None:
-    """The user that OUTPUT/launch.json or its lock belongs to, if that is not this one: they name a process."""
+    """Return the owner of OUTPUT/launch.json or its lock if it is another user, else None: those files name a process
+    to signal."""
     for name in (FILE, ".lock"):
         with suppress(OSError):
             owner = (folder / name).stat().st_uid
@@ -165,22 +166,21 @@ def stranger(folder: Path) -> int | None:
 
 
 def inside(path: Path, folder: Path) -> Path:
-    """The path, if what it leads to is below the folder. Errors: `RunError`: a link in a stranger's OUTPUT, or a path
-    in its files, may lead anywhere."""
+    """Return the path if it resolves to a place below the folder. Errors: `RunError`, because a link in another user's
+    OUTPUT, or a path in its files, may lead anywhere."""
     if not path.resolve().is_relative_to(folder.resolve()):
         raise RunError("LS7000", f"{path} is outside of {folder}, so it is not read")
     return path
 
 
 def note(folder: Path, **changes: Any) -> bool:
-    """Change what OUTPUT/launch.json says, where there is one. Returns whether it says so now, or there is none."""
+    """Change fields of OUTPUT/launch.json, if it exists. Returns whether it is up to date or does not exist."""
     launched = read(folder)
     return launched is None or write(folder, replace(launched, **changes))
 
 
 def arrived(folder: Path, processes: int, steps: int) -> None:
-    """Rank 0 is there and knows how many steps there are. A job that was submitted again by hand, or queued again, has
-    a launch of its own."""
+    """Record that rank 0 runs, and the number of steps. A job that was resubmitted or requeued gets a new record."""
     record, job = read(folder), os.environ.get(JOB)
     name, equals, value = os.environ.get(FACT, "").partition("=")
     facts = {name: value} if equals else {}
@@ -190,13 +190,13 @@ def arrived(folder: Path, processes: int, steps: int) -> None:
 
 
 def restarts_left() -> bool:
-    """Whether torch elastic starts this job again when this rank fails."""
+    """Whether torch elastic restarts this job if this rank fails."""
     count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return count < most
 
 
 def outcome(status: int | None, text: str = "") -> State:
-    """The state of what has ended with this exit status."""
+    """Return the state of a run that ended with this exit status."""
     if status is None:
         return State("gone", text)
     words: dict[int, Word] = {DONE: "done", STOPPED: "stopped"}
@@ -207,8 +207,8 @@ def outcome(status: int | None, text: str = "") -> State:
 
 
 def state_of_process(launched: JobRecord) -> State:
-    """The state of a job that ran without a scheduler, from the processes that this host can see and from the exit
-    status that the launcher and rank 0 wrote down."""
+    """Return the state of a job without a scheduler, from the processes visible on this host and the exit status
+    written by the launcher and rank 0."""
     if launched.status is not None:
         return outcome(launched.status)
     process = launched.process
@@ -222,7 +222,7 @@ def state_of_process(launched: JobRecord) -> State:
 
 
 def why_gone(launched: JobRecord) -> str:
-    """What this machine's kernel tells of the end of a launch that left no exit status."""
+    """Explain why a launch left no exit status, from what this machine's kernel records."""
     boot, now = launched.process.born.partition("/")[0], (born(os.getpid()) or "").partition("/")[0]
     if boot and now and boot != now:
         return "the machine has been restarted since"
@@ -243,8 +243,8 @@ def why_gone(launched: JobRecord) -> str:
 
 
 def stop_process(launched: JobRecord) -> str:
-    """Send SIGTERM to the launching process; it stops all ranks after their step, with a checkpoint and status 75.
-    Returns what was done. Errors: `RunError` where it cannot be reached."""
+    """Send SIGTERM to the launching process, which stops all ranks after their step, with a checkpoint and status 75.
+    Returns a message. Errors: `RunError` if it cannot be reached."""
     process = launched.process
     alive = process.alive()
     if alive is None:
@@ -263,8 +263,8 @@ def stop_process(launched: JobRecord) -> str:
 
 
 def lines_of(path: Path, follow: bool, live: Any = lambda: True, every_s: float = 0.3) -> Iterator[str]:
-    """The lines of a log file without their line ends; with `follow`, those that come while `live()`, and half a line
-    at the end once nothing more comes. A file that is replaced or cut is read from its start."""
+    """Yield the lines of a log file without line ends. `follow`: keep yielding new lines while `live()`, then a last
+    incomplete line. A file that is replaced or truncated is read from its start."""
     place, rest, last = 0, "", False
     while True:
         with suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace", newline="") as file:
@@ -277,7 +277,7 @@ def lines_of(path: Path, follow: bool, live: Any = lambda: True, every_s: float 
             yield from whole
         if not follow or last:
             break
-        last = not live()  # read once more: the last lines may have come meanwhile
+        last = not live()  # read once more for the last lines
         if not last:
             time.sleep(every_s)
     if rest:
@@ -285,7 +285,7 @@ def lines_of(path: Path, follow: bool, live: Any = lambda: True, every_s: float 
 
 
 def born(pid: int) -> str | None:
-    """When a process started, or None where it is not there (or dead, and only its parent has not looked)."""
+    """Return the start time of a process, or None if it does not exist or is a zombie."""
     try:
         state, *fields_of = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -308,10 +308,10 @@ def born(pid: int) -> str | None:
 
 @dataclass(frozen=True)
 class Excluded:
-    """One machine."""
+    """An evicted machine."""
 
     host: str
-    step: int  # the one that it computed wrongly, counted from 1
+    step: int  # the step with wrong values, from 1
     time: float  # seconds since 1970
 
     def __str__(self) -> str:
@@ -323,7 +323,7 @@ def eviction_file(host: str) -> str:
 
 
 def note_eviction(folder: Path, host: str, step: int) -> None:
-    """Write it down; several ranks may. A folder that cannot be written to is told by what needs it, not here."""
+    """Record an eviction; several ranks may do so. Ignores write errors, which other users of the folder report."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(
@@ -332,7 +332,7 @@ def note_eviction(folder: Path, host: str, step: int) -> None:
 
 
 def evictions_of(folder: Path) -> list[Excluded]:
-    """Those that are written down, in the order of their steps."""
+    """Return the recorded evictions, ordered by step."""
     hosts = []
     for path in folder.glob(eviction_file("*")):
         with suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
@@ -342,7 +342,7 @@ def evictions_of(folder: Path) -> list[Excluded]:
 
 
 def refuse_evicted(folder: Path) -> None:
-    """This machine may train this run. Errors: `RunError`."""
+    """Raise `RunError` if this machine was evicted from this run."""
     here = socket.gethostname()
     if (path := folder / eviction_file(here)).exists():
         raise RunError(

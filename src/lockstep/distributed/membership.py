@@ -1,13 +1,13 @@
-"""Membership of a job whose ranks may be lost and replaced: launchers post it, generation by generation.
+"""Membership of a job whose ranks may fail and be replaced: launchers post it, generation by generation.
 
-In: the launchers' store, and who this process is. Out: the members of the newest generation, in the order of their
-ranks; and an end of all that this process waits for in a generation that has lost somebody.
-docs/explanation/lost-rank.md tells the whole protocol; `training/elastic/recovery.py` is the ranks' part of it,
-`launchers/processes/elastic_ranks.py` the launcher's.
+In: the launchers' store, and this process's member name. Out: the members of the newest generation, in rank order; and
+the abort of everything this process waits for in a generation that lost a member.
+docs/explanation/lost-rank.md describes the protocol; `training/elastic/recovery.py` is the ranks' side of it,
+`launchers/processes/elastic_ranks.py` the launchers'.
 
-A generation is never taken back or changed: the next one has the next number, and the store takes each number once.
-Ranks act on the newest they can see and meet there; one that is still at an older one finds the newer one and follows.
-Membership comes from the store alone: a process that cannot reach the store belongs to no group.
+A generation never changes: the next one has the next number, and the store accepts each number once. Ranks join the
+newest generation they can see; a rank in an older one follows when it sees the newer one. Membership comes from the
+store alone: a process that cannot reach the store belongs to no group.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from lockstep.distributed import network, rendezvous, torch_internals
 from lockstep.distributed.rendezvous import Sealed
 from lockstep.track.console import error
 
-VARIABLE = "LOCKSTEP_MEMBER"  # set by a launcher that keeps a roll: who this process is, and where the roll is
-SOON_S = 30.0  # until the launcher has seen what a rank has felt, and until ranks that live have come to a generation
-LOOK_S = 0.1  # between two looks for a newer generation
-STUCK_S = 45.0  # that a rank may sleep in a group whose connections were cut off: longer than it forms one, `SOON_S`
-IN, OUT = "in", "out"  # what becomes of one that is ready to come in: whoever says it first, it or its launcher
-NOBODYS = 0x10CC  # the tag of messages that nobody waits for
+VARIABLE = "LOCKSTEP_MEMBER"  # set by a launcher with a roster: the `MemberAddress` as JSON
+SOON_S = 30.0  # for the launcher to notice a failure that a rank noticed, and for live ranks to reach a generation
+LOOK_S = 0.1  # between two checks for a newer generation
+STUCK_S = 45.0  # maximum sleep of a rank in an aborted group; longer than forming one takes (`SOON_S`)
+IN, OUT = "in", "out"  # fate of a ready replacement: the first to set it decides, the rank or its launcher
+NOBODYS = 0x10CC  # tag of messages without a receiver
 
 
 @dataclass(frozen=True)
 class MemberAddress:
-    """The address and name that a launcher gives to a process that it starts as a member."""
+    """The member name of a process, and the address of its store, set by its launcher."""
 
     host: str  # of the store
     port: int
-    room: str  # of this formation of the job
+    room: str  # key prefix of this incarnation of the job
     me: str
-    joining: bool = False  # whether it takes the place of a lost one, and is in no generation yet
-    soon_s: float = SOON_S  # until launchers have seen what a rank has felt
+    joining: bool = False  # whether it replaces a lost member, and is in no generation yet
+    soon_s: float = SOON_S  # for launchers to notice a failure that a rank noticed
 
     def variable(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
@@ -58,31 +58,31 @@ class MemberAddress:
 
 @dataclass(frozen=True)
 class Generation:
-    """The ranks of a job, until one is lost or one more comes."""
+    """The ranks of a job between two changes of membership."""
 
     number: int
     members: tuple[str, ...]  # the first is rank 0, and so on
-    lost: bool = True  # whether one of the generation before is not there any more; else nobody is in a hurry
+    lost: bool = True  # whether a member of the previous generation failed; else there is no hurry
 
 
 class Roster:
-    """The list of members, which launchers write. Of a job on several machines each has one; the store takes a
-    generation from one of them only, however many try."""
+    """The list of members, written by launchers. In a job on several machines each launcher has one; the store accepts
+    each generation from only one of them."""
 
     def __init__(self, store: Any, room: str, key: str, members: Sequence[str] | None = None) -> None:
-        """`members`: of the first generation, which is posted; None: another machine does that."""
+        """`members`: post the first generation with these; None: another machine posts it."""
         self.store = Sealed(dist.PrefixStore(room, store), room, key)
         self.newest = Generation(-1, ())
         if members is not None:
             self.post(members)
 
     def post(self, members: Sequence[str], lost: bool = False) -> None:
-        """The next generation, unless another machine has posted that; the newest one is known afterwards."""
+        """Post the next generation, unless another machine has; `newest` is up to date afterwards."""
         self.store.compare_set(f"generation/{self.newest.number + 1}", "", json.dumps([list(members), lost]))
         self.follow()
 
     def follow(self) -> None:
-        """Hear of generations that others have posted."""
+        """Update `newest` with generations posted by other machines."""
         while self.store.check([f"generation/{self.newest.number + 1}"]):
             self.newest = _generation(self.store, self.newest.number + 1)
 
@@ -97,36 +97,37 @@ class Roster:
         return self.store.get("given-up").decode() if self.store.check(["given-up"]) else None
 
     def settled(self) -> bool:
-        """Whether all members of the newest generation train in it."""
+        """Whether all members of the newest generation are training in it."""
         return all(self.store.check([f"trains/{self.newest.number}/{member}"]) for member in self.newest.members)
 
     def trains(self, member: str) -> bool:
-        """Whether this one trains in the newest generation."""
+        """Whether `member` trains in the newest generation."""
         return self.store.check([f"trains/{self.newest.number}/{member}"])
 
     def ready(self, members: Sequence[str]) -> bool:
-        """Whether all of them hold a state, and can go on without those that are lost."""
+        """Whether all `members` have a state and training is not over, so that they can continue without lost ones."""
         return not self.store.check(["over"]) and all(self.store.check([f"ready/{member}"]) for member in members)
 
     def admit(self, member: str) -> bool:
-        """Whether this one, which is ready, may be posted: from here on it does not leave by itself. False: it has."""
+        """Reserve a ready member for the next generation, so that it no longer leaves by itself. Returns False if it
+        has left."""
         return self.store.compare_set(f"fate/{member}", "", IN) == IN.encode()
 
     def accused(self, member: str) -> bool:
-        """Whether another rank says that this one has been silent for too long."""
+        """Whether another rank reported this member as silent for too long."""
         return self.store.check([f"silent/{member}"])
 
 
 class Membership:
-    """The roll as one rank sees it."""
+    """One rank's view of the roster."""
 
     def __init__(self, place: MemberAddress) -> None:
         self.place, self.me = place, place.me
         self.generation = Generation(-1, ())
         self.offered = 0  # the number of a generation that has more members than this one; 0: none
-        self.lost = False  # whether this generation has lost somebody
-        self._before: set[int] | None = None  # sockets that were there before a group was formed, while it is
-        self._own: set[int] = set()  # of the groups
+        self.lost = False  # whether this generation lost a member
+        self._before: set[int] | None = None  # while forming: the sockets from before
+        self._own: set[int] = set()  # the groups' sockets
         self._turn, self._over = threading.Lock(), threading.Event()
 
     @classmethod
@@ -136,7 +137,7 @@ class Membership:
         return None if value is None else cls(MemberAddress(**json.loads(value)))
 
     def connect(self, limit_s: float) -> None:
-        """Errors: `NetworkError`."""
+        """Connect to the store. Errors: `NetworkError`."""
         place = self.place
         self._limit_s = limit_s
         self._connection = rendezvous.connect_store(place.host, place.port, limit_s, limit_s)
@@ -146,44 +147,44 @@ class Membership:
             self.take(_generation(self._store, 0))
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening for generations."""
         self._over.set()
 
     def newest(self) -> Generation:
-        """The newest one that there is; this rank's own where there is no newer one."""
+        """Return the newest generation; this rank's own if there is no newer one."""
         generation = self.generation
         while self._store.check([f"generation/{generation.number + 1}"]):
             generation = _generation(self._store, generation.number + 1)
         return generation
 
     def ready(self) -> None:
-        """This rank can come in from here on, or go on where another is lost."""
+        """Report that this rank has a state: it can join, or continue if another rank fails."""
         self._store.set(f"ready/{self.me}", "1")
 
     def withdraw(self) -> bool:
-        """Leave before this rank has come in. False: it is let in at this moment, and the others will wait for it."""
+        """Leave before this rank has joined. Returns False if it was just admitted and the others will wait for it."""
         return self._store.compare_set(f"fate/{self.me}", "", OUT) == OUT.encode()
 
     def over(self) -> None:
-        """Training is over: from here on a loss is another matter."""
+        """Report the end of training: recovery from failures no longer applies."""
         self._store.set("over", "1")
 
     def accuse(self, rank: int) -> None:
-        """Say that another rank has been silent for too long: its launcher ends it."""
+        """Report another rank as silent for too long; its launcher kills it."""
         self._store.set(f"silent/{self.generation.members[rank]}", "1")
 
     @property
     def given_up(self) -> bool:
-        """Whether the launchers restart the job and no rank continues."""
+        """Whether no rank continues and the launchers restart the job."""
         return self._store.check(["given-up"])
 
     def trains(self) -> None:
-        """This rank trains in its generation."""
+        """Report that this rank trains in its generation."""
         self._store.set(f"trains/{self.generation.number}/{self.me}", "1")
 
     def take(self, generation: Generation) -> None:
-        """Belong to this generation, and listen for the next one."""
-        with self._turn:  # what is heard from here on is of this generation
+        """Join this generation, and listen for the next one."""
+        with self._turn:  # from here on the listener's news concerns this generation
             self.generation, self.offered, self.lost = generation, 0, False
         listener = threading.Thread(target=self._listen, args=(generation.number,), name="lockstep-members")
         listener.daemon = True
@@ -200,7 +201,7 @@ class Membership:
         return generation
 
     def all_come(self, generation: Generation, limit_s: float) -> bool:
-        """Whether all members of a generation have come to it; False where a newer one has been posted, or after
+        """Wait until all members of a generation have arrived. Returns False if a newer generation is posted, or after
         `limit_s`."""
         until = time.monotonic() + limit_s
         self._store.set(f"arrived/{generation.number}/{self.me}", "1")
@@ -212,34 +213,33 @@ class Membership:
         return True
 
     def store(self) -> Any:
-        """A connection of its own to where the ranks of this generation meet; `cut` ends it, too."""
+        """Open a connection to the store for forming this generation's group; `cut` closes it, too."""
         place = self.place
         connection = rendezvous.connect_store(place.host, place.port, self._limit_s, self._limit_s)
         return dist.PrefixStore(f"{place.room}/group-{self.generation.number}", connection)
 
-    # -- an end of waiting -------------------------------------------------------------------------------------------
+    # -- aborting collectives ----------------------------------------------------------------------------------------
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """A context in which a group is formed: the sockets that appear within it belong to the group. Several groups
-        may be formed."""
+        """A context in which groups are formed: sockets opened within it count as theirs."""
         with self._turn:
             self._before = set(_sockets())
         try:
             yield
         finally:
-            with self._turn:  # no number of a socket is given twice
+            with self._turn:  # inodes are not reused
                 self._own, self._before = self._own | (set(_sockets()) - (self._before or set())), None
 
     def cut(self) -> None:
-        """End every connection of this rank's group: whoever waits in one of its collectives, here or on another rank,
-        waits no more. The group can only be destroyed then."""
+        """Abort this rank's groups by closing their connections: all waits in their collectives end, here and on other
+        ranks. Required before the groups can be destroyed."""
         with self._turn:
             groups = self._shut()
         _rouse(groups)
 
     def _shut(self) -> list[Any]:
-        """End the connections of the groups that there are. Returns the groups. The caller has the turn."""
+        """Shut down the sockets of the groups and return the groups. The caller holds `_turn`."""
         now = _sockets()
         own = self._own if self._before is None else self._own | (set(now) - self._before)
         for number in (now[each] for each in own & now.keys()):
@@ -250,8 +250,8 @@ class Membership:
         return torch_internals.groups()
 
     def _listen(self, number: int) -> None:
-        """Look for newer generations, in a thread, as long as this rank belongs to generation `number`."""
-        with suppress(RuntimeError, RendezvousStateError):  # a store that is gone ends the launcher, and that this rank
+        """Thread: watch for newer generations while this rank belongs to generation `number`."""
+        with suppress(RuntimeError, RendezvousStateError):  # a lost store ends the launcher, which ends this rank
             newer = number
             while not self._over.wait(LOOK_S) and self.generation.number == number:
                 if not self._store.check([f"generation/{newer + 1}"]):
@@ -261,7 +261,7 @@ class Membership:
                 lost = generation.lost or self.me not in generation.members
                 groups: list[Any] = []
                 with self._turn:
-                    if self.generation.number != number:  # this rank has found it by itself, and gone on
+                    if self.generation.number != number:  # this rank noticed by itself and has moved on
                         return
                     if lost:
                         self.lost, groups = True, self._shut()
@@ -273,13 +273,12 @@ class Membership:
                     return
 
     def _see_out(self, number: int) -> None:
-        """See that this rank comes out of the collectives of a group that was cut off, and out of the group. One that
-        cannot counts as lost, and ends: gloo does not tell who waits for a send that was half through when its
-        connection failed."""
+        """Kill this process if it stays stuck in an aborted collective, so that it counts as failed. gloo does not wake
+        a rank that waits for a half-sent message when its connection fails."""
         spent, since = -1, time.monotonic()
         while not self._over.wait(min(1.0, STUCK_S / 10)) and self.generation.number == number:
             state, now = _main_thread()
-            if state != "S" or now != spent:  # it computes, or looks for the others
+            if state != "S" or now != spent:  # it computes, or looks for the other ranks
                 spent, since = now, time.monotonic()
             elif time.monotonic() - since > STUCK_S:
                 error(coded("LS7010", "this rank is stuck in a collective that was aborted; it counts as failed"))
@@ -288,7 +287,7 @@ class Membership:
 
 
 def _generation(store: Sealed, number: int) -> Generation:
-    """One that is there. Errors: `RendezvousStateError`."""
+    """Read a posted generation. Errors: `RendezvousStateError`."""
     try:
         members, lost = json.loads(store.get(f"generation/{number}"))
         return Generation(number, tuple(map(str, members)), bool(lost))
@@ -297,17 +296,17 @@ def _generation(store: Sealed, number: int) -> Generation:
 
 
 def _rouse(groups: list[Any]) -> None:
-    """Whoever waits for a connection of gloo's that is cut off hears of it: once a message was begun for somebody who
-    waits no more, gloo reads nothing from that connection, not even its end. It does notice that it cannot write."""
+    """Wake ranks that wait on a closed gloo connection, by sending to every rank: gloo does not read a connection with
+    a pending send to a rank that left, so it misses its end, but it notices that it cannot write."""
     for group in groups:
         for rank in range(group.size()):
             if rank != group.rank():
-                with suppress(RuntimeError):  # which is what is wanted
+                with suppress(RuntimeError):  # the expected error
                     group.send([torch.zeros(1)], rank, NOBODYS)
 
 
 def _main_thread() -> tuple[str, int]:
-    """The state of this process's main thread as /proc has it (S: it sleeps), and its processor time in ticks. Linux
+    """Return the state of this process's main thread from /proc (S: sleeping) and its processor time in ticks. Linux
     only."""
     with open(f"/proc/self/task/{os.getpid()}/stat", encoding="ascii", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()
@@ -315,7 +314,7 @@ def _main_thread() -> tuple[str, int]:
 
 
 def _sockets() -> dict[int, int]:
-    """The sockets of this process: inode -> file descriptor. Linux only."""
+    """Return this process's sockets: inode -> file descriptor. Linux only."""
     sockets = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

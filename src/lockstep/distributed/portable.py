@@ -1,16 +1,16 @@
-"""Arithmetic that is the same on every x86-64 processor with AVX2 and FMA: `strategy.exact: portable`.
+"""Arithmetic that is equal on every x86-64 processor with AVX2 and FMA: `strategy.exact: portable`.
 
-With the variables of `config/processor.py` most of torch's kernels for CPUs are one piece of code everywhere. What
-still looks at the processor, its caches or its vendor is MKL: matrix products (kernels and blocks differ between
-vendors in its branch for AVX2, too) and elementary functions of float32 and float64 (`sqrt` begins with the reciprocal
-root that the processor estimates), and oneDNN. `install` puts other kernels in their place, for this process: products
-by OpenBLAS, which numpy brings, with the kernels of one named processor and in pieces that no number of threads
-changes; convolutions by such products; `sqrt` by numpy, whose rounding IEEE 754 prescribes; the other functions in
-float64 from kernels that ATen compiles in (SLEEF). oneDNN is switched off. What has no such form raises an error when
-it is called, in the dry run at the latest.
+With the environment variables of `config/processor.py`, most of torch's CPU kernels run the same code everywhere. The
+exceptions depend on the processor, its caches or its vendor: MKL's matrix products (kernels and blocking differ between
+vendors, even in its AVX2 branch), MKL's elementary functions of float32 and float64 (`sqrt` starts from the processor's
+estimate of the reciprocal root), and oneDNN. `install` replaces their kernels in this process: products by numpy's
+OpenBLAS, with the kernels of one named processor and in pieces that do not depend on the number of threads;
+convolutions by such products; `sqrt` by numpy, correctly rounded per IEEE 754; the other functions by float64 kernels
+compiled into ATen (SLEEF). oneDNN is disabled. Operations without a portable form raise an error when called, in the
+dry run at the latest.
 
-In: the number of threads. Out: nothing; torch computes otherwise from then on. Autograd, autocast, DDP and FSDP are
-above these kernels, and do not notice.
+In: the number of threads. Out: nothing; torch uses the new kernels from then on. Autograd, autocast, DDP and FSDP work
+on top of these kernels, unchanged.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from torch import Tensor
 from lockstep.config import processor
 from lockstep.config.run import RunError
 
-ROWS = 256  # of a product that one thread computes at a time: with any number of threads the pieces are these
-MATRICES = 64  # of a batch of products, likewise
+ROWS = 256  # of a product per piece; a thread computes one piece at a time, so results do not depend on threads
+MATRICES = 64  # of a batch of products per piece
 CORE = processor.VARIABLES["OPENBLAS_CORETYPE"]
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
-# What MKL, oneDNN or FBGEMM computes and nothing here replaces, with all variants of each name: LAPACK, transforms,
+# Operations of MKL, oneDNN or FBGEMM without a replacement here, with all variants of each name: LAPACK, transforms,
 # products of other kinds, and functions that no model is known to train with.
 REFUSED = (
     *("asin", "acos", "atan", "erfc", "addbmm", "_addmm_activation", "_embedding_bag", "_embedding_bag_forward_only"),
@@ -50,24 +50,24 @@ REFUSED = (
     FLASH,
 )
 
-_library: torch.library.Library | None = None  # the kernels stay for as long as this does
+_library: torch.library.Library | None = None  # keeps the kernels registered
 _pool: ThreadPoolExecutor | None = None
 
 
 def install(threads: int) -> None:
-    """Compute portably from now on, products with so many threads. Once a process. Errors: `RunError` where this
-    processor is none of them, or a library was loaded before its variables were set."""
+    """Install the portable kernels in this process, with `threads` threads for products. Errors: `RunError` if this
+    processor is not supported, or a library was loaded before its variables were set."""
     global _library, _pool
     check()
-    torch.set_num_threads(1)  # sums of torch's own kernels depend on their number
-    torch.backends.cuda.enable_flash_sdp(False)  # also on a CPU: it calls MKL from within
+    torch.set_num_threads(1)  # sums in torch's own kernels depend on the number of threads
+    torch.backends.cuda.enable_flash_sdp(False)  # affects the CPU too, where it calls MKL
     torch.backends.mkldnn.set_flags(False)
-    torch.backends.mha.set_fastpath_enabled(False)  # of torch's own encoder layers in evaluation: likewise
+    torch.backends.mha.set_fastpath_enabled(False)  # torch's encoder layers in evaluation: calls MKL
     _pool = ThreadPoolExecutor(threads, "lockstep-products") if threads > 1 else None
     if _library is not None:
         return
     _library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():  # that a kernel is overridden
+    with warnings.catch_warnings():  # about overridden kernels
         warnings.simplefilter("ignore")
         for name, kernel in KERNELS.items():
             _library.impl(name, kernel, "CPU")
@@ -83,7 +83,7 @@ def install(threads: int) -> None:
 
 
 def check() -> None:
-    """Errors: `RunError` where this process cannot compute portably."""
+    """Raise `RunError` if this process cannot compute portably."""
     able = torch.cpu.get_capabilities()
     lacking = None if able.get("avx2") and able.get("fma3") else "this processor lacks AVX2 or FMA"
     if (why := processor.missing_instructions() or lacking) is not None:
@@ -111,8 +111,8 @@ def check() -> None:
 
 
 def probe() -> str:
-    """A hash of what this process computes: products, sums, functions, attention, convolutions and an update of fixed
-    numbers. Equal on all processors that `check` lets through, with the same torch and numpy. Some 30 ms."""
+    """Return a hash of products, sums, functions, attention, convolutions and an update of fixed numbers, computed
+    here. It is equal on all processors that `check` accepts, with the same torch and numpy. Takes some 30 ms."""
     numbers = (torch.arange(60_000, dtype=torch.int64) * 7919 % 10_007).to(torch.float32) / 5_000 - 1
     a, b = numbers[:38_400].view(100, 384), numbers[-38_400:].view(100, 384)
     results = [
@@ -148,7 +148,7 @@ def probe() -> str:
 
 
 def _core_of_blas() -> str | None:
-    """The name of the processor whose kernels numpy's OpenBLAS has loaded; None: it has another library."""
+    """Return the processor name of the kernels that numpy's OpenBLAS has loaded; None if numpy uses another library."""
     folders = [Path(np.__file__).parent.parent / "numpy.libs", Path(np.__file__).parent / ".libs"]
     for path in (path for folder in folders for path in sorted(folder.glob("*openblas*"))):
         library = ctypes.CDLL(str(path))
@@ -163,13 +163,13 @@ def _core_of_blas() -> str | None:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, of shapes (m, k) and (k, n), or (batch, m, k) and (batch, k, n). In float32 or float64; of shorter numbers
-    in float32, rounded once."""
+    """Return a @ b, of shapes (m, k) and (k, n), or (batch, m, k) and (batch, k, n). Computed in float32 or float64;
+    narrower dtypes in float32, rounded once."""
     return _wide_product(a, b).to(a.dtype)
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32 or float64."""
+    """Return a @ b in float32 or float64."""
     dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
     if not a.dtype.is_floating_point:
         raise RunError(
@@ -192,13 +192,13 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _array(x: Tensor) -> Any:
-    """The numbers of a tensor, in its own memory. `Tensor.numpy` would fix the size of that memory for good, and FSDP
-    lets go of the memory of weights that it has gathered."""
+    """Return a view of a tensor as an array. `Tensor.numpy` would make its storage non-resizable, and FSDP frees the
+    storage of gathered weights."""
     return np.from_dlpack(x.detach())
 
 
 def _added(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
-    """beta * bias + alpha * (a @ b), rounded to the dtype of `a` once."""
+    """Return beta * bias + alpha * (a @ b), rounded to the dtype of `a` once."""
     result = _wide_product(a, b)
     if alpha != 1:
         result.mul_(alpha)
@@ -220,7 +220,7 @@ def _added_vector(bias: Tensor, a: Tensor, x: Tensor, beta: float = 1, alpha: fl
 
 
 def _solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
-    """x, where a @ x = b, or x @ a = b, and `a` is triangular: row after row, each by one product."""
+    """Solve a @ x = b, or x @ a = b, for triangular `a`: row by row, one product each."""
     if not left:
         return _solve_triangular(a.mT, b.mT, upper=not upper, unitriangular=unitriangular).mT
     size, batch = a.shape[-1], torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -235,7 +235,7 @@ def _solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, u
 
 
 def _into(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The variant with `out=`."""
+    """Return the variant with `out=`."""
 
     def kernel(*operands: Any, out: Tensor, **options: float) -> Tensor:
         result = function(*operands, **options)
@@ -245,7 +245,7 @@ def _into(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The variant that writes into its first operand."""
+    """Return the variant that writes into its first operand."""
 
     def kernel(first: Tensor, *operands: Any, **options: float) -> Tensor:
         return first.copy_(function(first, *operands, **options))
@@ -266,7 +266,7 @@ KERNELS |= {"linalg_solve_triangular": _solve_triangular, "linalg_solve_triangul
 
 @dataclass(frozen=True)
 class _Geometry:
-    """How a kernel moves over an image. One number for each of its dimensions."""
+    """How a convolution kernel moves over an image; one number per dimension."""
 
     kernel: Sequence[int]
     stride: Sequence[int]
@@ -275,7 +275,7 @@ class _Geometry:
     groups: int
 
     def places(self, size: Sequence[int]) -> list[int]:
-        """Where the kernel stands on an image of this size, counted in each dimension."""
+        """Return the number of kernel positions on an image of this size, per dimension."""
         rows = zip(size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         return [(n + 2 * pad - gap * (k - 1) - 1) // step + 1 for n, k, step, pad, gap in rows]
 
@@ -283,7 +283,7 @@ class _Geometry:
         return [n + 2 * pad for n, pad in zip(size, self.padding, strict=True)]
 
     def windows(self, image: Tensor) -> Tensor:
-        """What the kernel sees of an image (C, *size): (groups, C / groups * kernel, places)."""
+        """Return the windows of an image (C, *size) under the kernel: (groups, C / groups * kernel, places)."""
         whole = image.new_zeros(len(image), *self.padded(image.shape[1:]))
         self.inside(whole).copy_(image)
         places = self.places(image.shape[1:])
@@ -293,7 +293,8 @@ class _Geometry:
         return windows.reshape(self.groups, len(image) // self.groups * math.prod(self.kernel), math.prod(places))
 
     def added(self, windows: Tensor, channels: int, size: Sequence[int]) -> Tensor:
-        """The gradient of an image of this size, from that of its windows. One number of the kernel after another."""
+        """Return the gradient of an image of this size from that of its windows, adding one kernel offset after
+        another."""
         places = self.places(size)
         windows = windows.reshape(channels, *self.kernel, *places)
         whole = windows.new_zeros(channels, *self.padded(size))
@@ -306,24 +307,25 @@ class _Geometry:
         return self.inside(whole)
 
     def inside(self, whole: Tensor) -> Tensor:
-        """A padded image without its padding: a view."""
+        """Return a view of a padded image without its padding."""
         for dim, pad in enumerate(self.padding, 1):
             whole = whole.narrow(dim, pad, whole.shape[dim] - 2 * pad)
         return whole
 
 
 def _by_group(geometry: _Geometry, filters: Tensor) -> Tensor:
-    """Filters (out, in / groups, *kernel), or an image (out, *places): (groups, out / groups, the rest)."""
+    """Reshape filters (out, in / groups, *kernel), or an image (out, *places), to (groups, out / groups, the rest)."""
     return filters.reshape(geometry.groups, len(filters) // geometry.groups, -1)
 
 
 def _grouped_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of every group. One group alone is one product, whose rows threads share."""
+    """Return a @ b for every group. A single group is one product, whose rows are divided among threads."""
     return product(a[0], b[0]).unsqueeze(0) if len(a) == 1 else product(a, b)
 
 
 def _convolve(images: Tensor, filters: Tensor, geometry: _Geometry) -> Tensor:
-    """Images (N, in, *size) under filters (out, in / groups, *kernel): (N, out, *places). An image after another."""
+    """Convolve images (N, in, *size) with filters (out, in / groups, *kernel): (N, out, *places), one image after
+    another."""
     weight = _by_group(geometry, filters)
     out = images.new_empty(len(images), len(filters), *geometry.places(images.shape[2:]))
     for image, result in zip(images, out, strict=True):
@@ -332,7 +334,8 @@ def _convolve(images: Tensor, filters: Tensor, geometry: _Geometry) -> Tensor:
 
 
 def _spread(gradients: Tensor, filters: Tensor, size: Sequence[int], geometry: _Geometry) -> Tensor:
-    """The gradients of images (N, in, *size) from those of what came out; also a transposed convolution."""
+    """Return the gradients of images (N, in, *size) from those of the outputs; also computes a transposed
+    convolution."""
     weight = _by_group(geometry, filters).transpose(1, 2)
     channels = filters.shape[1] * geometry.groups
     out = gradients.new_empty(len(gradients), channels, *size)
@@ -343,7 +346,7 @@ def _spread(gradients: Tensor, filters: Tensor, size: Sequence[int], geometry: _
 
 
 def _of_filters(gradients: Tensor, images: Tensor, shape: Sequence[int], geometry: _Geometry) -> Tensor:
-    """The gradient of filters of this shape: a sum over images, from first to last."""
+    """Return the gradient of filters of this shape: a sum over images, first to last."""
     total = _by_group(geometry, gradients.new_zeros(*shape))
     for gradient, image in zip(gradients, images, strict=True):
         total += _grouped_product(_by_group(geometry, gradient), geometry.windows(image).transpose(1, 2))
@@ -351,14 +354,14 @@ def _of_filters(gradients: Tensor, images: Tensor, shape: Sequence[int], geometr
 
 
 def _geometry_of(filters: Tensor, moves: Sequence[Sequence[int]], groups: int) -> _Geometry:
-    """`moves`: stride, padding, dilation, each with a number a dimension or one for all."""
+    """`moves`: stride, padding, dilation, each with one number per dimension or one for all."""
     kernel = filters.shape[2:]
     stride, padding, dilation = (list(each) * len(kernel) if len(each) == 1 else list(each) for each in moves)
     return _Geometry(kernel, stride, padding, dilation, groups)
 
 
 def _widened(*tensors: Tensor) -> list[Tensor]:
-    """In the type that they are computed in: float64 stays, shorter numbers become float32."""
+    """Convert to the dtype of the computation: float64 stays, narrower dtypes become float32."""
     if not tensors[0].dtype.is_floating_point:
         raise RunError(
             "LS7082",
@@ -378,7 +381,7 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """torch's convolution of any number of dimensions, by products. Short numbers are rounded once."""
+    """torch's convolution in any number of dimensions, by products. Narrow dtypes are rounded once."""
     geometry = _geometry_of(filters, (stride, padding, dilation), groups)
     wide, weight = _widened(images, filters)
     if transposed:
@@ -406,7 +409,7 @@ def _convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of images, filters and bias, those that `output_mask` asks for."""
+    """Return the gradients of images, filters and bias that `output_mask` selects."""
     geometry = _geometry_of(filters, (stride, padding, dilation), groups)
     wide, inputs, weight = _widened(gradient, images, filters)
     of_images = of_filters = of_bias = None
@@ -433,7 +436,7 @@ def _sqrt(x: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor) -> Tensor:
-    """cos(x) + i sin(x)."""
+    """Return cos(x) + i sin(x)."""
     return torch.exp2(torch.complex(torch.zeros_like(x), x / math.log(2)))
 
 
@@ -447,12 +450,13 @@ def _log(x: Tensor) -> Tensor:
     low = mantissa < math.sqrt(0.5)
     mantissa, exponent = torch.where(low, 2 * mantissa, mantissa), exponent - low.to(exponent.dtype)
     result = torch.log1p(mantissa - 1) + exponent.to(x.dtype) * math.log(2)
-    special = torch.where(x == 0, -math.inf, torch.where(x < 0, math.nan, x))  # infinite and NaN as they are
+    special = torch.where(x == 0, -math.inf, torch.where(x < 0, math.nan, x))  # keeps inf and NaN
     return torch.where((x > 0) & (x < math.inf), result, special)
 
 
 def _erf(x: Tensor) -> Tensor:
-    """From GELU, x (1 + erf(x / sqrt 2)) / 2, whose kernel has its own erf; near 0, where that cancels, by a series."""
+    """Compute erf from GELU, x (1 + erf(x / sqrt 2)) / 2, whose kernel has its own erf; near 0, where that cancels, by
+    a series."""
     scaled = x * math.sqrt(2)
     far = 2 * torch.nn.functional.gelu(scaled) / scaled - 1
     square = x * x
@@ -461,7 +465,7 @@ def _erf(x: Tensor) -> Tensor:
 
 
 def _erfinv(x: Tensor) -> Tensor:
-    """Winitzki's approximation, improved three times by Halley's rule."""
+    """Winitzki's approximation, refined by three steps of Halley's method."""
     tail = _log((1 - x) * (1 + x))
     middle = 2 / (math.pi * 0.147) + tail / 2
     guess = _sqrt((_sqrt(middle * middle - tail / 0.147) - middle).clamp_min(0)) * x.sign()
@@ -472,8 +476,8 @@ def _erfinv(x: Tensor) -> Tensor:
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
-    """x to a number. torch's kernel takes the square root of MKL for 0.5; that of two tensors is SLEEF's, and computes
-    in float64 here, as its exponent has the dtype of its numbers."""
+    """Raise x to a scalar power. torch's kernel uses MKL's square root for 0.5; the kernel for two tensors is SLEEF's
+    and is called in float64 here."""
     if not x.is_floating_point():
         return torch.pow(x, torch.tensor(exponent))
     if (simple := _POWERS.get(exponent)) is not None:
@@ -497,7 +501,7 @@ KERNELS |= {
 }
 
 
-# Each of float64, by ATen's own kernels. float32 is computed in float64 and rounded.
+# Functions of float64 in terms of ATen's own kernels. float32 is computed in float64 and rounded.
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sqrt": _sqrt,
     "exp": lambda x: torch.exp2(x * math.log2(math.e)),
@@ -514,7 +518,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _elementwise(library: torch.library.Library, name: str, function: Callable[[Tensor], Tensor]) -> None:
-    """Register a function of one tensor, its variant in place and that with `out=`."""
+    """Register a function of one tensor, with its in-place and `out=` variants."""
 
     def kernel(x: Tensor) -> Tensor:
         if x.is_complex():
@@ -531,7 +535,7 @@ def _elementwise(library: torch.library.Library, name: str, function: Callable[[
 
 
 def unportable(name: str) -> RunError:
-    """Why an operation of `REFUSED` cannot be had."""
+    """Return the error for an operation in `REFUSED`."""
     return RunError(
         "LS7081",
         f"strategy.exact: portable: torch's {name.strip('_')} is computed by a library that looks at the "

@@ -1,12 +1,10 @@
-"""Random numbers that depend on the step and the micro-batch and on nothing else, and those of which that is not known.
+"""Random numbers that depend only on seed, step and micro-batch; and detection of generators that are not seeded so.
 
-In: a seed and a place in the run. Out: the generators of Python, numpy and torch, seeded. For a task and its model: the
-generators that they keep for themselves, which no step seeds and no promise covers; `verify` and a run's start name
-them.
+In: a seed and a position in the run. Out: the generators of Python, numpy and torch, seeded. For a task and its model:
+the private generators, which no step seeds and no guarantee covers; `verify` and a run's start list them.
 
-Dropout masks on a CPU (`bernoulli_`) are drawn many numbers at a time: torch draws them one by one, and a step spends
-7 % on it. One number of torch's generator starts numpy's SFC64, so that a mask is a pure function of the state of
-torch's generator, as before.
+CPU dropout masks (`bernoulli_`) are drawn in bulk: torch draws one by one, which takes 7 % of a step. One number from
+torch's generator seeds numpy's SFC64, so a mask remains a pure function of the state of torch's generator.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ from lockstep.distributed import splitmix
 
 @cache
 def draw_wide() -> Library:
-    """Draw dropout masks on the CPU with the wide generator from now on, in this process, for every tensor. A second
-    call does nothing. The returned library has to be kept: the replacement ends with it."""
+    """Draw CPU dropout masks with numpy's SFC64 from now on, in this process, for every tensor. A second call does
+    nothing. Keep the returned library: the replacement ends with it."""
     library = Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Oo]verrid")
@@ -38,7 +36,7 @@ def draw_wide() -> Library:
 
 
 def bernoulli(tensor: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
-    """Fill with 1 at the probability `p` (to 2^-32), else 0, in place."""
+    """Fill with 1 with probability `p` (to 2^-32), else 0, in place."""
     if not 0 <= p <= 1:
         raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
     limit = round(p * 2**32) - 2**31
@@ -54,28 +52,27 @@ def bernoulli(tensor: Tensor, p: float = 0.5, *, generator: torch.Generator | No
 UNCOVERED = "not seeded for every micro-batch, so what they draw may differ at another number of processes"
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _LIBRARIES = {"lockstep", "torch", "transformers", "tokenizers", "peft", "numpy", "datasets", "pyarrow", "builtins"}
-_DEPTH = 4  # objects within objects that are looked into
+_DEPTH = 4  # depth of nested objects that are searched
 
 
 def seed_everything(seed: int, *place: int) -> None:
-    """Seed Python's, numpy's and torch's own generators (on every device) from `(seed, *place)`.
+    """Seed Python's, numpy's and torch's global generators (on every device) from `(seed, *place)`.
 
-    Micro-batch k of step t goes through the model with `place = (t, k)`, and is collated, where a task's `collate` may
-    draw, with `(t, k, 1)`; batch b of an evaluation has `(-1, b)`, and what is written for people `(-2,)`.
+    Micro-batch k of step t runs with `place = (t, k)`, and is collated with `(t, k, 1)` if a task's `collate` draws
+    numbers; batch b of an evaluation has `(-1, b)`, and samples printed for the user `(-2,)`.
     """
     draw_wide()
     seed_libraries(mix(seed, *place))
 
 
 def seed_libraries(seed: int) -> None:
-    """Seed Python and numpy too, for model code that draws from them."""
+    """Seed the global generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     if _has_accelerator():
         torch.manual_seed(seed)
     else:
-        # For each kind of device that is not in use, `torch.manual_seed` writes down the stack: a twentieth of a small
-        # micro-batch on a CPU
+        # `torch.manual_seed` records the stack for each device type not in use: 5 % of a small micro-batch on a CPU
         torch.default_generator.manual_seed(seed)
 
 
@@ -85,14 +82,14 @@ def _has_accelerator() -> bool:
 
 
 def mix(*numbers: int) -> int:
-    """One well-mixed 63-bit number from several."""
+    """Hash several numbers to one well-mixed 63-bit number."""
     return int(splitmix.mixed(*numbers)) >> 1
 
 
 def own_generators(task: Any, model: nn.Module) -> list[str]:
-    """Where generators of their own are, such as `task.dice (random's Random)`: in attributes of the task and of the
-    model's modules, and in the modules that define the task's and the model's classes. Those that a function makes for
-    itself when it is called are not seen."""
+    """List private generators, such as `task.dice (random's Random)`: in attributes of the task and of the model's
+    modules, and in the modules that define their classes. Generators that a function creates when called are not
+    detected."""
     visited: set[int] = set()
     generators = list(_within(task, "task", visited, _DEPTH))
     for name, module in model.named_modules():
@@ -109,7 +106,7 @@ def _of_library(module: str) -> bool:
 
 
 def _within(value: Any, where: str, visited: set[int], depth: int) -> Iterator[str]:
-    """The generators that `value` is or holds."""
+    """Yield the generators that `value` is or contains."""
     if id(value) in visited:
         return
     if isinstance(value, _KINDS):

@@ -1,9 +1,9 @@
-"""The rendezvous of ranks: the store they meet in, the interface that peers reach this rank at, the process groups.
+"""The rendezvous of ranks: the store they meet in, the network interface for their peers, the process groups.
 
 In: a rank, the size of the job, an address, and the job's secret. Out: torch's default group, and a second one for
-decisions; or `Unreached`, which says what this rank tried. A store is opened on one address only, reached within a
-time, and `Sealed`: torch's protocol has no authentication, so whoever reaches the port can write, delete and count, but
-nothing that was written without the secret is parsed, and no pickle that came without it is loaded.
+decisions; or `Unreached`, which describes the attempt. A store listens on one address only, connects within a time
+limit, and is `Sealed`: torch's protocol has no authentication, so anyone who reaches the port can write, delete and
+count, but nothing written without the secret is parsed, and no pickle sent without it is loaded.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lockstep.distributed import network, torch_internals
 
 
 def open_store(host: str, port: int, several: bool, timeout_s: float) -> TCPStore:
-    """A store on the address that `host` has here; on every address only where several machines shall reach it and the
-    name leads to the loopback on this one. Port 0: any. Errors: `NetworkError`."""
+    """Open a store on the address that `host` resolves to here; on all addresses only if several machines need it and
+    the name resolves to the loopback on this one. Port 0: any. Errors: `NetworkError`."""
     address = network.address_of(host)
     inside = ipaddress.ip_address(address.partition("%")[0]).is_loopback
     everywhere = several and inside
@@ -62,20 +62,20 @@ def _listener(address: str, port: int) -> socket.socket:
 
 
 def connect_store(host: str, port: int, limit_s: float, timeout_s: float) -> TCPStore:
-    """A store that another process holds, once it answers. Errors: `NetworkError` after `limit_s`."""
+    """Connect to a store of another process, waiting until it answers. Errors: `NetworkError` after `limit_s`."""
     network.answers(host, port, limit_s)
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 class Sealed:
-    """A store whose values bear the job's seal. `room` tells equal keys of different jobs apart. Counters (`add`) bear
-    none. Errors: `RendezvousStateError` for what was not written with the job's secret."""
+    """A store with signed values. `room`: namespace that distinguishes equal keys of different jobs. Counters (`add`)
+    are not signed. Errors: `RendezvousStateError` for values not written with the job's secret."""
 
     def __init__(self, store: Any, room: str, key: str) -> None:
         self._store, self._room, self._secret = store, room, key
 
     def within(self, prefix: str) -> Sealed:
-        """Keys of their own."""
+        """Return a view with prefixed keys."""
         return Sealed(dist.PrefixStore(prefix, self._store), f"{self._room}/{prefix}", self._secret)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -85,7 +85,7 @@ class Sealed:
         return self._open(key, self._store.get(key))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """The value that the key has now; b"" where it has none and one was expected."""
+        """Compare and set; return the key's value afterwards, or b"" if it has none and `expected` was not empty."""
         before = self._seal(key, expected) if expected else b""
         value = self._store.compare_set(key, before.decode(), self._seal(key, desired).decode())
         return self._open(key, value) if value else b""
@@ -114,29 +114,29 @@ class Sealed:
             raise RendezvousStateError(str(caught)) from None
 
 
-CONTROL = "control"  # the group on which decisions travel
+CONTROL = "control"  # description of the group for decisions
 
 
 class Unreached(CodedError):
-    """The other ranks were not found, or not in time: one message for the user, exit status 1."""
+    """The other ranks were not reached, or not in time: one message for the user, exit status 1."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a job meet. `init_method` as torch has it: `tcp://host:port`, `env://`, `file:///path`."""
+    """The meeting point of a job's ranks. `init_method` as in torch: `tcp://host:port`, `env://`, `file:///path`."""
 
     init_method: str
     rank: int
     size: int
-    several: bool  # machines
+    several: bool  # several machines
     timeout: timedelta
-    shared: bool = False  # GPUs, by several ranks each: NCCL refuses that
-    store: Any = None  # that the ranks meet in, where one is held for them; then `init_method` is not used
+    shared: bool = False  # several ranks per GPU, which NCCL refuses
+    store: Any = None  # existing store to use instead of `init_method`
 
     def join(self, device: torch.device) -> dist.ProcessGroup:
-        """Make the default group. Returns the group for decisions: they never wait behind gradients or for the device.
-        Collective. Errors: `Unreached`."""
-        # torch's flight recorder remembers the newest collectives: what a rank waits in when it does not move
+        """Create the default group. Returns the group for decisions, which never wait behind gradients or for the
+        device. Collective. Errors: `Unreached`."""
+        # size of torch's flight recorder, which tells the collective that a hanging rank waits in
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
         cuda = device.type == "cuda"
         arguments: dict[str, Any] = {"device_id": device} if cuda and not self.shared else {}
@@ -158,8 +158,8 @@ class Rendezvous:
             raise Unreached("LS7042", self._unreached(caught)) from caught
 
     def compare_secrets(self, group: dist.ProcessGroup) -> None:
-        """Before an object travels, which nobody could open that has another secret. Collective. Errors: `Unreached`,
-        on every rank that has another one than some other rank."""
+        """Check that all ranks have the same secret, before any object is sent. Collective. Errors: `Unreached`, on
+        every rank whose secret differs from some other rank's."""
         key = network.secret_from_environment()
         mine = torch.frombuffer(bytearray(network.seal(key, "ranks", b"")), dtype=torch.uint8)
         boxes = [torch.empty_like(mine) for _ in range(self.size)]
@@ -174,14 +174,14 @@ class Rendezvous:
 
     @property
     def address(self) -> tuple[str, str]:
-        """Host and port where the ranks meet; empty where they meet in a file."""
+        """Host and port of the meeting point; empty if it is a file."""
         if self.init_method == "env://":
             return os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         host, _, port = self.init_method.partition("tcp://")[2].rpartition(":")
         return host, port
 
     def _store(self) -> dict[str, Any]:
-        """Where `init_process_group` shall meet the others: a store, opened by rank 0 on the address it is known by."""
+        """Return the store arguments for `init_process_group`; rank 0 opens the store."""
         host, port = self.address
         if self.store is not None:
             return {"store": self.store}
@@ -196,11 +196,11 @@ class Rendezvous:
         return {"store": dist.PrefixStore("default_pg", store)}
 
     def _choose_interface(self) -> None:
-        """Tell gloo and NCCL which interface the others reach this process at: the one towards where the ranks meet."""
+        """Set the network interface of gloo and NCCL to the one that routes to the meeting point."""
         host, _ = self.address
         if not host or "GLOO_SOCKET_IFNAME" in os.environ:
             return
-        limit_s = min(60.0, self.timeout.total_seconds())  # a container's name may take a while to be known
+        limit_s = min(60.0, self.timeout.total_seconds())  # DNS may learn a container's name late
         interface = network.patiently(lambda: network.interface_to(host, several=self.several), limit_s)
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface

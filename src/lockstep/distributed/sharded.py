@@ -1,9 +1,9 @@
-"""Sharded state: the tensors that each rank has of a run's state, whole or in part.
+"""Sharded state: each rank's whole tensors and shards of a run's state.
 
-In: one mapping a rank, `model.NAME` and `optimizer.KEY.NAME` -> tensor. A DTensor is a part that knows its place in the
-whole; a plain tensor is whole, and ranks that hold one of the same name hold the same. Out: the whole state on rank 0,
-or every rank's own part filled from a state that is kept elsewhere: in files, or in slices in the memory of other
-ranks (`PeerReader`). One whole tensor at a time is in the host memory of every rank then.
+In: one mapping per rank, `model.NAME` and `optimizer.KEY.NAME` -> tensor. A DTensor is a shard that knows its position;
+a plain tensor is whole, and replicated if several ranks have one of that name. Out: the whole state on rank 0, or every
+rank's part filled from a state stored elsewhere: in files, or in slices in the memory of other ranks (`PeerReader`).
+Each rank has at most one whole tensor in host memory at a time.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from lockstep.distributed.world import World
 
 
 class Saved(ABC):
-    """A whole state that ranks take their parts from."""
+    """A full state that ranks read their parts from."""
 
     @abstractmethod
     def __contains__(self, name: str) -> bool: ...
 
     @abstractmethod
     def read(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill these tensors in place; of a DTensor this rank's part. Every rank names what it holds, or nothing.
-        Collective."""
+        """Fill these tensors in place; of a DTensor, this rank's shard. Each rank names the tensors it needs, possibly
+        none. Collective."""
 
 
 class WholeState(Saved):
-    """A whole state in memory, the same on every rank that reads from it."""
+    """A full state in memory, equal on every rank that reads from it."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self.state = state
@@ -52,22 +52,22 @@ class WholeState(Saved):
 
 
 class ShardedState(Protocol):
-    """A state whose tensors are divided over the ranks, such as a strategy's. Every method but `gives_bits` is
+    """A state whose tensors are sharded over the ranks, such as a strategy's. Every method but `gives_bits` is
     collective."""
 
     def gives_bits(self, run: Run) -> bool:
-        """Whether the run ends with the bits of a single process."""
+        """Whether the run is bitwise equal to a run on one process."""
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        """This rank's part."""
+        """Return this rank's part."""
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
-        """Take over what all ranks gave together, here or elsewhere."""
+        """Load a state that all ranks returned together, in this run or another."""
 
 
 def gather(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Whole tensors, by name: all of them on rank 0, elsewhere those that are there without being gathered. One tensor
-    at a time travels. Collective."""
+    """Return whole tensors by name: all of them on rank 0; on other ranks those that need no gathering. Transfers one
+    tensor at a time. Collective."""
     whole_tensors = {}
     for name, tensor in parts.items():
         if not is_dtensor(tensor):
@@ -93,16 +93,16 @@ def gather(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
 
 
 def local(tensor: Tensor | None) -> Tensor:
-    """This rank's part, without communication."""
+    """Return this rank's part, without communication."""
     assert tensor is not None
     if not is_dtensor(tensor):
         return tensor
-    with torch.no_grad():  # the tensor itself, and not a view with a graph
+    with torch.no_grad():  # the tensor itself, not a view with a graph
         return tensor.to_local()
 
 
 def whole(tensor: Tensor | None) -> Tensor:
-    """All of it, on every rank. Collective."""
+    """Return the whole tensor on every rank. Collective."""
     assert tensor is not None
     if not is_dtensor(tensor):
         return tensor
@@ -112,7 +112,7 @@ def whole(tensor: Tensor | None) -> Tensor:
 
 
 def fill(own: Tensor, whole_tensor: Tensor) -> None:
-    """Write this rank's part of `whole_tensor` (whole, the same on every rank) into `own`."""
+    """Write this rank's part of `whole_tensor` (replicated) into `own`."""
     if is_dtensor(own):
         from torch.distributed.tensor import distribute_tensor
 
@@ -124,7 +124,7 @@ def fill(own: Tensor, whole_tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The place of a piece in its tensor: the tensor's name, and the offsets at which the piece begins."""
+    """A slice of a tensor: the tensor's name, and the slice's offsets and sizes."""
 
     name: str
     offsets: tuple[int, ...]
@@ -141,17 +141,17 @@ SliceMap = Mapping[TensorSlice, Tensor]
 
 
 class Incomplete(CodedError):
-    """Nobody holds some piece of a tensor."""
+    """No rank has some slice of a tensor."""
 
 
 class PeerReader(Saved):
     """The state of all ranks, read from the ranks that hold it."""
 
     def __init__(self, mine: SliceMap, world: World) -> None:
-        """`mine`: what this rank holds, maybe nothing. Where several hold the same, the first sends it. Collective.
+        """`mine`: this rank's slices, possibly none. If several ranks hold a slice, the first sends it. Collective.
         Errors: `Incomplete`, on every rank."""
         self.world, self.mine = world, mine
-        self.holders: dict[str, dict[TensorSlice, int]] = {}  # of each tensor, who sends which piece
+        self.holders: dict[str, dict[TensorSlice, int]] = {}  # by tensor: slice -> rank that sends it
         for rank, places in enumerate(world.all_gather(list(mine))):
             for place in places:
                 self.holders.setdefault(place.name, {}).setdefault(place, rank)
@@ -164,7 +164,7 @@ class PeerReader(Saved):
 
     @property
     def sent(self) -> Iterable[TensorSlice]:
-        """The pieces that this rank sends."""
+        """The slices that this rank sends."""
         own_slices = (
             place for each in self.holders.values() for place, rank in each.items() if rank == self.world.rank
         )
@@ -185,7 +185,7 @@ class PeerReader(Saved):
                 WholeState({name: whole}).read({name: targets[name]})
 
     def _sent(self, place: TensorSlice, rank: int) -> Tensor:
-        """A piece, on every rank. Collective."""
+        """Return a slice on every rank. Collective."""
         if self.world.rank == rank:
             piece = self.mine[place].detach().cpu().contiguous()
         else:

@@ -1,6 +1,6 @@
-"""Requests to stop: signals, and how often a person has pressed Ctrl-C.
+"""Requests to stop: signals, and repeated Ctrl-C.
 
-In: signals. Out: which of them are listened to here, and whether one came. Imports nothing of ours, and no torch.
+In: signals. Out: which signals this process handles, and whether one came. Imports neither lockstep nor torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-# The last one is sent by a terminal that closes; nohup ignores it.
+# A terminal that closes sends SIGHUP; nohup ignores it.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# Of one Ctrl-C a process may hear several times: from the terminal, and from a torchrun or a timeout that passes it on.
+# One Ctrl-C may arrive several times: from the terminal, and from a torchrun or timeout that forwards it.
 AGAIN_S = 1.0
 
 
@@ -31,14 +31,14 @@ class Stopped(BaseException):
 
 
 def heard() -> list[signal.Signals]:
-    """The stop signals that whoever started this process has not had ignored; only SIGHUP ever is on purpose."""
+    """Return the stop signals to handle: all except SIGHUP if the parent process ignored it (nohup)."""
     return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 @contextmanager
 def handled(handler: Handler, numbers: Iterable[int] | None = None) -> Iterator[None]:
-    """A context in which `handler` has these signals (default: those that are `heard`). In another thread than the main
-    one, which may not set any, it changes nothing."""
+    """A context in which `handler` handles these signals (default: those of `heard`). Does nothing outside the main
+    thread, which alone may set handlers."""
     main = threading.current_thread() is threading.main_thread()
     before = {n: signal.signal(n, handler) for n in (heard() if numbers is None else numbers)} if main else {}
     try:
@@ -49,7 +49,8 @@ def handled(handler: Handler, numbers: Iterable[int] | None = None) -> Iterator[
 
 
 def say_what_ended() -> None:
-    """Until training listens: one of these ends this process as ever, but not without a word. Ctrl-C has its own."""
+    """Until training handles signals: let each end this process as usual, but with a message. Ctrl-C has its own
+    message."""
     if threading.current_thread() is threading.main_thread() and os.environ.get("RANK", "0") == "0":
         for number in heard():
             if number != signal.SIGINT:
@@ -65,23 +66,23 @@ def _end(number: int, frame: FrameType | None) -> None:
 def _say_that_it_ended(number: int) -> None:
     name = signal.Signals(number).name
     text = f"lockstep: ended by {name}, which came while nothing was being trained; what was saved before is there\n"
-    os.write(2, text.encode())  # a handler must not wait for a lock that what it interrupts may hold
+    os.write(2, text.encode())  # a handler must not take a lock that the interrupted code may hold
 
 
 def listen_no_more() -> None:
-    """All is done but to end with the right status: a signal must not make it another one."""
+    """Ignore stop signals: only the exit with the right status is left."""
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
 class StopRequest:
-    """Whether this process has been asked to stop: by a signal once it listens, or by the clock."""
+    """A request to stop this process: by a signal, or by the clock."""
 
     def __init__(self, after_s: float | None = None) -> None:
-        """`after_s`: by the clock, so many seconds from now."""
+        """`after_s`: request a stop this many seconds from now."""
         self.came = False
-        self._number = signal.SIGTERM  # the one that came last
+        self._number = signal.SIGTERM  # the last one
         self._raises = False
         self._until = time.monotonic() + (math.inf if after_s is None else after_s)
 
@@ -94,18 +95,18 @@ class StopRequest:
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         self.came, self._number = True, signal.Signals(number)
         if self._raises:
-            self._raises = False  # once: what tidies up is left alone
+            self._raises = False  # only once, so that cleanup is not interrupted
             raise Stopped
 
     def requested(self, by_clock: bool = True) -> bool:
-        """Whether one came; `by_clock`: or the time is over, which counts as one from then on."""
+        """Whether a stop signal came, or, with `by_clock`, the time is over, which then counts as a request."""
         self.came = self.came or (by_clock and time.monotonic() > self._until)
         return self.came
 
     @contextmanager
     def interrupts(self) -> Iterator[None]:
-        """A context in which a stop signal raises at once, and does not wait for the end of a step. Errors: `Stopped`,
-        also where the signal came before."""
+        """A context in which a stop signal raises at once instead of waiting for the end of a step. Errors: `Stopped`,
+        also if the signal came before."""
         self._raises = not self.came
         try:
             if self.came:
@@ -116,8 +117,8 @@ class StopRequest:
 
     @contextmanager
     def ends(self, alone: bool) -> Iterator[None]:
-        """A context in which nothing can be lost yet: a stop signal ends this process at once. `alone`: it is the whole
-        job, and says so; else its launcher does. Errors: `KeyboardInterrupt` for Ctrl-C where it is alone."""
+        """A context without progress to lose: a stop signal ends this process at once. `alone`: this process is the
+        whole job and prints a message; else its launcher does. Errors: `KeyboardInterrupt` for Ctrl-C if alone."""
         try:
             with self.interrupts():
                 yield
@@ -129,7 +130,7 @@ class StopRequest:
             end_by_signal()
 
     def wait(self, seconds: float) -> bool:
-        """Until a stop signal comes, or for so long. Returns whether one came."""
+        """Wait until a stop signal comes or `seconds` have passed. Returns whether one came."""
         until = time.monotonic() + seconds
         while not self.came and time.monotonic() < until:
             time.sleep(0.02)
@@ -137,21 +138,21 @@ class StopRequest:
 
 
 def end_by_signal() -> NoReturn:
-    """End as SIGTERM ends a process that does not listen to it: whoever asked takes it for what it is."""
+    """End as if by an unhandled SIGTERM, so that the parent process sees that signal."""
     sys.stdout.flush()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
-    os._exit(128 + signal.SIGTERM)  # where it is blocked
+    os._exit(128 + signal.SIGTERM)  # if SIGTERM is blocked
 
 
 class Interrupts:
-    """Tells a second Ctrl-C from the first one that is heard twice."""
+    """Distinguishes a second Ctrl-C from a first one that arrives twice."""
 
     def __init__(self) -> None:
         self._first = math.inf
 
     def again(self, number: int) -> bool:
-        """Whether this signal is a Ctrl-C, `AGAIN_S` or more after the first."""
+        """Whether this signal is a Ctrl-C `AGAIN_S` or more after the first."""
         if number != signal.SIGINT:
             return False
         now = time.monotonic()
@@ -160,15 +161,15 @@ class Interrupts:
 
 
 def end_at_second_interrupt() -> None:
-    """The first Ctrl-C asks for a stop at the end of the step; the second one ends this process at once, also while it
-    waits in a collective, where no signal handler of Python runs."""
+    """End this process at the second Ctrl-C, even while it waits in a collective, where no Python signal handler runs.
+    (The first requests a stop at the end of the step.)"""
     if threading.current_thread() is not threading.main_thread():
         return
     receive, send = socket.socketpair()
     send.setblocking(False)
     signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
 
-    def count(receive: socket.socket, send: socket.socket) -> None:  # both stay open as long as this thread
+    def count(receive: socket.socket, send: socket.socket) -> None:  # arguments keep both sockets open as long as this thread
         interrupts = Interrupts()
         while data := receive.recv(64):
             if any(interrupts.again(number) for number in data):

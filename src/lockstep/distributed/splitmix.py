@@ -1,7 +1,7 @@
-"""Numbers that look as if they were drawn and are a hash of whole numbers: the same in any process, on any machine and
-with any version of a library. SplitMix (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195).
+"""Pseudo-random numbers as a hash of integers, equal in every process, on every machine and with every library version.
+SplitMix (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195).
 
-In: whole numbers, or arrays of them. Out: well-mixed numbers of 64 bits. Imports no torch.
+In: integers, or arrays of them. Out: well-mixed 64-bit numbers. Does not import torch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def sequence(first: int, count: int) -> np.ndarray:
-    """The random numbers of the integers from `first` on: uint64 [count]."""
+    """Return the random numbers of the `count` integers from `first`: uint64 [count]."""
     with np.errstate(over="ignore"):
         return _finished(np.arange(first, first + count, dtype=np.uint64) * _STEP)
 
 
 def mixed(*numbers: Any) -> np.ndarray:
-    """One of several numbers, chained; of arrays element by element: uint64. Numbers are taken modulo 2^64."""
+    """Hash several numbers to one, elementwise for arrays: uint64. Inputs are taken modulo 2^64."""
     with np.errstate(over="ignore"):
         state: Any = _STEP
         for number in numbers:
@@ -30,7 +30,7 @@ def mixed(*numbers: Any) -> np.ndarray:
 
 
 def _finished(state: np.ndarray) -> np.ndarray:
-    """Its finaliser. What overflows is meant to."""
+    """SplitMix's finalizer; overflow is intended."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))

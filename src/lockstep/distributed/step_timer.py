@@ -1,11 +1,11 @@
-"""The time of a rank by phases of a step, and operator by operator where a run asks for it (`profile: {steps: 5}`).
+"""Time of a rank by phase of a step, and by operator if the run sets `profile: {steps: 5}`.
 
-In: `with phases("forward"): ...`, in the loop and in strategies. Out: seconds of each phase since they were last taken:
-each moment between two log points belongs to one phase. On a CPU a change of phase reads a clock. On CUDA it records an
-event on the current stream, and a phase is the time between two events there; nothing waits for the device but `take`,
-at log points, where the host waits for it anyway. A profile is a trace a rank under OUTPUT/profile/ (`rank-0.json.gz`,
-for https://ui.perfetto.dev or chrome://tracing) and a summary that the report shows. Nothing that is trained changes;
-the steps that are looked at are slower.
+In: `with phases("forward"): ...`, in the loop and in strategies. Out: seconds of each phase since the last `take`:
+every moment between two log points belongs to one phase. On a CPU, a change of phase reads a clock. On CUDA, it records
+an event on the current stream, and a phase is the time between two events; only `take` synchronizes, at log points,
+where the host waits anyway. A profile is one trace per rank under OUTPUT/profile/ (`rank-0.json.gz`, for
+https://ui.perfetto.dev or chrome://tracing) and a summary for the report. Profiling does not change results; profiled
+steps are slower.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.track.console import error
 
-# In this order in messages between ranks. docs/how-to/report.md explains them.
+# The order in messages between ranks. docs/how-to/report.md explains the phases.
 NAMES = (
     "other",
     "data",
@@ -41,19 +41,19 @@ NAMES = (
     "checkpoint",
     "profile",
 )
-COMPUTING = ("forward", "backward", "forward+backward", "overlapped")  # micro-batches go through the model
+COMPUTING = ("forward", "backward", "forward+backward", "overlapped")  # phases of forward and backward
 _PLACES = {name: place for place, name in enumerate(NAMES)}
-_MOST_EVENTS = 4096  # pending at a time, where log points are far apart
+_MOST_EVENTS = 4096  # maximum pending events, for distant log points
 
 T = TypeVar("T")
 
 
 class StepTimer:
-    """The clock of one rank. Phases nest: the inner one's time is not the outer one's."""
+    """The phase timer of one rank. Phases nest: an inner phase's time does not count for the outer one."""
 
     def __init__(self, device: torch.device) -> None:
         self._seconds = [0.0] * len(NAMES)
-        self._computed = 0.0  # of what was taken
+        self._computed = 0.0  # seconds of COMPUTING already taken
         self._now = 0
         self._since = time.perf_counter()
         self._marks: deque[tuple[int, Any]] | None = None  # CUDA: (phase that ends, event)
@@ -64,15 +64,15 @@ class StepTimer:
 
     @property
     def clock(self) -> str:
-        """`host` or `device`: whose seconds these are."""
+        """`host` or `device`: the clock of the times."""
         return "host" if self._marks is None else "device"
 
     def __call__(self, name: str) -> _Phase:
-        """A phase, for `with`."""
+        """Return a context manager for a phase."""
         return _Phase(self, _PLACES[name])
 
     def during(self, name: str, items: Iterable[T]) -> Generator[T]:
-        """Iterate over items; the time it takes to get them belongs to this phase."""
+        """Iterate over items; the time to get each item counts for this phase."""
         iterator = iter(items)
         try:
             while True:
@@ -87,7 +87,8 @@ class StepTimer:
                 close()
 
     def take(self) -> list[float]:
-        """Seconds of each phase since this was last called, in the order of NAMES. On CUDA the host waits here."""
+        """Return the seconds of each phase since the last call, in the order of NAMES. On CUDA the host waits for the
+        device."""
         self.change(self._now)
         if self._marks is not None:
             self._marks[-1][1].synchronize()
@@ -97,14 +98,14 @@ class StepTimer:
         return seconds
 
     def computed(self) -> float:
-        """Seconds since there is this clock in which micro-batches went through the model, up to the last change of
-        phase. On CUDA, up to where the device is: nobody waits."""
+        """Return the total seconds of forward and backward up to the last change of phase. On CUDA, up to the device's
+        progress, without waiting."""
         if self._marks is not None:
             self._fold()
         return self._computed + sum(self._seconds[_PLACES[name]] for name in COMPUTING)
 
     def change(self, place: int) -> int:
-        """Another phase begins. Returns the one that ends."""
+        """Begin another phase. Returns the one that ends."""
         before, self._now = self._now, place
         if self._marks is None:
             now = time.perf_counter()
@@ -122,7 +123,7 @@ class StepTimer:
         return event
 
     def _fold(self) -> None:
-        """Add up what the device has reached already."""
+        """Add up the phases that the device has completed."""
         assert self._marks is not None
         while len(self._marks) > 1 and self._marks[1][1].query():
             _, begin = self._marks.popleft()
@@ -150,17 +151,17 @@ TOP_OPERATORS = 20  # operators in a summary
 
 
 class Profiler:
-    """Looks at `profile.steps` steps of this process, after `profile.after` others and one to warm up."""
+    """Profiles `profile.steps` steps of this process, after `profile.after` others and one warmup step."""
 
     def __init__(self, run: Run, world: World) -> None:
         self._rank, self._place, self._count = world.rank, FolderInside(run.folder, "profile"), run.profile.steps
         self._cuda = world.device.type == "cuda"
-        self._step: int | None = None  # the run's steps done
-        self._first = 0  # the first step of the run that is looked at
+        self._step: int | None = None  # steps done of the run
+        self._first = 0  # the first profiled step of the run
         self._after = run.profile.after
         self._profile: profile | None = None
         if self._count:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it says on the terminal when it starts and stops
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints when it starts and stops
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
             self._profile = profile(
                 activities=activities,
@@ -171,7 +172,7 @@ class Profiler:
             self._profile.start()
 
     def advance(self, step: int) -> None:
-        """A step is done, the run's `step` in all. Takes seconds after the last one that is looked at."""
+        """Call after each step; `step`: the run's total of steps. Takes seconds after the last profiled step."""
         if self._profile is not None:
             if self._step is None:
                 self._first = step + self._after + 1
@@ -179,14 +180,14 @@ class Profiler:
             self._profile.step()
 
     def close(self) -> None:
-        """The run is over; what was looked at until then is kept."""
+        """End profiling; the steps profiled so far are kept."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
 
     def _write(self, trace_profile: profile) -> None:
-        """A disk that does not take it is no reason to stop training."""
-        if self._step is None or self._step < self._first:  # the run ended while it was warming up
+        """Write trace and summary; ignores disk errors, so that training continues."""
+        if self._step is None or self._step < self._first:  # the run ended during warmup
             return
         if (fault := self._place.led_away()) is not None:
             error(coded("LS7130", f"rank {self._rank}: the profile is not written: {fault}"))
@@ -203,8 +204,8 @@ class Profiler:
 
 
 def summary_of(trace_profile: profile, cuda: bool) -> dict[str, Any]:
-    """The operators that took the longest by themselves, in seconds over all steps that were looked at: on the GPU
-    where there is one, else on the CPU."""
+    """Return the operators with the most self time, in seconds over all profiled steps: GPU time if there is a GPU,
+    else CPU time."""
     rows = [
         {
             "name": event.key,

@@ -1,8 +1,7 @@
-"""System metrics of each rank: processor, memory, GPU; and the memory of tensors, measured and not claimed.
+"""System metrics of each rank: processor, memory, GPU; and the measured memory of tensors.
 
-In: log points, which all ranks come to; the tensors that are alive. Out: the numbers of all ranks, one step later, so
-that nobody waits for them: each rank reads its own in some microseconds, and they travel beside the next step's work;
-bytes at the moments that matter, between steps and at the update.
+In: log points of all ranks; the live tensors. Out: the numbers of all ranks, one step later: each rank reads its own in
+some microseconds, and they travel during the next step, so no rank waits; tensor bytes between steps and at the update.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from lockstep.distributed import host_memory
 from lockstep.distributed.torch_internals import is_dtensor, values_of
 from lockstep.distributed.world import World
 
-LET_GO_S = 0.05  # for a group's thread, which needs Python to let go of the last bucket that it has sent
+LET_GO_S = 0.05  # for a gloo thread, which needs the GIL to free the last bucket that it sent
 
 
 def tensor_bytes() -> int:
-    """Bytes of all storages that some tensor of this process refers to; each storage counts once."""
+    """Return the bytes of all storages that tensors of this process refer to, each storage once."""
     gc.collect()
     storages: dict[int, int] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some libraries warn when their objects are looked at
+        warnings.simplefilter("ignore")  # some libraries warn on access to their objects
         for thing in gc.get_objects():
             if issubclass(type(thing), Tensor):
                 for tensor in (thing, thing.grad if thing.is_leaf else None):
@@ -55,7 +54,7 @@ def _count(tensor: Tensor | None, storages: dict[int, int]) -> None:
         return
     storage = tensor.untyped_storage()
     if storage.nbytes():
-        with suppress(RuntimeError):  # one without memory, such as torch.compile keeps
+        with suppress(RuntimeError):  # a storage without memory, such as torch.compile keeps
             storages[storage.data_ptr()] = storage.nbytes()
 
 
@@ -64,12 +63,12 @@ class HeldMemory:
     """Bytes of tensors on this rank."""
 
     at_rest: int = 0  # between steps: weights, buffers and optimizer state
-    at_update: int = 0  # when the optimizer steps: the same and the gradients
+    at_update: int = 0  # when the optimizer steps: also the gradients
 
 
 @contextmanager
 def measured(before: int) -> Iterator[HeldMemory]:
-    """Measure one step that runs inside; `before` is what was alive before the strategy was built."""
+    """Measure one step that runs inside; `before`: `tensor_bytes()` before the strategy was built."""
     memory = HeldMemory()
 
     def at_update(*_: Any) -> None:
@@ -85,7 +84,7 @@ def measured(before: int) -> Iterator[HeldMemory]:
 
 
 def resident() -> int:
-    """Memory this process holds now, in bytes; where the operating system does not tell, the most it ever held."""
+    """Return this process's resident memory in bytes; its peak if the operating system does not report it."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -94,8 +93,8 @@ def resident() -> int:
 
 
 def peak_resident() -> int:
-    """The most memory this process ever held, in bytes, as the operating system tells it; 0 where it does not."""
-    with suppress(OSError, StopIteration, ValueError):  # Linux: getrusage would count what the parent held
+    """Return this process's peak resident memory in bytes, from the operating system; 0 if unknown."""
+    with suppress(OSError, StopIteration, ValueError):  # Linux: getrusage would include the parent's peak
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024
     try:
@@ -107,8 +106,8 @@ def peak_resident() -> int:
 
 
 def capacity(device: torch.device, sharing: int) -> int:
-    """Bytes of a device for one process; `sharing`: processes of this machine, which share its host memory, and its
-    GPUs where they are fewer. What a container may use, where it has a limit."""
+    """Return the bytes of a device for one process, within a container's limit. `sharing`: processes of this machine,
+    which share host memory, and GPUs if those are fewer."""
     if device.type == "cuda":
         each = -(-sharing // torch.cuda.device_count())
         return torch.cuda.get_device_properties(device).total_memory // each
@@ -116,8 +115,8 @@ def capacity(device: torch.device, sharing: int) -> int:
 
 
 def restart_peak() -> int | None:
-    """Give memory that is free back to the kernel, and let `peak_resident` count from now on. Returns `resident`; None
-    where the kernel or the allocator cannot do so. Linux and glibc only."""
+    """Return free memory to the kernel, and restart the measurement of `peak_resident`. Returns `resident()`; None if
+    the kernel or allocator does not support it. Linux and glibc only."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is None:
         return None
@@ -130,8 +129,8 @@ def restart_peak() -> int | None:
 
 
 def free_memory(sharing: int) -> int:
-    """Bytes of host memory that are free now, for one of so many processes of this machine. 0: unknown, or this process
-    has a limit of its own."""
+    """Return the free bytes of host memory for one of `sharing` processes of this machine. 0: unknown, or this process
+    has its own limit."""
     try:
         import resource
     except ImportError:  # Windows
@@ -142,21 +141,20 @@ def free_memory(sharing: int) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that it frees from now on, for its next allocations. A step makes the same
-    gradients, buckets and activations as the step before; what went back to the kernel comes back zeroed and page by
-    page. glibc only."""
+    """Make the allocator keep freed memory for reuse. Each step allocates the same gradients, buckets and activations
+    again; memory returned to the kernel would come back zeroed and page by page. glibc only."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: up to a GiB comes from the heap, not from a mapping of its own
-        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: at most 2 GiB of it stay free
+        mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: allocate up to a GiB from the heap, not by mmap
+        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: keep at most 2 GiB free
 
 
-# In this order over the wire; NaN where a rank has none.
+# The order in messages; NaN if a rank has none.
 NAMES = ("cpu_percent", "memory_gb", "gpu_percent", "gpu_memory_gb")
 
 
 class SystemMetrics:
-    """Asks at log points, answers a step later. Both are collective."""
+    """Gathers metrics at log points and returns them a step later. Both calls are collective."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -164,11 +162,11 @@ class SystemMetrics:
         self._pending: tuple[int, Callable[[], list[list[float]]]] | None = None
 
     def ask(self, step: int) -> None:
-        """Begin to gather what ranks took since this was last called. Collective."""
+        """Start to gather the ranks' metrics since the last call. Collective."""
         self._pending = step, self.world.all_gather_numbers(self._mine())
 
     def take(self) -> tuple[int, dict[str, float]] | None:
-        """The metrics that were asked for last, if any: the step then, and `memory_gb/rank0` and so on. Collective."""
+        """Return the metrics gathered last, if any: their step, and `memory_gb/rank0` and so on. Collective."""
         if self._pending is None:
             return None
         (step, answer), self._pending = self._pending, None
@@ -181,8 +179,8 @@ class SystemMetrics:
         }
 
     def _mine(self) -> list[float]:
-        """`cpu_percent`: 100 is one core; `memory_gb`: held now; `gpu_percent`: of the device, by all that use it;
-        `gpu_memory_gb`: the most that this rank's tensors ever took of it."""
+        """Return this rank's metrics. `cpu_percent`: 100 is one core; `memory_gb`: resident now; `gpu_percent`: of the
+        device, over all its users; `gpu_memory_gb`: peak of this rank's tensors."""
         now = time.perf_counter(), time.process_time()
         wall, busy = now[0] - self._then[0], now[1] - self._then[1]
         self._then = now
@@ -194,8 +192,9 @@ class SystemMetrics:
 
 
 def busy_gpu(device: torch.device) -> float:
-    """Percent of the last second or so in which something ran on the device; NaN without the package nvidia-ml-py."""
+    """Return the percentage of about the last second in which the device was busy; NaN without the package
+    nvidia-ml-py."""
     try:
         return float(torch.cuda.utilization(device))
-    except (ImportError, RuntimeError, AttributeError):  # no package, or a driver that does not tell
+    except (ImportError, RuntimeError, AttributeError):  # no package, or not supported by the driver
         return math.nan

@@ -1,12 +1,11 @@
-"""Private parts of torch that this package uses outside of the engines, and copies for which the host does not wait.
+"""Private parts of torch that this package uses outside of the engines, and asynchronous copies.
 
-In and out: see each function. A release of torch that moves one of the private parts (the store ranks met in, groups,
-pickles, the flight recorder, gloo's threads, the parts of a sparse tensor) breaks this file and no other;
-docs/explanation/engines.md says what no longer works then.
+See each function for in and out. If a torch release moves one of the private parts (the default store, groups, pickles,
+the flight recorder, gloo's threads, the parts of a sparse tensor), only this file breaks; docs/explanation/engines.md
+lists what stops working then.
 
-`torch.tensor(..., device=)`, `.to()` and `.item()` wait until the device has done all that it was given before; what is
-copied between page-locked memory and the device need not. So a few numbers travel by `to_device`, `on_device` and
-`ToHost`.
+`torch.tensor(..., device=)`, `.to()` and `.item()` wait until the device has finished its queue; copies between
+page-locked memory and the device do not. `to_device`, `on_device` and `ToHost` use such copies for a few numbers.
 """
 
 from __future__ import annotations
@@ -31,45 +30,45 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor. Whoever made one has imported its module, which takes half a second."""
+    """Whether a value is a DTensor, without importing its module, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def by_host(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Whether a tensor goes to other ranks of a group by way of the host: ranks that share a GPU meet over gloo, which
-    knows no CUDA but in its own all_reduce, all_gather and broadcast."""
+    """Whether a tensor must go through host memory to reach other ranks of a group: ranks that share a GPU use gloo,
+    which supports CUDA only in all_reduce, all_gather and broadcast."""
     return tensor.device.type == "cuda" and dist.get_backend(group) == "gloo"
 
 
 def rows_of(gradient: Tensor) -> Tensor:
-    """Which rows a row-sparse tensor has: int64 [N], with repetitions where it is not coalesced."""
+    """Return the row indices of a row-sparse tensor: int64 [N], with repetitions unless coalesced."""
     return gradient._indices()[0]
 
 
 def values_of(gradient: Tensor) -> Tensor:
-    """Their numbers, [N, D]: the memory itself, without a graph."""
+    """Return the values of a row-sparse tensor, [N, D]: the memory itself, without a graph."""
     return gradient._values()
 
 
 def default_store() -> Any:
-    """The store that the default group's ranks met in."""
+    """Return the store of the default group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def groups() -> list[Any]:
-    """All groups that this process is in now: the default one and those that were formed beside it, for meshes too."""
+    """Return all process groups of this process, including those of meshes."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Set how long the collectives of a group (None: the default one) may wait from now on."""
+    """Set the collective timeout of a group (None: the default group) from now on."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def open_collectives() -> list[str]:
-    """The collectives that this rank has entered and that have not ended, as torch's flight recorder has them; nothing
-    where it was built without one."""
+    """Describe the collectives that this rank has entered and that have not ended, from torch's flight recorder; empty
+    if torch was built without it."""
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
     collectives = []
     for entry in json.loads(dump(True, False)).get("entries", []) if dump is not None else []:
@@ -82,8 +81,8 @@ def open_collectives() -> list[str]:
 
 
 def seal_pickles(key: str) -> None:
-    """From now on every object that torch, an engine or lockstep sends between ranks of this process's groups bears the
-    job's seal, and none without it is unpickled. Does nothing without a secret. Calling it again changes the secret."""
+    """Sign every object that torch, an engine or lockstep sends between ranks from now on, and unpickle only signed
+    ones. Does nothing without a secret. A second call changes the secret."""
     if not key:
         return
 
@@ -106,12 +105,13 @@ def seal_pickles(key: str) -> None:
 
 
 def gloo_threads(count: int) -> None:
-    """With how many threads each gloo group of this process that is formed from now on works off its collectives; torch
-    gives it two a network device. Calling it again changes the number.
+    """Set the number of threads of each gloo group formed from now on in this process; torch's default is two per
+    network device. A second call changes the number.
 
-    With two, memory may be freed twice: both write the name of what they have ended into one string, with no lock
-    (`ProcessGroupGloo::runLoop` of torch 2.13). Names of up to 15 characters lie in the string itself and do no harm;
-    those of a functional all-gather, as DTensors make it, and of an all-reduce of sparse tensors are longer."""
+    With two threads, memory may be freed twice: both write the name of the collective they finished into one string
+    without a lock (`ProcessGroupGloo::runLoop` of torch 2.13). Names of up to 15 characters are stored inline and are
+    harmless; those of a functional all-gather, which DTensors use, and of an all-reduce of sparse tensors are longer.
+    """
     module: Any = dist.distributed_c10d
     torchs: Any = dist.ProcessGroupGloo
 
@@ -132,17 +132,17 @@ def gloo_threads(count: int) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host, or of the device itself, on a device; the copy may still be under way."""
+    """Copy a tensor from the host to a device asynchronously; returns a tensor already on the device as it is."""
     return tensor if device.type in ("cpu", tensor.device.type) else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Whole numbers: int64 [N]."""
+    """Copy integers to a device asynchronously: int64 [N]."""
     return to_device(torch.tensor(numbers, dtype=torch.int64), device)
 
 
 class ToHost:
-    """Small tensors on their way to the host, from where the device is now."""
+    """An asynchronous copy of small tensors to the host."""
 
     def __init__(self, *tensors: Tensor) -> None:
         cuda = any(tensor.device.type == "cuda" for tensor in tensors)
@@ -152,8 +152,7 @@ class ToHost:
             self._arrived.record()
 
     def wait(self) -> list[Tensor]:
-        """The tensors in host memory. Waits for what the device was given before them, and for nothing that came
-        later."""
+        """Return the tensors in host memory. Waits only for work queued on the device before the copy."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host_tensors

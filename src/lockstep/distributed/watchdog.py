@@ -1,11 +1,10 @@
-"""A rank that stops answering is named, with its host, its step and its stack, and the job ends instead of waiting.
+"""The watchdog: names a rank that hangs, with its host, step and stack, and ends the job instead of waiting.
 
-In: every rank's place in the program (`World.at`), which costs an assignment. Out: one message, and status 1, so that a
-launcher starts the job again. Each rank has a thread that beats in the store the ranks met in. Two things can be seen:
-a beat that stays away (a stopped process, a machine that is gone), and a place that stays the same while hearts beat
-(a rank in an endless loop, or ranks that wait in different collectives); torch's flight recorder knows in which one a
-rank waits. Time-outs of collectives stay what they are. A rank that fails says so once for its machine; the ranks that
-only lost contact with it do not.
+In: every rank's activity (`ACTIVITY`), which costs an assignment. Out: one message, and status 1, so that a launcher
+restarts the job. On each rank a thread sends heartbeats through the rendezvous store. It detects missing heartbeats (a
+stopped process, a lost machine), and an unchanged activity with heartbeats (a rank in an endless loop, or ranks in
+different collectives); torch's flight recorder tells which collective a rank waits in. Timeouts of collectives stay as
+they are. A rank that fails reports it once per machine; ranks that only lost contact with it do not.
 """
 
 from __future__ import annotations
@@ -34,28 +33,28 @@ from lockstep.distributed.rendezvous import Sealed
 from lockstep.distributed.world import World
 from lockstep.track.console import error
 
-LEFT_S = 2.0  # a rank whose peers have come to their end needs no longer to come to its own
+LEFT_S = 2.0  # time for a rank to end after the store is gone
 
 
 class Watchdog:
-    """Watches over one job from `start` to `stop`; `limit_s` is how long a rank may stay silent or in one place.
-    `building`: a rank may take as long as it likes to build or read a model; only ranks that all wait, for that long,
-    in the same collectives are stuck."""
+    """Watches one job from `start` to `stop`; `limit_s`: maximum time without a heartbeat or a change of activity.
+    `building`: ranks may take any time to build or read a model; they hang only if all wait in the same collectives for
+    `limit_s`."""
 
     def __init__(self, world: World, limit_s: float, building: bool = False) -> None:
         self.world, self.limit_s, self.building = world, limit_s, building
         self.interval_s = min(1.0, limit_s / 10)
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._query_began: float | None = None  # when it asked the store something that is not answered yet
-        self._heartbeats: dict[int, dict[str, Any]] = {}  # the last beats it heard of
-        self._left = False  # whether it has waited for the others to go on without a silent one
+        self._query_began: float | None = None  # start of the pending store query
+        self._heartbeats: dict[int, dict[str, Any]] = {}  # last heartbeats by rank
+        self._left = False  # whether it has waited for a regroup without the silent rank
 
     def start(self) -> Watchdog:
-        """Begin to beat and to watch. A job of one process has nobody to wait for."""
+        """Start heartbeats and monitoring, if the job has more than one process."""
         if self.world.size > 1 and self.limit_s > 0:
-            store = torch_internals.default_store().clone()  # a connection of its own
-            # a beat names a process that may be killed: it bears the job's seal
+            store = torch_internals.default_store().clone()  # separate connection
+            # sealed, because a heartbeat names a process that may be killed
             self._store: Any = Sealed(
                 dist.PrefixStore("lockstep-watch", store), "watch", network.secret_from_environment()
             )
@@ -66,11 +65,11 @@ class Watchdog:
         return self
 
     def anew(self) -> Watchdog:
-        """Over the ranks that there are now."""
+        """Return a started watchdog for the present ranks."""
         return Watchdog(self.world, self.limit_s).start()
 
     def stop(self) -> None:
-        """This rank is through: the others stop waiting for its beats. Not collective."""
+        """Stop: the other ranks no longer expect heartbeats from this one. Not collective."""
         if self._thread is not None:
             self._over.set()
             self._thread.join(self.interval_s * 5)
@@ -80,8 +79,8 @@ class Watchdog:
 
     def _run(self) -> None:
         beats = 0
-        last_beats: dict[int, tuple[Any, float]] = {}  # rank -> its last beat, and when it was new here
-        since = time.monotonic()  # when this rank came to where it is
+        last_beats: dict[int, tuple[Any, float]] = {}  # rank -> its last beat, and when it arrived here
+        since = time.monotonic()  # start of the current activity
         place: tuple[int, list[str]] | None = None
         try:
             while not self._over.wait(self.interval_s if beats else 0.0):
@@ -106,7 +105,7 @@ class Watchdog:
                 self.world.log,
             )
             os._exit(FAILED)
-        except RuntimeError as caught:  # the store is gone, and with it the process that held it
+        except RuntimeError as caught:  # the store's process is gone
             if self._over.wait(LEFT_S):
                 return
             text = " ".join(str(caught).split())[:200]
@@ -114,11 +113,10 @@ class Watchdog:
             while not self.world.stop.wait(self.interval_s):
                 if self._over.is_set():
                     return
-            os._exit(FAILED)  # its launcher ends it, and a rank that hangs would not; alone it has nothing to save
+            os._exit(FAILED)  # SIGTERM from its launcher cannot end a rank that hangs; nothing is left to save
 
     def _guard(self) -> None:
-        """Watch the store, in a thread of its own. A store that does not answer means that the process which holds it,
-        rank 0, is stopped."""
+        """Thread: detect a store that does not answer, which means that its process, rank 0, is stopped."""
         while not self._over.wait(self.interval_s):
             asked_at = self._query_began
             if asked_at is None or time.monotonic() - asked_at <= self.limit_s:
@@ -149,7 +147,7 @@ class Watchdog:
         }
 
     def _others(self, last_beats: dict[int, tuple[Any, float]], now: float) -> dict[int, dict[str, Any]]:
-        """The last beat of every rank that has begun and is not through."""
+        """Return the last heartbeat of every rank that has started and not stopped."""
         beats = {}
         for rank in range(self.world.size):
             if not self._store.check([str(rank)]):
@@ -164,16 +162,17 @@ class Watchdog:
         return beats
 
     def _tell(self, beats: dict[int, dict[str, Any]], silent: list[int]) -> None:
-        """Say who it is, once for the job, and end this rank; it lives on where ranks may be lost, and one is."""
+        """Report the hang, once per job, and end this rank; in an elastic job, first give the launcher time to regroup
+        without the silent ranks."""
         if first := self._store.add("told", 1) == 1:
             self._end_silent(beats, silent)
         if silent and self.world.members is not None and not self._left:
             self._left = True
-            # until ranks have met again, with another watch; else as ever
+            # stopped by the regroup, which starts another watchdog; otherwise proceed as usual
             self._over.wait(self.world.members.place.soon_s)
             return
         if not first:
-            time.sleep(self.interval_s)  # whoever speaks shall have spoken before the launcher ends us all
+            time.sleep(self.interval_s)  # let the reporting rank finish before the launcher ends all ranks
         sys.stderr.flush()
         os._exit(FAILED)
 
@@ -184,12 +183,12 @@ class Watchdog:
             if self.world.members is not None and beats[rank]["host"] != self.world.host:
                 self.world.members.accuse(rank)
             if beats[rank]["host"] == self.world.host and sibling(beats[rank]["pid"]):
-                with contextlib.suppress(OSError):  # a stopped process does not end when it is asked to
+                with contextlib.suppress(OSError):  # a stopped process ignores SIGTERM
                     os.kill(beats[rank]["pid"], signal.SIGKILL)
 
 
 def parsed(text: bytes) -> dict[str, Any]:
-    """A beat, or `{"over": True}`. Errors: `RendezvousStateError` for what no rank writes."""
+    """Parse a heartbeat, or `{"over": True}`. Errors: `RendezvousStateError` for anything else."""
     try:
         beat = json.loads(text)
         if beat == {"over": True}:
@@ -209,18 +208,18 @@ def parsed(text: bytes) -> dict[str, Any]:
 
 
 def sibling(pid: int) -> bool:
-    """Whether that process has the parent of this one, as ranks of one launcher have: without a secret, anybody who
+    """Whether a process has the same parent as this one, as ranks of one launcher do: without a secret, anyone who
     reaches the store can name any process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return pid > 1 and sys.platform != "linux"  # which does not tell
+        return pid > 1 and sys.platform != "linux"  # no /proc to check
     return pid > 1 and int(stat.rpartition(")")[2].split()[1]) == os.getppid()
 
 
 def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float, goes_on: bool = False) -> str:
-    """The message for a person. Silent ranks first; else those that are furthest behind or not in a collective.
-    `goes_on`: the other ranks continue without a silent one."""
+    """Format the message: silent ranks first; else those that are furthest behind or not in a collective. `goes_on`:
+    the other ranks continue without a silent one."""
 
     def who(rank: int) -> str:
         return f"rank {rank} (pid {beats[rank]['pid']}) on {beats[rank]['host']}, {beats[rank]['place']}"
@@ -237,7 +236,7 @@ def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float,
         )
     least = min(b["progress"] for b in beats.values())
     behind = [rank for rank, b in beats.items() if b["progress"] == least]
-    if len(behind) == len(beats):  # all at one place: those that do not wait for the others
+    if len(behind) == len(beats):  # all at the same activity: those not in a collective
         behind = [rank for rank, b in beats.items() if not waits(b["stack"])] or behind
     others = sorted(set(beats) - set(behind))
     lines = [f"nothing has moved for {limit_s:g} s. Held up by:"]
@@ -249,18 +248,18 @@ def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float,
 
 
 def waits(stack: list[str]) -> bool:
-    """Whether a stack ends in a collective, or in waiting for one."""
+    """Whether a stack ends in a collective, or waits for one."""
     return any("torch/distributed" in entry or ".wait()" in entry for entry in stack[-3:])
 
 
-MARKER = "lockstep-failure-"  # begins the names of files in TMPDIR
+MARKER = "lockstep-failure-"  # prefix of files in TMPDIR
 
 
 def tell_failure(caught: Exception, world: World | None, log: Path | None = None) -> None:
-    """The traceback, from the first rank of this machine that fails; the others only lost contact with it.
+    """Print the traceback on the first rank of this machine that fails; the others only lost contact with it.
 
-    The first one creates a file that no other can create. Its name is that of this formation of this job and of no
-    other, whatever earlier ones have left; where no file can be made, each rank speaks.
+    The first one creates a file exclusively, whose name is unique to this incarnation of the job. If no file can be
+    created, each rank prints.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # a run id may be "none", a parent 1, and membership may change without a restart being counted
@@ -275,7 +274,7 @@ def tell_failure(caught: Exception, world: World | None, log: Path | None = None
                 pass
         except FileExistsError:
             return
-        except OSError:  # a full disk, no folder: a message twice is better than none
+        except OSError:  # full disk or no folder: a repeated message is better than none
             pass
     who = f"rank {world.rank} of {world.size} on {world.host}" if world is not None else "a process"
     if lost_contact(caught):
@@ -294,5 +293,5 @@ def lost_contact(caught: Exception) -> bool:
     return any(sign in str(caught) for sign in _LOST)
 
 
-# What gloo says on the ranks that are left when one is gone.
+# gloo's errors on the surviving ranks when one is gone.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Connection refused")

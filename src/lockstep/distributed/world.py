@@ -1,7 +1,7 @@
-"""This process in its job: rank, device, process group, collectives. Nobody else reads RANK & co.
+"""This process within its job: rank, device, process group, collectives. Only this module reads RANK and the like.
 
-In: the six variables every launcher sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT), or none. Out: one `World` a process.
+In: the torchrun environment variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or
+none. Out: one `World` per process.
 """
 
 from __future__ import annotations
@@ -27,64 +27,64 @@ from lockstep.distributed.rendezvous import Rendezvous
 from lockstep.distributed.signals import StopRequest
 from lockstep.track.console import LOG
 
-# Kernels that oneDNN keeps in a process, made for the sizes of a product: every micro-batch without padding has its
-# own, and the 1,024 that are its default take some 350 MiB. A micro-batch of a usual text model uses about 20 of them.
-# torch keeps 1,024 more of products and attention by itself, from which a kernel that oneDNN has let go of lives on.
+# Limits of oneDNN's cache of kernels, which are specific to the sizes of a product: every unpadded micro-batch has its
+# own, and the default of 1,024 takes some 350 MiB. A micro-batch of a usual text model uses about 20 kernels.
+# torch caches another 1,024 for products and attention, which keeps kernels alive that oneDNN has evicted.
 KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "64"}
 SIX = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class World:
-    """This process among the others of the job. `join` first, `close` last; both are collective."""
+    """This process among the ranks of the job. Call `join` first and `close` last; both are collective."""
 
     def __init__(self, run: Run, init_method: str = "env://") -> None:
-        """Read who this process is; nothing is connected yet.
+        """Read this process's rank and device; connects to nothing.
 
-        `init_method` is where the ranks meet (`tcp://host:port`, `env://`, `file:///path`).
+        `init_method`: where the ranks meet (`tcp://host:port`, `env://`, `file:///path`).
         """
         self.rank = int(os.environ.get("RANK", 0))
         self.size = int(os.environ.get("WORLD_SIZE", 1))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.host = socket.gethostname()
-        self.hosts = [self.host] * self.size  # of every rank, once they have joined
+        self.hosts = [self.host] * self.size  # host of every rank, set by `join`
         self.log = run.folder.resolve() / LOG
         self.device = pick_device(run, self.local_rank, self.local_size)
         self.threads = threads_of(run, self.local_size)
-        self.agreed = ""  # the hash of what is the same on every rank: consistency_check.py
+        self.agreed = ""  # hash of the facts that all ranks share: consistency_check.py
         self.stop = StopRequest(run.max_time_s)
-        self.refusal: str | None = None  # why this rank may not write into OUTPUT, until all ranks know
+        self.refusal: str | None = None  # why this rank may not write into OUTPUT; reported once all ranks have joined
         timeout = timedelta(seconds=run.launch.timeout_s)
         several, shared = self.size > self.local_size, share_gpus(run)
         self._rendezvous = Rendezvous(init_method, self.rank, self.size, several, timeout, shared)
-        self._control: dist.ProcessGroup | None = None  # for decisions; None in a job of one process
+        self._control: dist.ProcessGroup | None = None  # gloo group for decisions; None in a job of one process
         self.portable = run.strategy.exact == "portable"
         self._exact = bool(run.strategy.exact)
         self._deterministic = self.device.type == "cuda" and self._exact
         self.gloo_threads = 1  # of each group: `torch_internals.gloo_threads`
         self._asking: Callable[[], int] | None = None
-        self.members = Membership.from_environment()  # where the launcher keeps a roll of ranks
-        self.grows = False  # whether ranks are to meet again with more of them: the same on every rank, as a stop is
-        self.joining = self.members is not None and self.members.place.joining  # until it has joined the others
+        self.members = Membership.from_environment()  # None if the launcher keeps no roster
+        self.grows = False  # whether to regroup with more ranks; the same on every rank
+        self.joining = self.members is not None and self.members.place.joining  # replacement rank, in no group yet
         if self.joining:
             self.rank, self.size, self.hosts = 0, 1, [self.host]
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that writes files and talks to the user."""
+        """Whether this is the one rank that writes files and prints."""
         return self.rank == 0 and not self.joining
 
     @property
     def whereabouts(self) -> str:
-        """Which ranks are on which host, in words."""
+        """List the ranks of each host, as text."""
         hosts: dict[str, list[int]] = {}
         for rank, host in enumerate(self.hosts):
             hosts.setdefault(host, []).append(rank)
         return "; ".join(f"rank {', '.join(map(str, ranks))} on {host}" for host, ranks in hosts.items())
 
     def join(self) -> World:
-        """Set threads, connect to the other ranks, and listen for stop signals. Collective. Errors: `Unreached`;
-        `RunError` where this process cannot compute as `strategy.exact: portable` has it."""
+        """Set threads, connect to the other ranks, and handle stop signals. Collective. Errors: `Unreached`; `RunError`
+        if this process cannot run `strategy.exact: portable`."""
         if self.portable:
             from lockstep.distributed import portable
 
@@ -94,14 +94,14 @@ class World:
             if self._exact:  # torch's own encoder layers compute evaluations another way, unless an engine hooks them
                 torch.backends.mha.set_fastpath_enabled(False)
         for name, kernels in KEPT_KERNELS.items():
-            os.environ.setdefault(name, kernels)  # it is read with the first product
+            os.environ.setdefault(name, kernels)  # read at the first product
         torch_internals.gloo_threads(self.gloo_threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self._deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's condition for reproducible results
             torch.use_deterministic_algorithms(True)
-            # a kernel for every new tensor, and nobody reads one before it is written
+            # filling would launch a kernel per new tensor; no code reads uninitialized memory
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if self.members is not None:
             self.members.connect(self._rendezvous.timeout.total_seconds())
@@ -123,15 +123,14 @@ class World:
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """A context in which further groups of ranks are formed. They are aborted with the main group when a rank
-        fails."""
+        """A context for creating further process groups, which are aborted with the main group when a rank fails."""
         with self.members.forming() if self.members is not None else nullcontext():
             yield
 
     def group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
-        """A further group, formed within `forming`, of the default group's backend unless said; None: of all ranks. Who
-        waits in here for one that was lost to connect cannot be cut off, so where ranks have met again it takes as long
-        as meeting does, at most. Collective of all ranks."""
+        """Create a process group, within `forming`; `ranks` None: all ranks; `backend` None: the default group's. After
+        a regroup the timeout is short until the group is formed, because waiting here for a failed rank cannot be
+        aborted. Collective over all ranks."""
         limit = self._rendezvous.timeout
         again = self.members is not None and self.members.generation.number > 0
         within = self._soon if again else limit
@@ -142,11 +141,11 @@ class World:
 
     @property
     def _soon(self) -> timedelta:
-        """The time that ranks which meet again wait for one another."""
+        """Timeout for ranks that regroup."""
         return min(self._rendezvous.timeout, timedelta(seconds=SOON_S))
 
     def detach_group(self) -> None:
-        """Leave the others, who may be gone; nobody is waited for. The caller has dropped its model's wrapper."""
+        """Leave the process group without waiting for any rank. The caller has dropped its model's wrapper."""
         assert self.members is not None
         self.members.cut()
         self._asking = self._control = None
@@ -156,7 +155,7 @@ class World:
 
     def attach_group(self, generation: Generation) -> None:
         """Form the process group of this generation, all of whose members have arrived. Collective. Errors:
-        `Unreached`, and what a collective raises when a rank fails meanwhile."""
+        `Unreached`, and any error of a collective if a rank fails meanwhile."""
         assert self.members is not None
         self.members.take(generation)
         self.rank, self.size = generation.members.index(self.members.me), len(generation.members)
@@ -173,7 +172,7 @@ class World:
                 torch_internals.set_timeout(group, whole.timeout)
 
     def close(self) -> None:
-        """Leave the process group. The caller has dropped its model: DDP must be gone before the group is."""
+        """Leave the process group. The caller has dropped its model: DDP must be destroyed before the group."""
         gc.collect()
         if self.members is not None:
             self.members.stop()
@@ -184,9 +183,9 @@ class World:
 
     @contextmanager
     def variables_for_engines(self) -> Iterator[None]:
-        """Engines that read the six variables by themselves see what is so: none of them in a job of one process, or
-        they would make a process group of one and wrap the model for nothing; and for the local rank, which they take
-        for the number of a GPU, that number where ranks share one."""
+        """A context that adapts the torchrun environment variables to engines that read them. In a job of one process
+        they are unset, or engines would form a group of one and wrap the model for nothing. Where ranks share a GPU,
+        LOCAL_RANK is the GPU's index, because engines use it as such."""
         variables = {name: os.environ[name] for name in SIX if name in os.environ}
         for name in variables if self.size == 1 else ():
             del os.environ[name]
@@ -200,17 +199,17 @@ class World:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over ranks, in place. Collective. Exact for integers and where all but one rank hold
-        zero."""
+        """Sum a tensor over ranks, in place. Exact for integers, and if all but one rank hold zero. Collective."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self._control if tensor.device.type == "cpu" else None)
         return tensor
 
     def asked_to_stop(self, by_clock: bool = True) -> bool:
-        """Whether any rank had been asked to stop when this was last called: the same answer on every rank. Collective.
+        """Whether any rank had a stop request at the previous call: the same answer on every rank. Collective.
 
-        The question asked here is answered in the next call, a step later: nobody waits for its travelling. `by_clock`:
-        `max_time` asks too; it must not where nothing can be kept of what was done since, or no start would get on.
+        Each call sends this rank's state and returns the previous call's answer, so no step waits for the message.
+        `by_clock`: whether `max_time` counts as a request; False where progress since the start cannot be saved yet, or
+        restarts would never advance.
         """
         stop_requested = self.stop.requested(by_clock)
         offered = 0 if self.members is None else self.members.offered
@@ -219,13 +218,13 @@ class World:
             return stop_requested
         answer, self._asking = self._asking, None
         earlier = 0 if answer is None else answer()
-        # a stop is heard once the ranks have met again
+        # a stop that comes with an offer to grow takes effect after the regroup
         self._asking = self.all_reduce_max(int(stop_requested) + 2 * offered)
         self.grows = self.grows or earlier > 1
         return earlier == 1
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value (small, picklable) on every rank. Collective."""
+        """Return rank 0's value (small, picklable) on every rank. Collective."""
         if self._control is None:
             return value
         box = [value]
@@ -233,7 +232,7 @@ class World:
         return box[0]
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value (small, picklable), in rank order, on every rank. Collective."""
+        """Return every rank's value (small, picklable), in rank order, on every rank. Collective."""
         if self._control is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -241,8 +240,8 @@ class World:
         return values
 
     def all_reduce_max(self, number: int) -> Callable[[], int]:
-        """Begin to ask for the highest of all ranks' numbers; what is returned waits for the answer. Collective, and
-        nobody waits before asking for the answer."""
+        """Start an all-reduce of the maximum; the returned function waits for the result. Collective; does not wait
+        itself."""
         if self._control is None:
             return lambda: number
         box = torch.tensor([number], dtype=torch.int64)
@@ -255,8 +254,8 @@ class World:
         return answer
 
     def all_gather_numbers(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
-        """Begin to gather a few numbers of every rank, as many on each; what is returned waits for them, in rank
-        order. Collective, and nobody waits before asking for them."""
+        """Start an all-gather of equally many numbers per rank; the returned function waits for them, in rank order.
+        Collective; does not wait itself."""
         mine = torch.tensor(numbers, dtype=torch.float64)
         if self._control is None:
             return lambda: [mine.tolist()]
@@ -270,7 +269,7 @@ class World:
         return answer
 
     def send_round(self, tensor: Tensor, source: int) -> None:
-        """One rank's tensor, in host memory, into that of every other. Collective."""
+        """Broadcast the tensor of rank `source`, in host memory, to all ranks. Collective."""
         if self._control is not None:
             dist.broadcast(tensor, src=source, group=self._control)
 
@@ -281,8 +280,8 @@ class World:
 
 
 def pick_device(run: Run, local_rank: int, local_size: int = 1) -> torch.device:
-    """The device of one of a machine's ranks. Errors: `RunError` when its GPUs are too few for all of them, or cannot
-    compute in the run's precision."""
+    """Return the device of a local rank. Errors: `RunError` if the machine has too few GPUs for its ranks, or they do
+    not support the run's precision."""
     device_name, each = run.launch.device, run.launch.processes_per_gpu
     count = torch.cuda.device_count() if device_name != "cpu" else 0
     if not count and device_name != "cuda":
@@ -310,10 +309,11 @@ def pick_device(run: Run, local_rank: int, local_size: int = 1) -> torch.device:
 
 
 def threads_of(run: Run, local_size: int) -> int:
-    """Threads this process computes with: `launch.threads`, else a share of the cores.
+    """Return the number of compute threads: `launch.threads`, or this process's share of the cores.
 
-    The number of threads changes bits, so an exact run's share depends on `micro_batches` and not on the number of
-    processes: it is what each has when as many processes run as can. It changes none under `exact: portable`.
+    Results depend on the number of threads, so in an exact run the share is cores / `micro_batches`, whatever the
+    number of processes: the share of a process at the maximum number of processes. `exact: portable` does not depend on
+    threads.
     """
     if run.launch.threads != "auto":
         return int(run.launch.threads)
