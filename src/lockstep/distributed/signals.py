@@ -169,7 +169,7 @@ def end_at_second_interrupt() -> None:
     send.setblocking(False)
     signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
 
-    def count(receive: socket.socket, send: socket.socket) -> None:  # arguments keep both sockets open as long as this thread
+    def count(receive: socket.socket, send: socket.socket) -> None:  # arguments keep the sockets open
         interrupts = Interrupts()
         while data := receive.recv(64):
             if any(interrupts.again(number) for number in data):

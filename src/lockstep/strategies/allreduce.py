@@ -1,7 +1,6 @@
 """All-reduce by hand: every rank computes its share of the micro-batches, then all ranks sum their gradients.
 
-In: this rank's micro-batches. Out: the same update on every rank. The difference from `single.py` is `reduce`,
-nothing else.
+In: this rank's micro-batches. Out: the same update on every rank. It differs from `single.py` only in `reduce`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from lockstep.tasks.task import Task
 
 
 class AllReduce(WholeStateRecovery):
-    """`strategy.options.bucket_cap_mb` (default 25): how much travels at a time, in MiB."""
+    """`strategy.options.bucket_cap_mb`: bucket size in MiB (default 25)."""
 
     gloo_threads = 2
 
@@ -45,7 +44,7 @@ class AllReduce(WholeStateRecovery):
         return self.leaves.tree.root if self.world.size == 1 else self.sum_in_tree_order()
 
     def sum_in_tree_order(self) -> list[Tensor]:
-        """Sum over all ranks in the order of the tree, which does not depend on the number of ranks."""
+        """Sum over all ranks in tree order, which does not depend on the number of ranks."""
         how, tree = links(self.run, self.world), self.leaves.tree
         layout = self.leaves.layout(self.world.size)
         exchange = Exchange(tree.leaves, self.world.rank, self.world.size, links=how, layout=layout)

@@ -1,7 +1,6 @@
 """PyTorch DistributedDataParallel: gradients travel in buckets while backward is still computing.
 
-In: this rank's micro-batches. Out: the same update on every rank. How the buckets are summed is in
-`engines/hooked_ddp.py`.
+In: this rank's micro-batches. Out: the same update on every rank. `engines/hooked_ddp.py` sums the buckets.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _OURS = {"module", "device_ids", "output_device", "process_group", "device_mesh"
 
 
 class DDP(Hooked):
-    """`strategy.options` are DistributedDataParallel's own (`bucket_cap_mb`, `static_graph`,
+    """`strategy.options` are options of DistributedDataParallel (`bucket_cap_mb`, `static_graph`,
     `find_unused_parameters`, ...)."""
 
     gloo_threads = 2
@@ -37,7 +36,7 @@ class DDP(Hooked):
     def wrap(self) -> nn.Module:
         if self.world.size == 1:
             return self.model
-        # Buffers (position ids) are the same on every rank and stay so. The option was renamed in torch 2.13.
+        # Buffers (position ids) stay equal on all ranks without a broadcast. torch 2.13 renamed the option.
         known = inspect.signature(DistributedDataParallel.__init__).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         options: dict[str, Any] = {buffers: False, "gradient_as_bucket_view": True} | self.run.strategy.options

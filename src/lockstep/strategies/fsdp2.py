@@ -1,11 +1,11 @@
 """Sharded data parallelism: each rank keeps a part of the optimizer's state, and with FSDP2 of weights and gradients.
 
-In: this rank's micro-batches. Out: the same update, of which each rank makes its part. Two classes stand behind the one
-name. `FSDP2Step` (`gather: step`) differs from `ddp.py` in where messages end: what travels during the last backward
-ends at the rank that updates it, and after the update the new weights travel. It is what ZeRO's stages 1 and 2 do, over
-the tree; FSDP has no part in it. `FSDP2` (`gather: micro_batch`) is PyTorch's: weights are gathered block by block when
-forward and backward need them, and a block's gradients are reduced and scattered at once. In exact runs the scatter
-hands every rank its slice of each leaf, summed in tree order.
+In: this rank's micro-batches. Out: the same update; each rank updates its shard. The name covers two classes.
+`FSDP2Step` (`gather: step`) reduces gradients during the last backward, each to the rank that updates it, and
+all-gathers the new weights after the update: ZeRO stages 1 and 2, in tree order, without FSDP. `FSDP2` (`gather:
+micro_batch`) is PyTorch's FSDP: weights are gathered block by block when forward and backward need them, and a block's
+gradients are reduced and scattered at once. In exact runs, the scatter gives every rank its slice of each leaf, summed
+in tree order.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
-    """`strategy.options`: `gather: step`, and none of FSDP's own."""
+    """`strategy.options`: `gather: step`, and no FSDP options."""
 
     plugin = "strategies"  # a base: it has no name in a run file
 
@@ -95,7 +95,7 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
                 )
         super().build(task)
         self.buckets = buckets(dict(reversed(self.dense.items())), BUCKET_BYTES)  # as backward meets them
-        cut = {i: p for i, p in enumerate(self.parameters) if p.dim()}  # a single number is updated by every rank
+        cut = {i: p for i, p in enumerate(self.parameters) if p.dim()}  # every rank updates the scalars
         self.gathered = [[cut[i] for i in b] for b in buckets(cut, BUCKET_BYTES)]
         self.links = links(self.run, self.world)
         self.slots = [self.slots_of([self.parameters[i] for i in b]) for b in self.buckets]
@@ -107,14 +107,15 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
         return RowSlots([p.shape for p in parameters], self.world.size)
 
     def own(self, tensor: Tensor, rank: int) -> Tensor:
-        """The rows of a whole tensor that a rank updates, as DTensor cuts them: a view, the last ones fewer or none."""
+        """Return a view of the rows of a whole tensor that a rank updates, sharded like a DTensor: the last ranks have
+        fewer or none."""
         if not tensor.dim():
             return tensor
         each = -(-len(tensor) // self.world.size)
         return tensor[rank * each : (rank + 1) * each]
 
     def parts_to_step(self) -> dict[str, nn.Parameter]:
-        """Views of the whole weights: the update writes where forward reads."""
+        """Return views of the whole weights: the optimizer writes where forward reads."""
         if self.alone:
             return self.named
         return {name: nn.Parameter(self.own(p.detach(), self.world.rank)) for name, p in self.named.items()}
@@ -162,11 +163,11 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
             and self.sent < len(self.buckets)
             and self.leaves.with_gradient >= set(self.buckets[self.sent])
         ):
-            with self.phases("reduction"):  # it waits for the one before it, and so for other ranks
+            with self.phases("reduction"):  # waits for the previous bucket, and so for other ranks
                 self.send()
 
     def send(self) -> None:
-        """The next bucket: of this rank's partial nodes each rank's rows. They are let go of."""
+        """Send the next bucket: for each rank, its rows of this rank's partial nodes, which are then freed."""
         positions = self.buckets[self.sent]
         nodes = self.leaves.with_last_leaf(positions, [self.leaves.take(i) for i in positions])
         self.scatter.submit({node: self.slots[self.sent].laid(tensors) for node, tensors in nodes.items()})
@@ -174,10 +175,10 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
         self.sent += 1
 
     def reduce(self) -> list[Tensor]:
-        """This rank's rows of the sums, in the order of `self.parameters`."""
+        """Return this rank's rows of the sums, in the order of `self.parameters`."""
         if self.alone:
             return self.leaves.tree.root if self.run.strategy.exact else self.leaves.pop()
-        if not self.run.strategy.exact:  # a leaf a rank: what autograd has added up
+        if not self.run.strategy.exact:  # one leaf per rank: the sum by autograd
             self.leaves.tree, self.leaves.node = ReductionTree(self.world.size), (0, self.world.rank)
         self.travelling = False
         while self.sent < len(self.buckets):
@@ -192,13 +193,13 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
         return [gradients[i] for i in range(len(self.parameters))]
 
     def own_rows(self, gradient: Tensor) -> Tensor:
-        """This rank's rows of a row-sparse gradient."""
+        """Return this rank's rows of a row-sparse gradient."""
         mine = self.own(torch.arange(len(gradient)), self.world.rank)
         first = int(mine[0]) if len(mine) else 0
         return rows_between(gradient, first, first + len(mine))
 
     def whole_gradient(self, gradients: list[Tensor]) -> Gradient:
-        """Each rank holds its rows."""
+        """Return the step's gradient; each rank holds its rows."""
         if self.alone:
             return super().whole_gradient(gradients)
         parts = [
@@ -214,7 +215,7 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Every rank's new rows, to every rank. Collective."""
+        """All-gather the updated rows. Collective."""
         arriving, gathering = InFlight(), Gather(self.world.rank, self.world.size, self.links)
         for parameters in self.gathered:
             slots = self.slots_of(parameters)
@@ -226,11 +227,11 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
 
 
 class FSDP2(ChoosesByMemory, ShardedRecovery):
-    """`strategy.options`: `gather` (`step`: `FSDP2Step`; `micro_batch`: this class; default: what fits),
-    `replicate` (copies of the sharded model, hybrid sharding), `tensor_parallel` (ranks that share each matrix product,
-    where the model brings a plan), `reshard_after_forward` (true, false, or a number of ranks), `cpu_offload`, FSDP's
-    own mixed precision: `param_dtype`, `reduce_dtype` (fp32 or bf16), and `blocks` (names of the modules that are
-    gathered one at a time, `*` for any part of a name; default: the layers)."""
+    """`strategy.options`: `gather` (`step`: `FSDP2Step`; `micro_batch`: this class; default: depends on memory),
+    `replicate` (replicas of the sharded model: hybrid sharding), `tensor_parallel` (ranks per matrix product, for
+    models with a plan), `reshard_after_forward` (true, false, or a number of ranks), `cpu_offload`, FSDP's mixed
+    precision `param_dtype` and `reduce_dtype` (fp32 or bf16), and `blocks` (names of the modules to gather one at a
+    time, `*` for any part of a name; default: the layers)."""
 
     exact = True
     weight_formats = WeightFormats.BFLOAT16
@@ -273,7 +274,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     @classmethod
     def resolve_options(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
-        """`gather: step` where what it holds, without activations, takes half of the memory at most."""
+        """Choose `gather: step` if its state, without activations, takes at most half of the memory."""
         bytes_of = FSDP2Step.bytes_held(run, processes)
         rest = sum(bytes_of.values()) - bytes_of["weights"] + FSDP2Step.partial_sums(run, processes)
         fits = 2 * (parameters * bytes_of["weights"] + trained * rest) <= memory
@@ -300,7 +301,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         self.shard = within // self.tensor
 
     def own_micro_batches(self) -> Iterable[int]:
-        """A replica's leaves are contiguous; its shards take them in turns, so that each reduction is of neighbours."""
+        """Return this rank's micro-batches: a replica's leaves are contiguous; its shards take turns, so that each
+        reduction is over neighbouring leaves."""
         block = share(self.run.micro_batches, self.replica, self.replicas)
         return range(block.start + self.shard, block.stop, self.shards)
 
@@ -309,15 +311,15 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     def build(self, task: Task) -> None:
         self.task = task
         self.mesh = self.make_mesh()
-        # the only whole copy of the model, gone when build ends
+        # the only whole copy of the model, freed when build ends
         source = make_model(task) if self.world.is_main and not self.build_empty else None
         self.model = make_model(task, empty=True)
         refuse_own_tensors(self.model, "strategy.options.gather: FSDP", fsdp.INSTEAD)
-        if self.run.model.trained_in_bfloat16:  # what is cut up are the masters; gathered they are bfloat16
+        if self.run.model.trained_in_bfloat16:  # shards are the masters; gathered weights are bfloat16
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.float()
         self.model = roomy(self.model)
-        # Ranks gather a block together: one that some of them leave out cannot be gathered by itself.
+        # Ranks gather a block together, so a block that some ranks may skip cannot be gathered separately.
         skips = layers.leaves_out_layers(getattr(self.model, "config", None))
         self.blocks = layers.blocks(self.model) if skips is None else []
         if (named := self.run.strategy.options.get("blocks")) is not None:
@@ -336,12 +338,12 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         self.scatters: list[TreeScatter] = []
         for part in self.model.modules():
             if isinstance(part, FSDPModule):
-                part.set_gradient_divide_factor(1.0)  # nothing is averaged: the loss is divided once, by all targets
+                part.set_gradient_divide_factor(1.0)  # no averaging: the loss is divided once, by all targets
                 part.set_force_sum_reduction_for_comms(True)
                 if self.in_tree_order and self.shards > 1:
                     self.scatters.append(TreeScatter(self))
                     part.set_custom_reduce_scatter(self.scatters[-1])
-        self.parts = dict(self.model.named_parameters())  # a gathered block shows others
+        self.parts = dict(self.model.named_parameters())  # the shards; a gathered block shows whole ones
         self.named = {n: p for n, p in self.parts.items() if p.requires_grad}
         self.uses = Uses(self.model, self.parameters)
         if not self.build_empty:
@@ -350,7 +352,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         self.model.train()
 
     def make_mesh(self) -> DeviceMesh:
-        if not dist.is_initialized():  # FSDP wants a group even of one process
+        if not dist.is_initialized():  # FSDP requires a group, even for one process
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         sizes = {"replicate": self.replicas, "shard": self.shards, "tensor": self.tensor}
         sizes = {self.axis(name): size for name, size in sizes.items() if size > 1 or name == "shard"}
@@ -364,7 +366,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         return mesh
 
     def leaf_ranks(self) -> LeafRanks | None:
-        """The ranks that share the leaves of each product out; None: nobody else has any."""
+        """Return the ranks that divide the leaves of each product among them; None without exact tensor parallelism."""
         if self.tensor == 1 or not self.in_tree_order:
             return None
         axis = self.axis("tensor")
@@ -372,7 +374,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         return LeafRanks(self.run.strategy.tensor_leaves, self.mesh.get_local_rank(axis), self.tensor, group, how)
 
     def apply_shards(self, treated: Mapping[str, ParamGroupSpec]) -> None:
-        """`fully_shard` on every block, then on what is left; the blocks are those transformers keeps together. Then
+        """Apply `fully_shard` to every block (those that transformers does not split), then to the rest; then create
         the optimizer."""
         options = self.run.strategy.options
         if self.tensor > 1 and self.in_tree_order:
@@ -404,8 +406,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         return self.stepper
 
     def receive(self, source: nn.Module | None) -> None:
-        """Weights and buffers from rank 0's model, one at a time; each rank keeps its part. Collective."""
-        whole_of: dict[str, Tensor] = {}  # every name: which of them a tied weight goes by may differ
+        """Receive weights and buffers from rank 0's model, one at a time; each rank keeps its shard. Collective."""
+        whole_of: dict[str, Tensor] = {}  # all names of tied weights, because the canonical one may differ
         if source is not None:
             whole_of |= dict(source.named_parameters(remove_duplicate=False))
             whole_of |= dict(source.named_buffers(remove_duplicate=False))
@@ -425,7 +427,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         losses = self.no_losses(batch)
         rounds = max(-(-len(share(batch.count, r, self.replicas)) // self.shards) for r in range(self.replicas))
-        blanks = [batch.micro_batches[0].blank()] * (rounds - len(batch.micro_batches))  # all ranks take equal turns
+        blanks = [batch.micro_batches[0].blank()] * (rounds - len(batch.micro_batches))  # all ranks run equally many
         self.tree = ReductionTree(batch.count)
         self.uses.clear()
         for scatter in self.scatters:
@@ -448,10 +450,10 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         return self.optimizer_step(batch, self.whole_gradient(), learning_rate, losses, uses)
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
-        """Forward and backward, the gradient being that of loss sum / divisor. Returns the loss sum, detached."""
-        with self.phases("forward"), self.autocast():  # no longer than this: it keeps what it casts
+        """Run forward and backward with the gradient of loss sum / divisor. Returns the loss sum, detached."""
+        with self.phases("forward"), self.autocast():  # no longer, because autocast caches its casts
             loss = self.loss_sum(self.model(**micro.inputs), micro)
-        self.switched += self.uses.switched()  # not later: FSDP puts that back before backward
+        self.switched += self.uses.switched()  # now, because FSDP restores requires_grad before backward
         with self.phases("backward"):
             self.scaled(loss / divisor).backward()
             self.uses.check_reduced()
@@ -459,7 +461,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         return loss.detach()
 
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
-        def call() -> None:  # the same examples on every rank, and no backward that would release the gathered weights
+        def call() -> None:  # the same examples on every rank; no backward frees the gathered weights
             with torch.no_grad(), self.autocast():
                 self.model(**first_inputs(self.task, self.world.device))
             reshard(self.model)
@@ -483,7 +485,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         return self.model
 
     def collect(self, leaf: int) -> None:
-        """After each backward of an exact run: leaves wait in trees, not in `.grad`."""
+        """After each backward of an exact run, move leaves from `.grad` into the tree."""
         if not self.in_tree_order:
             return
         if self.shards == 1:
@@ -493,10 +495,10 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
                 parameter.grad = None
         elif self.shards == 1:
             for parameter, gradient in zip(self.parameters, self.tree.root, strict=True):
-                if parameter.grad is None:  # of a block that the last micro-batch did not run
+                if parameter.grad is None:  # block not run by the last micro-batch
                     parameter.grad = torch.zeros_like(parameter)
                 local(parameter.grad).copy_(gradient)
-            self.tree = ReductionTree(0)  # lets go of its sums
+            self.tree = ReductionTree(0)  # frees its sums
 
     def sums_of_step(self, losses: Tensor, numbers: Sequence[int]) -> tuple[Tensor, list[int]]:
         losses, counts = super().sums_of_step(losses, [*numbers, *self.uses.signature()])
@@ -508,7 +510,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         return list(self.named.values())
 
     def whole_gradient(self) -> Gradient:
-        """Each rank holds its parts, and each part as many ranks as it is not cut over."""
+        """Return the step's gradient; each rank holds its shards, each shard replicated on the ranks it is not divided
+        over."""
         gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self.named.items()}
         parts = [Part(n, p, gradients[n], cuts(gradients[n]) / self.world.size) for n, p in self.named.items()]
         return Gradient(parts, list(self.named), self.world.sum)
@@ -523,8 +526,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
         self.model.eval()
-        self.root.unshard()  # an encoder is called by itself, not through the root
-        with torch.no_grad(), self.autocast():  # every forward gathers weights: all ranks do as many
+        self.root.unshard()  # an encoder is called directly, not through the root
+        with torch.no_grad(), self.autocast():  # every forward gathers weights, so all ranks run equally many
             tokens = inference.by_transformers(self.model, inputs, how, synced=self.world.size > 1)
         reshard(self.model)
         self.model.train()
@@ -534,8 +537,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     @classmethod
     def fit_options(cls, run: Run, processes: int) -> Run:
-        """The run with the tensor ranks and replicas of its file, or with as many as divide the processes: leaves have
-        the same bits on fewer ranks."""
+        """Return the run with the tensor ranks and replicas of its file, or the largest numbers that divide the
+        processes: leaves are bitwise equal on fewer ranks."""
         options, tensor = dict(run.strategy.options), tensor_ranks(run)
         if run.strategy.exact and tensor > 1:
             shared = math.gcd(processes, run.strategy.tensor_leaves)
@@ -543,7 +546,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         able = [n for n in range(1, int(options.get("replicate", 1)) + 1) if not processes % (n * tensor)]
         if "replicate" in options:
             options["replicate"] = max((n for n in able if n == 1 or n * tensor < processes), default=1)
-        if "reshard_after_forward" in options:  # a number of ranks would make meshes that look like those before
+        if "reshard_after_forward" in options:  # a number would create meshes equal to earlier ones
             options["reshard_after_forward"] = bool(options["reshard_after_forward"])
         return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
 
@@ -556,7 +559,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         return held_state.sharded(tensors, self.stepper, self.scaling)
 
     def on_main(self, tensor: Tensor) -> Tensor | None:
-        """A whole tensor on rank 0's host, nothing elsewhere. Collective."""
+        """Return a whole tensor in rank 0's host memory, None elsewhere. Collective."""
         gathered = whole(tensor.detach())
         return gathered.cpu() if self.world.is_main else None
 

@@ -1,8 +1,8 @@
 """Hugging Face Accelerate as the engine: it wraps model and optimizer (`prepare`) and runs backward.
 
-In: this rank's micro-batches. Out: the same update on every rank. The difference from `ddp.py` is who wraps and who
-calls backward. Accelerate averages over processes and divides by accumulation steps behind one's back; here it does
-neither, because the loss is divided once, by the targets of the whole step, and `engines/hooked_ddp.py` sums.
+In: this rank's micro-batches. Out: the same update on every rank. Unlike in `ddp.py`, Accelerate wraps the model and
+calls backward. By default Accelerate averages over processes and divides by accumulation steps; here it does neither,
+because the loss is divided once, by the targets of the whole step, and `engines/hooked_ddp.py` sums.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lockstep.strategies.strategy import Strategy
 
 
 class HFAccelerate(Accelerated, Hooked):
-    """`strategy.options` are those of Accelerate's `DistributedDataParallelKwargs` (`bucket_cap_mb`,
-    `static_graph`, ...), or one mapping: `fsdp`, the fields of its `FullyShardedDataParallelPlugin` (FSDP2), or
-    `deepspeed`, `zero_stage` and DeepSpeed's own config for its `DeepSpeedPlugin`."""
+    """`strategy.options` are those of Accelerate's `DistributedDataParallelKwargs` (`bucket_cap_mb`, `static_graph`,
+    ...), or one mapping: `fsdp` with the fields of its `FullyShardedDataParallelPlugin` (FSDP2), or `deepspeed` with
+    `zero_stage` and a DeepSpeed config for its `DeepSpeedPlugin`."""
 
     @classmethod
     def resolve_class(cls, run: Run) -> type[Strategy]:

@@ -1,9 +1,9 @@
 """transformers' Trainer as the engine of a step: its `training_step` runs every micro-batch.
 
-In: this rank's micro-batches. Out: the same update on every rank, equal to what `Trainer.train()` does on the same
-micro-batches. The difference from `hf_accelerate.py` is that Trainer wraps and calls both forward and backward; the
-loss goes in by `compute_loss_func`, so that no head's own mean (multiplied by the number of processes for classifiers
-in transformers 5.23) has a say.
+In: this rank's micro-batches. Out: the same update on every rank, equal to that of `Trainer.train()` on the same
+micro-batches. Unlike in `hf_accelerate.py`, Trainer wraps the model and calls both forward and backward. The loss is
+passed as `compute_loss_func`, so the model's own loss does not interfere (transformers 5.23 multiplies the mean of
+classifiers by the number of processes).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lockstep.data.batch import MicroBatch
 from lockstep.strategies.engines.accelerated import Accelerated, prepared, release
 from lockstep.strategies.engines.hooked_ddp import Hooked
 
-# TrainingArguments that say how a step is computed and that no key of the run file says already.
+# TrainingArguments that control how a step is computed, except those that keys of the run file set.
 _KNOWN = {"ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "gradient_checkpointing"}
 _KNOWN |= {"gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32"}
 _KNOWN |= {"torch_empty_cache_steps", "use_liger_kernel", "liger_kernel_config"}
 
-# Of these, the ones that compute in another way than the other strategies do.
+# Those of them that change results compared to the other strategies.
 _OTHER_KERNELS = {"torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32", "use_liger_kernel"}
 
 
 class HFTrainer(Accelerated, Hooked):
-    """`strategy.options` are TrainingArguments about how a step is computed (`ddp_bucket_cap_mb`,
+    """`strategy.options` are TrainingArguments that control how a step is computed (`ddp_bucket_cap_mb`,
     `gradient_checkpointing`, `torch_compile`, ...)."""
 
     @classmethod
@@ -54,13 +54,13 @@ class HFTrainer(Accelerated, Hooked):
         from transformers import Trainer, TrainingArguments
 
         options = dict(self.run.strategy.options)
-        # Trainer makes the folder it is given, and writes nothing there: a rank that is killed later leaves none
+        # Trainer creates its output folder and writes nothing: delete it now, so that a killed rank leaves none
         with self.world.variables_for_engines(), tempfile.TemporaryDirectory(prefix="lockstep-trainer-") as folder:
             arguments = TrainingArguments(
                 output_dir=folder,
                 use_cpu=self.world.device.type == "cpu",
                 bf16=self.run.precision == "bf16" and not self.run.model.trained_in_bfloat16,
-                average_tokens_across_devices=False,  # `Hooked` has the one divisor
+                average_tokens_across_devices=False,  # `Hooked` divides once
                 ddp_broadcast_buffers=False,
                 ddp_find_unused_parameters=options.pop("ddp_find_unused_parameters", False),
                 report_to=[],
@@ -74,7 +74,7 @@ class HFTrainer(Accelerated, Hooked):
                 compute_loss_func=self.loss,
                 optimizers=(self.stepper, None),
             )
-        if self.run.precision == "fp16":  # by our own autocast and scale: Accelerate's are of GPUs only
+        if self.run.precision == "fp16":  # lockstep's autocast and scale: Accelerate supports fp16 on GPUs only
             self.trainer.compute_loss_context_manager = self.autocast  # type: ignore[method-assign, assignment]
         self.accelerator = engine = self.trainer.accelerator
         assert engine.num_processes == self.world.size, f"Trainer sees {engine.num_processes} processes"
@@ -85,7 +85,7 @@ class HFTrainer(Accelerated, Hooked):
         return model
 
     def handler(self, arguments: Any) -> Any:
-        """The arguments that Trainer gives to DistributedDataParallel, with gradients that live in its buckets."""
+        """Return the arguments that Trainer passes to DistributedDataParallel, with gradients as bucket views."""
         from accelerate import DistributedDataParallelKwargs
 
         options = {"bucket_cap_mb": arguments.ddp_bucket_cap_mb, "static_graph": arguments.ddp_static_graph}
@@ -97,7 +97,7 @@ class HFTrainer(Accelerated, Hooked):
         )
 
     def loss(self, outputs: Any, targets: Tensor, num_items_in_batch: float) -> Tensor:
-        """Trainer's `compute_loss_func`; `num_items_in_batch` is the divisor that `run_micro_batch` was given."""
+        """Trainer's `compute_loss_func`; `num_items_in_batch` is the divisor passed to `run_micro_batch`."""
         loss = self.loss_sum(outputs, self.micro)
         self.loss_of_micro = loss.detach()
         with self.autocast(False):
@@ -106,7 +106,7 @@ class HFTrainer(Accelerated, Hooked):
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         inputs, self.micro = {**micro.inputs, "labels": micro.targets}, micro
         phase = self.phases("overlapped" if self.travelling else "forward+backward")
-        with phase, self.autocast(False):  # Trainer has its own around forward; backward runs outside of it
+        with phase, self.autocast(False):  # Trainer enters its own around forward; backward runs outside of it
             self.trainer.training_step(self.wrapped, inputs, num_items_in_batch=divisor)  # type: ignore[arg-type]
         return self.loss_of_micro
 

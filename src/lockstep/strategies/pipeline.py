@@ -1,11 +1,11 @@
 """Pipeline parallelism with torch.distributed.pipelining: each rank holds some of the layers, hidden states travel.
 
-In: the micro-batches of this rank's pipeline, on every stage of it, so that shapes and masks are known without asking.
-Out: the same update as `single.py`. The differences: a micro-batch's forward and backward happen stage by stage, in the
-order of the engine's schedule; each stage puts its own part of a leaf into its own tree. Several pipelines side by side
-share the micro-batches out and sum their trees as `allreduce.py` does.
+In: the micro-batches of this rank's pipeline, on each of its stages, so that shapes and masks need no communication.
+Out: the same update as `single.py`. Unlike there, forward and backward of a micro-batch run stage by stage, in the
+order of torch's schedule; each stage adds its part of a leaf to its own tree. Several pipelines divide the
+micro-batches among them and sum their trees like `allreduce.py`.
 
-How a model is cut is in `cuts.py`, what one stage does with a micro-batch in `strategies/engines/pipelining.py`.
+`cuts.py` splits the model; `strategies/engines/pipelining.py` runs one stage of a micro-batch.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from lockstep.strategies.strategy import DataParallel, summing
 from lockstep.tasks.task import Task
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-BUCKET_BYTES = 25 * 2**20  # how much travels at a time between pipelines
+BUCKET_BYTES = 25 * 2**20  # bucket size between pipelines
 
 
 class Pipeline(ShardedRecovery):
-    """`strategy.options`: `stages` (ranks of a pipeline; default all processes), `schedule` (gpipe, 1f1b, interleaved;
+    """`strategy.options`: `stages` (ranks per pipeline; default: all processes), `schedule` (gpipe, 1f1b, interleaved;
     default 1f1b), `stages_per_rank` (interleaved only; default 2). Rank = stage rank x pipelines + pipeline."""
 
     exact = True
@@ -188,7 +188,8 @@ class Pipeline(ShardedRecovery):
         skip_negotiation(self.schedule, several=self.schedule_name == "interleaved")
 
     def make_groups(self) -> None:
-        """`pipe` for the engine, `side` for what we send along it, `across` for the same stage of all pipelines."""
+        """Create the groups: `pipe` for torch's engine, `side` for lockstep's messages along the pipeline, `across` for
+        the same stage of all pipelines."""
         for i in range(self.pipelines):
             members = range(i, self.world.size, self.pipelines)
             pipe, side = (self.world.group(members) for _ in range(2))
@@ -200,7 +201,7 @@ class Pipeline(ShardedRecovery):
                 self.across = across
 
     def receive_weights(self, model: nn.Module) -> None:
-        """Rank 0's weights, one tensor at a time; every rank keeps its own. Collective."""
+        """Broadcast rank 0's weights, one tensor at a time; every rank keeps its own. Collective."""
         source = dict([*model.named_parameters(), *model.named_buffers()])
         for name, shape in [*self.cut.whole.named_parameters(), *self.cut.whole.named_buffers()]:
             if self.world.is_main and not self.build_empty:
@@ -232,20 +233,22 @@ class Pipeline(ShardedRecovery):
         return []  # each rank calls a part of the model
 
     def begin(self, micro: MicroBatch) -> None:
-        """Starts the micro-batch's random numbers, as a single process does; later stages then go on with torch's."""
+        """Seed the micro-batch's random numbers, as on a single process; later stages continue from the first stage's
+        torch generator."""
         seed_everything(self.run.seed, self.batch.step, micro.index)
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
-        """The scalar on which the last stage calls backward."""
+        """Return the scalar on which the last stage calls backward."""
         loss = self.loss_sum(outputs, micro)
         self.losses[micro.index] = loss.detach()
         with self.autocast(False):
             return self.scaled(loss / self.batch.targets)
 
     def reduce(self) -> list[dict[str, Tensor]]:
-        """The gradients of this rank's parts, summed over all micro-batches of all pipelines, by name. Collective."""
+        """Return the gradients of this rank's parts, summed over all micro-batches of all pipelines, by name.
+        Collective."""
         if not self.run.strategy.exact:
-            for weights in reversed(self.stage_weights):  # autograd has added up the micro-batches
+            for weights in reversed(self.stage_weights):  # autograd has summed the micro-batches
                 for parameter, gradient in weights.receive_tied():
                     gradient += 0 if parameter.grad is None else parameter.grad
                     parameter.grad = gradient
@@ -258,8 +261,8 @@ class Pipeline(ShardedRecovery):
         return self.links.tie(self.stage_weights, gradients)
 
     def across_pipelines(self) -> list[list[Tensor]]:
-        """For each part of this rank the root of its reduction tree, summed over the micro-batches of all pipelines.
-        Collective."""
+        """Return, for each part of this rank, the root of its reduction tree, summed over the micro-batches of all
+        pipelines. Collective."""
         if self.pipelines == 1:
             return [weights.tree.root for weights in self.stage_weights]
         groups = [buckets(dict(enumerate(weights.owned.values())), BUCKET_BYTES) for weights in self.stage_weights]
@@ -276,7 +279,7 @@ class Pipeline(ShardedRecovery):
         return [all_reduce_flat(each, group, self.across) for each, group in zip(own, groups, strict=True)]
 
     def whole_gradient(self, gradients: list[dict[str, Tensor]]) -> Gradient:
-        """Each stage holds its own weights'; a tied weight counts where its owner is."""
+        """Return the step's gradient: each stage holds that of its weights; a tied weight counts on its owner."""
         parts = [
             Part(name, parameter, gradients_of[name], float(name in weights.owned))
             for weights, gradients_of in zip(self.stage_weights, gradients, strict=True)
@@ -288,7 +291,7 @@ class Pipeline(ShardedRecovery):
         return self.world.sum(tensor)  # the last stages have the losses, every stage its weights' gradients
 
     def sum_over_pipelines(self, tensor: Tensor) -> Tensor:
-        """Over the ranks that run the same stage, in place. Collective."""
+        """Sum over the ranks that run the same stage, in place. Collective."""
         if self.pipelines > 1:
             dist.all_reduce(tensor, group=self.across)
         return tensor
@@ -320,7 +323,7 @@ class Pipeline(ShardedRecovery):
 
     @classmethod
     def fit_options(cls, run: Run, processes: int) -> Run:
-        """The run with the stages of its file, or with one pipeline of all processes."""
+        """Return the run with the stages of its file, or with one pipeline of all processes."""
         stages = run.strategy.options.get("stages")
         if stages is None or not processes % stages:
             return run
@@ -339,7 +342,7 @@ class Pipeline(ShardedRecovery):
         return [(name, p.detach()) for weights in self.stage_weights for name, p in weights.parameters.items()]
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters and buffers that this rank answers for."""
+        """Return the parameters and buffers that this rank saves."""
         return {
             name: part.tensor(name).detach()
             for part in self.cut_parts
@@ -365,7 +368,7 @@ class Pipeline(ShardedRecovery):
 
 
 def _shape(run: Run, processes: int) -> tuple[int, str, int]:
-    """Ranks of a pipeline, name of the schedule, stages a rank. Errors: `RunError`."""
+    """Return ranks per pipeline, name of the schedule, stages per rank. Errors: `RunError`."""
     options = run.strategy.options
     schedule = options.get("schedule", "1f1b")
     if schedule not in SCHEDULES:
@@ -389,7 +392,7 @@ def _shape(run: Run, processes: int) -> tuple[int, str, int]:
 
 
 def _too_few(micro_batches: int, ranks: int, schedule: str) -> str | None:
-    """Why a schedule cannot run this many micro-batches, or None."""
+    """Explain why a schedule cannot run this many micro-batches; None if it can."""
     rounds = max(1, micro_batches // ranks)
     if micro_batches < 1:
         return "every pipeline needs one"

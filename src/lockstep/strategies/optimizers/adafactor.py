@@ -1,8 +1,8 @@
 """Adafactor (Shazeer and Stern, "Adafactor: adaptive learning rates with sublinear memory cost", 2018): torch's.
 
-In: gradients. Out: each matrix moved as by AdamW without a mean, its mean squares kept as one number a row and one a
-column, and its step relative to the size of its weights. So the rate is a share (1e-2 is torch's own), and not above
-1 / sqrt(step). Few bytes a parameter.
+In: gradients. Out: each matrix updated as by AdamW without a mean, with mean squares factored into one number per row
+and one per column, and a step relative to the size of its weights. The rate is therefore relative (torch's default is
+1e-2), and at most 1 / sqrt(step). Few bytes per parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Adafactor(Optimizer):
-    """`torch.optim.Adafactor`, on whole tensors: their norms are of all their numbers."""
+    """`torch.optim.Adafactor`, on whole tensors, because its norms cover whole tensors."""
 
     class Options(Section):
         beta2_decay: float = Field(-0.8, le=0, description="exponent of the step in the decay of mean squares")

@@ -1,6 +1,6 @@
 """AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019): torch's fused kernel.
 
-In: gradients. Out: each number moved by its mean gradient over the root of its mean square. 8 bytes a parameter.
+In: gradients. Out: each weight updated by its mean gradient over the root of its mean square. 8 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Resolved run files once held these for every optimizer: what is not this one's, and says nothing, is passed over.
+# Old resolved run files contain these for every optimizer: ignore another optimizer's keys with default values.
 _ONCE: dict[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8, "momentum": 0.9}
 
 
 class Former(Section):
-    """Keys of an optimizer that is older than plug-ins."""
+    """Options of an optimizer that existed before plug-ins."""
 
     @model_validator(mode="before")
     @classmethod

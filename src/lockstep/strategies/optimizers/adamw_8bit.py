@@ -1,8 +1,8 @@
 """AdamW with moments in 8 bits (Dettmers et al., "8-bit optimizers via block-wise quantization", 2022).
 
-In: gradients. Out: what AdamW makes of them and of its moments, which bitsandbytes packs into 8 bits each, with a
-float32 scale for every `BLOCK` of them. Small tensors and embeddings keep theirs in float32, as
-with Trainer. 2 bytes a parameter. Needs the extra `lockstep-train[quantization]`.
+In: gradients. Out: AdamW's update, with moments packed by bitsandbytes into 8 bits each, and a float32 scale per
+`BLOCK` of them. Small tensors and embeddings keep float32 moments, as with Trainer. 2 bytes per parameter. Needs the
+extra `lockstep-train[quantization]`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK = 256  # numbers that share a scale, as in bitsandbytes
+BLOCK = 256  # elements that share a scale, as in bitsandbytes
 EIGHT = "8 bits"
-_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether there are negative ones among them
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether they may be negative
 
 
 class AdamW8bit(Optimizer):
-    """The fused AdamW on moments that are unpacked for the update, tensor by tensor. bitsandbytes' own update adds in
-    an order of its own."""
+    """Fused AdamW with moments that are unpacked for the update, tensor by tensor. bitsandbytes' own update adds in a
+    different order."""
 
     packages = ("bitsandbytes",)
     extra = "quantization"
@@ -52,7 +52,7 @@ class AdamW8bit(Optimizer):
         return EIGHT if large and not weight.embedding else ""
 
     def whole(self, group: GroupOf) -> bool:
-        return bool(group["kind"] == EIGHT)  # blocks are counted from the first number
+        return bool(group["kind"] == EIGHT)  # blocks are counted from the tensor's first element
 
     def begin(self, group: GroupOf, like: Tensor) -> State:
         import torch
@@ -89,7 +89,7 @@ class AdamW8bit(Optimizer):
                 state[f"{key}_scale"].copy_(quantization.absmax)
 
     def _code(self, signed: bool, device: Any) -> Tensor:
-        """The 256 numbers that a block's largest is multiplied with."""
+        """Return the 256 quantization levels, as factors of a block's largest value."""
         from bitsandbytes import functional
 
         if (signed, device) not in self._maps:

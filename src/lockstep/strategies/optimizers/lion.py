@@ -1,7 +1,7 @@
 """Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023): every number moves by the rate.
 
-In: gradients. Out: each number moved up or down by the rate, as the sign of its mean gradient says. 4 bytes a
-parameter. The paper's advice: a third to a tenth of AdamW's rate, and as many times its weight decay.
+In: gradients. Out: each weight moved by the rate in the direction of its mean gradient's sign. 4 bytes per parameter.
+The paper's advice: a third to a tenth of AdamW's rate, and weight decay increased by the same factor.
 """
 
 from __future__ import annotations

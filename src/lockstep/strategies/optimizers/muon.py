@@ -1,7 +1,7 @@
 """Muon (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024): torch's; the rest by AdamW.
 
-In: gradients. Out: each matrix of the layers moved by its mean gradient, made orthogonal. That takes the whole matrix.
-Embeddings, heads, biases and norms are updated by AdamW. 4 bytes for each number of a matrix, 8 for others.
+In: gradients. Out: each matrix of the layers updated by its orthogonalized mean gradient, which requires the whole
+matrix. AdamW updates embeddings, heads, biases and norms. 4 bytes per element of a matrix, 8 for others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MATRIX = "matrix"
 
 
 class Muon(Optimizer):
-    """`torch.optim.Muon`, and the fused AdamW."""
+    """`torch.optim.Muon` for matrices, fused AdamW for the rest."""
 
     class Options(Section):
         momentum: float = Field(0.95, ge=0, lt=1, description="share of the mean gradient that the next one keeps")

@@ -1,8 +1,8 @@
-"""The interface of an optimizer: the rule by which a weight and its state become the next ones.
+"""The interface of an optimizer: the rule that updates a weight and its state.
 
 In: the optimizer's own keys of the run file; then plain float32 tensors and their gradients. Out: the same tensors,
-updated in place. A rule knows nothing of ranks: `exact/optim.py` hands it whole tensors, or parts where the rule says
-that any part will do. Nothing here imports torch at the top, so that a run file can be checked without it.
+updated in place. A rule does not know about ranks: `exact/optim.py` passes whole tensors, or parts if the rule supports
+any part. Does not import torch at the top, so that a run file can be checked without it.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 State = dict[str, "Tensor"]
-GroupOf = Mapping[str, Any]  # what a group's weights have in common: lr, weight_decay, kind
+GroupOf = Mapping[str, Any]  # settings of a group: lr, weight_decay, kind
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Facts on a weight, for a rule that decides before there is one."""
+    """Facts about a weight, for decisions before it exists."""
 
     name: str
     shape: tuple[int, ...]
-    embedding: bool  # of an `nn.Embedding`
-    in_layer: bool  # within a list of layers: embeddings, heads and poolers are not
+    embedding: bool  # weight of an `nn.Embedding`
+    in_layer: bool  # within a list of layers, unlike embeddings, heads and poolers
 
 
 class Optimizer(ABC):
-    """One file an optimizer; `Options` types its keys in the run file, beside those that all have."""
+    """Base class of optimizers, one file each; `Options` types the optimizer's own keys in the run file."""
 
     plugin: ClassVar[str] = "optimizers"
-    packages: ClassVar[tuple[str, ...]] = ()  # what it imports beyond the core, and
-    extra: ClassVar[str] = ""  # the extra that installs them
+    packages: ClassVar[tuple[str, ...]] = ()  # import names of packages beyond the core
+    extra: ClassVar[str] = ""  # the pip extra that installs them
 
     any_part: ClassVar[bool] = False
     """Whether what a number becomes follows from its own past alone. Then a rank updates the part of a tensor that it
@@ -49,28 +49,28 @@ class Optimizer(ABC):
     `alpha`, `lerp_` and `addcmul_` may round once or twice, as the place in the tensor has it). Otherwise a rank that
     the whole tensor is brought to updates it."""
 
-    averages: ClassVar[bool] = False  # whether other weights are evaluated and exported than are trained: `evaluated`
+    averages: ClassVar[bool] = False  # whether evaluation and export use other weights than training: `evaluated`
     heeds_skipped: ClassVar[bool] = False
     """Whether `update` leaves all as it is where the group's `skipped`, a float scalar on the device, is 1. Otherwise
     the host waits for a GPU in every step, to know whether the step may be made."""
-    counters: ClassVar[tuple[str, ...]] = ("step",)  # keys of the state that are one number each
+    counters: ClassVar[tuple[str, ...]] = ("step",)  # scalar keys of the state
 
     class Options(Section):
-        """None of its own."""
+        """No own keys."""
 
     def __init__(self, options: Any) -> None:
-        """`options`: its own `Options`."""
+        """`options`: an instance of its `Options`."""
         self.options = options
 
     def check(self, run: Run) -> None:  # noqa: B027 - most have nothing to refuse
-        """Refuse what does not go together. Errors: `RunError`."""
+        """Refuse conflicting options. Errors: `RunError`."""
 
     def bytes_held(self) -> float:
-        """The optimizer state in bytes for each trained parameter, about."""
+        """Return the approximate bytes of optimizer state per trained parameter."""
         return 8.0
 
     def kind(self, weight: Weight) -> str:
-        """Which of its rules a weight is updated by, where there are several: the group's `kind`."""
+        """Return which of the optimizer's rules updates a weight, if it has several: the group's `kind`."""
         return ""
 
     def whole(self, group: GroupOf) -> bool:
@@ -79,35 +79,35 @@ class Optimizer(ABC):
 
     @abstractmethod
     def begin(self, group: GroupOf, like: Tensor) -> State:
-        """The state before the first update. `like`: the weight, or this rank's part of it; for a group of whole
-        tensors something of the same shape and device, with other numbers. Tensors shaped as the weight, and `counters`
-        (of whole tensors any others), in a dtype that a checkpoint keeps."""
+        """Return the state before the first update. `like`: the weight, or this rank's part of it; for a group of whole
+        tensors, a tensor of the same shape and device with other values. The state consists of tensors shaped like the
+        weight and of `counters` (for whole tensors, any tensors), in dtypes that a checkpoint can store."""
 
     @abstractmethod
     def update(
         self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
     ) -> None:
-        """One update, in place: float32; flattened and padded with zeros where `any_part`. The update of a weight must
+        """Update the weights in place: float32; flattened and zero-padded with `any_part`. The update of a weight must
         not depend on the other weights of the list. The gradients may be overwritten."""
 
     def evaluated(self, weight: Tensor, state: State) -> Tensor:
-        """What is evaluated and exported in place of a weight, where the rule `averages`."""
+        """Return the weight to evaluate and export, if the rule `averages`."""
         return weight
 
 
 def rule(section: OptimSection) -> Optimizer:
-    """The optimizer that a run file names, with its keys. Errors: `PluginError`."""
+    """Return the optimizer of the `optim` section, with its options. Errors: `PluginError`."""
     cls: type[Optimizer] = plugins.find("optimizers", section.name)
     return cls(cls.Options.model_validate(section.options))
 
 
 def check(run: Run, flat: bool) -> None:
-    """Refuse, before any process starts, what cannot be updated. `flat`: the strategy's engine hands over parts of
-    tensors that are laid end to end, and nothing else. Errors: `RunError`."""
+    """Refuse unsupported combinations before any process starts. `flat`: the strategy's engine passes only shards of
+    flattened tensors. Errors: `RunError`."""
     cls, name = rule(run.optim), run.optim.name
     plugins.require(cls.packages, f"optim.name: {name}", cls.extra)
     cls.check(run)
-    if "." in name:  # a class of the user's
+    if "." in name:  # a user-defined class
         _refuse_wrong_keys(cls, run)
     if flat and (not cls.any_part or cls.averages):
         why = "exports an average of weights" if cls.any_part else "updates whole tensors"
@@ -128,8 +128,8 @@ def check(run: Run, flat: bool) -> None:
 
 
 def _refuse_wrong_keys(rule: Optimizer, run: Run) -> None:
-    """Make one update on the meta device, where nothing is computed. Errors: `RunError` for a key of the state that
-    `begin` does not make, and for a state that a strategy would lose."""
+    """Run one update on the meta device, without computation. Errors: `RunError` for a state key that `begin` does not
+    create, and for state that a strategy would lose."""
     import torch
 
     for shape in ((8, 8), (8,)):
@@ -148,7 +148,7 @@ def _refuse_wrong_keys(rule: Optimizer, run: Run) -> None:
                 f"optim.name: {run.optim.name}: update reads the key {error}, which is neither in the state "
                 f"that begin creates ({', '.join(begun) or 'empty'}) nor in the group ({', '.join(group)})",
             ) from error
-        except (RuntimeError, NotImplementedError):  # it asks for numbers, and there are none
+        except (RuntimeError, NotImplementedError):  # it needs values, which meta tensors lack
             return
         if rule.any_part and (lost := [key for key in state if state[key] is not begun.get(key)]):
             raise RunError(
@@ -160,7 +160,7 @@ def _refuse_wrong_keys(rule: Optimizer, run: Run) -> None:
 
 
 def zeros(like: Tensor) -> Tensor:
-    """float32, shaped and cut as a weight is."""
+    """Return float32 zeros, shaped and sharded like a weight."""
     import torch
 
     return torch.zeros_like(like, dtype=torch.float32)
@@ -173,8 +173,8 @@ def by_torch(
     states: Sequence[State],
     **options: Any,
 ) -> None:
-    """One update by an optimizer of torch's, or of another library that is made and called as those are. The states are
-    what it keeps of each weight, under its own keys."""
+    """Update once with an optimizer class of torch, or of another library with the same interface. `states`: its state
+    of each weight, under its own keys."""
     optimizer = kind(list(weights), **options)
     for weight, gradient, state in zip(weights, gradients, states, strict=True):
         weight.grad = gradient

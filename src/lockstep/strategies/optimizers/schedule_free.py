@@ -1,8 +1,8 @@
 """Schedule-free AdamW (Defazio et al., "The road less scheduled", 2024): a constant rate, and an average of weights.
 
-In: gradients, taken at y, between where the steps go (z) and their average (x). Out: y and z; what is evaluated and
-exported is x. The updates are those of `AdamWScheduleFree` of the library schedulefree (1.4, Apache-2.0), and so is
-the warm-up, which begins with one part of the rate (`config/optim.py`). 8 bytes a parameter.
+In: gradients at y, which interpolates the iterate (z) and its average (x). Out: y and z; x is evaluated and exported.
+The updates are those of `AdamWScheduleFree` of the library schedulefree (1.4, Apache-2.0), and so is the warmup, which
+starts at a fraction of the rate (`config/optim.py`). 8 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ScheduleFree(Optimizer):
-    """A weight holds y while it is trained."""
+    """Schedule-free AdamW; during training a weight holds y."""
 
     any_part = True
     averages = True
@@ -47,7 +47,7 @@ class ScheduleFree(Optimizer):
     def begin(self, group: GroupOf, like: Tensor) -> State:
         import torch
 
-        # on the host, which reckons with them, and in float64, as the library does
+        # float64 on the host, where they are used, as in the library
         numbers = {key: torch.zeros((), dtype=torch.float64) for key in self.counters}
         return {**numbers, "z": like.detach().to(torch.float32, copy=True), "exp_avg_sq": zeros(like)}
 
@@ -69,5 +69,5 @@ class ScheduleFree(Optimizer):
             z.sub_(change.mul_(rate))
 
     def evaluated(self, weight: Tensor, state: State) -> Tensor:
-        """The averaged weights x, computed from the trained weights y, which lie between x and z."""
+        """Return the averaged weights x, computed from the trained weights y, which lie between x and z."""
         return weight + (state["z"] - weight).mul_(1 - 1 / self.options.betas[0])

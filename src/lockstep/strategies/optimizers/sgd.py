@@ -1,7 +1,7 @@
 """SGD with momentum: torch's fused kernel.
 
-In: gradients. Out: each number moved by its gradient, or by the sum of those before, each `momentum` times the next.
-4 bytes a parameter; none without momentum.
+In: gradients. Out: each weight updated by its gradient, or by the sum of gradients with `momentum`. 4 bytes per
+parameter; none without momentum.
 """
 
 from __future__ import annotations
