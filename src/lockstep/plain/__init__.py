@@ -1,5 +1,5 @@
-"""The plain reference: the same training, written as the field writes it, slow and without a line of lockstep's.
+"""The plain reference: an independent, simple and slow implementation of the same training with the usual libraries.
 
-In: a run file as a mapping, a tokenizer's folder, which examples were in which step. Out: losses, gradients, weights.
-Nothing here imports another part of lockstep, so that a mistake of lockstep's is not made twice.
+In: a run file as a mapping, a tokenizer's folder, the examples of each step. Out: losses, gradients, weights. Imports
+no other part of lockstep, so that an error in lockstep is not repeated here.
 """

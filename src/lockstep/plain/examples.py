@@ -1,7 +1,7 @@
-"""Rows -> examples of tokens and labels, text by text, with the model's own tokenizer.
+"""Converts rows into examples of tokens and labels, text by text, with the model's tokenizer.
 
 In: a run file as a mapping, a tokenizer, rows. Out: examples as mappings, in the order of the rows: `input_ids`, and
-what the task's loss compares with.
+the targets of the task's loss.
 """
 
 import base64
@@ -17,12 +17,12 @@ import transformers
 from lockstep.plain import module
 from lockstep.plain.rows import SOURCE, TASKS, NotCovered, Row, columns, get, same
 
-IGNORED = -100  # no label, as in transformers
+IGNORED = -100  # label to ignore, as in transformers
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "observation": "tool"}
 
 
 def encode_rows(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
-    """The examples of some rows; texts of two sources are never in one. `job`: a `Plain`."""
+    """Return the examples of rows; one example never mixes texts of two sources. `job`: a `Plain`."""
     task, most = job.run["task"], job.run["data"]["max_length"]
     if task["name"] == "module":
         return [module.batch_of(job.run, rows)]
@@ -33,31 +33,33 @@ def encode_rows(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def end_of(tokenizer: Any) -> Any:
-    """The token that ends a text; None: there is none."""
+    """Return the token that ends a text, or None."""
     return tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
 
 
 def tokens(tokenizer: Any, *texts: str, **options: Any) -> list[int]:
-    """The tokens of a text or of two; the end token of one that has none."""
+    """Return the tokens of a text or a pair of texts, or the end token if there are none."""
     return list(tokenizer(*texts, verbose=False, **options)["input_ids"]) or closed(tokenizer, [])
 
 
 def closed(tokenizer: Any, ids: list[int]) -> list[int]:
-    """With the end token behind, where it is not there already."""
+    """Append the end token, unless `ids` ends with it."""
     return ids if end_of(tokenizer) in (None, *ids[-1:]) else [*ids, end_of(tokenizer)]
 
 
 def opened(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Without end tokens behind."""
+    """Remove end tokens from the end, in place."""
     while ids and ids[-1] == end_of(tokenizer):
         ids.pop()
     return ids
 
 
 def values_of_labels(run: dict, rows: list[Row]) -> list[Any]:
-    """What labels are called in the data, in the order of their codes: that of a pretrained model whose config names
-    them all, up to case and blanks (and has such a head, where it names more); else their own. A label that the data
-    lack is called as in the model. Errors: `NotCovered`."""
+    """Return the label values in the data, in the order of their class indices.
+
+    The order is that of a pretrained model whose config names all labels, up to case and whitespace (if it names more,
+    the model must have a head of the task's kind); else `_own_order`. Labels that the data lack keep the model's name.
+    Errors: `NotCovered`."""
     values, task, section = _own_order(run, rows), run["task"], run["model"]
     if not (values and section["source"]):
         return values
@@ -75,7 +77,7 @@ def values_of_labels(run: dict, rows: list[Row]) -> list[Any]:
 
 
 def _own_order(run: dict, rows: list[Row]) -> list[Any]:
-    """What labels are called in the data: sorted, or as the run file names them."""
+    """Return the label values in the data, sorted, or in the order of the run file."""
     task, (_, names) = run["task"], columns(run["task"])
     if task["name"] == "token_classification":
         return sorted({str(tag) for row in rows for tag in get(row, names[0])})
@@ -90,7 +92,7 @@ def _own_order(run: dict, rows: list[Row]) -> list[Any]:
     return numbers if {*known} <= {*numbers} else known
 
 
-# -- one example a row -------------------------------------------------------------------------------------------------
+# -- one example per row -----------------------------------------------------------------------------------------------
 
 
 def _classification(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
@@ -109,10 +111,10 @@ def _classification(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]
 
 
 def _image(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
-    """An image as the processor of the model gives it: float32 [C, H, W]."""
+    """Return an image from the model's processor, float32 [C, H, W], and its label."""
     from PIL import Image, ImageOps
 
-    image = get(row, task["image"])  # the Hub's is an image already
+    image = get(row, task["image"])  # from the Hub, already an image
     if isinstance(image, dict):
         image = base64.b64decode(image["base64"]) if "base64" in image else image["bytes"]
     image = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image
@@ -125,7 +127,7 @@ def _image(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
 
 
 def _tags(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
-    """A word's first token has its tag."""
+    """Return tokens and tags; only the first token of a word is labelled."""
     words, tags = ([str(value) for value in get(row, task[key])] for key in ("words", "tags"))
     encoded = job.tokenizer(words, is_split_into_words=True, truncation=True, max_length=most)
     labels = [IGNORED] * len(encoded["input_ids"])
@@ -135,7 +137,7 @@ def _tags(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
 
 
 def _pair(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
-    """A source and its target."""
+    """Return the tokens of a source and its target."""
     source, target = task["prefix"] + get(row, task["source"]), get(row, task["target"])
     return {
         "input_ids": tokens(job.tokenizer, source, truncation=True, max_length=most),
@@ -147,7 +149,7 @@ def _pair(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
 
 
 def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
-    """The windows of a question, as in transformers' own script: where the answer is not in one, its first token."""
+    """Return the windows of a question as in transformers' script; a window without the answer targets its token 0."""
     both = get(row, task["question"]).strip(), get(row, task["context"])
     encodings = job.tokenizer(
         *both,
@@ -163,7 +165,7 @@ def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     for part in range(len(encodings["input_ids"])):
         spans, sides, ends = encodings["offset_mapping"][part], encodings.sequence_ids(part), (0, 0)
         inside = [place for place, side in enumerate(sides) if side == 1]
-        for text, start in zip(answers["text"][:1], answers["answer_start"][:1], strict=True):  # the first is learned
+        for text, start in zip(answers["text"][:1], answers["answer_start"][:1], strict=True):  # the first: the target
             if spans[inside[0]][0] <= start and spans[inside[-1]][1] >= start + len(text):
                 ends = (
                     max(place for place in inside if spans[place][0] <= start),
@@ -175,7 +177,7 @@ def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
 
 
 def _texts(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
-    """The texts of a row, and the score of the two."""
+    """Return the texts of a row and their similarity score."""
     texts = [get(row, column) for column in columns(task)[0]]
     low, high = task["score_range"]
     return {
@@ -186,7 +188,7 @@ def _texts(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
 
 
 def _answers(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
-    """A prompt with each of two answers, and where these begin."""
+    """Return a prompt with each of two answers; only answer tokens are targets."""
     spans = []
     for key in ("chosen", "rejected"):
         prompt, answer = task["prompt"] and get(row, task["prompt"]), get(row, task[key])
@@ -218,7 +220,7 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def _language(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
-    """Texts one after the other in full blocks, or each by itself."""
+    """Return blocks of concatenated texts (packing), or of each text separately."""
     task = job.run["task"]
     size, texts = task["block_size"], [each for row in rows for each in _documents(job, row, task)]
     if not task["packing"]:
@@ -231,8 +233,9 @@ def _language(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def _blocks(ids: list[int], known: list[bool], size: int, places: list[int] | None = None) -> list[dict[str, Any]]:
-    """Blocks and what follows each token of them; the last token of all is only predicted. `known`: whether a token is
-    learned; `places`: where it stands in its text, if texts do not see each other."""
+    """Return blocks with the next token of each position as target; the last token is only a target.
+
+    `known`: whether a token is a target. `places`: its position in its text, if attention is limited to one text."""
     blocks, labels = [], [token if learned else IGNORED for token, learned in zip(ids, known, strict=True)]
     for start in range(0, len(ids) - 1, size):
         stop = min(start + size, len(ids) - 1)
@@ -244,7 +247,7 @@ def _blocks(ids: list[int], known: list[bool], size: int, places: list[int] | No
 
 
 def _documents(job: Any, row: Row, task: dict) -> list[tuple[list[int], list[bool]]]:
-    """The texts of a row as tokens, and which of these are learned."""
+    """Return the texts of a row as (tokens, whether each is a target)."""
     if task["messages"]:
         tools = get(row, task["tools"]) if task["tools"] else None
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or None
@@ -258,9 +261,10 @@ def _documents(job: Any, row: Row, task: dict) -> list[tuple[list[int], list[boo
 
 
 def _turns(job: Any, row: list[dict], tools: Any, arguments: dict) -> list[tuple[list[int], list[bool]]]:
-    """Tokens of a conversation as the chat template renders it, and which are learned: what the template marks by
-    `{% generation %}`, or else the assistant's turns from behind the prompt for each. Of a pair of answers only the
-    last turn is learned. With turns: per_turn, one example for each turn."""
+    """Return a conversation rendered by the chat template as (tokens, whether each is a target).
+
+    Targets are the spans that the template marks by `{% generation %}`, or else the assistant's turns after their
+    generation prompt; for preference pairs only the last turn. With turns: per_turn, one example per turn."""
     task, tokenizer, conversations = job.run["task"], job.tokenizer, []
     messages = [
         {"role": ROLES.get(str(m.get("from")), m.get("from")), "content": m.get("value") or ""}
@@ -285,7 +289,7 @@ def _turns(job: Any, row: list[dict], tools: Any, arguments: dict) -> list[tuple
             messages[:count], return_assistant_tokens_mask=marked, tokenizer_kwargs=offsets, **how
         )
         spans = [(length(place, add_generation_prompt=True), length(place + 1)) for place in places]
-        if marked:  # marks are enough, but for those of earlier turns
+        if marked:  # marks suffice, except those of earlier turns
             spans = [(length(places[0]), length(count))]
         marks = encoded.get("assistant_masks", [1] * len(encoded["input_ids"]))
         ends = [end if mark else 0 for mark, (_, end) in zip(marks, encoded["offset_mapping"], strict=True)]
@@ -294,7 +298,7 @@ def _turns(job: Any, row: list[dict], tools: Any, arguments: dict) -> list[tuple
 
 
 def _hidden(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
-    """Texts as a masked language model reads them, before tokens are masked."""
+    """Return examples of a masked language model, before masking."""
     task, size = job.run["task"], job.run["data"]["max_length"]
     if not task["packing"]:
         return [

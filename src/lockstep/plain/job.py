@@ -1,7 +1,7 @@
-"""What a run is made of for the plain path: its rows, examples, labels and tokenizer.
+"""The inputs of the plain reference: rows, examples, labels and tokenizer of a run.
 
-In: a run file as a mapping, with its defaults filled in, and a tokenizer's folder. Out: a `Plain`, which reads what it
-is asked for, once.
+In: a run file as a mapping, with its defaults filled in, and a tokenizer's folder. Out: a `Plain`, which reads each
+part once, on first use.
 """
 
 from functools import cache, cached_property
@@ -16,14 +16,14 @@ from lockstep.plain.rows import WHOLE, NotCovered, Row, read_splits
 
 
 class Plain:
-    """A run, read plainly. `rows`: raw rows by split, where the caller has read them; `labels`: the values of labels in
-    the order of their codes, where those rows do not show all."""
+    """A run for the plain reference. `rows`: raw rows by split, if read already. `labels`: the label values in the
+    order of their class indices, if the rows do not contain all."""
 
-    tokenizer: Any = None  # of a task of texts
-    target_tokenizer: Any = None  # of a translation's targets: that of the texts, or their own
-    processor: Any = None  # of a task of images
-    reference: Any = None  # of preferences: the model before training
-    libraries = False  # whether losses are computed by the libraries that define them, whose imports take seconds
+    tokenizer: Any = None  # of text tasks
+    target_tokenizer: Any = None  # of translation targets: `tokenizer`, or their own
+    processor: Any = None  # of image tasks
+    reference: Any = None  # of preference tasks: the model before training
+    libraries = False  # compute losses by the libraries that define them; importing them takes seconds
 
     def __init__(
         self, run: dict, tokenizer: str, rows: dict[str, list[Row]] | None = None, labels: list[Any] | None = None
@@ -41,13 +41,13 @@ class Plain:
 
     @cached_property
     def splits(self) -> dict[str, Any]:
-        """The rows of all splits; the items of data sets that are the user's."""
+        """The rows of all splits; for the task `module`, the items of the user's data sets."""
         own = self.run["task"]["name"] == "module"
         return module.read_splits(self.run) if own else read_splits(self.run, self.tokenizer)
 
     @cached_property
     def labels(self) -> list[Any]:
-        """The values of labels, in the order of their codes."""
+        """The label values, in the order of their class indices."""
         return values_of_labels(self.run, self.splits.get(WHOLE, self.splits["train"]))
 
     @cached_property
@@ -64,15 +64,15 @@ class Plain:
             )
             names = dict(zip(known, task["label_names"] or (), strict=False))
             weights: Any = [setting.get(names.get(value, str(value)), 1.0) for value in self.labels]
-        else:  # balanced, as of scikit-learn
+        else:  # balanced, as in scikit-learn
             encoded = [each["labels"] for each in self.examples("train")]
             of = np.sum(encoded, 0) if task["multi_label"] else np.bincount(encoded, minlength=len(self.labels))
             weights = (len(encoded) - of) / of if task["multi_label"] else len(encoded) / (len(of) * of)
         return [max(1, round(weight * 2**20)) / 2**20 for weight in weights]
 
-    @cache  # noqa: B019 - as long as the job
+    @cache  # noqa: B019 - lives as long as the job
     def examples(self, split: str) -> list[dict]:
-        """All examples of a split. Errors: `NotCovered`."""
+        """Return all examples of a split. Errors: `NotCovered`."""
         if self.run["data"]["stream"] and split == "train" and self.run["task"].get("packing"):
             raise NotCovered(
                 "data.stream: blocks hold texts of one chunk of a shard, which the run's index alone knows"

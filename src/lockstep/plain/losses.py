@@ -1,14 +1,14 @@
-"""The loss of a padded batch, as the field writes it, through a model of transformers.
+"""The loss of a padded batch through a transformers model, in its textbook form.
 
-In: a model, examples. Out: the sum of the losses over targets, and how many targets there are.
+In: a model, examples. Out: the sum of the losses over targets, and the number of targets.
 
-Where the job asks for libraries, those that define a loss compute it: sentence-transformers (6.0.0 to 6.2.0) that of
-embeddings, from vectors; TRL (1.16.0) those of preferences, from log-probabilities of tokens, and of rewards. TRL has
-them as methods of trainers, which are made for this without a model: `DPOTrainer.compute_loss`,
-`RewardTrainer.compute_loss`, and `trl.experimental.cpo.CPOTrainer.cpo_loss` for SimPO. TRL has two of them in another
-form than the run file. Its `sigmoid`, which is `dpo` here, does not smooth labels; its `aot` does, which sorts pairs of
-a batch and is the same loss where the batch has one pair. So each pair is a batch by itself. Its `simpo` subtracts
-gamma / beta before it multiplies by beta, which is gamma, to rounding.
+With `job.libraries`, the library that defines a loss computes it: sentence-transformers (6.0.0 to 6.2.0) for
+embeddings, from vectors; TRL (1.16.0) for preferences, from token log-probabilities, and for rewards. TRL's losses are
+methods of trainers, which are built here without a model: `DPOTrainer.compute_loss`, `RewardTrainer.compute_loss`, and
+`trl.experimental.cpo.CPOTrainer.cpo_loss` for SimPO. Two of them differ in form from the run file. TRL's `sigmoid`
+(here `dpo`) has no label smoothing; its `aot` has, but sorts the pairs of a batch, so each pair is passed as its own
+batch, where both losses are equal. Its `simpo` subtracts gamma / beta before multiplying by beta: equal within
+rounding.
 """
 
 from collections import defaultdict
@@ -26,22 +26,22 @@ from lockstep.plain.rows import NotCovered
 
 Loss = tuple[Tensor, float]
 OWN_START = ("mbart", "plbart", "t5gemma", "t5gemma2", "fsmt")  # given labels, ask the config not, or read the source
-SMALL = 1e-4  # of a loss: what a model adds to it, above which it is more than rounding
+SMALL = 1e-4  # relative: a model's addition to its loss above this is not rounding
 
 
 def batch_loss(job: Any, model: nn.Module, examples: list[dict]) -> Loss:
-    """The sum over targets, float32 with a graph, and the number of targets, with their weights. `job`: a `Plain`."""
+    """Return the loss summed over targets (float32, with graph) and their weighted number. `job`: a `Plain`."""
     return LOSSES[job.run["task"]["name"]](job, model, examples, next(model.parameters()).device)
 
 
 def padded(examples: list[dict], name: str, fill: int, device: Any) -> Tensor:
-    """A list of every example, padded on the right: int64 [B, T]."""
+    """Stack the list `name` of every example, padded on the right: int64 [B, T]."""
     return nn.utils.rnn.pad_sequence([torch.tensor(example[name]) for example in examples], True, fill).to(device)
 
 
 def inputs_of(job: Any, examples: list[dict], device: Any) -> dict[str, Tensor]:
-    """What a model reads: images, or texts with the mask of what is no padding, or positions that begin anew with each
-    text."""
+    """Return a model's inputs: images, or padded tokens with an attention mask, or with position ids that restart at
+    each text."""
     if "pixel_values" in examples[0]:
         return {"pixel_values": torch.stack([example["pixel_values"] for example in examples]).to(device)}
     examples = [{"attention_mask": [1] * len(example["input_ids"])} | example for example in examples]
@@ -51,7 +51,7 @@ def inputs_of(job: Any, examples: list[dict], device: Any) -> dict[str, Tensor]:
 
 
 def _classification(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
-    """The loss of the run file's task, and what the model itself adds to the plain one of its labels."""
+    """Return the task's loss plus the term that the model itself adds to its label loss."""
     task, labels = job.run["task"], torch.tensor([example["labels"] for example in examples], device=device)
     output = _with_labels(model, inputs_of(job, examples, device), labels)
     logits, count = output.logits.float(), float(labels.numel())  # [B, C]
@@ -76,12 +76,13 @@ def _classification(job: Any, model: nn.Module, examples: list[dict], device: An
 
 
 def _tokens(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
-    """Cross entropy of a label at each token, of one text or of a target, and what the model itself adds to it. A model
-    of targets shifts what its decoder reads: the token that it starts from is no padding, though it may have its
-    number."""
+    """Return the cross entropy over tokens of a text or of a target, plus the term that the model itself adds.
+
+    A sequence-to-sequence model shifts its decoder inputs; the start token is not padding, even if it has the same
+    id."""
     task, inputs, config = job.run["task"], inputs_of(job, examples, device), getattr(model, "config")  # noqa: B009
     targets, causal = padded(examples, "next", IGNORED, device), task["name"] == "language_modeling"
-    # a causal model moves labels by one itself
+    # a causal model shifts labels itself
     labels = torch.cat([torch.full_like(targets[:, :1], IGNORED), targets[:, :-1]], 1) if causal else targets
     if "target" in task:
         inputs["decoder_attention_mask"] = (targets != IGNORED).long()
@@ -96,30 +97,31 @@ def _tokens(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Lo
 
 
 def _with_labels(model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Any:
-    """Logits, and the model's own loss. Errors: `NotCovered` where transformers cannot compute that."""
+    """Call the model with labels: logits and the model's own loss. Errors: `NotCovered` if transformers fails."""
     try:
         return model(**inputs, labels=labels)
-    except ValueError as error:  # of a family that counts on another shape
+    except ValueError as error:  # the model family expects another shape
         raise NotCovered(f"model: the loss that transformers has for {type(model).__name__} fails: {error}") from error
 
 
 def _added(loss: Tensor, means: list[Loss]) -> Tensor | float:
-    """What a model adds to the cross entropy of its labels, such as the loss of its routers: to the mean over targets.
-    `means`: what its cross entropy may be, the usual one last; some decoders do not move labels."""
+    """Return what a model adds to its mean cross entropy, such as a router loss; 0 if within rounding.
+
+    `means`: the possible cross entropies, the usual one last; some decoders do not shift labels."""
     each = [total / count for total, count in means if count]
     near = [abs(float(loss.detach() - mean.detach())) <= SMALL * abs(float(loss.detach())) for mean in each]
     return 0.0 if any(near) or not each else loss - each[-1]
 
 
 def _summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Loss:
-    """Cross entropy of [B, T, V] against [B, T], summed over what is not IGNORED."""
+    """Return the cross entropy of [B, T, V] against [B, T], summed over targets that are not IGNORED."""
     flat = logits.float().flatten(0, 1)
     total = cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
     return total, int((targets != IGNORED).sum())
 
 
 def _questions(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
-    """Cross entropies of the first and the last token of the answer, among all that are no padding."""
+    """Return the cross entropies of the answer's first and last token over all tokens without padding."""
     windows = [window for example in examples for window in example["windows"]]
     inputs = inputs_of(job, windows, device)
     output = model(**inputs)
@@ -132,7 +134,7 @@ def _questions(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
 
 
 def vectors_of(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Tensor:
-    """A vector of each text: float32 [texts of an example, B, H]."""
+    """Return one vector per text: float32 [texts of an example, B, H]."""
     sides = len(examples[0]["texts"])
     inputs = inputs_of(job, [{"input_ids": e["texts"][side]} for side in range(sides) for e in examples], device)
     output = model(**inputs)
@@ -141,7 +143,7 @@ def vectors_of(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
 
 
 def pooled(hidden: Tensor, inputs: dict[str, Tensor], task: dict) -> Tensor:
-    """Vectors of unit length: of the first token, of the last, or the mean of all: float32 [B, H]."""
+    """Pool hidden states (first token, last token or mean) into unit vectors: float32 [B, H]."""
     hidden, mask = hidden.float(), inputs["attention_mask"][:, :, None].float()
     ways = {
         "cls": hidden[:, 0],
@@ -152,8 +154,9 @@ def pooled(hidden: Tensor, inputs: dict[str, Tensor], task: dict) -> Tensor:
 
 
 def _embedding(job: Any, model: Any, examples: list[dict], device: Any) -> Loss:
-    """Of each row the cross entropy of its positive among the texts of its batch, by cosine; or the squared error of
-    the cosine. A text is not told apart from itself, nor from other positives of its anchor."""
+    """Return the cross entropy of each row's positive among the batch's texts by cosine, or the cosines' squared error.
+
+    A text is not a negative of itself, nor are other positives of its anchor."""
     task, count, sides = job.run["task"], len(examples), len(examples[0]["texts"])
     vectors = vectors_of(job, model, examples, device)
     if job.libraries:
@@ -166,7 +169,7 @@ def _embedding(job: Any, model: Any, examples: list[dict], device: Any) -> Loss:
             ) * count, count
         return ((vectors[0] * vectors[1]).sum(1) - true_scores).square().sum(), count
     own, other = ([e["names"][side] for side in some for e in examples] for some in ((0,), range(1, sides)))
-    most = task["negatives"] or count  # other rows that a row is told apart from
+    most = task["negatives"] or count  # number of other rows used as negatives
     hidden = [
         [
             at != row and (name in (own[row], other[row]) or own[at:][:1] == [own[row]] or (at - row) % count > most)
@@ -184,12 +187,12 @@ def _embedding(job: Any, model: Any, examples: list[dict], device: Any) -> Loss:
 
 
 def _preference(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
-    """The losses of DPO (arXiv:2305.18290), IPO (2310.12036), SLiC's hinge (2305.10425) and SimPO (2405.14734)."""
+    """Return the loss of DPO (arXiv:2305.18290), IPO (2310.12036), SLiC's hinge (2305.10425) or SimPO (2405.14734)."""
     task, pairs = job.run["task"], [answer for example in examples for answer in example["answers"]]
     inputs, targets = inputs_of(job, pairs, device), padded(pairs, "next", IGNORED, device)
 
     def log_probabilities(by: nn.Module) -> Tensor:
-        """Of each token of an answer, and 0 of the others: [2B, T]."""
+        """Return the log-probability of each answer token, 0 elsewhere: [2B, T]."""
         return -cross_entropy(by(**inputs).logits.float().transpose(1, 2), targets, reduction="none")
 
     each, before, learned = log_probabilities(model), torch.zeros(targets.shape).to(device), targets != IGNORED
@@ -214,8 +217,8 @@ def _preference(job: Any, model: nn.Module, examples: list[dict], device: Any) -
 
 
 def _pair_by_trl(task: dict, each: Tensor, before: Tensor, learned: Tensor) -> Tensor:
-    """The loss of a pair, a batch by itself, as `DPOTrainer` or `CPOTrainer` has it. In: log-probabilities of tokens by
-    the model and by its reference, 0 of those that are not `learned`: [2, T]."""
+    """Return the loss of one pair by `DPOTrainer` or `CPOTrainer`. `each`, `before`: token log-probabilities of the
+    model and its reference, 0 where not `learned`: [2, T]."""
     import trl.experimental.cpo
 
     kind = {"dpo": "aot" if task["label_smoothing"] else "sigmoid"}.get(task["loss"], task["loss"])
@@ -244,13 +247,13 @@ def _pair_by_trl(task: dict, each: Tensor, before: Tensor, learned: Tensor) -> T
 
 
 def _trainer(kind: Any, device: Any, **options: Any) -> Any:
-    """A trainer of TRL's with nothing but what its loss reads: options, and that it evaluates in one process."""
+    """Build a TRL trainer with only the attributes that its loss reads: options, and evaluation in one process."""
     trainer = kind.__new__(kind)
     vars(trainer).update(
         options,
         model=SimpleNamespace(training=False),
         accelerator=SimpleNamespace(device=device, gather=Tensor.detach, gather_for_metrics=Tensor.detach),
-        alpha=0.0,  # of CPO, as SimPO has it
+        alpha=0.0,  # weight of CPO's term; 0 in SimPO
         aux_loss_enabled=False,
         f_divergence_type="reverse_kl",
         ld_alpha=None,
@@ -263,14 +266,14 @@ def _trainer(kind: Any, device: Any, **options: Any) -> Any:
 
 
 def _reward(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
-    """The loss of Bradley and Terry's model of choices (arXiv:2203.02155)."""
+    """Return the loss of the Bradley-Terry model (arXiv:2203.02155)."""
     task, answers = job.run["task"], [answer for example in examples for answer in example["answers"]]
     rewards = model(**inputs_of(job, answers, device)).logits.float().view(-1, 2)
     if job.libraries:
         from trl import RewardTrainer
 
         trainer = _trainer(RewardTrainer, device, args=SimpleNamespace(center_rewards_coefficient=task["center"]))
-        # all chosen answers stand before the rejected ones
+        # TRL expects all chosen answers before the rejected ones
         return trainer.compute_loss(lambda **_: SimpleNamespace(logits=rewards.T.reshape(-1, 1)), {}) * len(
             examples
         ), len(examples)

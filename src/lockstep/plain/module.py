@@ -1,6 +1,6 @@
-"""A module, data and a loss of the user's own (`task: module`), called as they wrote them.
+"""The user's module, data and loss (`task: module`), called directly.
 
-In: a run file as a mapping. Out: items by split, batches of them, the sum of their losses.
+In: a run file as a mapping. Out: items by split, batches, and the sum of their losses.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from lockstep.plain.rows import USUAL, NotCovered
 
 
 def named(task: dict, key: str, default: Any = None) -> Any:
-    """What a key of the task names; of a loss that is a module's class an instance."""
+    """Import the object that a key of the task names; a loss that is an `nn.Module` class is instantiated."""
     if not task.get(key):
         return default
     path, _, last = task[key].rpartition(".")
@@ -28,14 +28,14 @@ def named(task: dict, key: str, default: Any = None) -> Any:
 
 
 def read_splits(run: dict) -> dict[str, Subset]:
-    """The items of each split; where there is no validation split, a share of train that is drawn with the seed."""
+    """Return the items of each split; without a validation split, a share of train drawn with the seed."""
     task, splits = run["task"], named(run["task"], "data")
     if isinstance(splits, type) or not hasattr(splits, "__getitem__"):
         splits = splits(**task["data_arguments"])
     splits = dict(zip(USUAL, splits, strict=False)) if isinstance(splits, tuple) else splits
     splits = splits if isinstance(splits, Mapping) else {"train": splits}
     sets = {split: splits[word] for split, words in USUAL.items() for word in words if word in splits}
-    for split, data in sets.items():  # a data set of `datasets` gives tensors
+    for split, data in sets.items():  # data sets of `datasets` return tensors
         sets[split] = data if getattr(data, "format", {"type": "none"})["type"] else data.with_format("torch")
     places = {split: np.arange(min(len(data), run["data"]["limit"] or len(data))) for split, data in sets.items()}
     if "validation" not in sets:
@@ -46,13 +46,13 @@ def read_splits(run: dict) -> dict[str, Subset]:
 
 
 def build(run: dict) -> nn.Module:
-    """The user's model."""
+    """Build the user's model."""
     model = named(run["task"], "model")(**run["task"]["model_arguments"])
     return nn.Sequential(*model) if isinstance(model, list | tuple) else model
 
 
 def batch_of(run: dict, items: list[Any]) -> dict[str, Any]:
-    """A batch, how many targets it holds, and one item of it alone and twice, which show what a loss is divided by."""
+    """Return a batch with its number of targets, and its first item once and twice, to detect a mean or sum loss."""
     collate, count = named(run["task"], "collate", default_collate), named(run["task"], "targets", lambda item: 1)
     return {
         name: (collate(each), sum(map(count, each)))
@@ -61,11 +61,13 @@ def batch_of(run: dict, items: list[Any]) -> dict[str, Any]:
 
 
 def batch_loss(job: Any, model: nn.Module, examples: list[dict], device: Any) -> tuple[Tensor, float]:
-    """The sum of a batch's losses, and its targets. A loss that is one number is a sum where the same item twice has
-    twice as much, and a mean where it has as much. Errors: `NotCovered` where it is neither."""
+    """Return the summed loss of a batch, and its number of targets.
+
+    A scalar loss is a sum if one item twice doubles it, and a mean if that leaves it equal. Errors: `NotCovered` if it
+    is neither."""
     (batch,) = examples
     value, count = _value(job, model, batch["batch"], device), batch["batch"][1]
-    if value.numel() > 1 or count == 1:  # one number a target; or of one target a sum, a mean and its number are one
+    if value.numel() > 1 or count == 1:  # one value per target, or a single target, where sum and mean are equal
         return value.sum(), count if job.run["task"].get("targets") else value.numel()
     training = model.training
     try:
@@ -84,7 +86,7 @@ def batch_loss(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
 
 
 def _value(job: Any, model: nn.Module, batch: tuple[Any, int], device: Any) -> Tensor:
-    """What the user's loss gives: float32."""
+    """Return the user's loss, float32."""
     inputs, loss_inputs = batch[0] if type(batch[0]) in (list, tuple) else (batch[0], batch[0])
     loss, taken = named(job.run["task"], "loss"), inspect.signature(model.forward).parameters
     if isinstance(loss, nn.Module):

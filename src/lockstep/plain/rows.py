@@ -1,4 +1,4 @@
-"""The rows of a run's splits, read as the run file says: files or the Hub, filters, what is missing, what is cut off.
+"""Reads the rows of a run's splits: files or the Hub, filters, missing values, held-out splits.
 
 In: a run file as a mapping. Out: rows by split as mappings, in the order of the files, which is the order of examples.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 Row = dict[str, Any]
 Splits = dict[str, list[Row]]
-# task -> keys of columns that are read | of labels, Auto class of transformers, task of peft
+# task -> keys of text columns | of label columns, Auto class of transformers, task of peft
 TASKS: dict[str, tuple[str, str, str | None]] = {
     "classification": ("text text_pair | label", "ForSequenceClassification", "SEQ_CLS"),
     "image_classification": ("image | label", "ForImageClassification", None),
@@ -28,17 +28,17 @@ TASKS: dict[str, tuple[str, str, str | None]] = {
 }
 USUAL = {"train": ["train", "training"], "validation": ["validation", "valid", "val", "dev"], "test": ["test"]}
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
-SOURCE = "number of its source"  # a column of rows that are of a mixture
-WHOLE = "train before any is left out"  # the rows that show which labels there are
+SOURCE = "number of its source"  # a column of rows in a mixture
+WHOLE = "train before any is left out"  # the rows that determine the label set
 
 
 class NotCovered(Exception):
-    """The run file asks for something that plain does not compute; the message names the key."""
+    """The plain reference does not support a setting; the message names the key."""
 
 
 def read_splits(run: dict, tokenizer: Any = None) -> Splits:
-    """The rows of all splits as they are trained or evaluated on; those of several sources follow each other.
-    `tokenizer`: counts tokens for `data.filter`. Errors: `NotCovered`."""
+    """Return the rows of all splits, after filtering and splitting; several sources are concatenated. `tokenizer`:
+    counts tokens for `data.filter`. Errors: `NotCovered`."""
     data, (texts, labels), first = run["data"], columns(run["task"]), dict[str, Row]()
     sources = [read_source(data | each, run["task"], tokenizer) for each in data["sources"] or [{}]]
     whole = [row for rows in sources for row in rows["train"]]
@@ -70,7 +70,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def read_source(data: dict, task: dict, tokenizer: Any) -> Splits:
-    """The rows of one source that lack nothing, their columns called as the task calls them."""
+    """Return the usable rows of one source, with columns renamed to the task's."""
     splits = read(data, task)
     for split, rows in splits.items():
         rows = [row for row in rows if all(holds(get(row, c), w, tokenizer) for c, w in data["filter"].items())]
@@ -84,7 +84,7 @@ def read_source(data: dict, task: dict, tokenizer: Any) -> Splits:
 
 
 def columns(task: dict) -> tuple[list[str], list[str]]:
-    """The columns of texts that a task reads, and those of labels."""
+    """Return the text columns and the label columns of a task. Errors: `NotCovered`."""
     if task["name"] not in TASKS:
         raise NotCovered(f"task.name: {task['name']} is code of yours, or no task that plain knows")
     texts, labels = (keys.split() for keys in TASKS[task["name"]][0].split("|"))
@@ -96,7 +96,7 @@ def columns(task: dict) -> tuple[list[str], list[str]]:
 
 
 def get(row: Any, path: str) -> Any:
-    """What a row holds in a column, in a language of its translation, or along a dotted path into a column."""
+    """Return the value of a row at a column, a language of `translation`, or a dotted path; None if missing."""
     if path not in row and isinstance(row.get("translation"), dict):
         row = row["translation"]
     for part in [path] if path in row else path.split("."):
@@ -108,7 +108,7 @@ def get(row: Any, path: str) -> Any:
 
 
 def holds(value: Any, condition: Any, tokenizer: Any) -> bool:
-    """Whether a condition of `data.filter` holds for a value; none holds where there is nothing."""
+    """Return whether a value meets a condition of `data.filter`; a missing value meets none."""
     measures = {
         "": lambda: value,
         "characters": lambda: len(value),
@@ -125,7 +125,7 @@ def holds(value: Any, condition: Any, tokenizer: Any) -> bool:
 
 
 def lacks(row: Row, task: dict) -> bool:
-    """Whether a row has no text or no label where the task reads one."""
+    """Return whether a row lacks a text or label that the task reads."""
     texts, labels = columns(task)
     values = [get(row, column) for column in [*texts, *labels]]
     if task["name"] == "token_classification":
@@ -140,7 +140,7 @@ def lacks(row: Row, task: dict) -> bool:
 
 
 def idle(row: Row, task: dict) -> bool:
-    """Whether a row tells nothing apart: two answers that are the same, a negative that is the row's own text."""
+    """Return whether a row has no signal: two equal answers, or a negative equal to the row's own text."""
     texts, _ = columns(task)
     if task["name"] in ("preference", "reward"):
         return bool(get(row, task["chosen"]) == get(row, task["rejected"]))
@@ -149,7 +149,7 @@ def idle(row: Row, task: dict) -> bool:
 
 
 def same(row: Row, read: list[str]) -> str:
-    """What is equal for rows that hold the same in these columns, up to white space."""
+    """Return a key that is equal for rows with equal columns `read`, up to whitespace."""
     return repr([_spaced(get(row, column)) for column in read])
 
 
@@ -160,8 +160,8 @@ def _spaced(value: Any) -> Any:
 
 
 def cut(run: dict, rows: list[Row], share: float, seed: Any) -> tuple[list[Row], list[Row]]:
-    """A share of train, drawn with the seed: of each label in proportion, where a text has one; of a single text its
-    end."""
+    """Split off a share of train, drawn with the seed: stratified by label for single-label classification; the end of
+    a single text. Returns (rest, held out)."""
     (texts, labels), task, random = columns(run["task"]), run["task"], np.random.default_rng(seed)
     if len(rows) == 1 and task["name"].endswith("language_modeling") and texts == [task["text"]]:
         text = get(rows[0], texts[0])
@@ -180,7 +180,7 @@ def cut(run: dict, rows: list[Row], share: float, seed: Any) -> tuple[list[Row],
 
 
 def read(data: dict, task: dict) -> Splits:
-    """The rows of the splits that the run file names or that are called by their usual names. Errors: `NotCovered`."""
+    """Read the rows of the splits that the run file names, or that have usual names. Errors: `NotCovered`."""
     source, named = data["source"] or "", {split: data[split] for split in USUAL if data[split] is not None}
     root, files = Path(source).expanduser(), dict[str, list[Path]]()
     if data["layout"] == "class_folders" and not named:
@@ -209,7 +209,7 @@ def read(data: dict, task: dict) -> Splits:
 
 
 def _number_labels(pairs: list[tuple[Path, Row]], data: dict, task: dict) -> None:
-    """Labels of tables and lines, which are texts, become whole numbers where each number is written in one way."""
+    """Convert text labels of CSV and text files to integers, in place, if each is a canonically written integer."""
     names = columns(task)[1]
     several = task.get("multi_label") or not task["name"].endswith("classification") or "tags" in task
     if several or names[0] in (data["types"] or {}):
@@ -226,7 +226,7 @@ def _number_labels(pairs: list[tuple[Path, Row]], data: dict, task: dict) -> Non
 
 
 def _declared(row: Row, types: dict[str, str]) -> Row:
-    """A row whose columns are what `data.types` says."""
+    """Convert the columns of a row to their types in `data.types`."""
     make = {"text": lambda v: v if isinstance(v, str) else json.dumps(v), "integer": lambda v: int(float(v))}
 
     def of(value: Any, kind: str) -> Any:
@@ -238,7 +238,7 @@ def _declared(row: Row, types: dict[str, str]) -> Row:
 
 
 def _classes(root: Path, task: dict, encoding: str) -> Splits:
-    """A folder for each label, with a text or an image a file."""
+    """Read a folder per label, with one text or image per file."""
     splits, images = dict[str, list[Row]](), task["name"] == "image_classification"
     folders = {split: root / word for split, words in USUAL.items() for word in words if (root / word).is_dir()}
     for split, folder in (folders or {"train": root}).items():
@@ -249,7 +249,7 @@ def _classes(root: Path, task: dict, encoding: str) -> Splits:
 
 
 def _files(names: Any, root: Path) -> list[Path]:
-    """The files that a path or patterns name, from here or from a folder."""
+    """Return the files that paths or patterns name, relative to the working directory or to `root`."""
     files: list[Path] = []
     for name in names if isinstance(names, list) else [names]:
         path = Path(name).expanduser()
@@ -284,5 +284,5 @@ def _rows(file: Path, data: dict, task: dict) -> list[Row]:
 
 
 def _of_numbers(task: dict) -> bool:
-    """Whether the columns beside the texts hold numbers, or marks of 0 and 1."""
+    """Return whether the label columns hold numbers, or flags 0 and 1."""
     return bool(task.get("regression") or task.get("multi_label") or "score" in task)

@@ -1,6 +1,6 @@
-"""The scores of a batch in evaluation mode, by the libraries that the field takes them from.
+"""The metrics of a batch in evaluation mode, by their usual libraries.
 
-In: a job, a model, examples. Out: numbers, by the names that evaluations give them; fewer where a library is missing.
+In: a job, a model, examples. Out: metric -> value, named as in evaluations; fewer if a library is missing.
 """
 
 import copy
@@ -15,14 +15,16 @@ from torch import nn
 from lockstep.plain.examples import IGNORED, end_of
 from lockstep.plain.losses import batch_loss, inputs_of, padded, vectors_of
 
-TRAINING = {"label_smoothing": 0.0, "class_weights": None}  # options that evaluations leave out, but of preferences
-LONGEST = 16  # tokens that a model writes
+TRAINING = {"label_smoothing": 0.0, "class_weights": None}  # options that evaluations ignore, except for preferences
+LONGEST = 16  # most tokens to generate
 
 
 @torch.no_grad()
 def scores(job: Any, model: nn.Module, examples: list[dict], writes: bool = True) -> dict[str, float]:
-    """The mean loss, without weights of labels, smoothing or focus, and the scores of the task. That of preferences is
-    smoothed, as TRL's is. `job`: a `Plain`; `writes`: with those of what the model writes."""
+    """Return the mean loss, without class weights, smoothing or focal factor, and the task's metrics.
+
+    The loss of preferences keeps its smoothing, as in TRL. `job`: a `Plain`. `writes`: include metrics of generated
+    text."""
     plain, task, outputs = copy.copy(job), job.run["task"], []
     left_out = {"loss": None} if task.get("loss") == "focal" else {}
     if task["name"] != "preference":
@@ -80,7 +82,7 @@ def _entities(job: Any, model: nn.Module, examples: list[dict], output: Any) -> 
 
 
 def _written(job: Any, model: Any, examples: list[dict], output: Any) -> dict[str, float]:
-    """What the model writes beside the references: BLEU and chrF of all, or the mean ROUGE of texts."""
+    """Generate texts and compare them with the references: corpus BLEU and chrF, or mean ROUGE for summaries."""
     task, pad = job.run["task"], job.target_tokenizer.pad_token_id
     most = min(LONGEST, task["target_length"] or job.run["data"]["max_length"])
     how = {"max_new_tokens": most, "num_beams": task["beams"], "pad_token_id": pad, "forced_eos_token_id": None}
@@ -101,7 +103,7 @@ def _written(job: Any, model: Any, examples: list[dict], output: Any) -> dict[st
 
 
 def _answers(job: Any, model: nn.Module, examples: list[dict], output: Any) -> dict[str, float]:
-    """Of each question the span of the greatest sum, in any of its windows, beside SQuAD's answers."""
+    """Return SQuAD scores of each question's span with the highest logit sum in any window."""
     from torchmetrics.functional.text import squad
 
     task, rows = job.run["task"], iter(zip(output.start_logits.tolist(), output.end_logits.tolist(), strict=True))

@@ -1,6 +1,6 @@
-"""A few steps of training in one process: forward, backward, one division, clipping, the optimizer of torch.
+"""Trains a few steps in one process: forward, backward, one division, clipping, torch's optimizer.
 
-In: a job, a model of transformers, and which examples are in which step. Out: loss, gradients and weights of each step.
+In: a job, a transformers model, and the examples of each step. Out: loss, gradients and weight changes of each step.
 """
 
 import math
@@ -22,23 +22,25 @@ from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import TASKS, NotCovered
 
-SHARED = ("betas", "eps", "momentum", "beta2_decay", "d", "nesterov", "ns_steps")  # keys that torch's optimizers have
+SHARED = ("betas", "eps", "momentum", "beta2_decay", "d", "nesterov", "ns_steps")  # optimizer keys that torch shares
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step did."""
+    """The results of one step."""
 
     loss: float  # mean over the targets of the step
     targets: float
     norm: float  # 2-norm of the whole gradient, before clipping
     gradients: dict[str, Tensor]  # by parameter, before clipping
-    changes: dict[str, Tensor]  # of each trained parameter by the update; empty where torch has no such optimizer
+    changes: dict[str, Tensor]  # by trained parameter, from the update; empty if torch lacks the optimizer
 
 
 def build_model(job: Plain, weights: dict[str, Tensor] | None = None, empty: bool = False) -> nn.Module:
-    """The model of the run file, by the Auto class of its task. `weights`: what it starts from, by name; else those of
-    the source, or fresh ones. `empty`: on the meta device, and nothing of the source is read. Errors: `NotCovered`."""
+    """Build the model of the run file with the Auto class of its task.
+
+    `weights`: initial weights by name; default: those of the source, or random ones. `empty`: build on the meta device,
+    without reading weights of the source. Errors: `NotCovered`."""
     if job.run["task"]["name"] == "module":
         model = module.build(job.run)
     else:
@@ -55,7 +57,7 @@ def build_model(job: Plain, weights: dict[str, Tensor] | None = None, empty: boo
                 _untie(model, weights)
         if section["adapter"]:
             model = _adapted(model, {k: v for k, v in section["adapter"].items() if k != "export"}, kind)
-        frozen = [*section["freeze"], *(() if head else ["pooler.*"])]  # vectors are made without a pooler
+        frozen = [*section["freeze"], *(() if head else ["pooler.*"])]  # embeddings do not use the pooler
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and not any(fnmatchcase(name, each) for each in frozen))
     if weights is not None:
@@ -64,8 +66,8 @@ def build_model(job: Plain, weights: dict[str, Tensor] | None = None, empty: boo
 
 
 def load_pretrained(job: Plain, dtype: torch.dtype | None = None) -> tuple[Any, set[str]]:
-    """The model that `from_pretrained` loads, and the names of weights that its files do not hold, or with another
-    shape: these are drawn. `dtype`: None for that of the files. Errors: `NotCovered`."""
+    """Load a model by `from_pretrained`, and return it with the names of weights that its files lack or hold in another
+    shape, which are initialized randomly. `dtype`: None for that of the files. Errors: `NotCovered`."""
     section, (_, head, _) = job.run["model"], TASKS[job.run["task"]["name"]]
     options = {"revision": section["revision"], "ignore_mismatched_sizes": True, "output_loading_info": True}
     model, report = getattr(transformers, f"AutoModel{head}").from_pretrained(
@@ -83,17 +85,17 @@ def _attention(section: dict) -> dict[str, Any]:
 
 
 def _untie(model: Any, weights: dict[str, Tensor]) -> None:
-    """Give a weight of its own to each name that has one in `weights`, beside the one that it is tied to."""
+    """Untie each tied parameter that has its own entry in `weights`."""
     first = {name for name, _ in model.named_parameters()}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        named = {name, f"base_model.model.{name}"}  # the latter with an adapter around it
+        named = {name, f"base_model.model.{name}"}  # the second: inside a peft adapter
         if named & weights.keys() and name not in first:
             holder, _, last = name.rpartition(".")
             setattr(model.get_submodule(holder), last, nn.Parameter(torch.empty_like(parameter)))
 
 
 def _adapted(model: nn.Module, adapter: dict, kind: str | None) -> nn.Module:
-    """With an adapter of peft's. `kind`: the task in its words; None: of none of them, whose head it would know."""
+    """Add a peft adapter. `kind`: peft's task type; None if peft has none, so the head has to be named."""
     import peft
 
     head = {"modules_to_save": ["classifier"]} if kind is None else {}
@@ -102,19 +104,19 @@ def _adapted(model: nn.Module, adapter: dict, kind: str | None) -> nn.Module:
 
 
 def _config(job: Plain, head: str) -> Any:
-    """The config of the model: the run file's entries, the tokenizer's tokens, the task's labels."""
+    """Return the model's config: the run file's entries, the tokenizer's special tokens, the task's labels."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     section, tokenizer, targets = job.run["model"], job.tokenizer, job.target_tokenizer
     if section["trust_remote_code"]:
         raise NotCovered("model.trust_remote_code: plain runs models of transformers alone")
     if section["type"]:
-        # transformers walks through the architectures of a config
+        # transformers iterates over the architectures of a config
         kind, entries = (
             transformers.CONFIG_MAPPING[section["type"]],
             dict[str, Any](architectures=[]) | section["config"],
         )
-        for name, within in kind.sub_configs_defaults.items():  # such as a decoder, which decodes
+        for name, within in kind.sub_configs_defaults.items():  # for example is_decoder of a decoder
             if isinstance(entries.get(name), dict):
                 entries[name] = dict(within.init_kwargs or {}) | entries[name]
         config = kind(**entries)
@@ -127,9 +129,9 @@ def _config(job: Plain, head: str) -> Any:
                 }
             )
             for name in ("bos_token_id", "eos_token_id"):
-                with suppress(Exception):  # a family that cannot be without one keeps its own
+                with suppress(Exception):  # a family that requires one keeps its default
                     setattr(part, name, getattr(tokenizer, name))
-        if config.is_encoder_decoder:  # whose decoder starts from a token, and whose classifier reads at the text's end
+        if config.is_encoder_decoder:  # the decoder needs a start token; classifiers read the token at the text's end
             config.eos_token_id = tokenizer.sep_token_id if config.eos_token_id is None else config.eos_token_id
             for part in parts(config)[1:]:
                 part.bos_token_id = tokenizer.pad_token_id if part.bos_token_id is None else part.bos_token_id
@@ -143,7 +145,7 @@ def _config(job: Plain, head: str) -> Any:
         problem = next((key for key in names if job.run["task"].get(key)), "")
         numbers = job.encode(job.splits["train"][:1])[0]["labels"] if problem == "regression" else job.labels
         config.problem_type = names.get(problem, "single_label_classification")
-        config.num_labels = len(numbers) or 1  # of a reward
+        config.num_labels = len(numbers) or 1  # 1: a reward model
     if head == "ForCausalLM" and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         config.is_decoder = True
     if head == "ForSeq2SeqLM":
@@ -159,13 +161,13 @@ def _config(job: Plain, head: str) -> Any:
 
 
 def parts(config: Any) -> list[Any]:
-    """A config, and those of an encoder, a decoder or of the text within it."""
+    """Return a config and its nested encoder, decoder and text configs."""
     within = [p for name in ("encoder", "decoder", "text_config") if (p := vars(config).get(name)) is not None]
     return [config, *(each for part in within for each in parts(part))]
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Set parameters and buffers by name; each must be there."""
+    """Set all parameters and buffers by name. Errors: `ValueError` if the names differ."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     if tensors.keys() != weights.keys():
         raise ValueError(f"other weights than the model's: {sorted(tensors.keys() ^ weights.keys())[:4]}")
@@ -182,11 +184,12 @@ def train_steps(
     state: dict[str, Tensor] | None = None,
     divisors: Iterable[float] | None = None,
 ) -> Iterator[StepRecord]:
-    """Train `model`. `steps`: of each step its micro-batches, of each its examples. `numbers`: which of the `total`
-    steps of the run these are. `state`: the optimizer's before the first step, as KEY.PARAMETER. `divisors`: of each
-    step how many targets it has, where that is known: losses are divided before backward then, as half precision rounds
-    a gradient and its third in other places. Errors: `NotCovered`; for an optimizer that torch has not, after the first
-    step."""
+    """Train `model` and yield a record of each step.
+
+    `steps`: steps of micro-batches of examples. `numbers`: the steps' numbers among the `total` steps of the run.
+    `state`: optimizer state before the first step, KEY.PARAMETER -> tensor. `divisors`: number of targets of each step,
+    if known; losses are then divided before backward, because in half precision a gradient and its quotient round
+    differently. Errors: `NotCovered`; for an optimizer that torch lacks, after the first step."""
     run = job.run
     if run["precision"] == "fp16":
         raise NotCovered("precision: fp16 scales the loss, and skips steps")
@@ -223,8 +226,8 @@ def train_steps(
 
 
 def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: dict) -> list[torch.optim.Optimizer]:
-    """The optimizer of torch, its groups with `scale`, a factor of the run's rate; of muon a second for the rest. None
-    where torch has no such optimizer."""
+    """Return torch's optimizers; none if torch lacks the kind. Muon has a second one for other parameters. `scale` of a
+    group: factor of the run's learning rate."""
     optim, groups = run["optim"], list[dict[str, Any]]()
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
     if optim["name"] not in (*kinds, "muon") or optim["layerwise_lr_decay"] != 1.0:
@@ -234,7 +237,7 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
     for name, p in trained.items():
         own: dict = next((group for group in optim["groups"] if fnmatchcase(name, group["match"])), {})
         own = optim | {key: value for key, value in own.items() if value is not None}
-        called = re.sub(r"\.(\d+|modules_to_save|default)(?=\.|$)", "", name).rsplit(".", 2)[-2:]  # its module, and it
+        called = re.sub(r"\.(\d+|modules_to_save|default)(?=\.|$)", "", name).rsplit(".", 2)[-2:]  # [module, own name]
         decay = 0.0 if id(p) in norms - tables or "bias" in ".".join(called).lower() else own["weight_decay"]
         matrix = re.search(r"(^|\.)\d+\.", name) is not None and id(p) not in tables
         if optim.get("muon_params") is not None:
@@ -267,7 +270,7 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
 
 
 def rates_of(optim: dict, total: int, count: int) -> list[float]:
-    """The learning rates of the first `count` of `total` steps, by transformers' `get_scheduler` or OneCycleLR."""
+    """Return the rates of the first `count` of `total` steps, by transformers' `get_scheduler` or OneCycleLR."""
     top, least, kind = optim["learning_rate"], optim["min_lr_ratio"], optim["schedule"]
     if total == 1 and kind == "one_cycle":
         return [top]

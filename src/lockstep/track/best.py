@@ -1,7 +1,7 @@
 """The best evaluation of a run so far, by one metric of its validation split.
 
-In: metrics as they come. Out: which step had the best, for the terminal and the report. `checkpoint.best` of the run
-file names the metric; where it names none, the loss decides.
+In: metrics of each evaluation. Out: the step with the best one, for the terminal and the report. `checkpoint.best` in
+the run file names the metric; default: the loss.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Best:
-    """`by` is a metric's name, `-loss` where less is better."""
+    """Tracks the best evaluation by the metric `by`; a leading `-` (`-loss`) means lower is better."""
 
     def __init__(self, by: str | None = None) -> None:
         self.name = (by or "-loss").removeprefix("-")
@@ -22,7 +22,7 @@ class Best:
         self.numbers: Mapping[str, Any] = {}  # all metrics of that evaluation
 
     def update(self, step: int, numbers: Mapping[str, Any]) -> bool:
-        """Whether the evaluation after `step` is better than all before it."""
+        """Add an evaluation and return whether it is better than all earlier ones."""
         value = numbers.get(self.name)
         if not isinstance(value, int | float) or not math.isfinite(value):
             return False
@@ -32,7 +32,7 @@ class Best:
         return True
 
     def beats(self, value: float) -> bool:
-        """Whether the best evaluation is better than one with this value."""
+        """Return whether the best evaluation is better than `value`."""
         return self.step is not None and self._beats(self.value, value)
 
     def _beats(self, value: float, other: float) -> bool:

@@ -1,7 +1,7 @@
-"""While something takes seconds before training (imports, downloads, tokenising): a line that says what it is.
+"""Progress line for slow work before training: imports, downloads, tokenizing.
 
-In: a function that says what is going on. Out: on a terminal one line that moves and vanishes, elsewhere a plain line
-now and then, each later than the one before.
+In: a function that returns the current activity. Out: on a terminal, one animated line that disappears at the end;
+elsewhere, plain lines at growing intervals.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from lockstep.config.redaction import printable
 from lockstep_trace import streams
 
 _COUNTED = re.compile(r"([0-9][0-9,]*) of ([0-9][0-9,]*)")
-_SURE_S = 3.0  # before it is said how long the rest will take
-ECHO = 2  # columns that a line which moves leaves free: a terminal echoes ^C there, which must not begin a new line
-FIRST_S = 0.5  # before a command that computes shows that it does
-PAUSES_S = (10.0, 20.0, 30.0)  # between plain lines; then a minute
+_SURE_S = 3.0  # before the remaining time is shown
+ECHO = 2  # free columns at the end of an animated line, where the terminal echoes ^C without a line break
+FIRST_S = 0.5  # delay before the line of a command appears
+PAUSES_S = (10.0, 20.0, 30.0)  # between plain lines; afterwards 60 s
 
 
 class Busy:
-    """For `with`. What is said meanwhile on the same console stands above the line."""
+    """Context manager that shows the progress line below other output of the same console."""
 
     def __init__(self, rich: RichConsole, say: Callable[[str], None], place: Callable[[], str]) -> None:
         self._rich, self._say, self._place = rich, say, place
         self._over = threading.Event()
         self._live: Live | None = None
-        self._counted: tuple[str, int, float] | None = None  # what is counted, how much of it at first, and when
+        self._counted: tuple[str, int, float] | None = None  # what is counted, first count, its time
         self._spinner = Spinner("dots")
 
     def __enter__(self) -> Busy:
@@ -51,7 +51,7 @@ class Busy:
         if self._rich.is_interactive:
             self._live = Live(console=self._rich, get_renderable=self._line, transient=True, refresh_per_second=4)
             self._live.start(refresh=True)
-            self._rich.show_cursor(True)  # a process that is killed now leaves it as it is
+            self._rich.show_cursor(True)  # keep the cursor visible if the process is killed
         else:
             self._thread = threading.Thread(target=self._speak, name="lockstep-busy", daemon=True)
             self._thread.start()
@@ -74,7 +74,7 @@ class Busy:
         return Constrain(row, self._rich.width - ECHO)
 
     def _progress(self, place: str) -> list[RenderableType]:
-        """A bar, where the place says how much of how many there is, and how long the rest will take at this rate."""
+        """Return a bar and the remaining time if the activity contains `N of M`."""
         if (match := _COUNTED.search(place)) is None:
             return []
         (done, total), what = (int(number.replace(",", "")) for number in match.groups()), place[: match.start()]
@@ -97,14 +97,15 @@ class Busy:
         return f"{seconds // 60}:{seconds % 60:02d}"
 
 
-# -- commands that compute ---------------------------------------------------------------------------------------------
+# -- slow commands -----------------------------------------------------------------------------------------------------
 
-CLEAR = "\r\x1b[2K"  # to the first column of an empty line
+CLEAR = "\r\x1b[2K"  # clear the line and return to its first column
 
 
 class Waiting:
-    """For `with`: a line on standard error that moves while a command computes, and that vanishes before anything is
-    written to standard output; nothing where standard error is no terminal."""
+    """Context manager that animates a line on standard error while a command computes.
+
+    The line disappears before anything is written to standard output. Without a terminal it is not shown."""
 
     def __init__(self, place: Callable[[], str]) -> None:
         self._place, self._out = place, sys.stdout
@@ -127,7 +128,7 @@ class Waiting:
             sys.stdout = self._out
 
     def clear(self) -> None:
-        """Take the line away, until it is drawn again."""
+        """Erase the line until it is drawn again."""
         with self._lock:
             if self._visible:
                 streams.put(sys.stderr, CLEAR, flush=True)
@@ -142,14 +143,14 @@ class Waiting:
             tail = f" {passed // 60}:{passed % 60:02d}"
             room = max(10, shutil.get_terminal_size((80, 24)).columns - len(tail) - 3)
             with self._lock:
-                # the cursor goes back: what a process that was started writes begins where it should
+                # return the cursor, so that output of child processes starts in the first column
                 line = f"{CLEAR}{next(spinner)} {printable(self._place())[:room]}{tail}\r"
                 streams.put(sys.stderr, line, flush=True)
                 self._visible = True
 
 
 class _Above:
-    """Standard output whose lines stand above the line that moves."""
+    """Standard output that erases the animated line before each write."""
 
     def __init__(self, file: TextIO, clear: Callable[[], None]) -> None:
         self._file, self._clear = file, clear

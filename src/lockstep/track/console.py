@@ -1,7 +1,7 @@
-"""What a person sees: the opening lines, a progress bar, and the closing table. One voice for all ranks.
+"""The terminal output of a run: header lines, progress bar and final tables. Only one rank prints.
 
-In: facts and numbers. Out: text on the terminal, with a bar where it is one, in plain lines where it is not (a pipe, a
-job's log); and the same lines in a log file, for `lockstep logs`.
+In: facts and numbers. Out: text on the terminal, with a progress bar, or plain lines if standard output is a pipe or a
+job's log; the same lines go to a log file, for `lockstep logs`.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from lockstep.track.best import Best
 from lockstep.track.busy import ECHO, Busy
 from lockstep_trace import streams
 
-LOG = "log.txt"  # in OUTPUT: what rank 0 said, and what any rank said of a failure
+LOG = "log.txt"  # in OUTPUT: output of rank 0, and errors of all ranks
 Voice = Literal["normal", "quiet", "verbose"]
-PLAIN_LINES = 4  # of training, where there is no bar, in a run of minutes
+PLAIN_LINES = 4  # training lines without a bar, in a run of minutes
 LAST_SAMPLES = 2  # shown at the end
-_SHELL_WORDS = re.compile(r""" #.*|(?:'[^']*'|"[^"]*"|\\.|[^\s'"])+""")  # and a comment behind them
-LEAST_S, MOST_S = 5.0, 60.0  # between two of them
+_SHELL_WORDS = re.compile(r""" #.*|(?:'[^']*'|"[^"]*"|\\.|[^\s'"])+""")  # with a trailing comment
+LEAST_S, MOST_S = 5.0, 60.0  # interval between plain training lines
 
 
 class Terminal:
-    """Standard output as it is at the time of each write, which raises no error: what it cannot show is replaced, and
-    what nobody reads is dropped. Training continues, and the log has everything."""
+    """Standard output, looked up at each write, that never raises: unencodable characters are replaced, and output to a
+    closed pipe is dropped, so training continues. The log file has everything."""
 
     @property
     def rich_proxied_file(self) -> Terminal:
-        """What rich's progress bars write to; they put themselves in the place of `sys.stdout`."""
+        """The stream for rich's progress bars, which replace `sys.stdout` by themselves."""
         return self
 
     def write(self, text: str) -> int:
@@ -69,7 +69,7 @@ class Terminal:
         return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
 
     def isatty(self) -> bool:
-        with suppress(AttributeError, ValueError):  # there is none, or it is closed
+        with suppress(AttributeError, ValueError):  # missing or closed
             return self._file.isatty()  # type: ignore[union-attr]
         return False
 
@@ -79,14 +79,14 @@ class Terminal:
 
 @dataclass
 class Record:
-    """What consoles say while a command is asked for JSON: nothing is printed."""
+    """Console output recorded for `--json` instead of printed."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def add_table(self, key: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """A table by its key, as an object a row; numbers are numbers as far as they were printed."""
+        """Add a table under `key`, one object per row, with cells converted by `value_of`."""
         names = [name or "name" for name in columns]
         listed = [dict(zip(names, map(value_of, row), strict=True)) for row in rows]
         self.tables.setdefault(key, []).extend(listed)
@@ -96,7 +96,7 @@ RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
 
 
 def value_of(cell: str) -> Any:
-    """The value of a table's cell: a number if it is one, None if it is empty."""
+    """Convert a table cell: a number if possible, None if empty, else the text."""
     plain = cell.strip()
     if not plain:
         return None
@@ -107,11 +107,11 @@ def value_of(cell: str) -> Any:
 
 
 class Console:
-    """Speaks on rank 0; on every other rank it is silent. Trackers' threads may call `say` and `note` too."""
+    """Prints on rank 0 and is silent on other ranks. Trackers' threads may also call `say` and `note`."""
 
     def __init__(self, loud: bool, log: Path | None = None, voice: Voice = "normal") -> None:
-        """`log` is a file that gets the lines too, if this rank is the one that speaks. `voice`: quiet says notes only;
-        verbose says every line of the log."""
+        """`loud`: whether this rank prints. `log`: file that also gets the lines, if `loud`. `voice`: quiet prints only
+        notes; verbose prints every line of the log."""
         self.rich = RichConsole(file=cast(TextIO, Terminal()), quiet=not loud, highlight=False, soft_wrap=True)
         self._record = RECORD.get() if loud else None
         if self._record is not None:
@@ -120,17 +120,16 @@ class Console:
         self._log = log if loud else None
         self._bar: _Bar | None = None
         self._memory = ""
-        self._last_line, self._line_step = -math.inf, 0  # when the last plain line was written, and of which step
+        self._last_line, self._line_step = -math.inf, 0  # time and step of the last plain line
         self._best, self._per_epoch, self._done = Best(), 0, 0
-        self.samples: list[Mapping[str, str]] = []  # the last that were shown
+        self.samples: list[Mapping[str, str]] = []  # the most recent ones
 
     def take_over(self, log: Path) -> None:
-        """Speak from now on: the rank that did is gone."""
+        """Start to print on this rank, after the rank that printed has failed."""
         self.rich.quiet, self._loud, self._log = False, True, log
 
     def facts(self, rows: Mapping[str, str], whole: bool = False) -> None:
-        """`name  value` lines. `whole`: a value is to be pasted into a shell; where it is too long for a terminal it
-        goes on behind a backslash."""
+        """Print `name  value` lines. `whole`: values are shell commands; long ones continue after a backslash."""
         for name, value in rows.items():
             if self._record is not None:
                 self._record.facts[name] = value
@@ -141,15 +140,15 @@ class Console:
             append(self._log, f"{name:<10} {value}")
 
     def detail(self, rows: Mapping[str, str]) -> None:
-        """Facts for the log file, and for a terminal that is told everything."""
+        """Write facts to the log file, and with voice `verbose` also to the terminal."""
         if self._voice == "verbose":
             self.facts(rows)
         for name, value in rows.items() if self._voice != "verbose" else ():
             append(self._log, f"{name:<10} {value}")
 
     def say(self, text: str, hang: int | None = None, whole: bool = False) -> None:
-        """One line or more. `hang`: on a terminal, where a line that is too long goes on; by default two columns
-        further in than it begins. `whole`: it is to be pasted, and is never cut into lines."""
+        """Print one or more lines. `hang`: indentation of wrapped lines on a terminal; default: two columns more than
+        the line's own. `whole`: never wrap, for text to copy."""
         if self._record is not None:
             self._record.notes.append(text)
         if self._voice != "quiet":
@@ -166,8 +165,8 @@ class Console:
         return "\n".join(lines)
 
     def _hung(self, text: str, hang: int, ahead: int = 0) -> str:
-        """A text in lines that fit the terminal, all but the first `hang` columns in; `ahead` of these columns are part
-        of the text. Elsewhere a line stays one line, for whoever searches there."""
+        """Wrap a text to the terminal's width, with lines after the first indented by `hang`. The first `ahead` columns
+        belong to the text. Without a terminal, lines stay whole, so that they can be searched."""
         if not self.rich.is_terminal:
             return text
         first, rest = text[:ahead], text[ahead:]
@@ -175,7 +174,7 @@ class Console:
         return first + f"\n{' ' * hang}".join(parts)
 
     def _continued(self, command: str) -> str:
-        """A command in lines of a terminal, which a shell reads as one."""
+        """Wrap a shell command to the terminal's width with backslashes."""
         words, lines = _SHELL_WORDS.findall(command), [""]
         fits = cell_len(command) <= self.rich.width - 11
         if fits or not self.rich.is_terminal or " ".join(words) != command:
@@ -188,22 +187,22 @@ class Console:
                 lines[-1] = longer
         text = lines[0]
         for line in lines[1:]:
-            comment = line.lstrip().startswith("#")  # a line of its own, which needs no command to go on
+            comment = line.lstrip().startswith("#")  # a comment on its own line needs no backslash
             text += f"\n{' ' * 11}{line.lstrip()}" if comment else f" \\\n{' ' * 11}{line}"
         return text
 
     def busy(self, place: Callable[[], str]) -> AbstractContextManager[object]:
-        """For `with`: what is going on while nothing else is said. `place` says what that is."""
+        """Return a context manager that shows the current activity, `place()`, while nothing else is printed."""
         if not self._loud or self._voice == "quiet" or self._record is not None:
             return nullcontext()
         return Busy(self.rich, lambda text: self.facts({"preparing": text}), place)
 
     def tracker(self, text: str) -> None:
-        """Where a tracker shows the run."""
+        """Print where a tracker shows the run."""
         self.facts({"tracker": text})
 
     def note(self, text: str) -> None:
-        """Something that a person should know, also one who asked for quiet."""
+        """Print a note, also with voice `quiet`."""
         if self._record is not None:
             self._record.notes.append(f"note: {text}")
         self.rich.print(f"[yellow]note:[/yellow] {_plain(self._hung(text, 6))}")
@@ -212,9 +211,8 @@ class Console:
     def start(
         self, total: int, done: int, place: Callable[[], str] = str, per_epoch: int = 0, best: Best | None = None
     ) -> None:
-        """Show progress over `total` steps, `done` of them finished. `place` says what the program does outside of a
-        step. `per_epoch`: steps of an epoch, where epochs are counted. `best`: the metric of the best evaluation, and
-        the best one so far."""
+        """Show progress over `total` steps, of which `done` are finished. `place`: returns the activity between steps.
+        `per_epoch`: steps per epoch, 0 if epochs are not counted. `best`: the best evaluation so far."""
         self._total, self._done = total, done
         self._last_line, self._line_step = -math.inf, done
         self._per_epoch, self._best = per_epoch, best or Best()
@@ -223,13 +221,13 @@ class Console:
             self._bar.start()
 
     def advance(self, step: int) -> None:
-        """A step is done; costs the host microseconds."""
+        """Advance the progress bar to `step`. Takes microseconds."""
         if self._bar is not None:
             self._bar.update(self._bar.row, completed=step)
 
     def log(self, step: int, split: str, numbers: Mapping[str, float], closing: bool = False) -> None:
-        """Numbers of a split after `step` updates; those of `system` are what ranks take of their machines. `closing`:
-        a table of them follows, and the log file alone gets this line."""
+        """Print the numbers of a split after `step` updates. The split `system` holds each rank's resource usage.
+        `closing`: a table follows, so the line goes only to the log file."""
         if split == "system":
             self._system(step, numbers)
         elif split == "train":
@@ -239,8 +237,8 @@ class Console:
             self._scores(step, split, {k: v for k, v in numbers.items() if k != "examples"}, better, closing)
 
     def _scores(self, step: int, split: str, numbers: Mapping[str, float], better: bool, closing: bool) -> None:
-        """An evaluation. On a terminal a line of as many metrics as fit, what it is judged by first; the log file has
-        all of them, and so has a terminal that is told everything."""
+        """Print an evaluation in one line: loss and the best-model metric, then as many metrics as fit. The log file,
+        and voice `verbose`, get all metrics."""
         first, last = f"step {step:>6}  {split}: ", "; best yet" if better else ""
         line = f"{first}{_listed(numbers)}{last}"
         if self._voice == "verbose" or (not self.rich.is_terminal and not closing):
@@ -293,15 +291,15 @@ class Console:
         elif self._loud and self._is_time(step):
             rest = clock((self._total - step) * numbers["seconds_per_step"])
             line = f"step {step:>6}/{self._total}  {text}"
-            line += f"  {rest} left" if self._done + 1 < step < self._total else ""  # a first step is no measure
+            line += f"  {rest} left" if self._done + 1 < step < self._total else ""  # first step: not typical
             if self._bar is None:
                 self.say(line)
             else:
                 append(self._log, line)
 
     def _is_time(self, step: int) -> bool:
-        """Whether another plain line is due: the first step, then after a quarter of the steps, but not before
-        `LEAST_S`, and after `MOST_S` in any case."""
+        """Return whether to print a plain line: for the first step, then each quarter of the steps, at intervals from
+        `LEAST_S` to `MOST_S` seconds."""
         now = time.monotonic()
         passed, steps = now - self._last_line, step - self._line_step
         if passed < MOST_S and (passed < LEAST_S or steps * PLAIN_LINES < self._total):
@@ -310,8 +308,8 @@ class Console:
         return True
 
     def show(self, step: int, samples: Iterable[Mapping[str, str]]) -> None:
-        """What the model makes of a few examples after `step` updates. The log has all of them; the terminal the last
-        ones, by `last_samples`, unless it is told everything."""
+        """Log the model's predictions for a few examples after `step` updates. The terminal shows only the last ones
+        (`last_samples`), unless the voice is `verbose`."""
         self.samples = list(samples)
         for sample in self.samples:
             text = f"step {step:>6}  sample: " + joined(sample).replace("\n", "\n" + " " * 13)
@@ -321,7 +319,7 @@ class Console:
                 append(self._log, text)
 
     def last_samples(self) -> None:
-        """What the model made of some examples at last, each cut to a line; samples.jsonl and the report have all."""
+        """Print the last predictions, each shortened to a line; samples.jsonl and the report have them in full."""
         room = max(40, self.rich.width if self.rich.is_terminal else 120) - 11
         for place, sample in enumerate(self.samples[:LAST_SAMPLES] if self._voice == "normal" else ()):
             self.rich.print(f"[bold]{'' if place else 'samples':<10}[/bold] {_plain(on_a_line(sample, room))}")
@@ -333,8 +331,8 @@ class Console:
             self._bar = None
 
     def columns(self, title: str, rows: Sequence[Sequence[str]], cut: bool = False) -> None:
-        """Print rows below a title, in columns without lines between them. On a terminal the last column wraps below
-        itself if it is too long, or is shortened to one line with `cut`."""
+        """Print rows in columns without borders, below a title. On a terminal a long last column wraps within itself,
+        or is shortened to one line with `cut`."""
         if self._record is not None:
             head, body = (("name", "value", "more"), rows) if title else (rows[0], rows[1:])
             self._record.add_table(title, head[: len(rows[0])], body)
@@ -356,8 +354,8 @@ class Console:
             self.rich.print(_plain(self._hung(front + last, cell_len(front), len(front)).rstrip()))
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], key: str = "table") -> None:
-        """A small table: columns with a number in them are set right, the first one and those of words left. `key`: of
-        its rows in what `--json` prints."""
+        """Print a small table. Columns with numbers are right-aligned, except the first. `key`: the table's key in
+        `--json` output."""
         lines, columns = [list(row) for row in rows], list(columns)
         if self._record is not None:
             self._record.add_table(key, columns, lines)
@@ -375,12 +373,12 @@ class Console:
             return
         if Measurement.get(self.rich, self.rich.options.update(width=1000), table).maximum > self.rich.width:
             for head in table.columns:
-                head.header = str(head.header).replace("_", "_\n")  # else names would be cut off
+                head.header = str(head.header).replace("_", "_\n")  # otherwise names would be truncated
         self.rich.print(table)
 
 
 class _Bar(progress.Progress):
-    """How far it is and how long it will take, and the last numbers below, in as many lines as the terminal needs."""
+    """Progress bar with the remaining time, and the latest numbers in as many lines as needed."""
 
     def __init__(self, console: RichConsole, total: int, done: int, place: Callable[[], str]) -> None:
         self.numbers: list[str] = []
@@ -394,8 +392,8 @@ class _Bar(progress.Progress):
             progress.TimeRemainingColumn(),
             progress.TextColumn("left"),
             console=console,
-            transient=True,  # what it came to is told below
-            refresh_per_second=2,  # drawing costs a core's time that training could use
+            transient=True,  # the final numbers are printed below
+            refresh_per_second=2,  # redrawing takes CPU time from training
         )
         self.row: progress.TaskID = self.add_task("training", total=total, completed=done)
 
@@ -409,7 +407,7 @@ class _Bar(progress.Progress):
 
 
 def _filled(parts: Iterable[str], width: int) -> list[str]:
-    """The parts in lines of at most `width` columns, two blanks between them; a longer part has a line of its own."""
+    """Join parts with two spaces into lines of at most `width` columns; a longer part has its own line."""
     lines: list[str] = []
     for part in parts:
         if lines and cell_len(lines[-1]) + 2 + cell_len(part) <= width:
@@ -420,7 +418,7 @@ def _filled(parts: Iterable[str], width: int) -> list[str]:
 
 
 def _of_sources(numbers: Mapping[str, float]) -> str:
-    """The losses of the sources of a mixture, of many the least and the most."""
+    """Format the losses of a mixture's sources; of four or more, only the lowest and the highest."""
     losses = sorted((v, k.removeprefix("loss_")) for k, v in numbers.items() if k[:5] == "loss_" and k != "loss_scale")
     labels = [f"{name} {loss:.4f}" for loss, name in (losses if len(losses) < 4 else [losses[0], losses[-1]])]
     return f" ({'...'.join(labels) if len(losses) > 3 else ', '.join(labels)})" if labels else ""
@@ -431,23 +429,23 @@ def _listed(numbers: Mapping[str, float]) -> str:
 
 
 def _highest(numbers: Mapping[str, float], kind: str) -> float | None:
-    """The highest of all ranks' numbers of a kind, `KIND/rank0` and so on."""
+    """Return the maximum over ranks of a number, `KIND/rank0` and so on, or None."""
     return max((value for name, value in numbers.items() if name.startswith(f"{kind}/")), default=None)
 
 
 def error(text: str, log: Path | None = None) -> None:
-    """A message for the user on standard error, and in the run's log file where there is one."""
+    """Print an error message on standard error, and append it to the log file, if given."""
     streams.put(sys.stderr, f"{_folded(f'lockstep: {printable(with_addresses(text))}')}\n", flush=True)
     append(log, f"lockstep: {text}")
 
 
 def _folded(text: str) -> str:
-    """A text in lines that end between words where standard error is a terminal."""
+    """Wrap a text at word boundaries if standard error is a terminal."""
     try:
         if not sys.stderr.isatty():
             return text
         width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-    except (OSError, ValueError, AttributeError):  # a stream that is no file, is closed, or is not there
+    except (OSError, ValueError, AttributeError):  # not a file, closed, or missing
         return text
     lines = []
     for line in text.split("\n"):
@@ -458,22 +456,21 @@ def _folded(text: str) -> str:
 
 
 def _parts(line: str, room: int) -> list[str]:
-    """A line in parts that end between words, of at most `room` characters; one at least."""
+    """Split a line at word boundaries into one or more parts of at most `room` characters."""
     return textwrap.wrap(line, max(20, room), break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def append(log: Path | None, text: str) -> None:
-    """A line, or more, at the end of a log file, whose folder was `resolve`d. A disk that is full ends no training
-    because of it."""
+    """Append lines to a log file in a resolved folder. Errors such as a full disk are ignored."""
     if log is not None and led_away(log.absolute().parent) is None:
         with suppress(OSError), open(log, "a", encoding="utf-8") as file:
             file.write(f"{printable(text)}\n")
 
 
 def strike_tracebacks() -> None:
-    """What Python prints of an error that nobody caught, here or in a thread, comes without secrets from now on."""
+    """Redact secrets in the tracebacks of uncaught exceptions, in the main thread and in others."""
     sys.excepthook = _traceback
-    if threading.excepthook is threading.__excepthook__:  # else somebody listens
+    if threading.excepthook is threading.__excepthook__:  # keep a custom hook
         threading.excepthook = _traceback_of_thread
 
 
@@ -488,7 +485,7 @@ def _traceback_of_thread(failed: threading.ExceptHookArgs) -> None:
 
 
 def clock(seconds: float) -> str:
-    """1:05 or 2:01:05."""
+    """Format seconds as 1:05 or 2:01:05."""
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
@@ -498,17 +495,16 @@ def _plain(text: str) -> str:
     return escape(printable(text))
 
 
-# -- samples: what the model makes of an example, as a text or cut to one line ---------------------------------------
+# -- samples: predictions for single examples, in full or shortened to one line ---------------------------------------
 
 
 def joined(sample: Mapping[str, str]) -> str:
-    """The whole sample: the first column, what the model makes of it, the others: `text ⟶ predicted (label: true)`."""
+    """Format a sample: first column, prediction, other columns: `text ⟶ predicted (label: true)`."""
     return _joined(list(sample), list(sample.values()))
 
 
 def on_a_line(sample: Mapping[str, str], room: int) -> str:
-    """The sample on one line of at most `room` columns, for which the longest of its texts are cut (to no less than
-    eight columns each)."""
+    """Format a sample on one line of at most `room` columns, shortening its longest texts, to eight columns or more."""
     names, values = list(sample), [" ".join(value.split()) for value in sample.values()]
     for most in range(min(room, max(map(cell_len, values), default=0)), 7, -1):
         text = _joined(names, [shortened(value, most) for value in values])
@@ -525,5 +521,5 @@ def _joined(names: Sequence[str], values: Sequence[str]) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """At most so many columns, with an ellipsis where something is left out."""
+    """Shorten a text to at most `most` columns, with an ellipsis."""
     return text if cell_len(text) <= most else set_cell_size(text, most - 1).rstrip() + "\u2026"

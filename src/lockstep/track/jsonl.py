@@ -1,7 +1,6 @@
 """`OUTPUT/metrics.jsonl`, `system.jsonl` and `samples.jsonl`: one object a line, always written.
 
-In: numbers and samples. Out: lines; on a resume, those of steps that are trained again are dropped with the first new
-line, and not before there is one.
+In: numbers and samples. Out: lines. After a resume, the first new line replaces the old lines of repeated steps.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from lockstep.track.tracker import End, Sample, Tracker
 
 
 class Jsonl(Tracker):
-    """The record every other sink could be rebuilt from."""
+    """The complete record, from which every other sink could be rebuilt."""
 
     def open(self) -> str:
         self._metrics, self._system, self._samples = (
@@ -28,12 +27,12 @@ class Jsonl(Tracker):
         return str(self.run.folder / "metrics.jsonl")
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
-        plain = {k: v if math.isfinite(v) else None for k, v in numbers.items()}  # JSON has no word for them
+        plain = {k: v if math.isfinite(v) else None for k, v in numbers.items()}  # JSON cannot express them
         lines = self._system if split == "system" else self._metrics
         lines.add({"step": step, "split": split, **plain})
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """`OUTPUT/samples.jsonl`, for reading."""
+        """Write samples to `OUTPUT/samples.jsonl`."""
         if samples:
             self._samples.add({"step": step, "split": "validation", "samples": list(samples)})
 
@@ -43,30 +42,30 @@ class Jsonl(Tracker):
 
 
 class Lines:
-    """A file of JSON objects. What the disk does not take is kept, and tried again with the next line. What the file
-    held before stays until there is a line to put there."""
+    """A file of JSON objects, one per line. Lines that cannot be written are retried with the next one. Old content is
+    replaced only when a new line is written."""
 
     def __init__(self, path: Path, after: int) -> None:
         self.path, self._after = path.parent.resolve() / path.name, after
-        self._queue: list[dict[str, Any]] = []  # not looked at yet
+        self._queue: list[dict[str, Any]] = []  # not yet compared with the file
         self._waiting = b""
-        self._lines: dict[tuple[int, str | None], bytes] | None = None  # by step and split, once the file was read
-        self._stale = False  # the file holds more than what is kept
+        self._lines: dict[tuple[int, str | None], bytes] | None = None  # by step and split; None until the file is read
+        self._stale = False  # the file has lines to drop
         self._file: FileIO | None = None
 
     def add(self, values: dict[str, Any]) -> None:
-        """Errors: `OSError`, when the line and those before it could not be written yet."""
+        """Add a line. Errors: `OSError` if this and earlier queued lines could not be written yet."""
         self._queue.append(values)
         self._write()
 
     def _read(self) -> dict[tuple[int, str | None], bytes]:
-        """The lines of steps that are not trained again. Errors: `OSError`."""
+        """Return the lines of steps that are not repeated. Errors: `OSError`."""
         try:
             old = self.path.read_bytes()
         except FileNotFoundError:
             old = b""
         lines: dict[tuple[int, str | None], bytes] = {}
-        for line in old.split(b"\n"):  # JSON escapes this, and leaves U+2028 as it is
+        for line in old.split(b"\n"):  # not splitlines: JSON does not escape U+2028
             where = _where(line)
             if where is not None and where[0] <= self._after and self._after:
                 lines.setdefault(where, line)
@@ -80,7 +79,7 @@ class Lines:
             self._lines = self._read()
         for values in self._queue:
             if (values["step"], values.get("split")) not in (self._lines or {}):
-                # else scored again by a run that was killed between its last step and its export
+                # otherwise a duplicate, from a run killed between its last step and its export
                 self._waiting += (json.dumps(values, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
         self._queue = []
         if self._stale and self._waiting and self._lines is not None:
@@ -90,7 +89,7 @@ class Lines:
             self._stale = False
         if self._file is None and self._waiting:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open for the whole run
-        while self._file is not None and self._waiting:  # a full disk may take a part of a line
+        while self._file is not None and self._waiting:  # a full disk may write a part of a line
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def close(self) -> None:
@@ -100,7 +99,7 @@ class Lines:
 
 
 def _where(line: bytes) -> tuple[int, str | None] | None:
-    """Step and split of a line; None for half a line and for bytes that are no text, as kills and full disks leave."""
+    """Return step and split of a line, or None for an incomplete or invalid line, after a kill or a full disk."""
     try:
         values = json.loads(line)
         return int(values["step"]), values.get("split")

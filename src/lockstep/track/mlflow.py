@@ -23,7 +23,7 @@ STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class MLflow(Tracker):
-    """`mlflow ui --backend-store-uri sqlite:///OUTPUT/mlflow.db` shows a local one."""
+    """Tracker for MLflow. View a local store: `mlflow ui --backend-store-uri sqlite:///OUTPUT/mlflow.db`."""
 
     packages = ("mlflow",)
 
@@ -40,12 +40,12 @@ class MLflow(Tracker):
         from mlflow import MlflowClient
 
         for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)  # the terminal is the console's
+            logging.getLogger(name).setLevel(logging.WARNING)  # only the console writes to the terminal
 
         folder = self.run.folder.resolve()
         uri = self.options.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
         self._client: Any = MlflowClient(uri)
-        self._last_steps: dict[str, int] = {}  # metric -> last step that the store has, for a resumed run
+        self._last_steps: dict[str, int] = {}  # metric -> last step in the store, for a resumed run
         if self.run_id is not None:
             self._client.update_run(self.run_id, status="RUNNING")
             return f"{uri}, run {self.run_id} goes on"
@@ -66,7 +66,7 @@ class MLflow(Tracker):
 
         flat = messages.flat(self.config)
         rows = [Param(key, str(value)[:6000]) for key, value in flat.items()]
-        for start in range(0, len(rows), 100):  # as many as a request may hold
+        for start in range(0, len(rows), 100):  # limit per request
             self._client.log_batch(self.run_id, params=rows[start : start + 100])
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
@@ -79,7 +79,7 @@ class MLflow(Tracker):
             self._client.log_batch(self.run_id, metrics=rows[start : start + 1000])
 
     def _last(self, name: str) -> int:
-        """MLflow deletes nothing: what it has of steps that are trained again stays, and is not logged twice."""
+        """Return the last step in the store, or -1. MLflow cannot delete, so repeated steps are not logged again."""
         if not self.after:
             return -1
         if name not in self._last_steps:
@@ -88,7 +88,7 @@ class MLflow(Tracker):
         return self._last_steps[name]
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """A file for each evaluation."""
+        """Log one file per evaluation."""
         text = {"columns": ["step", *samples[0]], "data": [[step, *sample.values()] for sample in samples]}
         self._client.log_dict(self.run_id, text, f"samples/step-{step:06d}.json")
 

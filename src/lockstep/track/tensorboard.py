@@ -13,7 +13,7 @@ from lockstep.track.tracker import End, Sample, Tracker, named
 
 
 class TensorBoard(Tracker):
-    """`tensorboard --logdir OUTPUT` shows them."""
+    """Tracker for TensorBoard. View: `tensorboard --logdir OUTPUT`."""
 
     packages = ("tensorboard",)
 
@@ -22,13 +22,13 @@ class TensorBoard(Tracker):
 
         self._place = FolderInside(self.run.folder, "tensorboard")
         folder = self._place.path
-        # Readers of the files drop events of steps that are trained again.
+        # Readers of the files drop events of repeated steps.
         self._writer = SummaryWriter(str(folder), purge_step=self.after + 1 if self.after else None)
         return f"tensorboard --logdir {folder}"
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
         if (fault := self._place.led_away()) is not None:
-            raise OSError(fault)  # it opens its file anew each time
+            raise OSError(fault)  # the writer would reopen its file
         for name, value in named(split, numbers).items():
             self._writer.add_scalar(name, value, step)
 

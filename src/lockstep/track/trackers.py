@@ -1,8 +1,8 @@
 """All trackers of a run behind one: hands numbers on, and sees to it that none of them holds up or ends training.
 
-In: `log` and `show` on rank 0. Out: calls of each tracker, in a thread of its own. One that fails, or cannot keep up,
-is named once and left out; `metrics.jsonl` is written at once, by the caller, and keeps everything. No text passes here
-with a secret or a control character in it, whatever the tracker.
+In: `log` and `show` on rank 0. Out: calls of each tracker in its own thread. A tracker that fails or falls behind is
+reported once and dropped; `metrics.jsonl` is written synchronously and has everything. Secrets and control characters
+are removed from all texts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lockstep.config.run import Run
 from lockstep.track.jsonl import Jsonl
 from lockstep.track.tracker import End, Sample, Tracker
 
-MOST_WAITING = 10_000  # calls; a tracker that is further behind than that will not catch up
+MOST_WAITING = 10_000  # calls; a tracker further behind will not catch up
 
 
 class Trackers:
-    """What a run logs to. None of the methods raises, and only `close` waits. Not collective."""
+    """All trackers of a run. No method raises, and only `close` waits. Not collective."""
 
     def __init__(
         self,
@@ -34,12 +34,12 @@ class Trackers:
         warn: Callable[[str], None],
         loud: bool = True,
     ) -> None:
-        """`after`: updates done. `ids`: run ids by tracker, from the checkpoint; those of new runs are put in as they
-        become known. `say` and `warn` tell the user. `loud`: whether this rank writes at all, as one in a job does."""
+        """`after`: updates done. `ids`: tracker -> run id, from the checkpoint; ids of new runs are added when known.
+        `say`, `warn`: print to the user. `loud`: whether this rank writes; one rank of a job does."""
         self._wait_s, self._warn, self._warned = run.track.close_timeout_s, warn, False
         self._jsonl: Tracker | None = Jsonl(run, None, after, None) if loud else None
         self._lanes = []
-        self._names: dict[str, str] = {}  # of numbers -> as they are told
+        self._names: dict[str, str] = {}  # name of a number -> its printable form
         self._at_once("open")
         for name in dict.fromkeys(run.track.to) if loud else ():
             if name != "jsonl":
@@ -59,7 +59,7 @@ class Trackers:
             self._hand_on("show", step, redact_all(list(samples), printable))
 
     def close(self, end: End) -> None:
-        """Let every tracker finish, for `track.close_timeout_s` seconds in all."""
+        """Close all trackers, within `track.close_timeout_s` seconds in total."""
         self._hand_on("close", end)
         until = time.monotonic() + self._wait_s
         for lane in self._lanes:
@@ -72,7 +72,7 @@ class Trackers:
             lane.put(method, *arguments)
 
     def _at_once(self, method: str, *arguments: Any) -> None:
-        """Into the files, before anything else can go wrong."""
+        """Write to the JSONL files synchronously, before calling any tracker."""
         if self._jsonl is None:
             return
         try:
@@ -103,7 +103,7 @@ class _Lane:
             self._calls.put((method, arguments))
 
     def finish(self, until: float) -> None:
-        """Wait for the thread's end, which the call of `close` brings about."""
+        """Wait until the thread has processed `close`."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive() and not self._ended:
             self._give_up("was still sending when track.close_timeout_s was over")
@@ -119,7 +119,7 @@ class _Lane:
                 method, arguments = self._calls.get()
                 getattr(self.tracker, method)(*arguments)
             self._ended = True
-        except BaseException as caught:  # also a library that wants to end the process
+        except BaseException as caught:  # including SystemExit raised by a library
             self._give_up(f"failed: {reason(caught)}. Training goes on without it")
 
     def _give_up(self, why: str) -> None:
@@ -129,7 +129,7 @@ class _Lane:
 
 
 def reason(caught: BaseException) -> str:
-    """What went wrong, on one line."""
+    """Describe an exception on one line."""
     if isinstance(caught, OSError) and caught.strerror:
         return caught.strerror + (f": {caught.filename}" if caught.filename else "")
     return f"{type(caught).__name__}: {one_line(caught, 300)}"

@@ -18,7 +18,7 @@ from lockstep.track.tracker import End, Sample, Tracker, named
 
 
 class Trackio(Tracker):
-    """`trackio show --project PROJECT` shows it. A run goes on by its name."""
+    """Tracker for Trackio. View: `trackio show --project PROJECT`. A resumed run continues by its name."""
 
     packages = ("trackio",)
 
@@ -34,7 +34,7 @@ class Trackio(Tracker):
         from trackio import deploy, run, utils
 
         for module in (trackio, deploy, run, utils):
-            module.print = _silent  # type: ignore[attr-defined]  # the terminal is the console's
+            module.print = _silent  # type: ignore[attr-defined]  # only the console writes to the terminal
         options = self.options
         self.run_id = self.run_id or options.name or f"{self.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self._trackio: Any = trackio.init(
@@ -46,21 +46,21 @@ class Trackio(Tracker):
             config=self.config,
             resume="allow",
             embed=False,
-            auto_log_gpu=False,  # of this process only; `system/...` has those of every rank
+            auto_log_gpu=False,  # only this process; `system/...` has every rank
             auto_log_cpu=False,
         )
-        self._last_step = self._trackio._next_step - 1  # the last step of a run that goes on
+        self._last_step = self._trackio._next_step - 1  # last step of a continued run
         self._rows: list[dict[str, Any]] = []
         where = f"https://huggingface.co/spaces/{options.space}" if options.space else str(utils.TRACKIO_DIR)
         return f"run {self.run_id} in {where}; trackio show --project {options.project}"
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
         if self.after and step < self._last_step:
-            return  # trained again: what the store has of it stays
+            return  # a repeated step: the stored values stay
         self._trackio.log(named(split, numbers), step=step)
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """One table of the whole run, which each evaluation makes longer."""
+        """Log one table for the whole run, extended by each evaluation."""
         import pandas
         import trackio
 

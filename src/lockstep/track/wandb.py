@@ -25,7 +25,7 @@ SECONDS_TO_CONNECT = 30.0
 
 
 class WandB(Tracker):
-    """A name that differs from the package's only by its folder: imports are absolute, so `wandb` is the package."""
+    """Tracker for Weights & Biases. Imports are absolute, so `import wandb` here loads the package, not this file."""
 
     packages = ("wandb",)
 
@@ -41,10 +41,10 @@ class WandB(Tracker):
         )
 
     def open(self) -> str:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # errors stay here, too
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # do not send error reports
         import wandb
 
-        wandb.setup(wandb.Settings(silent=True))  # the terminal is the console's, here and below
+        wandb.setup(wandb.Settings(silent=True))  # only the console writes to the terminal
         self.run_id = self.run_id or secrets.token_hex(4)
         self._rows: list[list[Any]] = []
         mode = self.options.mode or os.environ.get("WANDB_MODE") or "online"
@@ -54,16 +54,16 @@ class WandB(Tracker):
         try:
             self._start(wandb, mode)
         except wandb.errors.CommError as caught:
-            wandb.teardown()  # its background process would not give the run's id free
+            wandb.teardown()  # otherwise its background process keeps the run's id
             self._start(wandb, "offline")
             return f"{one_line(caught, 200)}; {self._offline_note()}"
         return self._wandb.url or self._offline_note()
 
     def _offline_note(self) -> str:
         own = Path(self._wandb.dir).parent
-        there = sorted(own.parent.glob(f"offline-run-*-{self.run_id}"))  # of each process one; named by its time
+        there = sorted(own.parent.glob(f"offline-run-*-{self.run_id}"))  # one per process, named by time
         unsent = [folder for folder in there if folder != own and not any(folder.glob("*.wandb.synced"))]
-        # one after another: the steps of a run are sent in their order
+        # in sequence: the steps of a run must be sent in order
         command = " && ".join(f"wandb sync {shlex.quote(str(folder))}" for folder in [*unsent, own])
         return f"run {self.run_id} is kept on disk; send it with: {command}"
 
@@ -86,9 +86,9 @@ class WandB(Tracker):
                 silent=True,
                 init_timeout=SECONDS_TO_CONNECT,
                 finish_timeout=self.run.track.close_timeout_s,
-                disable_git=True,  # no diff of the working tree is sent
+                disable_git=True,  # do not send a diff of the working tree
                 disable_code=True,
-                x_disable_stats=True,  # of this process only; `system/...` has those of every rank
+                x_disable_stats=True,  # only this process; `system/...` has every rank
             ),
         )
 
@@ -96,7 +96,7 @@ class WandB(Tracker):
         self._wandb.log(named(split, numbers), step=step)
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """One table of the whole run, which each evaluation makes longer."""
+        """Log one table for the whole run, extended by each evaluation."""
         import wandb
 
         columns: list[str | int] = ["step", *samples[0]]
