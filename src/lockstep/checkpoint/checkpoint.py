@@ -1,10 +1,12 @@
-"""Checkpoints: written beside training, aside, synced and renamed; verified before they are loaded.
+"""Save and resume checkpoints: written in the background, synced, renamed into place, and verified before loading.
 
-In: a strategy's `sharded_state_dict`, under the task's own names. Out: `OUTPUT/checkpoints/step-NNNNNN/`, a safetensors
-file a rank and a manifest, the same for every strategy and number of processes; nothing in it is pickled.
+In: a strategy's `sharded_state_dict`, keyed by the task's parameter names. Out: `OUTPUT/checkpoints/step-NNNNNN/` with
+one safetensors file per rank and a manifest. The format is the same for every strategy and world size; nothing is
+pickled.
 
-A step waits for the copy into a buffer. Hashing and writing go on in a thread of each rank, without a collective;
-at the step boundaries all ranks agree on when all are done, then rank 0 writes the manifest and renames.
+A training step waits only for the copy into a buffer. A thread on each rank hashes and writes the buffer, without
+collectives. At step boundaries the ranks check whether all have finished; then rank 0 writes the manifest and renames
+the folder.
 """
 
 from __future__ import annotations
@@ -46,14 +48,14 @@ __all__ = ["CheckpointError", "Checkpoints", "check_resumable", "finished", "fol
 
 
 class CheckpointError(CodedError):
-    """A checkpoint could not be written and the run is to stop then: one message, the same on every rank."""
+    """A checkpoint could not be written and the run must stop. Raised with one message on every rank."""
 
 
 class Loads(Protocol):
-    """The interface of an object that takes over the state that a checkpoint has beside tensors."""
+    """Interface of an object that restores the non-tensor state of a checkpoint."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """`step`, `meter`, `progress` and `pending`, as they were given to `Checkpoints.save`."""
+        """Restore `step`, `meter`, `progress` and `pending`, as passed to `Checkpoints.save`."""
 
 
 @dataclass
@@ -62,13 +64,13 @@ class _Saving:
 
     manifest: Manifest
     aside: Path
-    work: Background  # this rank's part of the phase
-    answer: Callable[[], int] | None = None  # whether any rank was still at it a step ago
+    work: Background  # this rank's work in the current phase
+    answer: Callable[[], int] | None = None  # whether any rank was still working one step ago
     committing: bool = False  # every file is written; rank 0 is renaming
 
 
 class Checkpoints:
-    """Saves and restores one run. `say` tells the user; it is called on rank 0."""
+    """Save and restore one run. `say` prints a message for the user; it is called on rank 0."""
 
     def __init__(
         self,
@@ -77,19 +79,19 @@ class Checkpoints:
         prepared: Prepared,
         steps: int,
         say: Callable[[str], None] = lambda text: None,
-        every: int = 0,  # steps between checkpoints; `steps` are those of the whole run
+        every: int = 0,  # steps between checkpoints; `steps` is the total of the run
     ) -> None:
         self.run, self.world, self.prepared, self.say = run, world, prepared, say
         self.steps, self.every, self.folder = steps, every, folder_of(run)
-        self.code = manifests.code_of(run)  # when this process started
-        self.trackers: dict[str, str] = {}  # run ids by tracker, which travel in the manifest
-        self.newest: int | None = None  # step of the last one that was written or resumed from
-        self.best: float | None = None  # the highest score of `checkpoint.best` that is kept
+        self.code = manifests.code_of(run)  # as of this process's start
+        self.trackers: dict[str, str] = {}  # tracker -> run id, stored in the manifest
+        self.newest: int | None = None  # step of the last checkpoint written or resumed from
+        self.best: float | None = None  # highest `checkpoint.best` score among kept checkpoints
         self._shard: Shard | None = None
         self._saving: _Saving | None = None
-        self._sees: bool | None = None  # whether this rank's OUTPUT is that of rank 0
+        self._sees: bool | None = None  # whether this rank sees rank 0's OUTPUT
         self.catalog = CheckpointCatalog(run, world, prepared, say)
-        self.mirror = self.catalog.mirror  # on rank 0, of a run that has one
+        self.mirror = self.catalog.mirror  # on rank 0, if the run has a mirror
         self.room = DiskSpace(run)
 
     # -- saving ------------------------------------------------------------------------------------------------------
@@ -101,9 +103,9 @@ class Checkpoints:
         scores: Mapping[str, float] | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin to write the state after `step` updates; waits for the save before. `scores` are those of the
-        evaluation after this step, `state` is what `restore` is to give back (a `TrainState.state_dict`). Collective.
-        Errors: `CheckpointError`, if the run is to stop at a failure."""
+        """Start writing the state after `step` updates; first waits for the previous save to finish. `scores`: the
+        evaluation after this step. `state`: the `TrainState.state_dict` that `resume` restores. Collective. Errors:
+        `CheckpointError`, if checkpoint.on_failure is `stop`."""
         from lockstep.checkpoint.storage import Background
 
         self.settle()
@@ -126,7 +128,7 @@ class Checkpoints:
             code=self.code,
             bits=strategy.gives_bits(self.run),
             scores={name: float(value) for name, value in (scores or {}).items()},
-            trackers=dict(self.trackers),  # a tracker's thread may add to it
+            trackers=dict(self.trackers),  # copied: a tracker's thread may add to it
             meter=state.get("meter", {}),
             progress=state.get("progress", {}),
             pending=state.get("pending", []),
@@ -137,9 +139,8 @@ class Checkpoints:
         self._saving = _Saving(manifest, aside, Background(lambda: shard.write(aside)))
 
     def dry_run(self, strategy: ShardedState) -> None:
-        """Take and fill the buffer of this rank's file, while there is a state of the optimizer: memory that does not
-        suffice for it is found before the first step. Collective. Errors: `RunError`, on every rank, if the run is to
-        stop at a failure."""
+        """Allocate and fill this rank's buffer while optimizer state exists, so that a lack of memory shows before the
+        first step. Collective. Errors: `RunError`, on every rank, if checkpoint.on_failure is `stop`."""
         parts = strategy.sharded_state_dict()
         if faults := self._lay_out(parts):
             text = f"no checkpoint can be written: {'; '.join(faults)}"
@@ -151,7 +152,8 @@ class Checkpoints:
             self._shard.fill(parts)
 
     def _lay_out(self, parts: dict[str, Tensor]) -> list[str]:
-        """See that there is a buffer for these parts. Returns what went wrong, and where. Collective."""
+        """Allocate a buffer for these parts unless the present one fits. Returns failures, with rank and host.
+        Collective."""
         from lockstep.checkpoint.storage import Shard
 
         laid_out = self.world.all_gather(
@@ -172,7 +174,7 @@ class Checkpoints:
         return faults
 
     def advance(self) -> None:
-        """Continue a save at the end of a step: once all ranks have written their files, commit it. Does not wait for a
+        """Advance a save at the end of a step: once all ranks have written their files, commit it. Does not wait for a
         rank that is still writing. Collective. Errors: as `save`."""
         if self.mirror is not None:
             self.mirror.tell()
@@ -186,14 +188,15 @@ class Checkpoints:
             self._written(saving)
 
     def settle(self) -> None:
-        """Wait until nothing is in flight. Collective. Errors: as `save`."""
+        """Wait for the save in flight, if any. Collective. Errors: as `save`."""
         while self._saving is not None:
-            self._saving.work.wait(1.0)  # shorter than a collective may take, however slow the disk is
+            self._saving.work.wait(1.0)  # shorter than a collective's timeout, even if the disk is slow
             self.advance()
 
     def regroup(self, step: int) -> bool:
-        """Other ranks are left, after `step` updates, and another one may be rank 0. Returns whether a save was broken
-        off, and one of this step is owed for it. Collective. Errors: `CheckpointError`, where none can be made."""
+        """Adapt to a new set of ranks after `step` updates; rank 0 may be a different process. Returns whether a save
+        was interrupted and a checkpoint of this step must replace it. Collective. Errors: `CheckpointError`, if the
+        interrupted checkpoint is needed and cannot be replaced."""
         saving, self._saving, self._shard, self._sees = self._saving, None, None, None
         if saving is not None:
             saving.work.wait()
@@ -210,8 +213,8 @@ class Checkpoints:
         return owed
 
     def add_scores(self, scores: Mapping[str, float], state: Mapping[str, Any]) -> None:
-        """Put the scores of an evaluation that was made up for, and the state after it, into the checkpoint that the
-        run goes on from. Where that cannot be written, the next start evaluates again."""
+        """Add the scores of a late evaluation, and the state after it, to the checkpoint that the run resumes from. If
+        writing fails, the next start evaluates again."""
         assert self.newest is not None
         if self.world.is_main and self.room.checkpoints_away() is None:
             with suppress(OSError):
@@ -219,8 +222,8 @@ class Checkpoints:
         self._heed(scores)
 
     def is_best(self, scores: Mapping[str, float]) -> bool:
-        """Whether an evaluation is the best so far by `checkpoint.best`. The same on every rank, as the scores are.
-        Errors: `RunError` when there is no such score."""
+        """Whether an evaluation is the best so far by `checkpoint.best`. Equal on every rank, because the scores are.
+        Errors: `RunError`, if the scores lack that metric."""
         score = score_of(self.run, scores)
         if self.run.checkpoint.best and self.run.checkpoint.best.removeprefix("-") not in scores:
             raise RunError(
@@ -236,7 +239,7 @@ class Checkpoints:
             self.best = score
 
     def _written(self, saving: _Saving) -> None:
-        """Every rank is done with its file, or has failed."""
+        """Collect the results once every rank has written its file or failed, and start the commit."""
         from lockstep.checkpoint.storage import Background
 
         outcomes = self.world.all_gather((saving.work.result, reason_of(saving.work.error), self.world.host))
@@ -256,7 +259,7 @@ class Checkpoints:
         if reason is not None:
             self._failed(saving.manifest.step, [f"rank 0: {reason}"])
             return
-        if saving.work.result:  # of rank 0
+        if saving.work.result:  # on rank 0
             self.say(saving.work.result)
         self._saving, self.newest = None, saving.manifest.step
         self._heed(saving.manifest.scores)
@@ -264,7 +267,8 @@ class Checkpoints:
             self.mirror.offer()
 
     def _failed(self, step: int, faults: list[str]) -> None:
-        """Nothing is left of a failed save; the older checkpoint stays. The same on every rank."""
+        """Discard a failed save on every rank; the older checkpoint stays. Errors: `CheckpointError`, if
+        checkpoint.on_failure is `stop`."""
         self._saving = None
         older = f"the newest one is {name_of(self.newest)}" if self.newest else "there is none yet to go on from"
         text = f"the checkpoint of step {step} could not be written ({'; '.join(faults)}); {older}"
@@ -278,12 +282,12 @@ class Checkpoints:
                 self.say(cleared)
 
     def clear(self, last: bool = True) -> str | None:
-        """Rank 0: remove older checkpoints where the disk has no room for what comes next; `last`: no checkpoint does.
-        Returns what was removed, in words."""
+        """Remove older checkpoints if the disk lacks space for the next writes. Rank 0 only. `last`: no further
+        checkpoint will be written. Returns a message about the removed checkpoints, or None."""
         return self.room.clear(last, self.mirror.in_use if self.mirror else ())
 
     def _writes(self) -> bool:
-        """Whether this rank's OUTPUT is that of rank 0. Asked once. Collective."""
+        """Whether this rank sees rank 0's OUTPUT. Tested once, with a probe file. Collective."""
         if self._sees is None:
             name, is_writable = f".probe-{secrets.token_hex(8)}", True
             if self.world.is_main:
@@ -291,7 +295,7 @@ class Checkpoints:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     (self.folder / name).touch()
                 except OSError:
-                    is_writable = False  # no rank will be able to write, and each reports why
+                    is_writable = False  # no rank can write; each reports the reason later
             name, is_writable = self.world.broadcast((name, is_writable))
             self._sees = not is_writable or (self.folder / name).exists()
             self.world.barrier()
@@ -303,9 +307,9 @@ class Checkpoints:
     # -- resuming ----------------------------------------------------------------------------------------------------
 
     def resume(self, strategy: ShardedState, state: Loads | None = None) -> tuple[int, list[str]]:
-        """Load the newest checkpoint that verifies, also into `state`. Returns updates done (0: there is no checkpoint)
-        and what the user should know. Collective. Errors: `RunError`, on every rank, where there are checkpoints and
-        none verifies."""
+        """Load the newest checkpoint that passes verification, and its training state into `state`. Returns the number
+        of updates done (0: there is no checkpoint) and notes for the user. Collective. Errors: `RunError`, on every
+        rank, if checkpoints exist and none passes."""
         checkpoints, notes = self.catalog.list_checkpoints()
         faults = list[str]()
         for name, manifest, away in checkpoints:
@@ -335,8 +339,8 @@ class Checkpoints:
         return 0, notes
 
     def take_before(self, strategy: ShardedState, most: int) -> tuple[int, list[str]]:
-        """Load the newest checkpoint of at most so many updates that verifies; every rank must see the folder, in which
-        nothing is written. Returns its step (0: there is none) and what the user should know. Collective."""
+        """Load the newest verified checkpoint of at most `most` updates. Every rank must see the folder; nothing is
+        written to it. Returns its step (0: no such checkpoint) and notes for the user. Collective."""
         self._sees = True
         every = manifests.candidates(self.run) if self.world.is_main else ()
         here = [(path, each) for path, each in every if not (n := path.name[5:]).isdigit() or int(n) <= most]
@@ -351,9 +355,8 @@ class Checkpoints:
         return 0, notes
 
     def take_best(self, strategy: ShardedState, step: int, last: float | None) -> tuple[int, list[str]]:
-        """Load the best evaluated checkpoint, if one is better than the state after `step`, whose score is `last`.
-        Returns the step of what is loaded now (`step`: nothing was, the last is as good) and what the user should know.
-        Collective."""
+        """Load the best evaluated checkpoint if it beats the state after `step`, whose score is `last`. Returns the
+        step of the weights now in use (`step` if nothing was loaded) and notes for the user. Collective."""
         every, notes = self.catalog.list_checkpoints()
         places: dict[int, list[tuple[Manifest, bool]]] = {}  # step -> in OUTPUT, in the mirror
         for _, manifest, away in every:
@@ -370,8 +373,8 @@ class Checkpoints:
         return step, notes
 
     def take_mean(self, strategy: ShardedState, step: int) -> list[int]:
-        """Load the mean of the weights of the last checkpoints, as `average.last` says, that of `step` among them.
-        Returns their steps. Collective. Errors: `CheckpointError`, on every rank, where one of them cannot be read."""
+        """Load the mean of the weights of the last `average.last` checkpoints, including that of `step`. Returns their
+        steps. Collective. Errors: `CheckpointError`, on every rank, if one of them cannot be read."""
         from lockstep.checkpoint.storage import Mean
 
         steps, saved = manifests.averaged(self.run, step, self.every), []
@@ -393,8 +396,8 @@ class Checkpoints:
         return steps
 
     def _loaded(self, strategy: ShardedState, name: str, manifest: Manifest | str, away: bool = False) -> str | None:
-        """Take up a checkpoint, of the mirror if it is `away`. Returns why it was not, or None. Collective. Errors:
-        `RunError`."""
+        """Load a checkpoint, downloading it from the mirror if it is `away`. Returns the reason if it cannot be loaded,
+        else None. Collective. Errors: `RunError`."""
         if (fault := self.catalog.fetched(name, manifest, away) or self._fault(name, manifest)) is None:
             assert isinstance(manifest, Manifest)
             strategy.load_sharded_state_dict(self._open(self.folder / name, manifest))
@@ -408,8 +411,8 @@ class Checkpoints:
         return FromMain(Files(path, manifest.hashes) if self.world.is_main else None, self.world)
 
     def _fault(self, name: str, manifest: Manifest | str) -> str | None:
-        """Why a checkpoint is not used, or None. Ranks share the reading; all come to the same conclusion.
-        Collective."""
+        """Describe the fault of a checkpoint, or return None if it is intact. Ranks divide the reading and all get the
+        same answer. Collective."""
         path = self.folder / name
         if isinstance(manifest, str):
             return manifest

@@ -1,9 +1,9 @@
-"""Export folder -> the Hub: written with its model card at the end of a run, and uploaded.
+"""Write the export folder with its model card at the end of a run, and upload it to the Hub.
 
-In: full weights on rank 0 and final scores; later the export folder and HF_TOKEN. Out: `OUTPUT/export`, which
-`from_pretrained` loads, and the same files in a repository of the Hub, in one commit: a reader sees all of it or
-nothing. The words of the card's head are the Hub's (https://github.com/huggingface/hub-docs, modelcard.md). Imports no
-torch at the top, and the Hub's library only when called.
+In: full weights on rank 0 and the final scores; for a push, the export folder and HF_TOKEN. Out: `OUTPUT/export`, which
+`from_pretrained` loads, and the same files in a Hub repository, in one atomic commit. The card's metadata fields are
+the Hub's (https://github.com/huggingface/hub-docs, modelcard.md). Imports no torch at the top, and huggingface_hub only
+when called.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-PUSH_KEY = "hub.push_to"  # the key by which a run asks for a push
-HERE = "PATH_OR_REPO"  # stands for the model's place in `Task.usage`; a push writes the repository instead
-# Our metric -> the Hub's name for it, what people call it, and its arguments.
+PUSH_KEY = "hub.push_to"  # run-file key that requests a push
+HERE = "PATH_OR_REPO"  # placeholder for the model in `Task.usage`; a push replaces it with the repository
+# lockstep's metric -> (the Hub's metric type, display name, arguments)
 _METRICS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "macro_f1": ("f1", "Macro F1", {"average": "macro"}),
     "f1": ("f1", "F1", None),
@@ -56,7 +56,7 @@ _LANGUAGE = re.compile(r"[a-z]{2,3}")
 
 
 def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps: int) -> str:
-    """The card of a run that ended after `steps`, with the scores of its splits."""
+    """Model card of a run that ended after `steps`. `scores`: split -> metrics."""
     from huggingface_hub.utils import yaml_dump
 
     base, data = hub_model(run), _data_name(run, task)
@@ -75,10 +75,10 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
         origin = f"{'An adapter of' if _adapter_alone(run) else 'Fine-tuned from'} {named}"
     averaged = f" The weights are {run.average.summary}." if run.average.summary else ""
     same = " Under `strategy.exact` the same bits come out at any number of processes." if run.strategy.exact else ""
-    # struck before they are YAML, to which a bare *** means something else
+    # redact before dumping: a bare *** has a meaning in YAML
     head = yaml_dump(redact_all(metadata(run, task, scores).to_dict(), printable), sort_keys=False).strip()
     file = without_home(run.dump(printable))
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", file)), default=0))  # longer than any in the file
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", file)), default=0))  # longer than any fence in the file
     return (
         f"---\n{head}\n---\n\n# {run.name}\n\n"
         f"{origin} on {where} for {steps} steps of {run.batch_size} examples in {run.precision}.{averaged}{labels}\n\n"
@@ -91,7 +91,7 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
 
 
 def metadata(run: Run, task: Task, scores: dict[str, dict[str, float]]) -> ModelCardData:
-    """The metadata that the Hub indexes."""
+    """Metadata that the Hub indexes."""
     from huggingface_hub import ModelCardData
 
     base, results = hub_model(run), _results(run, task, scores)
@@ -112,7 +112,8 @@ def metadata(run: Run, task: Task, scores: dict[str, dict[str, float]]) -> Model
 
 
 def check_card(text: str, path: Path) -> None:
-    """Refuse a card whose head the Hub would refuse, as far as huggingface_hub can tell. Errors: `RunError`."""
+    """Refuse a model card whose metadata the Hub would refuse, as far as huggingface_hub can tell. Errors:
+    `RunError`."""
     import yaml
     from huggingface_hub import ModelCard
 
@@ -128,23 +129,24 @@ def check_card(text: str, path: Path) -> None:
 
 
 def hub_model(run: Run) -> str | None:
-    """The Hub id of the base model; None from scratch, or from a local folder."""
+    """Hub id of the base model. None for a model trained from scratch or a local folder."""
     return run.model.source if _is_id(run.model.source) else None
 
 
 def hub_data(run: Run) -> str | None:
-    """The Hub id of the data set; None for local files and generated data."""
+    """Hub id of the data set. None for local files and generated data."""
     from lockstep.data import source
 
     try:
         local = run.data.source == source.BUILTIN or bool(source.files_of(run.data))
-    except RunError:  # local files that are gone by now
+    except RunError:  # local files that no longer exist
         local = True
     return run.data.source if not local and _is_id(run.data.source) else None
 
 
 def languages(run: Run) -> list[str]:
-    """`hub.language`; for translation, the columns where they are called as languages are (en, de)."""
+    """Languages of the model: `hub.language`, or for translation the column names if they are language codes (en,
+    de)."""
     language = run.hub.language
     if language is not None:
         return [language] if isinstance(language, str) else list(language)
@@ -154,18 +156,18 @@ def languages(run: Run) -> list[str]:
 
 
 def words(text: str) -> str:
-    """A person's text as words of Markdown: on one line, and none of it a link, markup or HTML."""
+    """Escape user text as plain Markdown on one line: no links, markup or HTML."""
     plain = html.escape(" ".join(printable(text).split()), quote=False)
     return re.sub(r"([\\`*_{}\[\]()#|!~])", r"\\\1", plain)
 
 
 def code(text: str) -> str:
-    """A person's text as code of Markdown, on one line."""
+    """Format user text as inline Markdown code."""
     return f"`{' '.join(printable(text).split()).replace('`', chr(39))}`"
 
 
 def without_home(text: str) -> str:
-    """Paths below the home folder begin with ~: a card says nothing of who wrote it."""
+    """Abbreviate the home folder to ~ in paths, so that a card does not reveal the user's name."""
     return text.replace(f"{Path.home()}/", "~/") if len(Path.home().parts) > 1 else text
 
 
@@ -187,7 +189,7 @@ def _adapter_alone(run: Run) -> bool:
 
 
 def _data_name(run: Run, task: Task) -> str:
-    """The name of the data: a Hub id, or a file's or folder's own name without where it lies."""
+    """Name of the data: the Hub id, or the name of the file or folder without its path."""
     name = str(task.prepared.facts["source"])
     return name if hub_data(run) or not Path(name).expanduser().exists() else Path(name).name
 
@@ -199,7 +201,7 @@ def _results(run: Run, task: Task, scores: dict[str, dict[str, float]]) -> list[
     results = []
     for split, values in scores.items():
         for metric, value in values.items():
-            if metric == "examples" or not math.isfinite(value):  # the Hub's parser knows no nan
+            if metric == "examples" or not math.isfinite(value):  # the Hub's parser rejects NaN
                 continue
             kind, called, arguments = _METRICS.get(metric, (metric, metric.replace("_", " ").capitalize(), None))
             results.append(
@@ -221,7 +223,7 @@ def _results(run: Run, task: Task, scores: dict[str, dict[str, float]]) -> list[
 
 
 def _table(scores: dict[str, dict[str, float]]) -> str:
-    """The scores for a reader, a row a split."""
+    """Markdown table of the scores, one row per split."""
     if not scores:
         return "None were computed."
     names = [name for name in dict.fromkeys(n for values in scores.values() for n in values) if name != "examples"]
@@ -252,28 +254,27 @@ def _licence(run: Run, base: str | None) -> str:
     return f"None is stated. Those {' and '.join(others)} apply."
 
 
-PUSHED = "hub.json"  # in OUTPUT: where the export was pushed to, and as which commit
-# What a push replaces of an earlier one: weights that this export does not have.
+PUSHED = "hub.json"  # file in OUTPUT: repository and commit of the pushed export
+# Files of an earlier push that a push deletes if this export lacks them.
 _STALE = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
 
 
 class PushFailed(CodedError):
-    """The Hub could not be reached, or failed, as often as it was tried. The export is there for another try."""
+    """All attempts to push to the Hub failed. The export is kept for another attempt."""
 
 
 @dataclass(frozen=True)
 class PushPatience:
-    """The time for which a push is tried. huggingface_hub tries each upload of a file a few times by itself, within
-    this."""
+    """Retries and timeouts of a push. In addition, huggingface_hub retries each file upload a few times."""
 
     tries: int = 4
-    wait_s: float = 2.0  # before the second try; then twice as long each time
-    timeout_s: float = 300.0  # that the Hub may be silent in a request
+    wait_s: float = 2.0  # before the second attempt; doubles each time
+    timeout_s: float = 300.0  # per request, without a response
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """The result of a push."""
+    """Result of a push."""
 
     repository: str
     commit: str
@@ -288,8 +289,8 @@ def write_export(
     steps: int,
     folder: Path | None = None,
 ) -> Path:
-    """Write the export and its model card in OUTPUT, or in another folder; aside, then renamed. Rank 0 only. Errors:
-    `OSError`; then nothing is left of it."""
+    """Write the export and its model card to OUTPUT or another folder, atomically. Rank 0 only. Errors: `OSError`;
+    nothing remains of a failed export."""
     folder = folder or run.folder
     try:
         exported.settle(_write_aside(folder, run, task, weights, scores, steps), folder)
@@ -299,7 +300,7 @@ def write_export(
 
 
 def try_export(run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]]) -> int:
-    """Write an export before training and remove it: whether it can be written. Returns its bytes. Rank 0 only.
+    """Write an export before training, to check that it can be written, and remove it. Returns its bytes. Rank 0 only.
     Errors: `OSError`."""
     try:
         return size_of(_write_aside(run.folder, run, task, weights, scores, 0))
@@ -315,7 +316,7 @@ def _write_aside(
     aside.mkdir(parents=True)
     try:
         task.write(aside, weights)
-    except Exception as caught:  # safetensors and tokenizers have errors of their own for what the disk says
+    except Exception as caught:  # safetensors and tokenizers wrap OS errors in their own classes
         number = re.search(r"\(os error (\d+)\)", str(caught))
         if number is None or isinstance(caught, OSError):
             raise
@@ -328,7 +329,7 @@ def _write_aside(
 
 
 def require(run: Run) -> None:
-    """Refuse a run that is to be pushed and has no token to do it with. Errors: `RunError`."""
+    """Refuse a run that pushes to the Hub but has no token. Errors: `RunError`."""
     if pending(run):
         _token(str(run.hub.push_to))
 
@@ -345,10 +346,10 @@ def pending(run: Run) -> bool:
 
 
 def check(run: Run, timeout_s: float = 10.0) -> list[str]:
-    """Refuse, before training, a run that could not be pushed at its end. Returns notes for a person.
+    """Refuse, before training, a run whose push would fail. Returns notes for the user.
 
-    Errors: `RunError` without a token, or with one that the Hub does not accept or that may not write there. A Hub that
-    cannot be reached now is a note: it may be there at the end.
+    Errors: `RunError` if there is no token, the Hub rejects it, or it lacks write permission. An unreachable Hub is
+    only a note: it may be reachable at the end.
     """
     if not pending(run):
         return []
@@ -359,7 +360,7 @@ def check(run: Run, timeout_s: float = 10.0) -> list[str]:
     _be_patient(timeout_s)
     try:
         account = HfApi(token=token).whoami()
-    except Exception as error:  # whatever the Hub and the network do; only a refusal is the user's to mend
+    except Exception as error:  # any failure of Hub or network; only a refusal is for the user to fix
         if status_of(error) in (401, 403):
             raise RunError(
                 "LS6012", f"hub.push_to: cannot push to {repository}: {explained(error, writes=True)}"
@@ -384,8 +385,8 @@ def check(run: Run, timeout_s: float = 10.0) -> list[str]:
 
 
 def _token(repository: str, called: str = PUSH_KEY) -> str:
-    """The token for pushing to the Hub, from the environment and nowhere else. `called`: the key or command that asks
-    for it. Errors: `RunError`."""
+    """Token for pushing to the Hub, from the environment only. `called`: the key or command that needs it. Errors:
+    `RunError`."""
     token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
     if not token or not token.strip():
         raise RunError(
@@ -402,8 +403,8 @@ def _token(repository: str, called: str = PUSH_KEY) -> str:
 
 
 def push_pending(run: Run, say: Callable[[str], None]) -> int:
-    """Push the export of a finished run to where `hub.push_to` says, unless it is there. Rank 0 only. Returns the exit
-    status: 1 when it was tried in vain, which leaves the export for another try."""
+    """Push the export of a finished run to `hub.push_to`, unless it is there. Rank 0 only. Returns the exit status: 1
+    if the push failed; the export is kept for another attempt."""
     if not pending(run):
         return 0
     try:
@@ -423,11 +424,11 @@ def push(
     patience: PushPatience | None = None,
     called: str = "lockstep push",
 ) -> Pushed:
-    """Upload the export of an output folder; what is there already is not sent again. Not collective: rank 0 only.
+    """Upload the export of an output folder; unchanged files are not sent again. Not collective: rank 0 only.
 
-    `say` hears of tries that failed, and messages name the key or command that asks, as `called`. Errors: `RunError`
-    for what the user can mend (no export, no token, no permission, a public repository where a private one was asked
-    for), `PushFailed` when the Hub could not be reached in the end.
+    `say` receives messages about failed attempts; `called`: the key or command to name in messages. Errors: `RunError`
+    for problems that the user can fix (no export, no token, no permission, a public repository although a private one
+    was requested), `PushFailed` if the Hub could not be reached.
     """
     folder, patience = output / "export", patience or PushPatience()
     if not (folder / "README.md").is_file():
@@ -448,7 +449,7 @@ def push(
             pushed = _once(folder, repository, private, token, called)
         except RunError:
             raise
-        except Exception as error:  # whatever the Hub, the network and the libraries between raise
+        except Exception as error:  # anything that the Hub, the network or a library raises
             if not transient(error):
                 raise RunError(
                     "LS6019", f"{called}: pushing {folder} to {repository} was refused: {explained(error, writes=True)}"
@@ -473,12 +474,12 @@ def push(
 
 
 def _once(folder: Path, repository: str, private: bool, token: str, called: str) -> Pushed:
-    """One try: one commit, of what is there and has changed."""
+    """One attempt: one commit with the changes."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.utils import disable_progress_bars, logging
 
     disable_progress_bars()
-    logging.set_verbosity_error()  # what goes wrong is told once, by us
+    logging.set_verbosity_error()  # lockstep reports errors itself, once
     api = HfApi(token=token)
     api.create_repo(repository, private=private, exist_ok=True)
     about = api.model_info(repository)
@@ -499,7 +500,7 @@ def _once(folder: Path, repository: str, private: bool, token: str, called: str)
     files["README.md"] = text.replace(HERE, repository).encode()
     there = [file.rfilename for file in about.siblings or []]
     stale = [name for name in there if name not in files and any(fnmatch(name, each) for each in _STALE)]
-    commit = api.create_commit(  # not upload_folder, which may make several
+    commit = api.create_commit(  # not upload_folder, which may create several commits
         repository,
         [
             *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()),
@@ -511,7 +512,7 @@ def _once(folder: Path, repository: str, private: bool, token: str, called: str)
 
 
 def _be_patient(timeout_s: float) -> None:
-    """Let a request end when the Hub is silent for so long; huggingface_hub itself would wait for ever."""
+    """Set a request timeout; by default huggingface_hub waits forever."""
     from huggingface_hub import get_session
 
     session: Any = get_session()
@@ -519,7 +520,7 @@ def _be_patient(timeout_s: float) -> None:
 
 
 def _keep(output: Path, pushed: Pushed) -> None:
-    """OUTPUT/hub.json, so that the same run does not push again. A folder that cannot be written does no harm."""
+    """Write OUTPUT/hub.json, so that the run does not push again. A failure to write is ignored."""
     try:
         values = asdict(pushed) | {"export": _fingerprint(output / "export")}
         (output / PUSHED).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -528,6 +529,6 @@ def _keep(output: Path, pushed: Pushed) -> None:
 
 
 def _fingerprint(export: Path) -> list[list[Any]]:
-    """Names, sizes and times of an export's files."""
+    """Names, sizes and modification times of an export's files."""
     files = sorted(path for path in export.rglob("*") if path.is_file())
     return [[str(p.relative_to(export)), p.stat().st_size, p.stat().st_mtime_ns] for p in files]

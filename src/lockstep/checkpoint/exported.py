@@ -1,7 +1,7 @@
-"""The hashes of an export when it was written, and whether it still has them: `OUTPUT/export.json`.
+"""Record the hashes of an export in `OUTPUT/export.json` and check that it is unchanged.
 
-In: the export's folder. Out: files that are on the disk, readable as the folder's others, and their hashes; later what
-is wrong with one, or nothing, or a `RunError` for who would use it. Nothing here imports torch.
+In: the export's folder. Out: synced files with uniform permissions, and their hashes; later a description of damage, or
+a `RunError` for a caller that would use a damaged export. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ FILE = "export.json"
 
 
 def settle(aside: Path, output: Path) -> None:
-    """Make a written folder the export of an output folder: synced, with one mode for all files, whatever wrote them,
-    and its hashes beside it. The one before is there until then. Errors: `OSError`."""
+    """Turn a written folder into the export of an output folder: synced, with one mode for all files, and hashes
+    recorded beside it. The previous export stays until then. Errors: `OSError`."""
     final, before, record = output / "export", output / ".export.removed", output / f".{FILE}.partial"
     try:
         record.touch()
-        mode = record.stat().st_mode & 0o777  # what this process's umask leaves
+        mode = record.stat().st_mode & 0o777  # as this process's umask allows
         hashes = {}
         for path in sorted(aside.rglob("*")):
             if path.is_file():
@@ -40,21 +40,21 @@ def settle(aside: Path, output: Path) -> None:
     clear(before)
     with suppress(FileNotFoundError):
         os.rename(final, before)
-    os.replace(record, output / FILE)  # first: an export without its hashes counts as damaged
+    os.replace(record, output / FILE)  # first: an export that does not match its hashes counts as damaged
     os.rename(aside, final)
     sync(output)
     clear(before)
 
 
 def withdraw(output: Path) -> None:
-    """Do not count the export of an output folder as one: without its hashes it is damaged, so the next start writes it
-    again from the checkpoint, and nothing copies or pushes it meanwhile. Errors: `OSError`."""
+    """Mark the export of an output folder as damaged by removing its hashes: the next start writes it again from the
+    checkpoint, and it is not copied or pushed. Errors: `OSError`."""
     (output / FILE).unlink(missing_ok=True)
 
 
 def damage(output: Path) -> str | None:
-    """The fault of the export of an output folder, or None; reads its weights. A person may have edited its card
-    and its JSON files, which must be there and be JSON."""
+    """Describe damage to the export of an output folder, or return None. Reads the weights. The user may edit the card
+    and the JSON files, but they must exist and be valid JSON."""
     export = output / "export"
     if not (export / "config.json").is_file():
         return "config.json is missing"
@@ -82,9 +82,9 @@ def damage(output: Path) -> str | None:
 
 
 def require_whole(output: Path) -> None:
-    """Refuse the export of an output folder that is not as it was written. Its files are read once: the cache keeps
-    their sizes and times, and they are read again when one differs. Errors: `RunError`."""
-    from lockstep.data.cache import cache_folder  # which imports pyarrow, and commands that start at once import this
+    """Refuse a damaged export. Its files are read once: the cache keeps their sizes and times, and they are read again
+    only if one changes. Errors: `RunError`."""
+    from lockstep.data.cache import cache_folder  # imports pyarrow: too slow for commands that import this module
 
     state = _state(output)
     record = cache_folder() / "exports" / hashlib.sha256(str(output.resolve()).encode()).hexdigest()[:32]
@@ -99,14 +99,14 @@ def require_whole(output: Path) -> None:
             f"({output}/checkpoints/latest)",
         )
     if state is not None:
-        with suppress(OSError):  # a cache that cannot be written: then the export is read the next time, too
+        with suppress(OSError):  # cache not writable: the export is read again next time
             record.parent.mkdir(parents=True, exist_ok=True)
             replace_text(record, state)
 
 
 def require_whole_source(source: str) -> None:
-    """`require_whole` of the export that `model.source` or `tokenizer.source` names: by OUTPUT, or by OUTPUT/export.
-    Anything else is no business of this. Errors: `RunError`."""
+    """`require_whole` for the export that `model.source` or `tokenizer.source` names, as OUTPUT or OUTPUT/export.
+    Ignores other sources. Errors: `RunError`."""
     path = Path(source).expanduser()
     output = path.parent if path.name == "export" else path
     if (output / "run.yaml").is_file() and (output / "export").is_dir() and not (output / "config.json").is_file():
@@ -114,7 +114,7 @@ def require_whole_source(source: str) -> None:
 
 
 def _state(output: Path) -> str | None:
-    """A hash of the names, sizes and times of an export's files, and of their record; None if it has no such files."""
+    """Hash of the names, sizes and times of an export's files and their record; None if a file is missing."""
     try:
         files = [output / FILE, *sorted((output / "export").rglob("*"))]
         stats = [(path.as_posix(), path.stat()) for path in files]
@@ -125,13 +125,13 @@ def _state(output: Path) -> str | None:
 
 
 def sha256_of(path: Path) -> str:
-    """The hash of a file's bytes. Errors: `OSError`."""
+    """SHA-256 of a file. Errors: `OSError`."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def clear(path: Path) -> None:
-    """Remove a folder that is written aside, as far as that goes; of a link the link, and nothing behind it."""
+    """Remove a temporary folder, ignoring errors; for a link, only the link."""
     with suppress(OSError):
         if path.is_symlink():
             path.unlink()
@@ -140,7 +140,7 @@ def clear(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or new names in a folder, survive a power cut. Errors: `OSError`."""
+    """fsync a file or a folder, so that it survives a power failure. Errors: `OSError`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,11 +1,8 @@
-"""OUTPUT/checkpoints on rank 0's disk: a folder gets a checkpoint's name when it is whole, and loses it before it goes.
+"""Checkpoint folders in OUTPUT on rank 0's disk: atomic commit, pruning, and free space. Nothing here is collective.
 
-In: a folder written aside. Out: a checkpoint, and no more of them than the run keeps. Nothing here is collective.
-
-Room on the disk of OUTPUT: what a run still writes there, whether it fits, and where the model goes if it does not.
-
-In: the sizes of a checkpoint and of the export. Out: a refusal before training, notes while space runs out, older
-checkpoints removed where only so the newest has room, folders elsewhere. Nothing here is collective or imports torch.
+A folder gets a checkpoint's name only when complete, and loses it before it is deleted. `DiskSpace` estimates what a
+run still writes, refuses a run that does not fit, warns when space runs out, removes older checkpoints to make room for
+the newest, and proposes other folders for the model. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,12 +27,13 @@ if TYPE_CHECKING:
 
 
 def commit(run: Run, manifest: Manifest, aside: Path, files: list[Written], in_use: Collection[str] = ()) -> None:
-    """All or nothing, in the background. `in_use`: names of checkpoints that are not removed yet. Errors: `OSError`."""
+    """Turn a folder written aside into a checkpoint, atomically, and prune. Runs in the background. `in_use`: names of
+    checkpoints not to remove yet. Errors: `OSError`."""
     for file in files:
         if (size := (aside / file.name).stat().st_size) != file.bytes:
             raise OSError(f"{file.name} has {size} bytes, its rank wrote {file.bytes}")
     final = placed(run, manifest, aside)
-    with suppress(OSError):  # for people only, and some file systems (of buckets, of Windows shares) have no links
+    with suppress(OSError):  # a convenience; some file systems (buckets, Windows shares) have no links
         link = final.parent / ".latest.partial"
         link.unlink(missing_ok=True)
         link.symlink_to(final.name)
@@ -44,15 +42,16 @@ def commit(run: Run, manifest: Manifest, aside: Path, files: list[Written], in_u
 
 
 def placed(run: Run, manifest: Manifest, aside: Path) -> Path:
-    """Give a folder its manifest and its name, in the place of what has it. Errors: `OSError`."""
+    """Write the manifest into a folder and rename it to its checkpoint's name, replacing what is there. Errors:
+    `OSError`."""
     from lockstep.checkpoint.storage import write
 
     write(aside / manifests.FILE, [manifest.dump()])
     sync(aside)
     final = folder_of(run) / name_of(manifest.step)
     if isinstance(manifests.read_manifest(final), Manifest):
-        remove(final)  # its files are damaged, or it would have been resumed from
-    elif os.path.lexists(final):  # it could not be read here: elsewhere, or to a person, it may be worth something
+        remove(final)  # damaged: otherwise the run would have resumed from it
+    elif os.path.lexists(final):  # unreadable here, but perhaps not elsewhere: keep it under another name
         os.rename(final, final.with_name(f"{final.name}.unread-{secrets.token_hex(4)}"))
     os.rename(aside, final)
     sync(final.parent)
@@ -60,7 +59,7 @@ def placed(run: Run, manifest: Manifest, aside: Path) -> Path:
 
 
 def prune(run: Run, newest: Path, in_use: Collection[str] = ()) -> None:
-    """Remove what is too much, which may stay where it cannot be removed."""
+    """Remove superfluous checkpoints; failures to remove are ignored."""
     with suppress(OSError):
         for path in manifests.superfluous(run, newest):
             if path.name not in in_use:
@@ -68,7 +67,7 @@ def prune(run: Run, newest: Path, in_use: Collection[str] = ()) -> None:
 
 
 def remove(path: Path) -> None:
-    """Never half: a checkpoint that is being deleted has no checkpoint's name."""
+    """Delete a checkpoint, renaming it first, so that a half-deleted folder never has a checkpoint's name."""
     gone = path.with_name(f".{path.name}.removed")
     clear(gone)
     try:
@@ -79,44 +78,46 @@ def remove(path: Path) -> None:
 
 
 def clear_away(run: Run) -> None:
-    """Remove the half-written files of processes that were killed."""
+    """Remove incomplete files left by killed processes."""
     for pattern in (".step-*.partial", ".step-*.removed"):
         for path in folder_of(run).glob(pattern):
             clear(path)
 
 
-_PAGES = 2**18  # bytes: the page about the run, run.yaml, log.txt and their like
-_A_STEP, _A_LINE, _A_RANK = 128, 600, 256  # bytes of fingerprints.jsonl, of the other .jsonl files, of ranks.jsonl
+_PAGES = 2**18  # bytes: report page, run.yaml, log.txt and similar
+_A_STEP, _A_LINE, _A_RANK = 128, 600, 256  # bytes per line of fingerprints.jsonl, other .jsonl files, ranks.jsonl
 
 
 class DiskSpace:
-    """The disk of one run's OUTPUT. Rank 0 asks."""
+    """Disk space of one run's OUTPUT. Used on rank 0."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.checkpoint = 0  # bytes of one, of all ranks
+        self.checkpoint = 0  # bytes of one checkpoint, all ranks together
         self.export = 0  # bytes
         self._folder, self._checkpoints = run.folder.resolve(), FolderInside(run.folder, folder_of(run).name)
-        self._low = False  # whether `warning` has said so
-        self._written: tuple[str, bytes] | None = None  # the checkpoint written last: its name and manifest
+        self._low = False  # whether `warning` has already warned
+        self._written: tuple[str, bytes] | None = None  # name and manifest of the last checkpoint written
 
     def away(self) -> str | None:
-        """Why nothing is written into OUTPUT any more, or None. The words of rank 0 count."""
+        """Explain why OUTPUT can no longer be written (it was moved or replaced), or return None. Rank 0's answer
+        counts."""
         return led_away(self._folder)
 
     def checkpoints_away(self) -> str | None:
-        """Why no checkpoint is written or removed in OUTPUT any more, or None. The words of rank 0 count."""
+        """Explain why checkpoints in OUTPUT can no longer be written or removed, or return None. Rank 0's answer
+        counts."""
         if (fault := self._checkpoints.led_away()) is not None and self.away() is None and self._written is not None:
             name, manifest = self._written
-            with suppress(OSError):  # it was moved, as to another disk, and a link put in its place
+            with suppress(OSError):  # moved, e.g. to another disk, and replaced by a link
                 if (self._checkpoints.path / name / manifests.FILE).read_bytes() == manifest:
                     return None
         return fault
 
     def check(self, step: int, steps: int, every: int, processes: int) -> list[str]:
         """Check, before training continues after `step` of `steps` updates with a checkpoint every `every` steps, that
-        the disk has room. Returns what the user should know. Errors: `RunError`, where the disk has no room for a
-        checkpoint beside the export."""
+        the disk has space. Returns notes for the user. Errors: `RunError`, if a checkpoint and the export do not fit.
+        """
         if (free := free_bytes(self.run.folder)) is None:
             return []
         saves = -(-(steps - step) // every) if every else int(step < steps)
@@ -149,8 +150,8 @@ class DiskSpace:
         return []
 
     def warning(self, last: bool) -> str | None:
-        """The note on a disk that has become too full for what comes next; said once, until it had room
-        again. `last`: no checkpoint comes any more."""
+        """Return a warning when the disk becomes too full for the next writes, else None. Given once, until there is
+        space again. `last`: no further checkpoint will be written."""
         free, need = free_bytes(self.run.folder), self._next(last)
         low = free is not None and free < need and free + sum(map(size_of, self._dispensable())) < need
         news, self._low = low and not self._low, low
@@ -161,7 +162,7 @@ class DiskSpace:
         return f"the disk of {self.run.folder} has {_size(free)} left, too little for {what}: make room"
 
     def commit(self, manifest: Manifest, aside: Path, files: list[Written], in_use: Collection[str]) -> str | None:
-        """`folder.commit`, then `clear` for what comes next. Errors: `OSError`."""
+        """`folder.commit`, then `clear` for the next writes. Errors: `OSError`."""
         if (fault := self.checkpoints_away()) is not None:
             raise OSError(fault)
         commit(self.run, manifest, aside, files, in_use)
@@ -169,9 +170,9 @@ class DiskSpace:
         return self.clear(manifest.step == manifest.steps, in_use)
 
     def clear(self, last: bool, in_use: Collection[str] = ()) -> str | None:
-        """Remove older checkpoints that the run would keep, oldest first, until what comes next has room; never the
-        newest, the best, or what is needed for an average. `in_use`: names of those that stay. Returns what was
-        removed, in words."""
+        """Remove older checkpoints that the run would keep, oldest first, until the next writes fit. Never removes the
+        newest, the best, or those needed for an average. `in_use`: names not to remove. Returns a message about the
+        removed checkpoints, or None."""
         gone = []
         for path in reversed(self._dispensable() if self.checkpoints_away() is None else []):
             free = free_bytes(self.run.folder)
@@ -186,8 +187,8 @@ class DiskSpace:
         return f"the disk of {self.run.folder} is nearly full: {', '.join(gone)} made room for what comes next"
 
     def elsewhere(self) -> Iterator[Path]:
-        """New folders that the model may be written to where OUTPUT takes it no more, best first: in
-        `checkpoint.rescue`, in the cache, with the user's own files, with temporary ones, in memory."""
+        """Yield new folders for the model if OUTPUT cannot be written, best first: in `checkpoint.rescue`, the cache,
+        the home folder, the temporary folder, memory (/dev/shm). Skips those without enough space."""
         rescue = self.run.checkpoint.rescue
         rescue_folders = [Path(rescue).expanduser()] if rescue else []
         rescue_folders.append(cache_folder() / "rescued")
@@ -202,14 +203,14 @@ class DiskSpace:
         return _PAGES + self.export + (0 if last else self.checkpoint)
 
     def _dispensable(self) -> list[Path]:
-        """Checkpoints that a run with `checkpoint.keep: 1` would not keep, as far as their manifests can be read."""
+        """Checkpoints that a run with `checkpoint.keep: 1` would not keep, among those with readable manifests."""
         one = self.run.model_copy(update={"checkpoint": self.run.checkpoint.model_copy(update={"keep": 1})})
         return superfluous(one)
 
 
 def free_bytes(folder: Path) -> int | None:
-    """The bytes that this user may write on the disk of a folder, which may not be there yet; None where the file
-    system does not say."""
+    """Bytes that this user may write on the disk of a folder, which need not exist yet. None if the file system does
+    not report it."""
     for path in (folder, *folder.parents):
         try:
             disk = os.statvfs(path)
@@ -220,7 +221,7 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files in a folder, as far as they can be seen."""
+    """Total bytes of the files in a folder; unreadable ones are skipped."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -231,7 +232,7 @@ def size_of(folder: Path) -> int:
 
 
 def _size(count: int) -> str:
-    """Bytes for a person."""
+    """Format bytes for display."""
     for unit, name in ((1e9, "GB"), (1e6, "MB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"

@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself: step, code, data, scores, and what of the run file it was made with.
+"""Manifest of a checkpoint: step, code, data, scores, and the run-file keys that determine the weights.
 
-In: a run and what training has come to. Out: manifest.json, read again and compared on a resume; which evaluation was
-the best, as a pure function of the scores; or a `RunError` that names what differs.
+In: a run and its training state. Out: manifest.json, which a resume reads and compares; the best evaluation, as a pure
+function of the scores; or a `RunError` that names the differences.
 """
 
 from __future__ import annotations
@@ -29,45 +29,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of evaluations so far; it travels in manifests."""
+    """Best evaluation so far, for early stopping; stored in manifests."""
 
-    metric: str = ""  # `checkpoint.best`, by which these were counted
-    best: float | None = None  # its highest score; more is better
-    step: int = 0  # where that was
-    since: int = 0  # evaluations after it
+    metric: str = ""  # `checkpoint.best`, the metric of these values
+    best: float | None = None  # highest score; higher is better
+    step: int = 0  # step of the best score
+    since: int = 0  # evaluations since then
 
     @classmethod
     def of(cls, run: Run, saved: Mapping[str, Any]) -> Progress:
-        """The progress in a manifest; none, where it was counted by another metric."""
+        """Read the progress from a manifest; empty if it was counted with another metric."""
         progress = cls(**saved)
         return progress if progress.metric == (run.checkpoint.best or "") else cls(run.checkpoint.best or "")
 
     def after(self, step: int, score: float | None, delta: float = 0.0) -> Progress:
-        """The progress after one more evaluation. Its score counts as better only if it is better by more than `delta`;
-        a score that is not finite is never better."""
+        """Progress after one more evaluation. A score counts as better only if it exceeds the best by more than
+        `delta`; a score that is not finite never does."""
         if score is not None and (self.best is None or score > self.best + delta):
             return Progress(self.metric, score, step)
         return Progress(self.metric, self.best, self.step, self.since + 1)
 
     def over(self, run: Run) -> bool:
-        """Whether training ends, since no evaluation was better for as long as `evaluate.patience` says."""
+        """Whether early stopping ends training: no improvement in `evaluate.patience` evaluations."""
         return run.evaluate.patience is not None and self.since >= run.evaluate.patience
 
     def dump(self) -> dict[str, Any]:
-        """As a JSON object; empty before the first evaluation."""
+        """Progress as a JSON object; empty before the first evaluation."""
         return asdict(self) if self.best is not None or self.since else {}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint that was evaluated."""
+    """An evaluated checkpoint."""
 
-    score: float  # more is better
+    score: float  # higher is better
     step: int
 
 
 def score_of(run: Run, scores: Mapping[str, float]) -> float | None:
-    """More is better; None where there is no such score, or none that is finite."""
+    """Score by `checkpoint.best`, negated for a metric with a minus sign so that higher is better. None if the metric
+    is missing or not finite."""
     metric = run.checkpoint.best or ""
     score = scores.get(metric.removeprefix("-"))
     if score is None or not math.isfinite(score):
@@ -76,7 +77,7 @@ def score_of(run: Run, scores: Mapping[str, float]) -> float | None:
 
 
 def best_first(run: Run, evaluated: Mapping[int, Mapping[str, float]]) -> list[Candidate]:
-    """Steps with their scores, the best first; of equal ones the earliest."""
+    """Sort evaluated steps by score, best first; ties go to the earliest step."""
     candidates = [
         Candidate(score, step) for step, scores in evaluated.items() if (score := score_of(run, scores)) is not None
     ]
@@ -85,7 +86,7 @@ def best_first(run: Run, evaluated: Mapping[int, Mapping[str, float]]) -> list[C
 
 FORMAT = 2
 FILE = "manifest.json"
-# Keys that say where tokens come from. What counts is what they are, and the manifest has their hash.
+# Keys that locate the data. Only the tokens themselves matter, and the manifest has their hash.
 _READ_FROM = {
     *(
         f"data.{key}"
@@ -110,39 +111,41 @@ _READ_FROM = {
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts of a checkpoint."""
+    """Metadata of a checkpoint."""
 
     step: int  # updates done
     steps: int  # updates of the whole run
-    arithmetic: dict[str, Any]  # the run's keys that decide the weights
-    data: str  # hash of the tokens
+    arithmetic: dict[str, Any]  # run-file keys that determine the weights
+    data: str  # hash of the tokenized data
     strategy: str
     world_size: int
-    bits: bool  # whether the strategy that saved gives the bits of a single process
-    device: str  # its kind
-    threads: int  # a process
+    bits: bool  # whether the saving strategy is bitwise equal to a single process
+    device: str  # device type
+    threads: int  # per process
     versions: dict[str, str]
-    scores: dict[str, float]  # of the evaluation after this step, if there was one
-    trackers: dict[str, str] = field(default_factory=dict)  # run ids, by tracker
+    scores: dict[str, float]  # evaluation after this step, if any
+    trackers: dict[str, str] = field(default_factory=dict)  # tracker -> run id
     hashes: dict[str, str] = field(default_factory=dict)  # file -> SHA-256
     format: int = FORMAT
-    hosts: list[str] = field(default_factory=list)  # of every rank
-    launch: str = ""  # how they were started
-    meter: dict[str, Any] = field(default_factory=dict)  # what the next line of the log tells of steps before this one
-    code: dict[str, str] = field(default_factory=dict)  # of the user's own files that decide the weights, their hashes
-    progress: dict[str, Any] = field(default_factory=dict)  # of evaluations so far: `Progress`
-    every: int = 0  # steps between checkpoints, of a run whose export is the mean of some of them
-    pending: list[str] = field(default_factory=list)  # what is still to be done after this step: train_state.py
+    hosts: list[str] = field(default_factory=list)  # of each rank
+    launch: str = ""  # how the ranks were started
+    meter: dict[str, Any] = field(
+        default_factory=dict
+    )  # `Meter` state: what the next log line reports of earlier steps
+    code: dict[str, str] = field(default_factory=dict)  # hashes of the user's files that determine the weights
+    progress: dict[str, Any] = field(default_factory=dict)  # evaluations so far: `Progress`
+    every: int = 0  # steps between checkpoints, if the run averages checkpoints (average.last)
+    pending: list[str] = field(default_factory=list)  # unfinished work after this step: train_state.py
 
     def dump(self) -> bytes:
-        """JSON, with the hash of everything else in it as its last entry."""
+        """The manifest as JSON; the last entry is the hash of all others."""
         values = asdict(self)
         seal = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
         return json.dumps(values | {"sha256": seal}, indent=1).encode()
 
     @property
     def train_state(self) -> dict[str, Any]:
-        """The part of the training state that is not tensors, in the form that `TrainState.load_state_dict` takes."""
+        """The non-tensor training state, in the form that `TrainState.load_state_dict` takes."""
         meter = {key: value for key, value in self.meter.items() if key != _OWED}
         pending = [*self.pending, *(["evaluation"] if self.meter.get(_OWED) else [])]
         return {"step": self.step, "meter": meter, "progress": self.progress, "pending": pending}
@@ -192,8 +195,8 @@ def parsed(content: bytes, name: str) -> Manifest | str:
 
 
 def add_scores(folder: Path, scores: Mapping[str, float], state: Mapping[str, Any]) -> None:
-    """Replace the scores of a checkpoint's manifest and what is in it of the training state, at once. Errors:
-    `OSError`; then it is as it was."""
+    """Replace the scores and training state in a checkpoint's manifest, atomically. Errors: `OSError`; the manifest is
+    then unchanged."""
     from lockstep.checkpoint.storage import write
 
     if isinstance(manifest := read_manifest(folder), Manifest):
@@ -204,8 +207,9 @@ def add_scores(folder: Path, scores: Mapping[str, float], state: Mapping[str, An
 
 
 def candidates(run: Run) -> Iterator[tuple[Path, Manifest | str]]:
-    """All checkpoints, newest first, with their manifest or what is wrong with it. Their files are not looked at, and
-    what has no checkpoint's name is passed over. A folder that cannot be looked into stands for those it may hold."""
+    """Iterate over all checkpoints, newest first, with the manifest or a description of its fault. Does not read their
+    files and skips folders not named as checkpoints. A folder that cannot be listed is yielded itself, with the reason.
+    """
     folder = folder_of(run)
     try:
         names = [entry.name for entry in os.scandir(folder) if re.fullmatch(r"step-\d{6,}", entry.name)]
@@ -221,15 +225,15 @@ def candidates(run: Run) -> Iterator[tuple[Path, Manifest | str]]:
 
 
 def newest_first(run: Run) -> Iterator[tuple[Path, Manifest]]:
-    """Those with a readable manifest."""
+    """Iterate over checkpoints with a readable manifest, newest first."""
     for path, manifest in candidates(run):
         if isinstance(manifest, Manifest):
             yield path, manifest
 
 
 def misfit(path: Path, manifest: Manifest) -> str | None:
-    """Which of the files that the manifest names is not there; or None. Others, which file browsers, network disks and
-    people leave (.DS_Store, ._shard-..., .nfs0001), are not looked at."""
+    """Describe files that the manifest names and the folder lacks, or return None. Ignores extra files, such as those
+    of file browsers and network disks (.DS_Store, ._shard-..., .nfs0001)."""
     try:
         there = {entry.name for entry in path.iterdir()}
     except OSError as error:
@@ -241,22 +245,22 @@ def misfit(path: Path, manifest: Manifest) -> str | None:
 
 
 def averaged(run: Run, step: int, every: int) -> list[int]:
-    """The steps, in order, whose checkpoints `average.last` takes the mean of, where training ended after `step`: that
-    one, and as many as are needed of those before it that a checkpoint is due at, whatever stops there were."""
+    """Steps, ascending, of the checkpoints that `average.last` averages when training ended after `step`: that step and
+    the scheduled checkpoints before it. Checkpoints written at stops do not count."""
     steps = range(max(every, 1), step, max(every, 1)) if every else range(0)
     return [*steps[max(0, len(steps) + 1 - (run.average.last or 1)) :], step]
 
 
 def superfluous(run: Run, newest: Path | None = None) -> list[Path]:
-    """All checkpoints but those `to_keep`, newest first; of equally good ones the earliest is kept."""
+    """Checkpoints not in `to_keep`, newest first; of equally good ones the earliest is kept."""
     checkpoints = list(newest_first(run))
     needed = to_keep(run, {manifest.step: manifest for _, manifest in checkpoints})
     return [path for path, manifest in checkpoints if manifest.step not in needed and path != newest]
 
 
 def to_keep(run: Run, manifests: Mapping[int, Manifest]) -> set[int]:
-    """The steps whose checkpoints are kept: the `keep` newest, those of `checkpoint.at`, the best ones (also the best
-    up to each of these), and those that the average at the end is made of."""
+    """Steps whose checkpoints are kept: the `keep` newest, those of `checkpoint.at`, the best (also the best up to each
+    of these), and those that the final average needs."""
     marked = manifests.keys() & set(run.checkpoint.at)
     best = [
         best_first(run, {step: manifest.scores for step, manifest in manifests.items() if step <= last})[:1]
@@ -273,12 +277,13 @@ def to_keep(run: Run, manifests: Mapping[int, Manifest]) -> set[int]:
 
 
 def newest_whole(run: Run) -> int | None:
-    """The step of the newest checkpoint that has its manifest and its files; their contents are not read."""
+    """Step of the newest checkpoint whose manifest and files exist; file contents are not read. None if there is
+    none."""
     return next((manifest.step for path, manifest in newest_first(run) if misfit(path, manifest) is None), None)
 
 
 def mismatch(path: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
-    """The fault of the contents of these files, or None."""
+    """Describe the first of these files whose contents do not match the manifest's hash, or return None."""
     for name in names:
         try:
             digest = exported.sha256_of(path / name)
@@ -290,13 +295,13 @@ def mismatch(path: Path, manifest: Manifest, names: Iterable[str]) -> str | None
 
 
 def broken(path: Path, manifest: Manifest) -> str | None:
-    """The fault of a checkpoint's files, or None. Reads all of them."""
+    """Describe the fault of a checkpoint's files, or return None. Reads all of them."""
     return misfit(path, manifest) or mismatch(path, manifest, sorted(manifest.hashes))
 
 
 def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") -> str | None:
-    """Why a run must not go on from a checkpoint whose files are as they should be, or None. `remote_dir`: where it is,
-    if not in OUTPUT."""
+    """Explain why a run cannot resume from an intact checkpoint, or return None. `mirror`: where the checkpoint is, if
+    not in OUTPUT."""
     where, other = mirror or run.folder, "another mirror" if mirror else "another output=FOLDER"
     differing = differing_keys(run, prepared.key, manifest)
     rows = "\n".join(f"  {k}: {then!r} in the checkpoint, {now!r} now" for k, (then, now) in differing.items())
@@ -320,11 +325,10 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
 
 
 def differing_keys(run: Run, data: str, manifest: Manifest) -> dict[str, tuple[Any, Any]]:
-    """The keys that decide weights and that have changed since a checkpoint was written: (value then, value now).
-    `data`: the hash of the run's tokens; where the checkpoint has the same hash, keys that only say where the data are
-    read from do not count."""
+    """Keys that determine the weights and have changed since the checkpoint: key -> (value then, value now). `data`:
+    hash of the run's tokens; if the checkpoint has the same hash, keys that only locate the data are ignored."""
     now = run.arithmetic()
-    # what only one of both has, as an option of its strategy, had its default
+    # a key that only one of the two has, such as a strategy's option, counts with its default
     then = {key: run.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
     keys = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
     if manifest.data == data:
@@ -334,12 +338,12 @@ def differing_keys(run: Run, data: str, manifest: Manifest) -> dict[str, tuple[A
 
 
 def _drawn(arithmetic: dict[str, Any]) -> list[Any]:
-    """The keys that decide which source of a mixture comes when, beside how many examples each has."""
+    """Keys that, besides the sizes of the sources, determine the order in which a mixture's sources are drawn."""
     return [entry.get("weight") for entry in arithmetic.get("data.sources") or ()]
 
 
 def facts_of(world: World) -> dict[str, Any]:
-    """Facts that can change bits and are no keys of the run file: the kind of device, threads, versions."""
+    """Facts outside the run file that can change bits: device type, threads, versions."""
     import torch
     import transformers
 
@@ -354,21 +358,20 @@ def facts_of(world: World) -> dict[str, Any]:
 
 
 def code_of(run: Run) -> dict[str, str]:
-    """The user's own files that decide the weights, and a hash of what each says. As in `Run.arithmetic`, a strategy's
-    are not among them under `strategy.exact`."""
+    """Hashes of the user's files that determine the weights: file -> hash. As in `Run.arithmetic`, a strategy's files
+    are excluded under `strategy.exact`."""
     return user_code.hashes_of(user_code.named(run, strategy=not run.strategy.exact).values())
 
 
 def changed_code(run: Run, manifest: Manifest) -> list[str]:
-    """Files of the user's that say something else than when a checkpoint was made. One that is older than this record
-    says nothing of them."""
+    """The user's files that have changed since the checkpoint. Empty if the manifest predates this record."""
     now, then = code_of(run), manifest.code
     return sorted(file for file in now.keys() | then.keys() if now.get(file) != then.get(file)) if then else []
 
 
 def differences(run: Run, world: World, name: str, manifest: Manifest, bits: bool) -> list[str]:
-    """Differences from the saving run that can change bits: a strategy, a kind of device, threads, versions. `bits`:
-    whether this run gives those of a single process."""
+    """Describe differences from the saving run that can change bits: strategy, device type, threads, versions. `bits`:
+    whether this run is bitwise equal to a single process."""
     notes = []
     if not (manifest.bits and bits):
         who = run.strategy.name if manifest.bits else manifest.strategy
@@ -387,11 +390,11 @@ def differences(run: Run, world: World, name: str, manifest: Manifest, bits: boo
 
 
 def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
-    """The manifest of the newest checkpoint of this output folder, if the run may go on from it; its files are verified
-    at the resume. A damaged one of another run is passed over.
+    """Return the manifest of the newest checkpoint in OUTPUT that the run can resume from, or None. Its files are
+    verified later, by the resume. Skips a damaged checkpoint of another run.
 
-    Errors: `RunError` with the keys that differ, when what decides the weights has changed; or with what is wrong with
-    each, when there are checkpoints and none can be used.
+    Errors: `RunError`, naming the keys that differ, if keys that determine the weights have changed; `RunError`, naming
+    each fault, if checkpoints exist and none can be used.
     """
     unusable = []
     for path, manifest in candidates(run):
@@ -410,7 +413,7 @@ def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
 
 
 def none_usable(run: Run, reasons: Iterable[str]) -> RunError:
-    """The error where there are checkpoints and not one can be gone on from: beginning anew would delete them."""
+    """Error for a run whose checkpoints are all unusable: starting over would delete them."""
     rows = "\n".join(f"  {reason}" for reason in reasons)
     also, then = (f" or {run.remote_dir}", ", and give another mirror") if run.remote_dir else ("", "")
     return RunError(
@@ -422,25 +425,24 @@ def none_usable(run: Run, reasons: Iterable[str]) -> RunError:
 
 
 def finished(run: Run, manifest: Manifest | None) -> bool:
-    """Whether the run has done all its steps, and its export is there, unchanged, and of the model that the run asks
-    for. Reads the export."""
+    """Whether the run has done all its steps and its export exists, unchanged, with the requested model. Reads the
+    export."""
     if manifest is None or not ended(run, manifest) or other_export(run):
         return False
     return exported.damage(run.folder) is None
 
 
 def export_of(run: Run) -> str:
-    """Which model a run exports, as `scores.json` has it: last, best, or the mean of the last checkpoints."""
+    """The model that a run exports, as recorded in `scores.json`: last, best, or the mean of the last checkpoints."""
     return f"{run.export}" if run.average.last is None else f"mean of {run.average.last}"
 
 
 def other_export(run: Run) -> str | None:
-    """The model that the export of a finished run is of, where the run file now asks for another; None: it is as
-    asked."""
+    """The model in the export of a finished run, if the run file now requests another; else None."""
     there = history.scores_of(run.folder).get("export", export_of(run))
     return None if there == export_of(run) else str(there)
 
 
 def ended(run: Run, manifest: Manifest) -> bool:
-    """Whether no step comes after this checkpoint: it is that of the last one, or training ended early there."""
+    """Whether training ended at this checkpoint: it is the last step, or early stopping applied."""
     return manifest.step >= manifest.steps or Progress.of(run, manifest.progress).over(run)

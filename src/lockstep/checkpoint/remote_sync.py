@@ -1,17 +1,15 @@
-"""The checkpoints of a run wherever they are: in OUTPUT, and in the mirror.
+"""Checkpoints in OUTPUT and in the remote mirror (`remote_dir`): list, upload and download them.
 
-In: a run and its ranks. Out: the same list on every rank; one of the mirror's in OUTPUT, where it is to be read. Only
-rank 0 speaks to the store, in a thread, so that no collective waits longer than one may.
+`CheckpointCatalog` gives every rank the same list of checkpoints and downloads one from the mirror when needed. Only
+rank 0 accesses the object store, in a thread, so that no collective exceeds its timeout.
 
-The copies of a run in an object store: those of the checkpoints that it keeps, and of its export.
+`RemoteSync` uploads the checkpoints that a run keeps, and its export: MIRROR/checkpoints/step-NNNNNN/ holds the same
+files, each verified after upload, with the manifest last, so that an interrupted upload never counts as a checkpoint;
+MIRROR/export has export.json last. On a machine without local checkpoints, it downloads the newest intact one.
 
-In: OUTPUT, where training writes as ever, and `remote_dir` of the run file. Out: MIRROR/checkpoints/step-NNNNNN/ with
-the same files, each verified after it was sent, the manifest last, so that what was cut off is never taken for a
-checkpoint; MIRROR/export, with export.json last; and on a machine that has none of it, the newest whole one back.
-
-Copying goes on in a thread of rank 0, whose OUTPUT holds the files of all ranks: a checkpoint of which it does not is
-refused when it is saved (`storage.share_out`). A store may list its newest names late, so MIRROR/checkpoints/index.json
-names the steps, too, and a manifest is asked for by its name. One run writes to a mirror at a time.
+Copying runs in a thread of rank 0, whose OUTPUT must contain the files of all ranks; `storage.share_out` refuses to
+save otherwise. A store may list new names late, so MIRROR/checkpoints/index.json also names the steps, and manifests
+are requested by name. Only one run may write to a mirror at a time.
 """
 
 from __future__ import annotations
@@ -61,15 +59,15 @@ def reason_of(error: BaseException | None) -> str | None:
 
 
 class CheckpointCatalog:
-    """The checkpoints to go on from. `say` tells the user; it is called on rank 0."""
+    """Checkpoints that a run can resume from. `say` prints a message for the user; it is called on rank 0."""
 
     def __init__(self, run: Run, world: World, prepared: Prepared, say: Callable[[str], None]) -> None:
         self.run, self.world, self.prepared = run, world, prepared
         self.mirror = RemoteSync(run, say) if run.remote_dir is not None and world.is_main else None
 
     def list_checkpoints(self) -> tuple[list[tuple[str, Manifest | str, bool]], list[str]]:
-        """Checkpoints, newest first, of OUTPUT and then of the mirror, with their manifest or what is wrong with it,
-        and whether they are in the mirror; and what the user should know. Collective. Errors: `RunError`."""
+        """List the checkpoints of OUTPUT, then of the mirror, each newest first: (name, manifest or description of its
+        fault, whether it is in the mirror). Also returns notes for the user. Collective. Errors: `RunError`."""
         here = [(path.name, manifest, False) for path, manifest in candidates(self.run)] if self.world.is_main else []
         here = self.world.broadcast(here)
         if self.run.remote_dir is None:
@@ -86,8 +84,8 @@ class CheckpointCatalog:
         return sorted(every, key=lambda each: (-len(each[0]), *(-ord(c) for c in each[0]))), notes
 
     def left(self, step: int) -> tuple[int | None, float | None, dict[str, str]]:
-        """After the loss of a rank, on what is rank 0 now: what was half done is cleared away. Returns the step of the
-        newest checkpoint of at most `step` updates, the highest score that is kept, and the run ids of trackers."""
+        """Clear incomplete files after a rank failed; called on the new rank 0. Returns the step of the newest
+        checkpoint of at most `step` updates, the highest kept score, and the trackers' run ids."""
         clear_away(self.run)
         there = [manifest for _, manifest in newest_first(self.run) if manifest.step <= step]
         best = best_first(self.run, {manifest.step: manifest.scores for manifest in there})
@@ -96,20 +94,21 @@ class CheckpointCatalog:
         return there[0].step, best[0].score if best else None, there[0].trackers
 
     def fetched(self, name: str, manifest: Manifest | str, away: bool) -> str | None:
-        """See that a checkpoint is in OUTPUT. Returns why it cannot be. Collective. Errors: `RunError`."""
+        """Ensure that a checkpoint is in OUTPUT, downloading it if it is `away`. Returns the reason if that fails, else
+        None. Collective. Errors: `RunError`."""
         if not away:
             return None
         reason, fault = self._by_main(lambda: self.mirror.fetch(self.prepared, name, manifest) if self.mirror else None)
         return reason or fault
 
     def _by_main(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
-        """Run `work` on rank 0 and broadcast its result or error, however long that takes. Collective. Errors:
+        """Run `work` on rank 0 and broadcast its result or error, however long it takes. Collective. Errors:
         `RunError`, the same on every rank."""
         from lockstep.checkpoint.storage import Background
 
         task = Background(work if self.world.is_main else lambda: None)
         while self.world.all_reduce_max(int(not task.done))():
-            task.wait(1.0)  # shorter than a collective may take
+            task.wait(1.0)  # shorter than a collective's timeout
         refused = isinstance(task.error, RunError)
         reason = str(task.error) if refused else reason_of(task.error)
         result, reason, refused = self.world.broadcast((task.result, reason, refused))
@@ -118,8 +117,8 @@ class CheckpointCatalog:
         return result, reason
 
     def rest(self, seconds: float) -> str | None:
-        """Wait, before a stop, for the copy to the object store, at most `seconds`. Returns, on rank 0, why the newest
-        checkpoint is not there. Collective."""
+        """Wait up to `seconds`, before a stop, for uploads to finish. Returns, on rank 0, why the newest checkpoint is
+        not in the object store, or None. Collective."""
         if self.run.remote_dir is None:
             return None
         until = time.monotonic() + seconds
@@ -134,23 +133,23 @@ class CheckpointCatalog:
         return self.mirror.missing()
 
 
-PROBE = "lockstep-was-here"  # written and removed before a run: may it write?
+PROBE = "lockstep-was-here"  # object written and removed before a run, to test write permission
 _STEP = re.compile(r"step-(\d{6,})/")
 
 
 class RemoteSync:
-    """The copies of one run. `say` is called in the caller's thread, by `tell`."""
+    """Copies of one run in an object store. Messages are queued; `tell` passes them to `say` in the caller's thread."""
 
     def __init__(self, run: Run, say: Callable[[str], None] = lambda text: None) -> None:
-        """Asks nothing yet."""
+        """Does not access the store yet."""
         assert run.remote_dir is not None
         self.run, self.address, self._say = run, address_of(run.remote_dir), say
-        self.in_use: frozenset[str] = frozenset()  # checkpoints that are being copied, which must not be removed
+        self.in_use: frozenset[str] = frozenset()  # names of checkpoints being copied, which must not be removed
         self.fault: str | None = None  # why the last copy failed
-        self._there: dict[int, Manifest] | None = None  # whole ones by step; None: not asked yet
+        self._there: dict[int, Manifest] | None = None  # complete remote checkpoints by step; None: not listed yet
         self._damaged: set[str] = (
             set()
-        )  # what is damaged or cannot be read: it is left alone, until its step comes again
+        )  # damaged or unreadable remote checkpoints: kept until their step is saved again
         self._lock, self._busy, self._again = threading.Lock(), False, False
         self._words: list[str] = []
         self._opened: Bucket | None = None
@@ -161,11 +160,11 @@ class RemoteSync:
             self._opened = Bucket(self.address)
         return self._opened
 
-    # -- there and back ----------------------------------------------------------------------------------------------
+    # -- listing and downloading -------------------------------------------------------------------------------------
 
     def list_checkpoints(self) -> list[tuple[str, Manifest | str]]:
-        """Checkpoints that are there, newest first, with what is wrong with a manifest. What has none is no checkpoint.
-        Errors: `StoreError`."""
+        """List remote checkpoints, newest first: (name, manifest or description of its fault). Folders without a
+        manifest do not count. Errors: `StoreError`."""
         steps = set(self._listed())
         with suppress(ValueError, TypeError, KeyError):
             steps |= {int(step) for step in json.loads(self._read("checkpoints/index.json") or "{}")["steps"]}
@@ -178,8 +177,8 @@ class RemoteSync:
         return copies
 
     def fetch(self, prepared: Prepared, name: str, manifest: Manifest | str) -> str | None:
-        """Bring one back into OUTPUT, verified. Returns what is wrong with it, or None. Errors: `RunError` when it is
-        of another run; `OSError`."""
+        """Download a checkpoint into OUTPUT and verify it. Returns a description of its fault, or None. Errors:
+        `RunError` if it belongs to another run; `OSError`."""
         if isinstance(manifest, str):
             return manifest
         if (reason := changed(self.run, prepared, manifest, str(self.address))) is not None:
@@ -197,7 +196,7 @@ class RemoteSync:
             at = self.address.below(f"checkpoints/{name}/{file}")
             if (there := self._bucket.find(at)) is None:
                 return f"{file} is missing"
-            for _ in range(2):  # what went wrong on the way is right the second time
+            for _ in range(2):  # retry once: a transfer error does not recur
                 if download(self._bucket, there, aside / file, tell) == manifest.hashes[file]:
                     return None
             return f"{file} does not match its hash"
@@ -217,8 +216,7 @@ class RemoteSync:
     # -- copying -----------------------------------------------------------------------------------------------------
 
     def offer(self) -> None:
-        """Start (or continue) to copy what the object store lacks, in the background. Called when OUTPUT holds
-        something new."""
+        """Start or continue copying to the object store in the background. Called when OUTPUT has new content."""
         with self._lock:
             if self._busy:
                 self._again = True
@@ -228,16 +226,16 @@ class RemoteSync:
 
     @property
     def busy(self) -> bool:
-        """Whether copying goes on."""
+        """Whether copying is in progress."""
         return self._busy
 
     def tell(self) -> None:
-        """Say what there is to say of it."""
+        """Pass queued messages to `say`."""
         while self._words:
             self._say(self._words.pop(0))
 
     def missing(self) -> str | None:
-        """Why the newest checkpoint of OUTPUT is not there, as far as is known; or None."""
+        """Explain why OUTPUT's newest checkpoint is not in the store, as far as known, or return None."""
         newest = next((m for _, m in newest_first(self.run)), None)
         if newest is None or (newest.step in (self._there or {}) and self.fault is None):
             return None
@@ -251,7 +249,7 @@ class RemoteSync:
             try:
                 self.copy()
                 self.fault = None
-            except Exception as error:  # any error: training continues, and an exception in a thread is lost
+            except Exception as error:  # any error: training continues, and a thread's exception would be lost
                 self.fault = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
                 self._words.append(
                     f"{self.run.folder} could not be copied to {self.address} ({self.fault}); it is tried again with "
@@ -263,8 +261,9 @@ class RemoteSync:
                 self._again = False
 
     def copy(self) -> None:
-        """Make the mirror hold the checkpoints that OUTPUT keeps, newest first, and no more; and the export, once there
-        is one. What is there is not sent again. Errors: `StoreError`, `OSError`."""
+        """Synchronize the mirror with OUTPUT: upload the checkpoints that OUTPUT keeps, newest first, remove the
+        others, and upload the export if there is one. Unchanged files are not sent again. Errors: `StoreError`,
+        `OSError`."""
         if self._there is None:
             self.list_checkpoints()
         there = self._there if self._there is not None else {}
@@ -280,11 +279,11 @@ class RemoteSync:
             except FileNotFoundError:
                 if path.exists():
                     raise
-                continue  # it was removed meanwhile: it is not kept any more
+                continue  # removed meanwhile: no longer kept
             except StoreError as error:
                 if error.again:
                     raise
-                faults.append(str(error))  # such as one that is damaged here: the others are copied all the same
+                faults.append(str(error))  # e.g. damaged locally: still copy the others
                 continue
             there[step] = manifest
             self._damaged.discard(path.name)
@@ -300,13 +299,13 @@ class RemoteSync:
         at, content = self.address.below(f"checkpoints/{path.name}"), (path / FILE).read_bytes()
         if before is None or before.hashes != manifest.hashes:
             if before is not None or path.name in self._damaged:
-                self._bucket.remove(at.below(FILE))  # until the new files are there it is no checkpoint
+                self._bucket.remove(at.below(FILE))  # not a checkpoint until the new files are uploaded
             for file, sha256 in sorted(manifest.hashes.items()):
                 self._bucket.upload(path / file, at.below(file), sha256)
         self._bucket.write(at.below(FILE), content)
 
     def _tidy(self, there: dict[int, Manifest]) -> None:
-        """Write down what is there; remove what is too much, and what was cut off before the newest."""
+        """Write the index; remove superfluous checkpoints, and incomplete ones older than the newest."""
         needed = to_keep(self.run, there)
         index = json.dumps({"steps": sorted(needed)}).encode()
         if self._read("checkpoints/index.json") != index:
@@ -316,25 +315,25 @@ class RemoteSync:
             if not cut_off and (step in needed or step not in there):
                 continue
             try:
-                self._bucket.remove(self.address.below(f"checkpoints/{name_of(step)}/{FILE}"))  # first
+                self._bucket.remove(self.address.below(f"checkpoints/{name_of(step)}/{FILE}"))  # manifest first
                 for each in objects:
                     self._bucket.remove(each.address)
             except StoreError as error:
                 if error.again:
                     raise
-                return  # nothing may be removed here, as `check` has said: keep all of them
+                return  # no permission to remove, as `check` reported: keep all
             there.pop(step, None)
 
     def copy_export(self, source: Path) -> None:
-        """The export of an output folder, if it is whole. What is there is not sent again. Errors: `StoreError`,
-        `OSError`."""
+        """Upload the export of an output folder, unless it is damaged. Unchanged files are not sent again. Errors:
+        `StoreError`, `OSError`."""
         if exported.damage(source) is not None:
             return
         hashes = {}
         for path in sorted((source / "export").rglob("*")):
             if path.is_file() and not path.is_symlink():
                 hashes[path.relative_to(source / "export").as_posix()] = exported.sha256_of(path)
-        content = json.dumps(hashes, indent=1).encode() + b"\n"  # a person may have edited the card
+        content = json.dumps(hashes, indent=1).encode() + b"\n"  # the user may have edited the card
         if (before := self._read(exported.FILE)) == content:
             return
         if before is not None:
@@ -349,7 +348,7 @@ class RemoteSync:
         self._bucket.write(self.address.below(exported.FILE), content)
 
     def _listed(self) -> dict[int, list[Object]]:
-        """The objects in folders of steps. Errors: `StoreError`."""
+        """Objects in the checkpoint folders, by step. Errors: `StoreError`."""
         at, objects = self.address.below("checkpoints"), dict[int, list[Object]]()
         for each in self._bucket.inside(at):
             if (step := _STEP.match(each.address.path.removeprefix(f"{at.path}/"))) is not None:
@@ -357,7 +356,7 @@ class RemoteSync:
         return objects
 
     def _read(self, path: str) -> bytes | None:
-        """Errors: `StoreError`."""
+        """Read an object; None if it does not exist. Errors: `StoreError`."""
         try:
             return self._bucket.read(self.address.below(path))
         except StoreError as error:
@@ -367,14 +366,14 @@ class RemoteSync:
 
 
 def require_extra(run: Run) -> None:
-    """Errors: `RunError` when the library that the mirror needs is not installed."""
+    """Check that the library that the mirror needs is installed. Errors: `RunError`."""
     if run.remote_dir is not None:
         require(address_of(run.remote_dir), "remote_dir")
 
 
 def check(run: Run, prepared: Prepared | None = None) -> list[str]:
-    """Refuse, before training, a mirror that cannot be read and written, for which a small object is put there and
-    removed; with `prepared`, the data, one that holds another run. Returns notes for a person. Errors: `RunError`."""
+    """Refuse, before training, a mirror that cannot be read and written, tested with a small object. With `prepared`
+    (the data), refuse a mirror that holds another run instead. Returns notes for the user. Errors: `RunError`."""
     if run.remote_dir is None:
         return []
     require_extra(run)
@@ -400,9 +399,9 @@ def check(run: Run, prepared: Prepared | None = None) -> list[str]:
 
 
 def finish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = None) -> str | None:
-    """Copy what the object store still lacks at the end of a run, including the export. Rank 0 only. Returns the reason
-    if something is missing, or None. A signal handler may interrupt the copy with an exception; the next call continues
-    with what is left."""
+    """Copy everything that the object store still lacks at the end of a run, including the export. Rank 0 only. Returns
+    the reason if something is missing, or None. A signal handler may interrupt the copy with an exception; the next
+    call resumes it."""
     if run.remote_dir is None:
         return None
     mirror = mirror or RemoteSync(run, say)

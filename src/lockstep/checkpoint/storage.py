@@ -1,18 +1,18 @@
-"""Tensors on the disk: who writes which part, a thread that hashes, writes and syncs it, and who reads what.
+"""Write and read checkpoint tensors: divide them among ranks, write them in a thread, and hash the whole state.
 
-In: the state that each rank holds. Out: safetensors files with hashes of their bytes, a hash of the whole state
-that does not depend on how it is cut, and the mean of the weights of several checkpoints.
+In: the state that each rank holds. Out: safetensors files with hashes of their bytes; a hash of the whole state that
+does not depend on how it is sharded; the mean of the weights of several checkpoints.
 
-`torch.distributed.checkpoint` plans: it divides tensors that several ranks hold among them, checks that everything is
-covered once, and at loading finds the pieces of files that make up a rank's part at any other world size. Its default
-files hold a pickle, so the layout is that of its Hugging Face storage: safetensors whose header says where each piece
-belongs, read by its own `HuggingFaceStorageReader`. Its writer is not used: it copies the file's content once more,
-knows no hashes and does not sync. Writing needs no collective, so it can go on in a thread beside training.
+`torch.distributed.checkpoint` does the planning: it divides replicated tensors among the ranks, checks that everything
+is covered once, and on loading locates the pieces that make up a rank's shard at any world size. Its default file
+format contains a pickle, so lockstep uses the layout of its Hugging Face storage: safetensors whose header records
+where each piece belongs, read by `HuggingFaceStorageReader`. Its writer is not used: it copies the content once more,
+computes no hashes and does not sync. Writing needs no collective, so it can run in a thread during training.
 
-`StateHash`: a tensor's sum is over its elements: their bits as an integer times a number that depends on the place in
-the whole tensor, modulo 2^64 (multilinear hashing: Lemire and Kaser, arXiv:1202.4961). Such sums can be added up over
-ranks in any order. What is hashed at the end are names, types, shapes and sums. It finds what chance does to bits; it
-is no protection against somebody who chooses them, which the SHA-256 of checkpoints and exports is.
+`StateHash` sums over a tensor's elements: the element's bits as an integer, times a factor that depends on its index in
+the whole tensor, modulo 2^64 (multilinear hashing: Lemire and Kaser, arXiv:1202.4961). Such sums can be added over
+ranks in any order. The final hash covers names, dtypes, shapes and sums. It detects accidental bit flips, not
+deliberate changes; against those, checkpoints and exports have SHA-256.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from lockstep.distributed.sharded import Saved, TensorSlice, WholeState, local
 from lockstep.distributed.world import World
 
 _ROW = 2**16  # elements that share a factor
-_AT_ONCE = 2**20  # elements whose products are in memory
-_IN_CACHE = 2**18  # the same on a CPU: products that stay in its cache take 0.4 of the time
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # a view of so many bytes
+_AT_ONCE = 2**20  # elements whose products are held in memory at once
+_IN_CACHE = 2**18  # as _AT_ONCE, on a CPU: products that fit its cache take 0.4 of the time
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> dtype to view it as
 
 
 class StateHash:
-    """Hashes of one strategy's state, again and again; who hashes what is settled once."""
+    """Hash one strategy's state repeatedly; the division of the work among ranks is computed once."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -56,13 +56,13 @@ class StateHash:
         self._names: list[str] = []
 
     def of(self, parts: Mapping[str, Tensor]) -> dict[str, str]:
-        """`weights` and `optimizer`, each of 16 hexadecimal digits. The parts have the same names and shapes at every
-        call. Collective; on a GPU the host waits here."""
+        """Hash the state. Returns `weights` and `optimizer`, each 16 hexadecimal digits. Names and shapes must be the
+        same at every call. Collective; on a GPU, synchronizes with the device."""
         sums = self.sums(parts)
         return hashed(self._layouts, sums)
 
     def sums(self, parts: Mapping[str, Tensor]) -> dict[str, int]:
-        """What `summed` gives for each whole tensor, by name. As for `of`. Collective."""
+        """`summed` of each whole tensor, by name. Same requirements as `of`. Collective."""
         if self._items is None:
             self._items = share_out(parts, self._world, True)
             layouts = self._world.all_gather({n: (str(t.dtype), tuple(t.shape)) for n, t in parts.items()})
@@ -82,7 +82,8 @@ class StateHash:
 
 
 def hashed(layouts: Mapping[str, tuple[str, tuple[int, ...]]], sums: Mapping[str, int]) -> dict[str, str]:
-    """The hash of tensors of these types and shapes, by name, whose elements come to these sums."""
+    """Combine the sums of tensors, and their dtypes and shapes (`layouts`), into the hashes of weights and optimizer
+    state."""
     digests = {"weights": hashlib.blake2b(digest_size=8), "optimizer": hashlib.blake2b(digest_size=8)}
     for name, value in sorted(sums.items()):
         kind = "weights" if name.startswith("model.") else "optimizer"
@@ -91,12 +92,12 @@ def hashed(layouts: Mapping[str, tuple[str, tuple[int, ...]]], sums: Mapping[str
 
 
 def summed(part: Tensor, whole: tuple[int, ...] | None = None, offsets: tuple[int, ...] | None = None) -> Tensor:
-    """The sum of a tensor, or of a part that begins at `offsets` of a tensor of the shape `whole`: int64 scalar, on the
-    same device."""
+    """Hash sum of a tensor, or of a slice at `offsets` of a tensor of shape `whole`: int64 scalar, on the same
+    device."""
     sizes = tuple(part.shape)
     whole, offsets = whole or sizes, offsets or (0,) * len(sizes)
     flat = part.contiguous().reshape(-1).view(_BITS[part.element_size()])
-    # rows of elements that follow each other in the whole tensor, and where each begins
+    # runs of elements contiguous in the whole tensor, and the start of each
     inner = len(whole)
     while inner > 0 and (inner == len(whole) or sizes[inner] == whole[inner]):
         inner -= 1
@@ -113,7 +114,7 @@ def summed(part: Tensor, whole: tuple[int, ...] | None = None, offsets: tuple[in
 
 
 def _of_run(bits: Tensor, first: int) -> Tensor:
-    """The hash of consecutive elements of a tensor; `first` is the place of the first one in the whole tensor."""
+    """Hash sum of consecutive elements; `first`: index of the first one in the whole tensor."""
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     within = _within(bits.device)
     head = min(-first % _ROW, len(bits))
@@ -135,21 +136,21 @@ def _of_run(bits: Tensor, first: int) -> Tensor:
 
 @lru_cache
 def _within(device: torch.device) -> Tensor:
-    """The number of each place in a row: int64 [_ROW]."""
+    """Factor of each position in a row: int64 [_ROW]."""
     return torch.from_numpy(_odd(0, _ROW)).to(device)
 
 
 def _factors(place: int, count: int, device: torch.device) -> Tensor:
-    """Of the rows from the one that a place is in: int64 [count]."""
+    """Factors of `count` rows, from the row that contains index `place`: int64 [count]."""
     return torch.from_numpy(_odd(2**40 + place // _ROW, count)).to(device)
 
 
 def _odd(first: int, count: int) -> np.ndarray:
-    """Odd numbers of 64 bits, one for each integer from `first` on: int64 [count]."""
+    """Pseudorandom odd 64-bit numbers for the integers from `first` on: int64 [count]."""
     return (splitmix.sequence(first + 1, count) | np.uint64(1)).view(np.int64)
 
 
-BLOCK_BYTES = 8 * 2**20  # hashed and written at a time
+BLOCK_BYTES = 8 * 2**20  # hashed and written per block
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -166,7 +167,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Written:
-    """A file that is on the disk."""
+    """A file written to disk."""
 
     name: str
     sha256: str
@@ -174,8 +175,9 @@ class Written:
 
 
 def share_out(parts: Mapping[str, Tensor], world: World, writes: bool) -> list[WriteItem]:
-    """The items that this rank writes, such that all ranks together write everything once, and a rank whose `writes` is
-    False nothing. Collective. Errors: `OSError`, on every rank, when only such a rank holds something."""
+    """Divide the state among ranks for writing and return this rank's items. All ranks together write everything once;
+    a rank with `writes` False writes nothing. Collective. Errors: `OSError`, on every rank, if some part is held only
+    by ranks that do not write."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(parts), is_coordinator=world.is_main)
     plans, able = zip(*world.all_gather((planner.create_local_plan(), writes)), strict=True)
@@ -184,13 +186,13 @@ def share_out(parts: Mapping[str, Tensor], world: World, writes: bool) -> list[W
         if not can and any(item.index not in covered for item in plan.items):
             raise OSError(f"rank {rank} holds parts of the model and cannot see the folder of rank 0: share it")
     writing = [plan if can else replace(plan, items=[]) for plan, can in zip(plans, able, strict=True)]
-    shared_out, _ = planner.create_global_plan(writing)  # every rank finds the same
+    shared_out, _ = planner.create_global_plan(writing)  # deterministic: equal on every rank
     items = shared_out[world.rank].items
     return [item for item in items if item.tensor_data is not None and item.tensor_data.chunk.sizes.numel()]
 
 
 def held_here(parts: Mapping[str, Tensor]) -> dict[TensorSlice, Tensor]:
-    """Every piece of the state that this rank has. Not collective, and nothing is copied."""
+    """Every slice of the state that this rank holds, without copying. Not collective."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(parts), is_coordinator=True)
     items = [item for item in planner.create_local_plan().items if item.tensor_data is not None]
@@ -199,23 +201,25 @@ def held_here(parts: Mapping[str, Tensor]) -> dict[TensorSlice, Tensor]:
 
 
 def place_of(item: WriteItem, parts: Mapping[str, Tensor]) -> TensorSlice:
-    """Where a piece that this rank has belongs."""
+    """Position of an item in its whole tensor."""
     assert item.tensor_data is not None
     chunk, tensor = item.tensor_data.chunk, parts[item.index.fqn]
     return TensorSlice(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), tuple(tensor.shape), tensor.dtype)
 
 
 class Shard:
-    """This rank's file: laid out once for all saves of a run, in a buffer that is filled anew for each.
+    """This rank's checkpoint file, with a reusable buffer and a layout computed once for all saves of a run.
 
-    The buffer (host memory, pinned where there is a GPU) takes as many bytes as the rank writes.
+    The buffer takes as many bytes as the rank writes, in host memory (pinned if there is a GPU).
     """
 
     def __init__(self, parts: Mapping[str, Tensor], world: World, writes: bool = True) -> None:
-        """Collective. Errors: `OSError`, as `share_out`."""
+        """Compute the layout and allocate the buffer. Collective. Errors: `OSError`, as `share_out`."""
         self.name = f"shard-{world.rank + 1:05d}-of-{world.size:05d}.safetensors"
         items = share_out(parts, world, writes)
-        items.sort(key=lambda item: (-parts[item.index.fqn].element_size(), item.index.fqn))  # keeps all aligned
+        items.sort(
+            key=lambda item: (-parts[item.index.fqn].element_size(), item.index.fqn)
+        )  # keeps every tensor aligned
         header: dict[str, Any] = {}
         offsets, end = {}, 0
         for item in items:
@@ -239,15 +243,15 @@ class Shard:
 
     @property
     def bytes(self) -> int:
-        """The size of the file that this rank writes."""
+        """Size of the file that this rank writes."""
         return len(self._header) + self._buffer.numel() if self._views else 0
 
     def suits(self, parts: Mapping[str, Tensor]) -> bool:
-        """Whether this rank holds what it held when this was laid out; a weight may get a moment later than others."""
+        """Whether the layout still fits these parts (optimizer state may appear later for some weights)."""
         return _shapes(parts) == self._parts
 
     def fill(self, parts: Mapping[str, Tensor]) -> None:
-        """Copy the state out of the way: training may go on when this returns."""
+        """Copy the state into the buffer; training may continue when this returns."""
         with torch.no_grad():
             for name, view in self._views.items():
                 view.copy_(local(parts[name]), non_blocking=True)
@@ -255,8 +259,8 @@ class Shard:
             torch.cuda.current_stream(self._cuda).synchronize()
 
     def write(self, folder: Path) -> Written | None:
-        """The file, synced, in a folder that is made; None where there is nothing for this rank to write. Errors:
-        `OSError`; then nothing is left of it."""
+        """Write and sync this rank's file, creating the folder. Returns None if this rank has nothing to write. Errors:
+        `OSError`; no partial file remains."""
         if not self._views:
             return None
         folder.mkdir(parents=True, exist_ok=True)
@@ -274,9 +278,9 @@ def _shapes(parts: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def write(path: Path, blocks: Iterable[memoryview | bytes]) -> Written:
-    """A new file, synced, its hash taken on the way. Python's lock is free while a block is hashed or written.
+    """Write a new file, sync it, and compute its hash on the way. Releases the GIL while a block is hashed or written.
 
-    Errors: `OSError`; then nothing is left of the file.
+    Errors: `OSError`; no partial file remains.
     """
     digest, size = hashlib.sha256(), 0
     try:
@@ -295,8 +299,8 @@ def write(path: Path, blocks: Iterable[memoryview | bytes]) -> Written:
 
 
 class Background:
-    """A piece of work in a thread of its own. It makes no collective: threads of different ranks would meet in any
-    order."""
+    """Run a function in a thread. It must not call collectives: threads of different ranks would call them in different
+    orders."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.result: Any = None
@@ -320,10 +324,10 @@ class Background:
 
 
 class Files(Saved):
-    """A checkpoint on the disk, verified before. Ranks read by themselves, each the pieces that it needs."""
+    """A verified checkpoint on disk. Each rank reads the pieces that it needs, without communication."""
 
     def __init__(self, folder: Path, names: Collection[str]) -> None:
-        """`names`: its files; others in the folder are not looked at."""
+        """`names`: the checkpoint's files; other files in the folder are ignored."""
         self._reader = _Reader(str(folder))
         self._reader.fs = _Named(names)
         self.names = sorted(self._reader.read_metadata().state_dict_metadata)
@@ -334,15 +338,15 @@ class Files(Saved):
     def read(self, targets: Mapping[str, Tensor]) -> None:
         metadata = self._reader.read_metadata()
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        there = {name: tensor for name, tensor in targets.items() if tensor.numel()}  # empty ones are in no file
+        there = {name: tensor for name, tensor in targets.items() if tensor.numel()}  # empty tensors are in no file
         planner.set_up_planner(there, metadata, is_coordinator=True)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        with torch.no_grad():  # what `torch.distributed.checkpoint.load` does in a job of one
+        with torch.no_grad():  # as `torch.distributed.checkpoint.load` does with one process
             plan = self._reader.prepare_local_plan(planner.create_local_plan())
             self._reader.read_data(planner.finish_plan(plan), planner).wait()
 
     def whole(self, name: str) -> Tensor:
-        """One tensor, on the host."""
+        """Read one whole tensor into host memory."""
         metadata: Any = self._reader.read_metadata().state_dict_metadata[name]
         tensor = torch.empty(metadata.size, dtype=metadata.properties.dtype)
         self.read({name: tensor})
@@ -350,7 +354,7 @@ class Files(Saved):
 
 
 class _Named(FileSystem):
-    """A folder that holds these files, whatever else is there."""
+    """A folder that lists only the given files."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -360,7 +364,7 @@ class _Named(FileSystem):
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Reads the headers once."""
+    """Reader that reads the file headers only once."""
 
     _metadata: Metadata | None = None
 
@@ -371,11 +375,11 @@ class _Reader(HuggingFaceStorageReader):
 
 
 class FromMain(Saved):
-    """A checkpoint that only rank 0 can read: the folder is not shared between machines. One whole tensor at a time
-    goes to everybody."""
+    """A checkpoint that only rank 0 can read, because the folder is not shared between machines. Rank 0 broadcasts one
+    whole tensor at a time."""
 
     def __init__(self, files: Files | None, world: World) -> None:
-        """`files` on rank 0. Collective."""
+        """`files`: given on rank 0, None elsewhere. Collective."""
         self.world, self.files = world, files
         self.names: list[str] = world.broadcast(self.files.names if self.files else [])
 
@@ -394,8 +398,8 @@ class FromMain(Saved):
 
 
 class Mean(Saved):
-    """Weights that are the same in all of them stay the same bits; a step of the mean rounds three times, each number
-    by itself, so that it does not matter how tensors are cut."""
+    """Mean of the weights of several checkpoints; other state is the last one's. Weights equal in all of them keep
+    their bits. Each element is rounded independently, so the result does not depend on how tensors are sharded."""
 
     def __init__(self, saved: Sequence[Saved]) -> None:
         self.saved = saved
