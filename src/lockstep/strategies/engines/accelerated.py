@@ -1,6 +1,6 @@
-"""Accelerate as an engine: what strategies need of it, and where it keeps state of the whole process.
+"""Accelerate as an engine: creating an `Accelerator`, preparing a model, and clearing Accelerate's process-wide state.
 
-In: a run, and a process group that is there. Out: an `Accelerator` that spans it, and later nothing of it any more.
+In: a run, and an existing process group. Out: an `Accelerator` that spans the group, released completely at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.strategies.strategy import Strategy
 
 
 class Accelerated(Strategy):
-    """A strategy whose engine is Accelerate, which puts an autocast of its own into the model's forward."""
+    """A strategy whose engine is Accelerate, which puts its own autocast into the model's forward."""
 
     needs: ClassVar[tuple[str, ...]] = ("accelerate",)
     accelerator: Any
@@ -29,7 +29,7 @@ class Accelerated(Strategy):
 
 
 def only(run: Run, name: str) -> Mapping[str, Any]:
-    """The mapping that is the whole of `strategy.options`. Errors: `RunError`."""
+    """Return the mapping under `name`, the only key allowed in `strategy.options`. Errors: `RunError`."""
     section = run.strategy.options[name]
     if not isinstance(section, Mapping):
         raise RunError("LS4020", f"strategy.options.{name}: invalid value {section!r}; expected a mapping of options")
@@ -41,8 +41,8 @@ def only(run: Run, name: str) -> Mapping[str, Any]:
 
 
 def accelerator(run: Run, world: World, handlers: list[Any], **options: Any) -> Any:
-    """An `Accelerator` in the process group that is there, checked to span it: under the wrong variables Accelerate
-    silently makes worlds of one process."""
+    """Return an `Accelerator` in the existing process group, checked to span it: with wrong environment variables,
+    Accelerate silently creates worlds of one process."""
     from accelerate import Accelerator, PartialState
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
@@ -50,7 +50,7 @@ def accelerator(run: Run, world: World, handlers: list[Any], **options: Any) -> 
     AcceleratorState._reset_state(reset_partial_state=True)
     sharded = "fsdp_plugin" in options
     with world.variables_for_engines():
-        if sharded and world.device.type == "cpu":  # Accelerate shards on GPUs only, unless it takes CPUs for them
+        if sharded and world.device.type == "cpu":  # Accelerate shards on GPUs only: pretend
             PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
         low = run.precision == "bf16" and not run.model.trained_in_bfloat16
         own = {"mixed_precision": "bf16" if low else "no", "cpu": world.device.type == "cpu"}
@@ -61,9 +61,9 @@ def accelerator(run: Run, world: World, handlers: list[Any], **options: Any) -> 
 
 
 def prepared(engine: Any, model: nn.Module, optimizer: Any) -> Any:
-    """`engine.prepare(model, optimizer)`; what an engine before it did to the model itself is undone."""
-    vars(model).pop("_is_accelerate_prepared", None)  # in a job of one process, where nothing was wrapped
-    if (forward := vars(model).pop("_original_forward", None)) is not None:  # under its own autocast
+    """Return `engine.prepare(model, optimizer)`, after undoing an earlier engine's changes to the model."""
+    vars(model).pop("_is_accelerate_prepared", None)  # in a job of one process, which has no wrapper
+    if (forward := vars(model).pop("_original_forward", None)) is not None:  # wrapped in Accelerate's autocast
         model.forward = forward
     with warnings.catch_warnings():
         # torch 2.13 renamed an option of DistributedDataParallel, Accelerate 1.15 knows its old name only
@@ -72,7 +72,7 @@ def prepared(engine: Any, model: nn.Module, optimizer: Any) -> Any:
 
 
 def release(engine: Any) -> None:
-    """Let go of models and of Accelerate's process-wide state."""
+    """Release models and Accelerate's process-wide state."""
     from accelerate.state import AcceleratorState
 
     engine.free_memory()

@@ -1,7 +1,7 @@
-"""Sharding as Accelerate applies it: `strategy.options.fsdp` and `strategy.options.deepspeed` of hf_accelerate.
+"""Sharding by Accelerate: `strategy.options.fsdp` and `strategy.options.deepspeed` of hf_accelerate.
 
-In: this rank's micro-batches. Out: the same update. The difference from `fsdp2.py` is who shards and who wraps the
-optimizer; the difference from `zero.py` is who makes the engine.
+In: this rank's micro-batches. Out: the same update. Unlike in `fsdp2.py`, Accelerate shards the model and wraps the
+optimizer; unlike in `zero.py`, Accelerate creates the engine.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lockstep.tasks.models import storage_dtype
 
 
 class AcceleratedFSDP2(Accelerated, FSDP2):
-    """`strategy.options.fsdp`: the fields of Accelerate's `FullyShardedDataParallelPlugin`."""
+    """FSDP2 by Accelerate. `strategy.options.fsdp`: the fields of its `FullyShardedDataParallelPlugin`."""
 
     weight_formats = WeightFormats.NONE
-    supports_reshard = False  # Accelerate keeps its state for the whole process
+    supports_reshard = False  # Accelerate keeps process-wide state
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
@@ -42,7 +42,7 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         from accelerate import FullyShardedDataParallelPlugin
 
         known = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
-        # FSDP1's, and what the run file or this file says
+        # without FSDP1's options and those set by the run file or this module
         known -= {"sharding_strategy", "use_orig_params", "sync_module_states", "backward_prefetch", "param_init_fn"}
         known -= {"forward_prefetch", "limit_all_gathers", "state_dict_type", "state_dict_config", "fsdp_version"}
         known -= {"optim_state_dict_config", "cpu_ram_efficient_loading", "auto_wrap_policy"}
@@ -82,17 +82,17 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         from accelerate import FullyShardedDataParallelPlugin
         from accelerate.utils import DistributedType
 
-        # Accelerate's own bf16 gathers bf16 weights, which would be another arithmetic: exact runs have an autocast.
+        # Accelerate's bf16 gathers bf16 weights, which changes results: exact runs use autocast.
         precision = {"mixed_precision": "no"} if self.in_tree_order else {}
         if self.run.precision == "bf16" and not precision:
             storage_dtype.keep_narrow(self.model)
         section = dict(self.run.strategy.options["fsdp"])
         try:
             embedding = self.model.get_input_embeddings()  # type: ignore[operator]
-        except NotImplementedError:  # transformers knows none of many image models, and Accelerate asks, too
+        except NotImplementedError:  # many image models have none, and Accelerate asks too
             embedding = None
             self.model.get_input_embeddings = lambda: None  # type: ignore[assignment]
-        # Accelerate 1.15 shards this one by itself, and would shard it twice inside of a block
+        # Accelerate 1.15 shards the embedding separately, and would shard it twice within a block
         inner = [b for b in self.blocks if embedding not in b.modules()]
         section.setdefault("transformer_cls_names_to_wrap", sorted({type(b).__name__ for b in inner}))
         plugin = FullyShardedDataParallelPlugin(
@@ -106,8 +106,8 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
 class AcceleratedZero(Accelerated, Sharded):
     """DeepSpeed ZeRO as Accelerate starts it.
 
-    Boundary, backward and step are called on the engine itself: Accelerate's wrapper steps inside of backward, which
-    leaves no moment to set the rate in.
+    Boundary, backward and step are called on the engine itself: Accelerate's wrapper steps inside backward, too early
+    to set the learning rate.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("accelerate", "deepspeed")  # type: ignore[assignment]
@@ -142,14 +142,14 @@ class AcceleratedZero(Accelerated, Sharded):
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
         backend = "nccl" if self.world.device.type == "cuda" else "gloo"
-        # Not `cpu=True`: with it Accelerate silently takes plain DDP.
+        # Not `cpu=True`: Accelerate would silently use plain DDP.
         handlers = [InitProcessGroupKwargs(backend=backend)]
         plugin = DeepSpeedPlugin(hf_ds_config=self.config)
-        # Told of bf16, Accelerate has DeepSpeed make the weights bf16. Autocast is within the model already.
+        # With mixed_precision=bf16, Accelerate makes DeepSpeed use bf16 weights. The model already has an autocast.
         precision = {"mixed_precision": "bf16" if self.low_precision else "no"}
         self.accelerator = accelerator(self.run, self.world, handlers, cpu=False, deepspeed_plugin=plugin, **precision)
         assert self.accelerator.distributed_type == DistributedType.DEEPSPEED, self.accelerator.distributed_type
         engine, _ = self.accelerator.prepare(self.model, self.optimizer)
-        self.optimizer = engine.optimizer.optimizer  # ours still
-        unset_hf_deepspeed_config()  # or transformers would shard models that rank 0 makes alone, for the export
+        self.optimizer = engine.optimizer.optimizer  # lockstep's own
+        unset_hf_deepspeed_config()  # or transformers would shard models that only rank 0 creates, for the export
         return engine

@@ -1,13 +1,13 @@
 """Options of a model's layers: compiled, recomputed in backward, saved activations on the host.
 
 In: the keys `compile`, `checkpoint_activations` and `offload_activations` of `model`, and a model that no engine has
-wrapped. Out: the same model, names and all. Only `forward` of each layer is replaced: hooks of engines stay outside, so
-that they run once. Compiled code runs in training only: evaluation scores the model as whoever loads the export
-computes it. One code serves all alike layers and all lengths, the same on every rank.
+wrapped. Out: the same model with the same names. Only each layer's `forward` is replaced: hooks of engines stay outside
+and run once. Compiled code runs in training only: evaluation computes the model like any user of the export. Equal
+layers and all lengths share one code, the same on every rank.
 
-What the compiler makes depends on the sizes that it meets first: they are what it weighs fusions and loops by. So code
-is made in `warm_up` only, of examples that are the same on every rank at any number of processes. Later a layer that
-meets what none of this code is for (a mask where there was none) runs as it is, which again depends on its inputs only.
+The compiler's choices depend on the sizes that it sees first, by which it weighs fusions and loops. So code is compiled
+in `warm_up` only, from examples that are the same on every rank at any number of processes. A layer that later sees
+inputs without matching code (a mask where there was none) runs uncompiled, which again depends on its inputs only.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ _ENGINES_OWN = {
     "compile": ("torch_compile",),
     "checkpoint_activations": ("gradient_checkpointing", "activation_checkpointing"),
 }
-SMALL = 64 * 1024  # bytes of a tensor that is not worth the way to the host
+SMALL = 64 * 1024  # bytes; smaller tensors stay on the device
 
 Forward = Callable[..., Any]
 
 
 def check(run: Run, here: bool) -> None:
-    """Before any process starts. `here`: the ranks will run on machines like this one. Errors: `RunError`."""
+    """Check the options before any process starts. `here`: the ranks will run on machines like this one. Errors:
+    `RunError`."""
     layer_options = [key for key in KEYS if getattr(run.model, key)]
-    if not layer_options or layers.own_model(run):  # the task says that `model` is of no use
+    if not layer_options or layers.own_model(run):  # the task reports that `model` has no effect
         return
     options = run.strategy.options | dict(run.strategy.options.get("fsdp") or {})
     for key, theirs in _ENGINES_OWN.items():
@@ -88,13 +89,13 @@ def check(run: Run, here: bool) -> None:
 
 
 def _check_model(run: Run, layer_options: list[str]) -> None:
-    """Look at the family's layers, without memory. What cannot be built so is found out when it is built."""
+    """Check the family's layers on the meta device. Models that cannot be built so are checked when they are built."""
     if (model := layers.empty_model(run, with_architectures(load_config(run)))) is not None:
         _layers_of(model, layer_options)
 
 
 def _check_traced(run: Run) -> None:
-    """Refuse layers that torch.compile cannot follow, seen from a small model. Errors: `RunError`."""
+    """Refuse layers that torch.compile cannot trace, by trying a small model. Errors: `RunError`."""
     from lockstep.tasks.models import padding
 
     task: Any = plugins.find("tasks", run.task.name)
@@ -106,18 +107,18 @@ def _check_traced(run: Run) -> None:
 
 
 def traced(run: Run, head: str, config: Any) -> str | None:
-    """Why Dynamo cannot trace a layer of a model of this config, with and without padding; None: it can, or no small
-    model can be made. No code is made. Leaves torch's random state as it was."""
+    """Explain why Dynamo cannot trace a layer of a model of this config, with and without padding; None if it can, or
+    no small model can be built. Compiles no code. Restores torch's random state."""
     from torch._dynamo.exc import TorchDynamoException
 
-    from lockstep.tasks.models import padding, small_models, unpadded  # with transformers' models
+    from lockstep.tasks.models import padding, small_models, unpadded  # imports transformers' models
 
     attention = unpadded.NAME if padding.unsupported_reason(run, head) is None else run.model.attention
     batches = [small_models.examples(head, *batch) for batch in small_models.BATCHES[:3]]
     reason = None
     with torch.random.fork_rng([]), torch.autocast("cpu", torch.bfloat16, run.precision == "bf16"):
         for variant in small_models.smaller(config, head):
-            torch.compiler.reset()  # of layers that are alike the code is one
+            torch.compiler.reset()  # equal layers share their code
             try:
                 model = small_models.small(run, head, variant, attention).train()
                 if attention == unpadded.NAME:
@@ -150,7 +151,7 @@ def _not_compiled(reason: str) -> RunError:
 
 
 def _layers_of(model: nn.Module, layer_options: list[str]) -> list[nn.Module]:
-    """The layers of a model for which all that is `layer_options` is possible. Errors: `RunError`."""
+    """Return the layers of a model, which support all of `layer_options`. Errors: `RunError`."""
     blocks = layers.blocks(model)
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if not blocks:
@@ -177,8 +178,7 @@ def _layers_of(model: nn.Module, layer_options: list[str]) -> list[nn.Module]:
 
 
 def prepare(run: Run, model: nn.Module, ranks: LeafRanks | None = None) -> None:
-    """Replace the layers' `forward` as the run says, in place. `ranks`: those that share the leaves of products out.
-    Errors: `RunError`."""
+    """Replace the layers' `forward` as configured, in place. `ranks`: the tensor-parallel ranks. Errors: `RunError`."""
     tensor_plans.install(run, model, ranks)
     layer_options = [key for key in KEYS if getattr(run.model, key)]
     for block in _layers_of(model, layer_options) if layer_options else ():
@@ -193,31 +193,31 @@ def prepare(run: Run, model: nn.Module, ranks: LeafRanks | None = None) -> None:
 
 
 def _looks_up_tokens(block: nn.Module) -> bool:
-    """Whether a block holds a large embedding, as transformers' BertEmbeddings does, which it also does not split over
-    devices. On a CPU its gradient is one of rows (`row_sparse`), whose number no compiler knows; and so that a run has
-    the same bits everywhere it is compiled nowhere."""
+    """Whether a block contains a large embedding, like transformers' BertEmbeddings. On a CPU its gradient is
+    row-sparse (`row_sparse`), with a number of rows that a compiler cannot know. Such blocks are not compiled anywhere,
+    so that a run is bitwise reproducible across devices."""
     return any(isinstance(module, nn.Embedding) and module.num_embeddings > FEW_ROWS for module in block.modules())
 
 
 def saves(block: nn.Module) -> bool:
-    """Whether what a layer computes now is for a backward."""
+    """Whether a layer now saves activations for backward."""
     return block.training and torch.is_grad_enabled()
 
 
-# -- computed again --------------------------------------------------------------------------------------------------
+# -- recomputed in backward -------------------------------------------------------------------------------------------
 
 
 def _again(block: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Keep the inputs only, and run `forward` once more in backward, from the same random numbers and under the same
-    autocast. The graph is the first run's, so gradients are added up in the same order."""
+    """Save only the inputs, and rerun `forward` in backward, with the same random numbers and autocast. The graph is
+    the first run's, so gradients are summed in the same order."""
     if not saves(block):
         return forward(*args, **kwargs)
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=_same_numbers)
 
 
 def _same_numbers() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What `checkpoint` enters around the first run and around the second one. It restores torch's generators by
-    itself, these are Python's and numpy's."""
+    """Return the contexts for `checkpoint`'s first and second run. They restore Python's and numpy's generators;
+    `checkpoint` restores torch's."""
     return nullcontext(), _from(random.getstate(), np.random.get_state())
 
 
@@ -237,7 +237,7 @@ def _from(python: Any, numpy: Any) -> Iterator[None]:
 
 
 def _on_host(block: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """With `_again` inside, what is moved are the layer's inputs."""
+    """Run `forward` with saved activations on the host. With `_again` inside, only the layer's inputs are moved."""
     if not saves(block):
         return forward(*args, **kwargs)
     with OnHost({p.untyped_storage().data_ptr() for p in block.parameters()}):
@@ -245,11 +245,11 @@ def _on_host(block: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> A
 
 
 class OnHost(saved_tensors_hooks):
-    """Tensors that autograd saves in here wait in page-locked memory of the host. Weights stay where they are: they
-    would be there all the same. The host waits for each copy, so that the device's memory is free at once."""
+    """A context in which tensors that autograd saves are kept in page-locked host memory. Weights stay on the device,
+    where they are needed anyway. The host waits for each copy, so that device memory is freed at once."""
 
     def __init__(self, weights: set[int], device: str = "cuda") -> None:
-        """`weights`: the storages' addresses; `device`: whose tensors are moved."""
+        """`weights`: addresses of their storages; `device`: the device type whose tensors are moved."""
 
         def pack(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
             stays = tensor.device.type != device or tensor.nbytes < SMALL
@@ -265,14 +265,14 @@ class OnHost(saved_tensors_hooks):
         super().__init__(pack, unpack)
 
 
-_stance = ["eager_on_recompile"]  # of this process: compiled code is used where there is some, and made in `warm_up`
+_stance = ["eager_on_recompile"]  # process-wide stance: use existing compiled code; `warm_up` compiles
 BACKEND = "inductor"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _AS_THEY_SAY = {f"torch.amp.autocast_mode._{word}_autocast": torch.__version__ for word in ("enter", "exit")}
 
 
 def check_compiler(on_gpu: bool) -> None:
-    """Refuse a machine on which nothing can be compiled. Errors: `RunError`."""
+    """Refuse a machine without a working compiler. Errors: `RunError`."""
     if on_gpu:
         if find_spec("triton") is None:
             raise RunError(
@@ -295,13 +295,13 @@ def check_compiler(on_gpu: bool) -> None:
 
 
 def in_training(block: nn.Module, forward: Forward, backend: str | None = None) -> Forward:
-    """A layer's `forward`, compiled where it trains."""
-    # Symbolic sizes from the first call on, and no part that is left out in silence.
+    """Return a layer's `forward`, compiled in training."""
+    # Symbolic sizes from the first call on, and no silent graph breaks.
     code = torch.compile(forward, dynamic=True, fullgraph=True, backend=backend or BACKEND)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()) or isinstance(_get_current_dispatch_mode(), Writes):
-            return forward(*args, **kwargs)  # torch compiles nothing while operations are looked at
+            return forward(*args, **kwargs)  # torch does not compile under a dispatch mode
         with torch.compiler.set_stance(_stance[0]):
             return code(*args, **kwargs)
 
@@ -309,11 +309,11 @@ def in_training(block: nn.Module, forward: Forward, backend: str | None = None) 
 
 
 def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
-    """Make all code that training uses, by steps that leave no trace. Collective. Errors: `RunError`."""
+    """Compile all code for training, by steps that leave no trace. Collective. Errors: `RunError`."""
     if not run.model.compile:
         return
     ACTIVITY.at("compiling the layers")
-    torch.compiler.reset()  # what was made for another run in this process met other sizes
+    torch.compiler.reset()  # code of an earlier run in this process was compiled for other sizes
     from torch._dynamo.exc import TorchDynamoException
 
     batches = list(examples(run, strategy, task))
@@ -327,13 +327,14 @@ def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
 
 @contextmanager
 def shared_cache(batches: Sequence[StepBatch]) -> Iterator[None]:
-    """Inductor's cache in here, unless TORCHINDUCTOR_CACHE_DIR names one. The ranks of a machine share it: what one of
-    them compiles, the others wait for, under inductor's own locks. So do later starts with examples of these sizes.
-    Inductor would also take what was made for others, and a run's bits would depend on what else ran on the machine."""
+    """A context with inductor's cache for these sizes, unless TORCHINDUCTOR_CACHE_DIR is set. Ranks of a machine share
+    it: one compiles, the others wait under inductor's locks. Later starts with examples of these sizes share it, too. A
+    common cache would contain code for other sizes, and a run's results would depend on what else ran on the
+    machine."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     before = os.environ.get(CACHE)
-    if before not in (None, default_cache_dir()):  # the latter is what torch itself puts there
+    if before not in (None, default_cache_dir()):  # torch itself sets the default
         yield
         return
     sizes = [
@@ -353,7 +354,7 @@ def shared_cache(batches: Sequence[StepBatch]) -> Iterator[None]:
 
 @contextmanager
 def making() -> Iterator[None]:
-    """What layers meet in here is compiled."""
+    """A context in which layers are compiled on new inputs."""
     import torch._dynamo.config
     import torch._functorch.config
     import torch._inductor.config
@@ -362,15 +363,15 @@ def making() -> Iterator[None]:
     _stance[0] = "default"
     try:
         with (
-            # of one compiler for all layers that are alike, with and without a mask; an encoder and a decoder
-            # Numbers such as dropout's are constants at once: otherwise they turn out to be when a layer has been
-            # compiled, and it is compiled again.
+            # recompile_limit: equal layers share one code object, with and without a mask, in encoder and decoder.
+            # specialize_float: numbers such as dropout's are constants from the start; else torch finds out after
+            # compiling, and compiles again.
             torch._dynamo.config.patch(recompile_limit=64, optimize_ddp=False, specialize_float=True),
-            # no further processes, which may outlive a rank; `autocast` in a layer is what its arguments say
+            # no worker processes, which may outlive a rank; `autocast` in a layer depends on its arguments only
             torch._inductor.config.patch(compile_threads=1, unsafe_marked_cacheable_functions=_AS_THEY_SAY),
-            # a rank takes from the cache what another one has made, with texts laid end to end (`unpadded.py`), too
+            # ranks share cached code, also for unpadded texts (`unpadded.py`)
             torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True),
-            # sizes that are equal once need not stay so
+            # sizes that are equal in one call may differ in the next
             torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         ):
             yield
@@ -379,7 +380,7 @@ def making() -> Iterator[None]:
 
 
 def examples(run: Run, strategy: Strategy, task: Task) -> Iterator[StepBatch]:
-    """Steps whose micro-batches are all the same: padded ones, such without padding, and single examples."""
+    """Yield steps of identical micro-batches: with padding, without padding, and with a single example."""
     columns = task.splits["train"]
     order = np.argsort(-columns.lengths, kind="stable")
     longest, shortest = int(order[0]), int(order[-1])
@@ -387,7 +388,7 @@ def examples(run: Run, strategy: Strategy, task: Task) -> Iterator[StepBatch]:
         if rows == [longest, shortest] and columns.lengths[longest] == columns.lengths[shortest]:
             continue
         chosen = np.array(rows, dtype=np.int64)
-        seed_everything(run.seed, -3)  # for a task whose collate draws
+        seed_everything(run.seed, -3)  # for a task whose collate draws random numbers
         micro = task.collate(columns, chosen, 0)
         mine = [replace(micro, index=i) for i in strategy.own_micro_batches()]
         targets = run.micro_batches * task.count_targets(columns, chosen)

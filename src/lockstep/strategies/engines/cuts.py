@@ -1,10 +1,10 @@
-"""Pipeline stages: a model of a known family cut between its layers, or an `nn.Sequential` of the user's.
+"""Pipeline stages: a model of a known family split between its layers, or a user's `nn.Sequential`.
 
-In: a model, and the number of stages. Out: for each stage a `StagePart`. Of a transformers model a part takes the
-hidden states that the stage before gave and runs the model's own `forward`, with holes, from its first own layer to its
-last. Embeddings live with the first layer that needs them; final norm, pooler and head live with the last layer. Of an
-`nn.Sequential` a `SequentialPart` runs the modules from its first own one to its last; a layer is a module with weights
-and those without any that follow it.
+In: a model, and the number of stages. Out: a `StagePart` per stage. For a transformers model, a part takes the hidden
+states of the previous stage and runs the model's own `forward`, with stand-ins for other stages' modules, from its
+first layer to its last. Embeddings belong to the stage of the first layer that needs them; final norm, pooler and head
+to that of the last layer. For an `nn.Sequential`, a `SequentialPart` runs its own modules in order; a layer is a module
+with weights and the modules without weights after it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from lockstep.tasks.modules.dataset import INPUT
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers that hidden states go through one after the other; paths below the model's base model."""
+    """Layers that hidden states pass in sequence; paths are relative to the base model."""
 
     layers: str  # path of the list
-    front: tuple[str, ...]  # modules that run before the first layer and live with it
-    count: str  # the config's entry that says how many layers there are
+    front: tuple[str, ...]  # modules before the first layer, in the same stage
+    count: str  # the config's entry for the number of layers
 
 
 _DECODER = (Stack("layers", ("embed_tokens",), "num_hidden_layers"),)
@@ -61,11 +61,12 @@ FAMILIES: dict[str, tuple[Stack, ...]] = {  # by the config's model_type; two st
 
 
 def layers_of(run: Run) -> int:
-    """The number of layers of a run's model, between which it is cut. Errors: `RunError` where it cannot be cut."""
+    """Return the number of layers between which a run's model can be split. Errors: `RunError` if it cannot be
+    split."""
     config: Any = load_config(run)
     task: Any = plugins.find("tasks", run.task.name)
     count = layer_count(config)
-    if task.head == "causal" and len(FAMILIES[config.model_type]) > 1:  # an encoder's decoder, which stands alone
+    if task.head == "causal" and len(FAMILIES[config.model_type]) > 1:  # the decoder of an encoder-decoder model
         raise RunError(
             "LS4066",
             f"strategy.name: pipeline cannot split the decoder of a {config.model_type} by itself; use "
@@ -75,8 +76,9 @@ def layers_of(run: Run) -> int:
 
 
 def layer_count(config: Any) -> int:
-    """The number of layers between which a model of this config is cut. Errors: `RunError` where it cannot be cut."""
-    ours = type(config).__module__.startswith("transformers.")  # code from the Hub may take the name of a known family
+    """Return the number of layers between which a model of this config can be split. Errors: `RunError` if it cannot be
+    split."""
+    ours = type(config).__module__.startswith("transformers.")  # code from the Hub may use the name of a known family
     if config.model_type not in FAMILIES or not ours:
         raise RunError(
             "LS4060",
@@ -89,7 +91,7 @@ def layer_count(config: Any) -> int:
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """A copy on the meta device: shapes without memory, tied weights still tied."""
+    """Return a copy on the meta device: shapes without memory; tied weights stay tied."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -99,10 +101,10 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 
 class Cut:
-    """A model cut into `stages` parts of as many layers each, give or take one."""
+    """A model split into `stages` parts with equally many layers, up to one."""
 
     def __init__(self, model: nn.Module, stages: int) -> None:
-        """`model` is only read; a skeleton will do."""
+        """`model` is only read; it may be a skeleton."""
         base: Any = model.base_model
         prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
         self.whole, self.stages = skeleton(model), stages
@@ -119,7 +121,7 @@ class Cut:
         self.name_tensors()
 
     def name_tensors(self) -> None:
-        """Which names a tensor has, and which stages compute with it."""
+        """Find the names of each tensor, and the stages that use it."""
         self.canonical: dict[str, str] = {}  # every name of a parameter or buffer -> the first name of the same tensor
         first: dict[int, str] = {}
         for name, tensor in [
@@ -132,11 +134,11 @@ class Cut:
             self.holders[canonical] = sorted({*self.holders.get(canonical, []), self.stage_of(name)})
 
     def own(self, stage: int) -> range:
-        """The layers of a stage, counted through all stacks."""
+        """Return the layers of a stage, counted through all stacks."""
         return share(len(self.layers), stage, self.stages)
 
     def stage_of(self, path: str) -> int:
-        """The stage that a module or a tensor lives on; what is neither layer nor front lives on the last one."""
+        """Return the stage of a module or tensor: the last one, if it is neither in a layer nor before the first."""
         while path:
             if path in self._stage:
                 return self._stage[path]
@@ -144,16 +146,17 @@ class Cut:
         return self.stages - 1
 
     def part(self, stage: int) -> StagePart:
-        """A stage's part, without memory: `StagePart.place` its weights before use."""
+        """Return a stage's part, without memory: call `StagePart.place` with its weights before use."""
         return StagePart(self, stage)
 
 
 class _Reached(Exception):
-    """Ends a forward after a stage's last layer; carries the hidden states."""
+    """Raised to end a forward after a stage's last layer; carries the hidden states."""
 
 
 class _Absent(StandIn):
-    """Stands in for a module of another stage: hands hidden states on, makes zeros of token or position ids."""
+    """Stand-in for a module of another stage: passes hidden states through, and returns zeros for token or position
+    ids."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -162,14 +165,15 @@ class _Absent(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         tokens = args[0] if args else kwargs["input_ids"]
         if not isinstance(tokens, Tensor):
-            return torch.zeros(*tokens, self.width)  # some positions are asked for by shape
+            return torch.zeros(*tokens, self.width)  # some position embeddings take a shape
         if tokens.is_floating_point() and tokens.ndim == 3:
             return tokens
         return torch.zeros(*tokens.shape, self.width, device=tokens.device)
 
 
 class _Entry(StandIn):
-    """Stands in for the layer before a stage's first one: gives out what that layer gave on its own stage."""
+    """Stand-in for the layer before a stage's first one: returns that layer's output, received from the previous
+    stage."""
 
     hidden: Tensor | None = None
     resume: Callable[[], None] | None = None
@@ -192,7 +196,7 @@ class StagePart(nn.Module):
         self.first, self.last = stage == 0, stage == cut.stages - 1
         self.model = skeleton(cut.whole)
         self._start, self._end = cut.own(stage).start, cut.own(stage).stop
-        self.receives = 0 if self.first else self._crossing(self._start)  # hidden states from the stage before
+        self.receives = 0 if self.first else self._crossing(self._start)  # hidden states from the previous stage
         self.sends = 0 if self.last else self._crossing(self._end)
         self._encoded: list[Tensor] = []
         self._entries: list[_Entry] = []
@@ -206,22 +210,22 @@ class StagePart(nn.Module):
                     place.append((module, name))
 
     def _crossing(self, layer: int) -> int:
-        """The number of hidden states that cross the boundary before a layer: the encoder's output goes with the
-        decoder's."""
+        """Return the number of hidden states that cross the boundary before a layer: in the decoder, the encoder's
+        output is sent along."""
         return 2 if layer > self.cut.sizes[0] else 1
 
     def _replace_foreign(self) -> None:
-        """Put stand-ins in the place of other stages' modules."""
+        """Replace other stages' modules by stand-ins."""
         cut = self.cut
         paths = {path for path, stage in cut._stage.items() if stage != self.stage}
         for path, module in list(self.model.named_modules()):
             if module._parameters and cut.stage_of(path) != self.stage:
                 paths.add(path)
-        # A path below another one goes with it.
+        # Drop paths below other paths.
         paths = {p for p in paths if not any(p != q and p.startswith(f"{q}.") for q in paths)}
         for path in paths:
             self.model.set_submodule(path, _Absent(cut.width))
-        if self.receives == 2:  # what the encoder gave is wanted by every layer of the decoder
+        if self.receives == 2:  # every layer of the decoder reads the encoder's output
             self._enter(cut.sizes[0] - 1)
         if self.receives:
             self._enter(self._start - 1)
@@ -231,11 +235,11 @@ class StagePart(nn.Module):
         self.model.set_submodule(self.cut.layers[layer], self._entries[-1])
 
     def _hook(self) -> None:
-        """Keep what the encoder gave, and stop after the last own layer."""
+        """Keep the encoder's output, and stop after the stage's last layer."""
         if self.sends == 2:
             encoder = self.model.get_submodule(self.cut.layers[self.cut.sizes[0] - 1])
             encoder.register_forward_hook(lambda module, args, output: self._encoded.append(output))
-        if self._end > self._start:  # hidden states travel padded, whatever a stage does with them
+        if self._end > self._start:  # hidden states are sent padded, even if a stage unpads them
             last = self.model.get_submodule(self.cut.layers[self._end - 1])
             last.register_forward_hook(unpadded.take_apart, with_kwargs=True)
         if not self.last:
@@ -248,11 +252,11 @@ class StagePart(nn.Module):
 
     @property
     def names(self) -> list[str]:
-        """First names of the parameters and buffers this part computes with, in the order of the whole model."""
+        """First names of the parameters and buffers that this part uses, in the order of the whole model."""
         return [name for name in dict.fromkeys(self.cut.canonical.values()) if name in self._places]
 
     def place(self, name: str, tensor: Tensor) -> None:
-        """Give this part its own copy of a tensor of the whole model, by first name, if it has a use for it."""
+        """Give this part its own copy of a tensor of the whole model, by first name, if the part uses it."""
         places = self._places.get(name, ())
         mine = tensor.detach().clone() if places else tensor
         for module, attribute in places:
@@ -266,7 +270,7 @@ class StagePart(nn.Module):
                 module._parameters[attribute] = mine
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter or buffer of this part, by first name."""
+        """Return a parameter or buffer of this part, by first name."""
         module, attribute = self._places[name][0]
         tensor: Tensor = getattr(module, attribute)
         return tensor
@@ -274,7 +278,7 @@ class StagePart(nn.Module):
     # -- running -----------------------------------------------------------------------------------------------------
 
     def arriving(self, inputs: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
-        """Shapes of the hidden states that the stage before gives for these inputs: [B, T, width] each."""
+        """Return the shapes of the hidden states that the previous stage sends for these inputs: [B, T, width] each."""
         if not self.receives:
             return []
         source = inputs["input_ids"].shape
@@ -285,12 +289,13 @@ class StagePart(nn.Module):
     def forward(
         self, received: Sequence[Tensor], inputs: Mapping[str, Tensor], resume: Callable[[], None] | None = None
     ) -> Any:
-        """Hidden states for the next stage, or the model's output on the last one.
+        """Return hidden states for the next stage, or the model's output on the last one.
 
-        `resume` is called where the model's random numbers go on: the stand-ins before may have drawn some.
+        `resume` is called where the model continues to draw random numbers, because the stand-ins before may have drawn
+        some.
         """
         for entry, hidden in zip(self._entries, received, strict=True):
-            # A view: autocast keeps a leaf's bf16 copy, and the gradients of all its uses would be added in bf16.
+            # A view: autocast caches a leaf's bf16 copy, and would sum the gradients of all its uses in bf16.
             entry.hidden = hidden.view_as(hidden)
         if self._entries:
             self._entries[-1].resume = resume
@@ -303,7 +308,8 @@ class StagePart(nn.Module):
 
 
 def count_sequential_layers(run: Run) -> int:
-    """The number of layers between which the user's model is cut. Errors: `RunError` where it cannot be cut."""
+    """Return the number of layers between which the user's model can be split. Errors: `RunError` if it cannot be
+    split."""
     model = dataset.model(run, empty=True)
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise RunError(
@@ -326,7 +332,7 @@ def count_sequential_layers(run: Run) -> int:
 
 
 def _layers(model: nn.Sequential) -> list[list[str]]:
-    """Names of the modules of each layer."""
+    """Return the names of the modules of each layer."""
     layers: list[list[str]] = [[]]
     for name, module in model.named_children():
         if any(True for _ in module.parameters()) and any(
@@ -338,10 +344,10 @@ def _layers(model: nn.Sequential) -> list[list[str]]:
 
 
 class SequentialCut(Cut):
-    """An `nn.Sequential` cut into `stages` parts of as many layers each, give or take one."""
+    """An `nn.Sequential` split into `stages` parts with equally many layers, up to one."""
 
     def __init__(self, model: nn.Module, stages: int) -> None:
-        """`model` is only read; a skeleton will do."""
+        """`model` is only read; it may be a skeleton."""
         assert isinstance(model, nn.Sequential)
         self.whole, self.stages = skeleton(model), stages
         self.groups = _layers(model)
@@ -351,15 +357,15 @@ class SequentialCut(Cut):
         self.name_tensors()
 
     def names_of(self, stage: int) -> list[str]:
-        """The modules of a stage."""
+        """Return the modules of a stage."""
         return [name for i in self.own(stage) for name in self.groups[i]]
 
     def part(self, stage: int) -> StagePart:
         return SequentialPart(self, stage)
 
     def shape_before(self, stage: int, first: Tensor) -> tuple[int, ...]:
-        """The shape of the previous stage's output, from the shape of the model's input; computed on the meta device.
-        Errors: `RunError`."""
+        """Return the shape of the previous stage's output, from the shape of the model's input; computed on the meta
+        device. Errors: `RunError`."""
         key = (stage, first.shape, first.dtype)
         if key not in self._shapes:
             hidden: Any = torch.empty_like(first, device="meta")
@@ -372,7 +378,7 @@ class SequentialCut(Cut):
 
 
 def checked_hidden(hidden: Any, name: str) -> Tensor:
-    """What travels between two stages. Errors: `RunError`."""
+    """Check that a module's output can travel between stages. Errors: `RunError`."""
     if not isinstance(hidden, Tensor) or hidden.dtype != torch.float32:
         raise RunError(
             "LS4065",
@@ -384,7 +390,7 @@ def checked_hidden(hidden: Any, name: str) -> Tensor:
 
 
 class SequentialPart(StagePart):
-    """One stage."""
+    """One stage of an `nn.Sequential`."""
 
     cut: SequentialCut
 
@@ -397,22 +403,22 @@ class SequentialPart(StagePart):
                 self.model.set_submodule(name, nn.Identity())
 
     def _hook(self) -> None:
-        """Nothing to stop: the modules of this stage are run one by one."""
+        """Nothing to stop: `forward` runs only this stage's modules."""
 
     def _arguments(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """What the whole model is given, and what the loss sees."""
+        """Return the whole model's input, and the inputs of the loss."""
         calling: Any = self.cut.whole.lockstep_calling
         (positional, named), loss_inputs = calling.arguments(inputs[INPUT].batch)
         return next(iter([*positional, *named.values()])), loss_inputs
 
     def arriving(self, inputs: Mapping[str, Any]) -> list[tuple[int, ...]]:  # type: ignore[override]
-        """Shape of what the stage before gives for these inputs."""
+        """Return the shape of the previous stage's output for these inputs."""
         return [] if self.first else [tuple(self.cut.shape_before(self.stage, self._arguments(inputs)[0]))]
 
     def forward(
         self, received: Sequence[Tensor], inputs: Mapping[str, Any], resume: Callable[[], None] | None = None
     ) -> Any:
-        """What the next stage is given, or a `Computed` on the last one."""
+        """Return the input of the next stage, or a `Computed` on the last one."""
         arguments, loss_inputs = self._arguments(inputs)
         hidden = arguments if self.first else received[0].view_as(received[0])
         if resume is not None:

@@ -1,15 +1,14 @@
-"""FSDP from the inside: its options, its blocks, and its reduce-scatter in tree order.
+"""FSDP internals: options, blocks, and a reduce-scatter in tree order.
 
-In: a run; a model before and after `fully_shard`. Out: an error that names the key, or which of the two ways of
-`fsdp2.py` a run takes; the same model, every gradient of which is reduced by all ranks in the same order; which weights
-had one.
+In: a run; a model before and after `fully_shard`. Out: an error that names the key, or the choice between the two
+classes of `fsdp2.py`; the same model, whose gradients all ranks reduce in the same order; which weights had one.
 
-FSDP puts an autograd node of its own between a block and its inputs, to learn when the block's gradients are there.
-An input that the block uses more than once, and that is used outside of it too (an attention's input that is added to
-its output, what an encoder gives to every layer of a decoder), then has the terms of the block added up first, and not
-in the order of a model without FSDP. So inputs are sealed while FSDP's hooks look at them, and it is given one number
-instead, the gate. Autograd takes, of the nodes whose gradients are there, the one that was made last. The gate's node
-was made before all of the block's, and so comes after all of them, and before what was computed before the block.
+FSDP puts its own autograd node between a block and its inputs, to learn when the block's gradients are complete. If an
+input is used more than once in the block, and also outside of it (an attention's input that is added to its output; an
+encoder's output that every decoder layer reads), the block's terms are then summed first, which is not the order of a
+model without FSDP. Therefore inputs are hidden from FSDP's hooks, which see a single scalar instead, the gate. Of the
+nodes whose gradients are complete, autograd runs the one created last. The gate's node is created before all of the
+block's, and so runs after all of them, and before the nodes of everything computed before the block.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STEP, MICRO_BATCH = "step", "micro_batch"
 INSTEAD = f"strategy.options.gather={STEP}, under which every rank has the whole weights, or strategy.name=ddp"
 _GATHER = {STEP: STEP, MICRO_BATCH: MICRO_BATCH, "piece": MICRO_BATCH}
-_FSDP = {  # options that FSDP itself is asked for
+_FSDP = {  # options of FSDP itself
     "replicate",
     "tensor_parallel",
     "reshard_after_forward",
@@ -53,18 +52,18 @@ _FSDP = {  # options that FSDP itself is asked for
 
 
 def gather_option(run: Run) -> str | None:
-    """`step` or `micro_batch`; None where it is left to the memory of the machines. Who names an option of FSDP's asks
-    for FSDP; and without `exact` the two add up in other orders, so memory may not decide."""
+    """Return `step` or `micro_batch`; None if it depends on the memory of the machines. FSDP options imply FSDP;
+    without `exact` the two sum in different orders, so memory may not decide."""
     options = run.strategy.options
     if "gather" in options:
-        return _GATHER.get(str(options["gather"]), MICRO_BATCH)  # `check` refuses what is neither
+        return _GATHER.get(str(options["gather"]), MICRO_BATCH)  # `check_options` refuses other values
     if _FSDP & set(options) or not run.strategy.exact:
         return MICRO_BATCH
     return STEP if share_gpus(run) else None
 
 
 def check_not_shared(run: Run) -> None:
-    """Errors: `RunError` where FSDP's own gathering would go over gloo between ranks that share a GPU."""
+    """Refuse FSDP on GPUs shared by several ranks, because its collectives would use gloo. Errors: `RunError`."""
     if share_gpus(run):
         raise RunError(
             "LS4073",
@@ -75,7 +74,7 @@ def check_not_shared(run: Run) -> None:
 
 
 def check_options(run: Run, processes: int) -> None:
-    """Errors: `RunError` for what cannot work."""
+    """Refuse options that cannot work. Errors: `RunError`."""
     options = run.strategy.options
     if unknown := set(options) - _FSDP - {"gather"}:
         raise RunError(
@@ -110,16 +109,16 @@ def check_options(run: Run, processes: int) -> None:
 
 
 def low_dtypes(run: Run) -> list[str]:
-    """The keys that ask for bfloat16 where `single` has float32."""
+    """Return the keys that set bfloat16 where `single` uses float32."""
     options = run.strategy.options
     return [f"strategy.options.{key}" for key in ("param_dtype", "reduce_dtype") if options.get(key) == "bf16"]
 
 
 def policies(run: Run) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
-    """FSDP's own mixed precision: of a block, and of the whole, which returns logits."""
-    if run.model.trained_in_bfloat16:  # shards are the masters; leaves are bfloat16, and are added up in float32
+    """Return FSDP's mixed precision policies: of a block, and of the root, which returns logits."""
+    if run.model.trained_in_bfloat16:  # shards are the masters; leaves are bfloat16, summed in float32
         return (MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),) * 2
-    if not low_dtypes(run):  # weights and gradients are float32 as they are
+    if not low_dtypes(run):  # weights and gradients are float32 already
         return (MixedPrecisionPolicy(),) * 2
     param, reduce = (DTYPES.get(str(run.strategy.options.get(key))) for key in ("param_dtype", "reduce_dtype"))
     logits = torch.float32 if param or reduce else None
@@ -195,13 +194,13 @@ OTHER_LAYERS = (
 
 
 def other_layers() -> RunError:
-    """The error of a model whose ranks ran different layers."""
+    """Return the error for a model whose ranks ran different layers."""
     return RunError("LS4084", OTHER_LAYERS)
 
 
 def roomy(model: nn.Module) -> nn.Module:
-    """A model on the meta device given memory on the CPU, in place; tied weights stay tied. Memory that is not touched
-    is not taken."""
+    """Allocate memory on the CPU for a model on the meta device, in place; tied weights stay tied. Untouched memory is
+    not committed."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -215,24 +214,24 @@ def roomy(model: nn.Module) -> nn.Module:
 
 
 def leaves_layers_out(model: nn.Module) -> None:
-    """A sharded model of transformers that leaves out layers does so: where it sees FSDP it runs them all the same, and
-    uses what they give."""
+    """Make a sharded transformers model skip layers as configured: if it detects FSDP, it runs all layers and uses
+    their outputs."""
     for module in model.modules():
         module._is_fsdp_managed_module = False  # type: ignore[assignment]
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of every gathered weight: what is written into shards from here on is what the next forward gathers."""
+    """Free every gathered weight, so that the next forward gathers what is written into shards from now on."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 class OutputWrapper:
-    """Shows FSDP the tensors that a module returns inside of an object of the user's own.
+    """Shows FSDP the tensors inside a module's output of a user-defined class.
 
-    FSDP hooks the tensors of the outputs that it finds, and gathers a block's weights for backward when one of them
-    gets a gradient; it looks into lists, mappings and the like only. Made before `fully_shard`; `hide` comes after it.
+    FSDP hooks the tensors in a module's output, and gathers a block's weights for backward when one of them gets a
+    gradient; it searches only lists, mappings and the like. Create it before `fully_shard` and call `hide` after it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -240,12 +239,12 @@ class OutputWrapper:
         module.register_forward_hook(lambda module, args, output: (output, inside(output)))
 
     def hide(self) -> None:
-        """Take them away again, after FSDP's own hook."""
+        """Remove the tensors from the output again, after FSDP's hook."""
         self.module.register_forward_hook(lambda module, args, output: output[0])
 
 
 def inside(output: Any) -> list[Tensor]:
-    """The tensors with a gradient that objects of unknown kinds hold as attributes, if there are no others."""
+    """Return the tensors requiring gradients in attributes of objects of unknown classes, if there are no others."""
     left = _pytree.tree_leaves(output)
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in left):
         return []
@@ -274,18 +273,18 @@ def _names(slots: Any) -> Sequence[str]:
 
 
 class OtherLayers(RuntimeError):
-    """This rank alone has seen that it would run other layers than the others."""
+    """This rank detected, alone, that it would run other layers than the other ranks."""
 
 
 def same_order(model: nn.Module) -> None:
-    """Have a sharded model of the user's end with `OtherLayers` before it gathers a block that is not the next one of
-    its first forward in training: ranks that gather different blocks at the same moment crash."""
+    """Make a sharded user-defined model raise `OtherLayers` before it gathers a block out of the order of its first
+    training forward: ranks that gather different blocks at the same time crash."""
     blocks = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
-    orders: list[list[nn.Module]] = []  # of the first forward, and of the one that is under way
+    orders: list[list[nn.Module]] = []  # of the first forward, and of the current one
     under_way = [False]
 
     def begin(*_: Any) -> None:
-        under_way[0] = model.training  # not while activations are computed again
+        under_way[0] = model.training  # not while activations are recomputed
         if model.training:
             orders[1:] = []
             orders.append([])
@@ -308,11 +307,11 @@ def same_order(model: nn.Module) -> None:
 
 
 class Uses:
-    """Counts the micro-batches that gave each parameter a gradient, and gives zero to those that got none: all ranks
-    reduce the same parameters of a block, whatever their micro-batches used."""
+    """Counts the micro-batches that gave each parameter a gradient, and fills in zeros for parameters without one, so
+    that all ranks reduce the same parameters of a block."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        self.counting = True  # off for blank micro-batches that only level the ranks
+        self.counting = True  # False for padding micro-batches
         self._position = {id(p): i for i, p in enumerate(parameters)}
         self._groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _groups_of(m)]
         for place, group in enumerate(self._groups):
@@ -322,11 +321,11 @@ class Uses:
         self.clear()
 
     def clear(self) -> None:
-        """A new step."""
+        """Start a step."""
         self.counts, self._order = [0] * len(self._position), 0
 
     def _before(self, place: int, group: Any, post_backward: Any) -> Any:
-        """FSDP's `post_backward` of a block, after what is missing was filled in."""
+        """Return FSDP's `post_backward` of a block, preceded by filling in missing gradients."""
 
         def filled(*unused: Any) -> None:
             self._order = (31 * self._order + place + 1) % 65521  # below 2^16: squares of sums are exact in float64
@@ -340,7 +339,7 @@ class Uses:
         return filled
 
     def check_reduced(self) -> None:
-        """After a backward. Errors: `RunError` when FSDP left a gradient unreduced."""
+        """Check after a backward that FSDP reduced all gradients. Errors: `RunError`."""
         for group in self._groups:
             for part, own in _unsharded(group):
                 if own.grad is not None:
@@ -352,25 +351,25 @@ class Uses:
                     )
 
     def switched(self) -> bool:
-        """Whether the model has changed `requires_grad` of a weight that was gathered."""
+        """Whether the model changed `requires_grad` of a gathered weight."""
         parts = (part for group in self._groups for part in group.fsdp_params if hasattr(part, "_unsharded_param"))
         return any(part._unsharded_param.requires_grad != part.sharded_param.requires_grad for part in parts)
 
     def signature(self) -> list[int]:
-        """Two numbers that say in which order this rank reduced its blocks."""
+        """Return two numbers that identify the order in which this rank reduced its blocks."""
         return [self._order, self._order**2]
 
     @staticmethod
     def compare(sums: Sequence[float], ranks: int) -> None:
         """Compare the order of blocks on all ranks, by the sums of their signatures. Errors: `RunError`, on every rank,
-        when the orders differ: then the ranks gathered and reduced different blocks together."""
-        if ranks * sums[1] != sums[0] ** 2:  # the variance of equal numbers is 0, of others it is not
+        if the orders differ: ranks gathered and reduced different blocks together."""
+        if ranks * sums[1] != sums[0] ** 2:  # the variance is 0 only if all are equal
             raise other_layers()
 
 
 def sums_in_float32(model: nn.Module) -> None:
-    """Let gradients of gathered bfloat16 weights be float32, as `held_state.sums_in_float32` has those of whole ones:
-    the terms of a weight that a micro-batch uses twice (tied embeddings) would else be added up in bfloat16."""
+    """Make gradients of gathered bfloat16 weights float32, like `held_state.sums_in_float32` for whole ones: otherwise
+    the terms of a weight used twice in a micro-batch (tied embeddings) would be summed in bfloat16."""
 
     def widen(module: FSDPModule, _: Any) -> None:
         for group in _groups_of(module):
@@ -379,7 +378,7 @@ def sums_in_float32(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             hooked: Any = module
-            hooked.register_forward_pre_hook(widen)  # after FSDP's own, which gathers
+            hooked.register_forward_pre_hook(widen)  # after FSDP's hook, which gathers
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:
@@ -388,7 +387,7 @@ def _groups_of(module: FSDPModule) -> list[Any]:
 
 
 def _unsharded(group: Any) -> Iterator[tuple[Any, nn.Parameter]]:
-    """FSDP's entry of each trainable parameter that was gathered, and the whole parameter that backward writes to."""
+    """Yield, for each gathered trainable parameter, FSDP's entry and the whole parameter that backward writes to."""
     for part in group.fsdp_params:
         if hasattr(part, "_unsharded_param") and part._unsharded_param.requires_grad:
             yield part, part._unsharded_param
@@ -398,24 +397,24 @@ def _unsharded(group: Any) -> Iterator[tuple[Any, nn.Parameter]]:
 
 
 def cuts(tensor: Tensor) -> int:
-    """Over how many ranks a tensor is cut; each part is on world / parts of them."""
+    """Return the number of shards of a tensor; each shard is on world size / shards ranks."""
     assert isinstance(tensor, DTensor)
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 class _Sealed:
-    """The arguments of a block. No dataclass: FSDP looks into those."""
+    """The hidden arguments of a block. Not a dataclass: FSDP searches those."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
 
 
 def gate(block: nn.Module) -> None:
-    """Seal the inputs of a block that is wrapped already; Accelerate leaves some as they are."""
+    """Hide the inputs of a wrapped block from FSDP; does nothing to blocks that Accelerate left unwrapped."""
     if not isinstance(block, FSDPModule):
         return
-    gates: list[Tensor] = []  # of the forward that is under way
+    gates: list[Tensor] = []  # of the current forward
 
     def seal(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         device = next(block.parameters()).device
@@ -434,7 +433,7 @@ def gate(block: nn.Module) -> None:
         leaves = [x + number if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
         return _pytree.tree_unflatten(leaves, spec)
 
-    fsdp = next(iter(block._forward_pre_hooks))  # it has put its own before all others
+    fsdp = next(iter(block._forward_pre_hooks))  # FSDP puts its hook before all others
     block.register_forward_pre_hook(unseal, prepend=True, with_kwargs=True)
     hooks: Any = block._forward_pre_hooks  # an OrderedDict, whatever its annotation says
     hooks.move_to_end(fsdp, last=False)
@@ -443,25 +442,25 @@ def gate(block: nn.Module) -> None:
 
 
 class ShardedRanks(Protocol):
-    """The interface of a strategy that cuts its weights into shards: its ranks, and where it is in a step."""
+    """The interface of a strategy that shards its weights: its ranks, and its position in a step."""
 
     run: Run
     world: World
     mesh: Any  # the DeviceMesh
-    replica: int  # of this rank
+    replica: int  # index of this rank's replica
     replicas: int
-    shard: int  # of this rank, within its replica
+    shard: int  # index of this rank within its replica
     shards: int
-    turn: int  # of the step: each rank runs one micro-batch a turn
+    turn: int  # of the step: each rank runs one micro-batch per turn
     last: bool  # whether this turn is the step's last one
 
     def axis(self, name: str) -> str:
-        """The dimension of the mesh that is called so."""
+        """Return the mesh's own name of dimension `name`."""
 
 
 class TreeScatter(ReduceScatter):
-    """FSDP's reduce-scatter of one block, in tree order: every rank receives its slice of each rank's leaf and adds
-    them up where the tree says. What FSDP gets back is zero, until the last turn's: the sum of all leaves."""
+    """FSDP's reduce-scatter of one block in tree order: every rank receives its slice of each rank's leaf and adds them
+    in tree order. FSDP gets zeros, and in the last turn the sum of all leaves."""
 
     def __init__(self, strategy: ShardedRanks) -> None:
         self.strategy = strategy
@@ -500,6 +499,6 @@ class TreeScatter(ReduceScatter):
             root = exchange.finish()[0][0]
         else:
             root = self.tree.root[0]
-        if ours.replica == 0:  # FSDP adds the replicas up: the others give zero
+        if ours.replica == 0:  # FSDP sums over replicas: the others contribute zeros
             output_tensor.copy_(root)
         self.tree.nodes = {}

@@ -1,14 +1,14 @@
-"""A DistributedDataParallel model whose gradients travel while backward is computing, whoever wrapped it.
+"""A DistributedDataParallel model whose gradients are reduced during backward, whatever engine wraps it.
 
-In: this rank's micro-batches. Out: the same update on every rank. The difference from `allreduce.py` is *when*
-gradients travel: all micro-batches but the last run in `no_sync`, and the last one's backward hands over each bucket as
-soon as its gradients are there. `ddp.py`, `hf_accelerate.py` and `hf_trainer.py` differ in who wraps and who runs a
+In: this rank's micro-batches. Out: the same update on every rank. Unlike in `allreduce.py`, reduction overlaps with
+backward: all micro-batches but the last run in `no_sync`, and the last one's backward sends each bucket as soon as its
+gradients are complete. `ddp.py`, `hf_accelerate.py` and `hf_trainer.py` differ in what wraps the model and runs a
 micro-batch.
 
-DDP waits for a gradient of every weight, and a micro-batch need not give one (layers that are left out at random,
-experts, weights that are never used). So what travels does not depend on DDP: it goes in buckets of our own, in an
-order that is the same on every rank, early where DDP hands gradients over and else after backward. DDP is only told to
-reduce once a whole step has given every weight a gradient of every micro-batch, and no more after a step that did not.
+DDP waits for a gradient of every weight, but a micro-batch may not give one (layers skipped at random, experts, unused
+weights). Communication therefore does not depend on DDP: gradients travel in lockstep's own buckets, in the same order
+on every rank, during backward if DDP provides them, else after it. DDP reduces only after a whole step in which every
+micro-batch gave every weight a gradient, and no more after a step that did not.
 """
 
 # No `from __future__ import annotations` here: DDP reads a communication hook's annotations.
@@ -37,29 +37,29 @@ from lockstep.tasks.task import Task
 class Hooked(WholeStateRecovery):
     """A replicated model in a DDP wrapper, with the exact reduction as its communication hook."""
 
-    primed = True  # False while DDP has still to see a backward outside `no_sync`
-    steady: bool | None = None  # whether every micro-batch so far used every weight; None: no step was seen
+    primed = True  # False until DDP has run a backward outside `no_sync`
+    steady: bool | None = None  # whether every micro-batch so far used every weight; None before the first step
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
-        """DDP's buckets hold a gradient besides."""
+        """Return the base class's value plus one gradient in DDP's buckets."""
         buckets = processes > 1 and bool(run.strategy.exact)
         return super().partial_sums(run, processes) + 4.0 * buckets
 
     @abstractmethod
     def wrap(self) -> nn.Module:
-        """`self.model` as its engine runs it: in DistributedDataParallel where there are several processes. May replace
-        `self.optimizer` by the engine's."""
+        """Return `self.model` as its engine runs it: in DistributedDataParallel if there are several processes. May
+        replace `self.optimizer` by the engine's."""
 
     def build(self, task: Task) -> None:
         super().build(task)
-        ignored = [name for i, name in enumerate(self.named) if i in self.rows]  # their rows travel by themselves
+        ignored = [name for i, name in enumerate(self.named) if i in self.rows]  # row-sparse, reduced separately
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
         self.position = {id(p): i for i, p in enumerate(self.parameters)}
         self.wrap_up()
 
     def wrap_up(self) -> None:
-        """The wrapper, the hook in it, and what travels together."""
+        """Create the wrapper, its communication hook and the buckets."""
         self.wrapped = self.wrap()
         self.ddp = self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
         assert (self.ddp is not None) == (self.world.size > 1), f"{type(self.wrapped)} at {self.world.size} processes"
@@ -68,24 +68,24 @@ class Hooked(WholeStateRecovery):
             backwards = dict(reversed(self.dense.items()))  # as backward meets them
             self.buckets = buckets(backwards, self.ddp.bucket_bytes_cap)
             self.ddp.register_comm_hook(None, self.on_bucket)
-            # DDP's buckets would be of bfloat16, like the weights
+            # DDP's buckets would be bfloat16, like the weights
             if narrow or layers.leaves_out_layers(getattr(self.model, "config", None)) is not None:
                 self.leave_ddp()
 
     @property
     def in_tree(self) -> bool:
-        """Whether this step's sums go over the tree: without `exact` as well, where DDP cannot reduce."""
+        """Whether this step sums in tree order; without `exact`, also if DDP cannot reduce."""
         return bool(self.run.strategy.exact) or (self.ddp is not None and not self.steady)
 
     def leave_ddp(self) -> None:
-        """Run the model past DDP from now on: a reduction that it has begun and cannot finish ends in its error."""
+        """Bypass DDP from now on: if it started a reduction that it cannot finish, it would raise an error."""
         assert self.ddp is not None
         self.steady, self.wrapped = False, self.ddp.module
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         if not self.primed and self.steady is not False:
             self.prime(batch.micro_batches[0])
-        self.arrived: dict[int, Tensor] = {}  # what DDP handed over of the last leaf
+        self.arrived: dict[int, Tensor] = {}  # the last leaf's gradients from DDP
         self.sent = 0  # buckets
         how = links(self.run, self.world)
         layout = layout_of(batch.count, self.world.size, batch.shares)
@@ -105,8 +105,8 @@ class Hooked(WholeStateRecovery):
         return loss
 
     def on_bucket(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Called in backward of the last micro-batch with gradients that are there: send off what is complete. What DDP
-        gets back is not used in exact runs: `reduce` reads the exchange."""
+        """Communication hook, called in backward of the last micro-batch with complete gradients: send the lockstep
+        buckets that are complete. Exact runs do not use the returned tensor: `reduce` reads the exchange."""
         if self.primed:
             arrived = {self.position[id(p)]: g for p, g in zip(bucket.parameters(), bucket.gradients())}  # noqa: B905
             for position in arrived.keys() - self.leaves.with_gradient if self.leaves.waiting is not None else ():
@@ -114,7 +114,7 @@ class Hooked(WholeStateRecovery):
             self.arrived |= arrived
             if not self.run.strategy.exact:
                 return allreduce_hook(cast(dist.ProcessGroup, dist.group.WORLD), bucket)
-            with self.phases("reduction"):  # a bucket waits for the one before it, and so for other ranks
+            with self.phases("reduction"):  # a bucket waits for the previous one, and so for other ranks
                 while self.sent < len(self.buckets) and self.arrived.keys() >= set(self.buckets[self.sent]):
                     self.send()
         done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -122,7 +122,7 @@ class Hooked(WholeStateRecovery):
         return done
 
     def send(self) -> None:
-        """The next bucket: this rank's partial nodes merged with its last leaf."""
+        """Send the next bucket: this rank's partial nodes merged with its last leaf."""
         positions = self.buckets[self.sent]
         self.exchange.submit(self.leaves.with_last_leaf(positions, [self.arrived[i] for i in positions]))
         self.sent += 1
@@ -140,7 +140,7 @@ class Hooked(WholeStateRecovery):
             )
             for i, tensor in rows.items():
                 gradients[i] = tensor
-            # Into the last leaf's memory, which is that of DDP's own buckets: one gradient in memory and not two.
+            # Write into the last leaf's memory, which is DDP's buckets: one gradient in memory instead of two.
             for positions, tensors in zip(self.buckets, self.exchange.finish(), strict=True):
                 torch._foreach_copy_([gradients[i] for i in positions], tensors)
         elif self.ddp is not None and len(self.arrived) < len(gradients):
@@ -162,7 +162,8 @@ class Hooked(WholeStateRecovery):
         return losses, counts
 
     def prime(self, micro: MicroBatch) -> None:
-        """One backward without a gradient: `static_graph` learns its graph from a first backward outside `no_sync`."""
+        """Run one backward with zero gradients: `static_graph` learns its graph from a first backward outside
+        `no_sync`."""
         blank = micro.blank()
         with preserved(self.model, self.effects.written):
             self.task.loss_sum(self.wrapped(**blank.inputs), blank.targets).backward()
@@ -177,7 +178,7 @@ class Hooked(WholeStateRecovery):
 
     def attach_group(self) -> None:
         super().attach_group()
-        self.primed = True  # unless the wrapper says otherwise
+        self.primed = True  # `wrap` may change it
         self.wrap_up()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Facts for engines on the inside of a model of transformers: which layers it has, and how it runs them.
+"""Facts about the layers of transformers models, for engines that shard or hook them.
 
-In: a model, or its config. Out: the blocks that are sharded together, a plan for tensor parallelism, or a refusal.
+In: a model, or its config. Out: the blocks to shard together, a plan for tensor parallelism, or a refusal.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from lockstep.tasks.modules import dataset
 # Families that call their layers' `forward` directly (Reformer: once more in its own backward), past the hooks through
 # which FSDP gathers a layer's weights.
 _PAST_HOOKS = {"squeezebert", "reformer"}
-# Families that run a layer several times in a forward: its gradient is reduced once, as a part of the whole model.
+# Families that run a layer several times in a forward: its gradient is reduced once, with the root module.
 _RUN_AGAIN = {"albert", "hrm_text"}
 
 
 class StandIn(nn.Module):
-    """Takes the place of a module that another rank holds."""
+    """Placeholder for a module that another rank holds."""
 
 
 def uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:
-    """Count how often one forward uses each weight (more than once: tied weights, layers that are shared, embeddings
-    that are looked up again), by the weight's id. Nothing of it is left in the model."""
+    """Count how often one forward uses each weight (more than once: tied weights, shared layers, repeated embedding
+    look-ups), by the weight's id. Leaves no trace in the model."""
     counts: dict[int, int] = {}
 
     def count(module: nn.Module, _: Any) -> None:
@@ -42,7 +42,7 @@ def uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:
 
     hooks = [m.register_forward_pre_hook(count) for m in model.modules()]
     training = model.training
-    model.eval()  # none of the layers is left out at random
+    model.eval()  # no layer is skipped at random
     try:
         with preserved(model), watching(model), torch.no_grad():
             model(**inputs)
@@ -54,15 +54,15 @@ def uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:
 
 
 def own_model(run: Run) -> bool:
-    """Whether the model is code of the user's, which has no config."""
+    """Whether the model is user code, which has no config."""
     task: Any = plugins.find("tasks", run.task.name)
     return bool(task.own_model)
 
 
 def check_layers(run: Run, engine: str) -> None:
-    """Refuse a model that leaves out layers, for an engine whose ranks must all run the same ones, and one of one's own
-    with a weight that is a number by itself. Errors: `RunError`."""
-    if own_model(run):  # DeepSpeed finds out by itself what a micro-batch did not use
+    """Refuse a model that skips layers, for an engine whose ranks must all run the same ones, and a user's model with a
+    scalar weight. Errors: `RunError`."""
+    if own_model(run):  # DeepSpeed detects unused weights by itself
         check_scalars(run, "strategy.name", engine, "strategy.name=ddp")
         return
     if (entry := leaves_out_layers(load_config(run))) is not None:
@@ -74,7 +74,7 @@ def check_layers(run: Run, engine: str) -> None:
 
 
 def check_scalars(run: Run, key: str, engine: str, instead: str) -> None:
-    """Refuse a model of one's own with a weight without a dimension. Errors: `RunError`."""
+    """Refuse a user's model with a scalar weight. Errors: `RunError`."""
     if not own_model(run):
         return
     scalar = next((n for n, p in dataset.model(run, empty=True).named_parameters() if not p.dim()), None)
@@ -92,14 +92,15 @@ READS_WITHIN = (
     *("falcon_h1", "hunyuan_v1_moe", "inkling_text", "jamba", "longt5", "nllb-moe", "qwen3_next", "seamless_m4t_v2"),
     *("switch_transformers", "t5"),
 )
-# Heads and families of which the same holds whether or not activations are computed again.
+# Heads and families that do so even without recomputed activations.
 NEVER_IN_TIME = {("causal", "mamba2"), ("masked", "mobilebert"), ("masked", "neomme")}
 # A head of its backbone is called, and nothing is learned through it; `vision_use_head: false` leaves it out.
 CALLED_IN_VAIN = ("image_classification", "siglip")
 
 
 def not_in_time(recomputes: bool) -> RunError:
-    """Why ZeRO-3 cannot compute a model. `recomputes`: it may be because activations are computed again."""
+    """Return the error for a model that ZeRO-3 cannot compute. `recomputes`: recomputed activations may be the
+    cause."""
     instead = "remove model.checkpoint_activations, or " * recomputes
     return RunError(
         "LS4107",
@@ -110,12 +111,12 @@ def not_in_time(recomputes: bool) -> RunError:
 
 
 class OtherWeights(RuntimeError):
-    """This rank alone has seen that it would gather other weights than the others."""
+    """This rank detected, alone, that it would gather other weights than the other ranks."""
 
 
 def other_weights(name: str) -> RunError:
-    """Why ZeRO-3 cannot train a model whose ranks would gather different weights. `name`: one that is used now and
-    then."""
+    """Return the error for a model whose ranks would gather different weights in ZeRO-3. `name`: a weight that only
+    some examples use."""
     return RunError(
         "LS4410",
         "strategy.name: ZeRO-3 gathers the weights of one module after the other, all ranks together, so every "
@@ -125,7 +126,7 @@ def other_weights(name: str) -> RunError:
 
 
 def check_same_weights(run: Run, processes: int) -> None:
-    """Refuse for ZeRO-3 a model of the user's that leaves weights out for some examples. Errors: `RunError`."""
+    """Refuse for ZeRO-3 a user's model that skips weights for some examples. Errors: `RunError`."""
     if not own_model(run) or processes == 1:
         return
     from lockstep.tasks.modules.loss_probe import used_now_and_then
@@ -135,7 +136,7 @@ def check_same_weights(run: Run, processes: int) -> None:
 
 
 def call_order(model: nn.Module, forward: Callable[[], None]) -> list[str]:
-    """Names of the modules with weights, in the order in which a forward calls them."""
+    """Return the names of the modules with weights, in the order in which a forward calls them."""
     called: list[str] = []
     hooks = [
         module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
@@ -151,9 +152,8 @@ def call_order(model: nn.Module, forward: Callable[[], None]) -> list[str]:
 
 
 def hold_to(model: nn.Module, order: Sequence[str]) -> None:
-    """Have every forward in training end with an error before it calls a module that is not the next one of `order`,
-    which is the same on all ranks: ranks that gather different weights at the same moment crash, or compute with each
-    other's."""
+    """Make every training forward raise an error before it calls a module out of `order`, which is the same on all
+    ranks: ranks that gather different weights at the same time crash, or use each other's weights."""
     position = [-1]  # -1: no forward is under way, as while activations are computed again
 
     def begin(*_: Any) -> None:
@@ -178,9 +178,9 @@ def hold_to(model: nn.Module, order: Sequence[str]) -> None:
 
 
 def check_gathered(run: Run) -> None:
-    """Refuse for ZeRO-3 a family whose weights are not gathered in time, and activations that are computed again where
-    a layer uses weights that are another module's: DeepSpeed gathers those at the first forward, and at the second has
-    let go of them, or meets them in another order than it recorded. Errors: `RunError`."""
+    """Refuse for ZeRO-3 a family whose weights are not gathered in time, and recomputed activations if a layer reads
+    weights of another module: DeepSpeed gathers those in the first forward, but has freed them in the second, or sees
+    another order than it recorded. Errors: `RunError`."""
     if own_model(run):
         return
     task: Any = plugins.find("tasks", run.task.name)
@@ -209,8 +209,8 @@ WRITES_WEIGHTS: dict[str, str | None] = {"gemma3n_text": None, "rwkv": "rescale_
 
 
 def check_writes(run: Run, key: str, engine: str, instead: str) -> None:
-    """Refuse a family whose forward writes to its weights, for an engine that has shards in their place. What a model
-    of any other kind writes is seen in its first forward. Errors: `RunError`."""
+    """Refuse a family whose forward writes to its weights, for an engine that replaces weights by shards. Writes of
+    other models are detected in their first forward. Errors: `RunError`."""
     config = None if own_model(run) else load_config(run)
     if config is None or config.model_type not in WRITES_WEIGHTS:
         return
@@ -225,8 +225,8 @@ def check_writes(run: Run, key: str, engine: str, instead: str) -> None:
 
 
 def empty_model(run: Run, config: Any, auto: str = "AutoModel") -> Any:
-    """A model of transformers of this config, by one of its Auto classes, on the meta device; None where it cannot be
-    built: code from the Hub, sizes that do not fit, each of which has a message of its own later."""
+    """Return a transformers model of this config, by one of its Auto classes, on the meta device; None if it cannot be
+    built (code from the Hub, inconsistent sizes), which is reported later."""
     import transformers
 
     try:
@@ -237,9 +237,9 @@ def empty_model(run: Run, config: Any, auto: str = "AutoModel") -> Any:
 
 
 def sharing_embeddings(run: Run) -> list[str]:
-    """The modules of a run's model that hold weights of its input or output embeddings besides these: an encoder's and
-    a decoder's embeddings that are one, or a head with the bias of its last layer. None where the model cannot be
-    built without memory, or does not say which its embeddings are."""
+    """Return the modules that share weights with the run's input or output embeddings: tied embeddings of encoder and
+    decoder, or a head with the bias of its last layer. Empty if the model cannot be built on the meta device, or does
+    not name its embeddings."""
     task: Any = plugins.find("tasks", run.task.name)
     try:
         model = empty_model(run, load_config(run), heads.of(task.head).auto)
@@ -252,9 +252,9 @@ def sharing_embeddings(run: Run) -> list[str]:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model: what transformers does not split over devices, else the items of its outermost lists of
-    like modules (an encoder's and a decoder's layers). None is within another, and none holds a weight
-    that is used outside of it, too."""
+    """Return the layers of a model: the modules that transformers does not split over devices, else the items of its
+    outermost lists of equal modules (layers of an encoder or decoder). None is within another, and none has a weight
+    that is also used outside of it."""
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
 
     def alone(block: nn.Module) -> bool:
@@ -269,8 +269,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """The modules that the user names, with `*` for any part of a name. Errors: `RunError` for a name that fits none,
-    and for blocks within one another."""
+    """Return the modules that match the user's names, with `*` for any part of a name. Errors: `RunError` for a name
+    without a match, and for nested blocks."""
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
         fitting = {name: m for name, m in model.named_modules() if name and fnmatchcase(name, pattern)}
@@ -288,8 +288,8 @@ def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
 
 
 def _by_size(model: nn.Module, called_once: Sequence[str]) -> list[nn.Module]:
-    """Of a model that nothing is known of: the outermost modules with at most a quarter of all weights and at least a
-    fiftieth, among those that every forward calls exactly once."""
+    """Return the blocks of a model of unknown structure: the outermost modules with 1/50 to 1/4 of all weights that
+    every forward calls exactly once."""
     total = sum(p.numel() for p in model.parameters())
     names: list[str] = []
     for name, module in model.named_modules():
@@ -316,14 +316,15 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _of_stage(modules: nn.ModuleList) -> list[nn.Module]:
-    """Those of a list that are here, of a stage of a pipeline some."""
+    """Return the modules of a list that exist on this rank (one of several stages)."""
     return [module for module in modules if not isinstance(module, StandIn)]
 
 
 def tensor_plan(run: Run, ranks: int, prefix: str = "") -> dict[str, Any]:
-    """The plan that transformers gives for the model's family, in torch's terms; `prefix` is where the base model lies.
+    """Return transformers' tensor-parallel plan for the model's family, in torch's classes; `prefix`: path of the base
+    model.
 
-    Errors: `RunError` when there is none, or when attention heads cannot be shared by so many ranks.
+    Errors: `RunError` if there is no plan, or the number of attention heads is not divisible by `ranks`.
     """
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 

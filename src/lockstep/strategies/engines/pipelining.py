@@ -1,9 +1,9 @@
-"""One stage of a pipeline: what it does with a micro-batch, and where the micro-batch's gradients go.
+"""One stage of a pipeline: running a micro-batch, and collecting its gradients.
 
-In: hidden states and the random state from the stage before, gradients from the stage after; a `StagePart` of a model.
-Out: the same towards the other side, and each micro-batch's gradients in this stage's own tree.
+In: hidden states and the random state from the previous stage, gradients from the next; a `StagePart` of a model. Out:
+the same in the other direction, and each micro-batch's gradients in this stage's own tree.
 
-`Stage` is the engine's `PipelineStage`, changed where the engine takes every micro-batch to have the same shape.
+`Stage` is torch's `PipelineStage`, adapted to micro-batches of different shapes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ except ImportError as error:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Where the device's random numbers are: uint8, 5056 bytes on the CPU and 16 on CUDA."""
+    """Return the state of the device's random generator: uint8, 5056 bytes on the CPU and 16 on CUDA."""
     if device.type == "cpu":
         return torch.get_rng_state()
-    return to_device(torch.cuda.get_rng_state(device), device)  # the host has it
+    return to_device(torch.cuda.get_rng_state(device), device)  # the state is in host memory
 
 
 def set_random_state(state: Tensor, device: torch.device) -> None:
-    """Go on from there. On CUDA the host waits until the message is there."""
+    """Set the state of the device's random generator. On CUDA the host waits until the message has arrived."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -45,13 +45,14 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
 
 
 def skip_negotiation(schedule: Any, several: bool) -> None:
-    """What a schedule would ask its stages for before its first step, they know: shapes. `several`: stages a rank."""
+    """Skip a schedule's exchange of shapes before its first step, because the stages know them. `several`: several
+    stages per rank."""
     for flag in ("forward_initialized", "backward_initialized"):
         setattr(schedule, f"_stage{'s' * several}_{flag}", True)
 
 
 def run_schedule(schedule: Any, micro_batches: list[MicroBatch]) -> None:
-    """Forward and backward of these, each in the engine's order. Collective."""
+    """Run forward and backward of these micro-batches in the order of the schedule. Collective."""
     schedule._step_microbatches(
         kwarg_mbs=[{"micro": micro} for micro in micro_batches],
         target_mbs=[None] * len(micro_batches),
@@ -60,8 +61,8 @@ def run_schedule(schedule: Any, micro_batches: list[MicroBatch]) -> None:
 
 
 class StageModule(nn.Module):
-    """The part of a micro-batch that a stage runs. The random state travels with the hidden states, so that dropout
-    draws what it draws in a single process."""
+    """A stage's part of a micro-batch. The random state travels with the hidden states, so that dropout draws the same
+    numbers as in a single process."""
 
     def __init__(
         self, part: StagePart, loss: Callable[[Any, MicroBatch], Tensor], begin: Callable[[MicroBatch], None]
@@ -70,20 +71,20 @@ class StageModule(nn.Module):
         self.part, self.loss, self.begin = part, loss, begin
 
     def forward(self, *received: Tensor, micro: MicroBatch) -> Any:
-        """(hidden states..., random state), or the loss on the last stage."""
+        """Return (hidden states..., random state), or the loss on the last stage."""
         device = micro.targets.device
         if self.part.first:
             self.begin(micro)
             outputs = self.part((), micro.inputs)
         else:
             *hidden, state = received
-            self.begin(micro)  # for Python's and numpy's numbers, which do not travel
+            self.begin(micro)  # seeds Python and numpy, whose state does not travel
             outputs = self.part(hidden, micro.inputs, lambda: set_random_state(state, device))
         return self.loss(outputs, micro) if self.part.last else (*outputs, random_state(device))
 
 
 class Stage(PipelineStage):
-    """The engine's stage for micro-batches of any shape, whose gradients are collected micro-batch by micro-batch."""
+    """torch's stage for micro-batches of any shape, with gradients collected after each micro-batch."""
 
     def __init__(
         self,
@@ -96,19 +97,19 @@ class Stage(PipelineStage):
         part = micro_batch.part
         super().__init__(micro_batch, part.stage, part.cut.stages, device, group=group)
         self.part, self.stage_weights, self._bytes_of_state = part, weights, bytes_of_state
-        self._runtime_validate = False  # it compares every micro-batch's shapes with the first one's
+        self._runtime_validate = False  # it would require equal shapes of all micro-batches
         self.has_backward = True
-        self._tied: list[tuple[Tensor, Tensor]] = []  # weights of this stage, and their gradients from later ones
+        self._tied: list[tuple[Tensor, Tensor]] = []  # (weight of this stage, its gradient from a later one)
         tensors = part.sends + 1  # the random state is the last one
         self.act_send_info = {0: []} if part.last else {i: [part.stage + 1] for i in range(tensors)}
         before = part.stage - 1
         self.grad_send_info = [] if part.first else [*[before] * part.receives, None]
-        metas: Any = () if part.first else (*[_meta((1, 1, 1))] * part.receives, None)  # only their number is read
+        metas: Any = () if part.first else (*[_meta((1, 1, 1))] * part.receives, None)  # only the length is used
         self._stage_meta.inputs = self._stage_meta.input_grads = metas
 
     def expect(self, micro_batches: list[MicroBatch], leaves: int, exact: bool, observer: StepObserver | None) -> None:
-        """The micro-batches of the step that comes; unless `exact`, autograd adds them up. `observer` hears of each
-        micro-batch's gradients of the weights that this stage owns."""
+        """Set the micro-batches of the next step; unless `exact`, autograd sums their gradients. `observer` receives
+        each micro-batch's gradients of the weights that this stage owns."""
         self.clear_runtime_states()
         self.observer = observer
         self.micro_batches, self.chunks, self.exact = micro_batches, len(micro_batches), exact
@@ -146,7 +147,7 @@ class Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         if self.exact and not self.part.last:
-            # What later stages' uses of a tied weight gave enters backward as the gradient of one more output, so that
+            # The gradient of a tied weight from later stages enters backward as that of one more output, so that
             # autograd adds it up first, before the uses on this stage: the order of a single process.
             self._tied = self.stage_weights.receive_tied()
             outputs, values = self.fwd_cache[bwd_chunk_id]
@@ -162,30 +163,30 @@ class Stage(PipelineStage):
 
 
 def _meta(shape: tuple[int, ...]) -> _TensorMeta:
-    """Contiguous float32 hidden states."""
+    """Return the metadata of contiguous float32 hidden states."""
     return _TensorMeta.from_tensor(torch.empty(shape, device="meta", requires_grad=True))
 
 
 class Links:
-    """Where stages are, and the way that the gradients of tied weights take between them.
+    """The ranks of stages, and the exchange of gradients of tied weights between them.
 
-    Autograd adds up the uses of a weight in the order backward meets them: the last use first. So does a chain of
-    stages: the last one hands its share to the next lower one that uses the weight, micro-batch by micro-batch, and the
-    lowest (its owner) puts the sum into its tree. After the step's reduction the owner gives the total to the others.
+    Autograd adds the uses of a weight in the order of backward: the last use first. A chain of stages does the same:
+    for each micro-batch, the last stage sends its share to the next lower one that uses the weight, and the lowest (the
+    owner) adds the sum to its tree. After the step's reduction, the owner sends the total to the others.
     """
 
     def __init__(self, cut: Cut, ranks: int, pipelines: int, pipeline: int, group: dist.ProcessGroup) -> None:
         self.holders, self._ranks, self._group = cut.holders, ranks, group
         self._pipelines, self._pipeline = pipelines, pipeline
-        self._here: dict[tuple[str, int], list[Tensor]] = {}  # on their way between two stages of one rank
+        self._here: dict[tuple[str, int], list[Tensor]] = {}  # in transit between two stages of one rank
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def rank_of(self, stage: int) -> int:
-        """The global rank that runs a stage of this pipeline."""
+        """Return the global rank that runs a stage of this pipeline."""
         return stage % self._ranks * self._pipelines + self._pipeline
 
     def send(self, name: str, tensor: Tensor, source: int, stage: int) -> None:
-        """Towards a stage, without waiting; the tensor must not be written to any more."""
+        """Send to a stage without waiting; the tensor must not be modified afterwards."""
         if self.rank_of(stage) == self.rank_of(source):
             self._here.setdefault((name, stage), []).append(tensor)
         else:
@@ -202,7 +203,7 @@ class Links:
         return tensor
 
     def tie(self, parts: list[StageWeights], totals: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Totals for all uses of a weight, from those its owners have. Collective."""
+        """Distribute the total gradients of tied weights from their owners to the other stages. Collective."""
         for weights, gradients in zip(parts, totals, strict=True):
             for name in weights.owned:
                 for stage in self.holders[name][1:]:
@@ -221,7 +222,7 @@ class StageWeights:
     """The trainable weights of one part, and the tree of their gradients."""
 
     tree: ReductionTree
-    uses: dict[str, int]  # how many of the step's micro-batches gave each weight a gradient; a tied one: of the head's
+    uses: dict[str, int]  # number of the step's micro-batches with a gradient of each weight
 
     def __init__(self, part: StagePart, order: list[str], links: Links) -> None:
         self.part, self._links = part, links
@@ -231,7 +232,7 @@ class StageWeights:
         self.owned = {n: p for n, p in self.parameters.items() if links.holders[n][0] == part.stage}
 
     def receive_tied(self) -> list[tuple[Tensor, Tensor]]:
-        """The weights that a later stage uses too, each with the gradient of a micro-batch that comes from there."""
+        """Receive the gradients of a micro-batch for weights that a later stage uses too."""
         received = []
         for name, parameter in self.parameters.items():
             later = [stage for stage in self._links.holders[name] if stage > self.part.stage]
@@ -240,7 +241,7 @@ class StageWeights:
         return received
 
     def collect(self, index: int) -> None:
-        """Move the gradients that backward left into the tree, or on to an earlier stage that uses the weight too."""
+        """Move `.grad` into the tree, or send it to an earlier stage that uses the weight too."""
         gradients = []
         for name, parameter in self.parameters.items():
             self.uses[name] = self.uses.get(name, 0) + (parameter.grad is not None)

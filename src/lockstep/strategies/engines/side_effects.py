@@ -1,10 +1,10 @@
-"""Side effects of a model's forward: weights, buffers, which weights are trained, plain attributes.
+"""Side effects of a model's forward: writes to weights and buffers, `requires_grad`, plain attributes.
 
-In: a model, and ways to call its forward. Out: `SideEffects`, by name, of each rank and of all; refusals. What was
-changed is put back: a forward before training leaves no trace.
+In: a model, and functions that call its forward. Out: `SideEffects`, by name, of one rank and of all; refusals. Changes
+are undone: a forward before training leaves no trace.
 
-A write is seen when it happens, not by its result: a teacher that equals its student stays the same until the student
-learns, and a limit on weights does nothing until a weight exceeds it.
+Writes are detected when they happen, not by their result: a teacher that equals its student stays equal until the
+student learns, and a limit on weights has no effect until a weight exceeds it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from lockstep.distributed.world import World
 
 _ENGINES = frozenset(["accelerate", "builtins", "deepspeed", "lockstep", "torch"])
 _LIBRARIES = _ENGINES | {"peft", "transformers", "transformers_modules"}
-_PLAIN = (bool, int, float, str, type(None))  # attributes of these types are put back
+_PLAIN = (bool, int, float, str, type(None))  # attributes of these types are restored
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Writes(TorchDispatchMode):
-    """Notes which known tensors operations write to, and keeps a copy of each from before."""
+    """Records which known tensors operations write to, and keeps a copy of each from before."""
 
     supports_higher_order_operators = True
 
@@ -43,17 +43,17 @@ class Writes(TorchDispatchMode):
         super().__init__()
         self.names: dict[int, str] = {}  # storage -> name
         self.known: dict[int, _Known] = {}  # by the tensor's id
-        self.before: dict[str, tuple[Tensor, Tensor]] = {}  # name -> its memory, and a copy of what was there
+        self.before: dict[str, tuple[Tensor, Tensor]] = {}  # name -> its memory, and a copy of the old contents
         self.new_memory: set[str] = set()
         self.replaced: set[str] = set()
         self.switched: set[str] = set()
         self.hooked: set[str] = set()
 
     def know(self, module: nn.Module, path: str) -> None:
-        """Watch the memory of a module's own tensors. An engine may show others after a while."""
+        """Watch the memory of a module's own tensors. An engine may replace them later."""
         for last, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None or id(tensor) in self.known or is_functorch_wrapped_tensor(tensor):
-                continue  # what torch.func puts there for a call is no tensor of the module's
+                continue  # a temporary of torch.func, not the module's own
             name = f"{path}.{last}".lstrip(".")
             self.names.setdefault(_storage(tensor), name)
             known = self.known[id(tensor)] = _Known(name, module, last, tensor)
@@ -65,7 +65,7 @@ class Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        # FSDP gathers by operations of its own
+        # FSDP gathers with its own operations
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "aten":
             for place, name in _written(func):
                 for tensor in _pytree.tree_leaves(args[place] if place < len(args) else kwargs.get(name)):
@@ -81,7 +81,7 @@ class Writes(TorchDispatchMode):
             self.before[name] = memory, memory.clone()
 
     def look(self) -> None:
-        """What became of the tensors since they became known."""
+        """Detect changes to the tensors since they became known."""
         for known in self.known.values():
             now, own = known.module._parameters.get(known.last, known.tensor), known.tensor
             self.new_memory |= {known.name} if _storage(own) != _storage(known.memory) else set()
@@ -91,9 +91,9 @@ class Writes(TorchDispatchMode):
                 self.replaced.add(known.name)
 
     def restore(self) -> None:
-        """Put back what was there."""
+        """Undo the writes."""
         for memory, copy in self.before.values():
-            if memory.untyped_storage().nbytes() == copy.untyped_storage().nbytes():  # FSDP frees what it has gathered
+            if memory.untyped_storage().nbytes() == copy.untyped_storage().nbytes():  # FSDP frees gathered weights
                 memory.copy_(copy)
         for known in self.known.values():
             if known.name in self.new_memory and not is_dtensor(known.tensor):
@@ -101,7 +101,7 @@ class Writes(TorchDispatchMode):
 
 
 class _Known:
-    """A tensor of a module, and how it was."""
+    """A tensor of a module, and its original state."""
 
     def __init__(self, name: str, module: nn.Module, last: str, tensor: Tensor) -> None:
         self.name, self.module, self.last = name, module, last
@@ -119,19 +119,19 @@ def _storage(tensor: Tensor) -> int:
 
 @cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Place and name of the arguments that an operation writes to."""
+    """Return position and name of the arguments that an operation writes to."""
     arguments = enumerate(func._schema.arguments)
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 @contextmanager
 def watching(model: nn.Module) -> Iterator[Writes]:
-    """Writes of the model's own forward and nothing else. They are undone at the end. A module may gather its weights
-    when it is called: they are looked for then."""
+    """A context that records writes of the model's own forward only, and undoes them at the end. Weights are looked up
+    when a module is called, because it may gather them then."""
     writes, paths = Writes(), {module: name for name, module in model.named_modules()}
 
     def know(module: nn.Module, *_: Any) -> None:
-        for name, part in module.named_modules():  # BigBird puts others in their place for short texts
+        for name, part in module.named_modules():  # BigBird replaces modules for short texts
             writes.know(part, paths.get(part, f"{paths[module]}.{name}"))
 
     def begin(*_: Any) -> None:
@@ -154,19 +154,19 @@ def watching(model: nn.Module) -> Iterator[Writes]:
 
 
 def hooks(model: nn.Module, after: bool = False) -> list[str]:
-    """The weights with hooks of the user's on their gradients, by name; `after`: on what gradients are added up to."""
+    """Return the names of weights with user hooks on their gradients; `after`: hooks that run after accumulation."""
     kind = "_post_accumulate_grad_hooks" if after else "_backward_hooks"
     return [name for name, p in model.named_parameters() if getattr(p, kind, None)]
 
 
-# -- everything as it was --------------------------------------------------------------------------------------------
+# -- restoring state --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def preserved(model: nn.Module, written: Collection[str] = ()) -> Iterator[set[str]]:
-    """A context that restores, at its end, buffers, the weights that are `written`, which weights are trained, and
-    plain attributes and hooks of the user's modules. Yields the names of the tensors that have changed, complete at the
-    end. Frozen weights that are not `written` are named as well, and not restored."""
+    """A context that at its end restores buffers, the weights in `written`, `requires_grad`, and plain attributes and
+    hooks of user modules. Yields the names of changed tensors, complete at the end. They include frozen weights that
+    are not in `written`, which are not restored."""
     weights = dict(model.named_parameters())
     tensors = [_Before(model, name) for name in [*dict(model.named_buffers()), *(n for n in written if n in weights)]]
     frozen = {name: p._version for name, p in weights.items() if not p.requires_grad and name not in written}
@@ -190,7 +190,7 @@ def preserved(model: nn.Module, written: Collection[str] = ()) -> Iterator[set[s
 
 
 class _Before:
-    """A parameter or buffer as it is now."""
+    """The present state of a parameter or buffer."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         holder, _, self.last = name.rpartition(".")
@@ -198,7 +198,7 @@ class _Before:
         self.memory, self.copy = self.tensor.detach(), self.tensor.detach().clone()
 
     def restore(self) -> bool:
-        """Put it back. Returns whether it had changed."""
+        """Restore it. Returns whether it had changed."""
         parameter = self.last in self.module._parameters
         now = getattr(self.module, self.last)
         if now is not None and same_bits(now, self.copy) and (not parameter or now is self.tensor):
@@ -216,8 +216,8 @@ class _Before:
 
 
 class _Attributes:
-    """Attributes of a module that are no parameters, buffers or modules: a count of calls, a queue, a moving average in
-    a plain tensor. Those of kinds that are not known here are left alone."""
+    """The plain attributes of a module, other than parameters, buffers and modules: a call counter, a queue, a moving
+    average in a plain tensor. Attributes of unknown types are left alone."""
 
     def __init__(self, module: nn.Module) -> None:
         own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
@@ -227,12 +227,12 @@ class _Attributes:
     def restore(self) -> None:
         own = vars(self.module)
         for name in [n for n in own if n not in self.names | _OF_EVERY_MODULE and _restorer(own[n]) is not None]:
-            del own[name]  # made meanwhile
+            del own[name]  # added since
         own.update({name: put_back() for name, put_back in self.restorers.items()})
 
 
 def _restorer(value: Any, depth: int = 4) -> Callable[[], Any] | None:
-    """What gives a value back with the contents it has now; None for a kind of value that cannot be kept."""
+    """Return a function that restores a value's present contents; None for types that cannot be restored."""
     if type(value) in _PLAIN:
         return lambda: value
     if type(value) in (Tensor, nn.Parameter) and not value.is_meta and not value.is_sparse:
@@ -252,7 +252,7 @@ def _itself(value: Any) -> Any:
 
 
 def _filled(container: Any, contents: Any) -> Any:
-    """The list, queue, set or mapping, with these contents instead of its own."""
+    """Replace the contents of a list, queue, set or mapping, and return it."""
     container.clear()
     add = container.extend if isinstance(container, list | deque) else container.update
     add(contents)
@@ -279,7 +279,7 @@ def tensor_of(model: nn.Module, name: str) -> Tensor:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor. Numbers that are not finite do not mislead a comparison of bytes."""
+    """Return the bytes of a tensor, so that comparisons also work for non-finite numbers."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -301,22 +301,22 @@ Forward = Callable[[], None]
 class SideEffects:
     """Side effects of forward, by the names of parameters and buffers."""
 
-    written: frozenset[str] = frozenset()  # their numbers
-    new_memory: frozenset[str] = frozenset()  # those of them that got other memory
-    replaced: frozenset[str] = frozenset()  # parameters in whose place it puts others
-    switched: frozenset[str] = frozenset()  # their `requires_grad`
-    hooked: frozenset[str] = frozenset()  # those on whose gradients it puts hooks
-    evaluated: frozenset[str] = frozenset()  # those that it writes to in evaluation mode only
+    written: frozenset[str] = frozenset()  # values written
+    new_memory: frozenset[str] = frozenset()  # written ones with new memory
+    replaced: frozenset[str] = frozenset()  # replaced parameters
+    switched: frozenset[str] = frozenset()  # changed `requires_grad`
+    hooked: frozenset[str] = frozenset()  # hooks added to gradients
+    evaluated: frozenset[str] = frozenset()  # written in evaluation mode only
     alike: Mapping[str, str] = field(default_factory=dict)
     """Those that forward makes the same whatever the batch and however often, such as a limit on weights: a hash."""
 
     @property
     def per_process(self) -> frozenset[str]:
-        """What each process would make something else of."""
+        """Tensors and flags that would differ between processes."""
         return self.switched | (self.written - self.alike.keys())
 
     def together(self, all_gather: Callable[[SideEffects], list[SideEffects]]) -> SideEffects:
-        """Those of all ranks. Collective."""
+        """Combine the side effects of all ranks. Collective."""
         effects = all_gather(self)
         same = set.intersection(*(set(each.alike.items()) for each in effects))
         kinds = [kind.name for kind in fields(self) if kind.name != "alike"]
@@ -327,7 +327,7 @@ class SideEffects:
 
 
 def one_process(names: Collection[str]) -> str:
-    """What is said of them on one process, which trains such a model."""
+    """Format a note about side effects on one process, which can train such a model."""
     return (
         f"training changes {first_few(sorted(names))} beside the optimizer, which several processes cannot bring "
         "together: this model trains on one process only"
@@ -335,7 +335,7 @@ def one_process(names: Collection[str]) -> str:
 
 
 def replacement(names: Collection[str]) -> str:
-    """What is wrong with other parameters in the place of these."""
+    """Format the error about parameters that forward replaces."""
     return (
         f"forward puts another parameter in the place of {first_few(sorted(names))}, and the optimizer would go on "
         "with the one from before; write into the parameter instead (`weight.copy_(...)` under torch.no_grad())"
@@ -343,8 +343,8 @@ def replacement(names: Collection[str]) -> str:
 
 
 def refusal(strategy: str, effects: SideEffects, model: nn.Module, averages: bool) -> str:
-    """Why several processes cannot train a model with these side effects. `averages`: whether the strategy brings
-    running statistics together."""
+    """Format why several processes cannot train a model with these side effects. `averages`: whether the strategy
+    reduces running statistics."""
     weights = dict(model.named_parameters())
     changed = first_few(names := sorted(effects.per_process))
     where = "Use one process (launch.processes=1 strategy.name=single), or a model"
@@ -364,8 +364,8 @@ def refusal(strategy: str, effects: SideEffects, model: nn.Module, averages: boo
 
 
 def refuse_own_tensors(model: nn.Module, engine: str, instead: str) -> None:
-    """Refuse, for an engine that builds a model without numbers and replaces its weights by tensors of its own, what
-    the user's modules would lose by that. Errors: `RunError`."""
+    """Refuse user modules that would lose hooks or tensors in an engine that builds a model on the meta device and
+    replaces its weights. Errors: `RunError`."""
     if names := hooks(model):
         raise RunError(
             "LS4110",
@@ -390,12 +390,12 @@ def refuse_own_tensors(model: nn.Module, engine: str, instead: str) -> None:
 
 
 def refuse_writes(model: nn.Module, world: World, forward: Forward, engine: str, instead: str) -> None:
-    """Refuse a model whose forward writes to trained weights, for an engine that cuts the model up and would lose it.
-    Rank 0 holds the whole `model` and calls `forward` once, without a trace. Collective. Errors: `RunError`, on every
-    rank."""
+    """Refuse a model whose forward writes to trained weights, for an engine that splits the model and would lose the
+    writes. Rank 0 has the whole `model` and calls `forward` once, without a trace. Collective. Errors: `RunError`, on
+    every rank."""
     names: list[str] = []
     if world.is_main and any(of_user(module) for module in model.modules()):
-        with suppress(Exception):  # it fails again in the trial step, with more to say
+        with suppress(Exception):  # it fails again in the trial step, with a better message
             effects, weights = effects_of(model.train(), [forward], ()), dict(model.named_parameters())
             touched = effects.written | effects.evaluated
             names = sorted(name for name in touched if name in weights and weights[name].requires_grad)
@@ -409,7 +409,7 @@ def refuse_writes(model: nn.Module, world: World, forward: Forward, engine: str,
 
 
 def _holds_tensor(value: Any, depth: int = 4) -> bool:
-    """Whether a value is a tensor, or has one in it: in a list or a mapping, or in what a function closes over."""
+    """Whether a value is or contains a tensor: in a list, a mapping, or a function's closure."""
     if isinstance(value, Tensor):
         return True
     if isinstance(value, partial):
@@ -426,22 +426,22 @@ def _holds_tensor(value: Any, depth: int = 4) -> bool:
 
 
 def _cells(function: FunctionType) -> list[Any]:
-    """The variables that a function closes over, those that have a value."""
+    """Return the values in a function's closure."""
     cells = []
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # nothing is in it yet
+        with suppress(ValueError):  # empty cell
             cells.append(cell.cell_contents)
     return cells
 
 
 def first_few(names: Collection[str]) -> str:
-    """The first few of many."""
+    """Join the first few of many names."""
     return ", ".join([*names][:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def effects_of(model: nn.Module, forwards: Sequence[Forward], statistics: Collection[str]) -> SideEffects:
-    """The side effects of the first of some forwards, and which of them a second one shares. `statistics`: buffers that
-    ranks bring together. Nothing of it is left."""
+    """Return the side effects of the first forward, and those that the second one shares. `statistics`: buffers that
+    ranks reduce. Leaves no trace."""
     if not forwards:
         return SideEffects()
     with preserved(model), watching(model) as writes:
@@ -466,8 +466,8 @@ def effects_of(model: nn.Module, forwards: Sequence[Forward], statistics: Collec
 
 
 def _alike(model: nn.Module, names: Collection[str], first: Forward, second: Forward) -> dict[str, str]:
-    """Those tensors of which either forward, and one after the other, makes the same numbers, begun from large ones,
-    with a hash of these numbers. None where forward fails on large numbers."""
+    """Return the tensors that both forwards, separately and in sequence, set to the same values when started from large
+    ones, with a hash of these values. Empty if forward fails on large values."""
     hashes_of: dict[str, set[str]] = {name: set() for name in names}
     try:
         for turns in ((first,), (second,), (first, second)):

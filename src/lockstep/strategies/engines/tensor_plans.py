@@ -1,10 +1,11 @@
-"""Which matrix products of a model are cut into leaves (`strategy.tensor_leaves`), and the model that computes them so.
+"""Which matrix products of a model are split into leaves (`strategy.tensor_leaves`), and their installation in the
+model.
 
-In: a run, its model, and the ranks that share the leaves out. Out: a refusal; or the same model, the `forward` of whose
-products is that of `exact/tensor_leaves.py`, and of several ranks their parts of its weights.
+In: a run, its model, and the tensor-parallel ranks. Out: a refusal; or the same model, whose split products use
+`exact/tensor_leaves.py`, with this rank's part of the weights if there are several ranks.
 
-Which products are cut along their outputs and which along their inner dimension says transformers' own plan for tensor
-parallelism, where a family has one. `_PLANS` has those of families that have none.
+transformers' plan for tensor parallelism defines which products are split along their outputs and which along their
+inner dimension, if the family has one. `_PLANS` has plans for families without one.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ if TYPE_CHECKING:
 
 KEY = "strategy.tensor_leaves"
 COLUMN, ROW = "colwise", "rowwise"  # transformers' words
-_PASSED = "replicated_with_grad_allreduce"  # a norm of each head: leaves read its weight, and their gradients are added
+_PASSED = "replicated_with_grad_allreduce"  # a norm per head: leaves share its weight, and their gradients are summed
 
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """`products`: the ends of modules' names, as patterns, and how each is cut. `fused`: of how many matrices side by
-    side a product is one. `counts`: names of modules, and of their attributes that count what all leaves have."""
+    """A tensor-parallel plan. `products`: patterns of module names' ends, and how each product is split. `fused`:
+    number of matrices side by side in a fused product. `counts`: module names, and their attributes that count over all
+    leaves."""
 
     products: Mapping[str, str]
     fused: Mapping[str, int]
@@ -91,7 +93,7 @@ _PLANS |= {"gpt2": _GPT2, "t5": _T5, "mt5": _T5}
 
 
 def check(run: Run) -> None:
-    """Before any process starts. Errors: `RunError`."""
+    """Check the run before any process starts. Errors: `RunError`."""
     leaves = run.strategy.tensor_leaves
     if leaves == 1:
         return
@@ -116,7 +118,7 @@ def check(run: Run) -> None:
         raise RunError("LS4313", f"{KEY}: transformers has no plan for a model of your own; leave it out")
     config = load_config(run)
     plan = plan_of(config, leaves)
-    if (model := layers.empty_model(run, config)) is None:  # looked at when the model is there
+    if (model := layers.empty_model(run, config)) is None:  # checked when the model is built
         return
     list(_products(plan, leaves, model))
     task: Any = plugins.find("tasks", run.task.name)
@@ -126,7 +128,8 @@ def check(run: Run) -> None:
 
 
 def differs(run: Run, head: str, config: Any) -> str | None:
-    """Why a small model of this config cannot be cut, or computes something else then; None: it computes the same."""
+    """Explain why a small model of this config cannot be split, or computes different results; None if results
+    match."""
     why = "no small model of it could be made"
     with torch.random.fork_rng([]):
         for variant in small_models.smaller(config, head):
@@ -159,8 +162,8 @@ def _near(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def plan_of(config: Any, leaves: int) -> FamilyPlan:
-    """The plan of a model's family: which of its products are cut. Errors: `RunError` where the family has none, or the
-    attention heads cannot be divided."""
+    """Return the plan of a model's family. Errors: `RunError` if it has none, or the attention heads cannot be
+    divided."""
     plan = _PLANS.get(config.model_type)
     if plan is None:
         theirs = getattr(config, "base_model_tp_plan", None) or {}
@@ -186,7 +189,7 @@ def plan_of(config: Any, leaves: int) -> FamilyPlan:
 
 @dataclass(frozen=True)
 class PlannedProduct:
-    """A module whose product is cut."""
+    """A module whose product is split."""
 
     name: str
     module: nn.Module
@@ -195,13 +198,13 @@ class PlannedProduct:
 
     @property
     def dim(self) -> int:
-        """The dimension of its weight that is cut."""
+        """The dimension of its weight to split."""
         outputs = 0 if isinstance(self.module, nn.Linear) else 1
         return outputs if self.column else 1 - outputs
 
     @property
     def size(self) -> int:
-        """The size of the dimension that is cut, as the module states it: an engine may have replaced the module's
+        """The size of the split dimension, from the module's attributes, because an engine may have replaced the
         weight."""
         module: Any = self.module
         if isinstance(module, nn.Embedding):
@@ -214,7 +217,7 @@ class PlannedProduct:
 
 
 def _products(plan: FamilyPlan, leaves: int, model: nn.Module) -> Iterator[PlannedProduct]:
-    """The model's products that the plan names. Errors: `RunError` where there is none, or one that cannot be cut."""
+    """Yield the model's products in the plan. Errors: `RunError` if there are none, or one cannot be split."""
     ways = set[str]()
     for name, module in model.named_modules():
         if (way := _entry(plan.products, name)) is None:
@@ -245,14 +248,14 @@ def _entry(patterns: Mapping[str, Any], name: str) -> Any:
 
 
 def install(run: Run, model: nn.Module, ranks: LeafRanks | None = None) -> None:
-    """Replace the `forward` of the products that are cut, in place. `ranks`: those that share the leaves out; None:
-    this one has them all. Errors: `RunError`."""
+    """Replace the `forward` of split products, in place. `ranks`: the tensor-parallel ranks; None: this rank has all
+    leaves. Errors: `RunError`."""
     if run.strategy.tensor_leaves > 1:
         install_leaves(model, load_config(run), ranks or LeafRanks(run.strategy.tensor_leaves))
 
 
 def install_leaves(model: nn.Module, config: Any, ranks: LeafRanks) -> None:
-    """Replace the `forward` of the products that are cut, of a model of this config."""
+    """Replace the `forward` of split products in a model of this config."""
     plan, leaves = plan_of(config, ranks.count), ranks.count
     for product in _products(plan, leaves, model):
         module: Any = product.module
@@ -269,9 +272,9 @@ def install_leaves(model: nn.Module, config: Any, ranks: LeafRanks) -> None:
 
 
 def share_out(run: Run, model: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave each rank of the mesh with its leaves of every weight that is cut; of a fused weight, whose leaves are not
-    contiguous, with an equal share of the rows."""
-    # It warns of sums in another order where such weights are gathered for a checkpoint, which sums nothing.
+    """Shard each split weight over the mesh by leaves; a fused weight, whose leaves are not contiguous, by equal shares
+    of rows."""
+    # Gathering such weights for a checkpoint warns about the order of sums, but sums nothing.
     from torch.distributed.tensor import Shard, distribute_tensor
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -318,13 +321,13 @@ def _row(module: Any, ranks: LeafRanks, weight: WeightCut, inputs: Tensor) -> Te
 
 
 def _local_weight(weight: Tensor) -> Tensor:
-    """This rank's part, through which its gradient goes back."""
+    """Return this rank's part of a weight, differentiably."""
     local = getattr(weight, "to_local", None)  # a DTensor's; its package takes long to import
     return weight if local is None else local()
 
 
 def _computed_in(module: Any, inputs: Tensor) -> torch.dtype:
-    """The type of a product: under autocast its own, and else the weight's."""
+    """Return the dtype of a product: autocast's, or else the weight's."""
     kind, weight = inputs.device.type, module.weight.dtype
     low = torch.is_autocast_enabled(kind) and not isinstance(module, nn.Embedding)
     return torch.get_autocast_dtype(kind) if low else weight

@@ -1,10 +1,10 @@
-"""ZeRO on DeepSpeed: data parallelism whose ranks share out what each of them needs only now and then.
+"""ZeRO on DeepSpeed: data parallelism with sharded optimizer state, gradients and weights.
 
-In: this rank's micro-batches. Out: the same update on every rank. DeepSpeed cuts state and weights, keeps them where
-its config says, and gathers weights; gradients are added up over the tree (`zero_sums.py`), and each rank's optimizer
-updates what DeepSpeed has it hold, so that the update has the bits of `single`. Without `strategy.exact`, and where
-weights are bf16, DeepSpeed reduces and clips by itself, in an order that depends on the number of ranks: equal to
-rounding. `zero1.py` to `zero3.py` say what a stage shards, `zero_config.py` what DeepSpeed is configured with.
+In: this rank's micro-batches. Out: the same update on every rank. DeepSpeed shards state and weights, places them as
+configured, and gathers weights; gradients are summed over the tree (`zero_sums.py`), and each rank's optimizer updates
+its shard, so that the update is bitwise equal to `single`. Without `strategy.exact`, and with bf16 weights, DeepSpeed
+itself reduces and clips, in an order that depends on the number of ranks: equal within rounding. `zero1.py` to
+`zero3.py` describe what each stage shards, `zero_config.py` creates DeepSpeed's config.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lockstep.tasks.task import Task
 
 @dataclass(frozen=True)
 class EngineGradient:
-    """A gradient that DeepSpeed has reduced; `whole` gathers it."""
+    """A gradient reduced by DeepSpeed; `whole` gathers it."""
 
     gather: Callable[[], dict[str, Tensor]]
 
@@ -54,15 +54,15 @@ class EngineGradient:
 
 
 class Sharded(ShardedRecovery, Recomputes):
-    """A DeepSpeed engine, whoever made it. Where ranks are lost, another one is made for those that are left, of copies
-    of the state in memory."""
+    """A strategy with a DeepSpeed engine, however it is created. After a rank failure, the surviving ranks create
+    another engine from copies of the state in memory."""
 
     needs = ("deepspeed",)
     exact = True
     chooses_links = False
     flat_parts = True
-    recomputes_together = True  # whoever computes has weights gathered
-    state_needs_all_ranks = True  # its flat cuts are no slices of tensors
+    recomputes_together = True  # computing gathers weights
+    state_needs_all_ranks = True  # its flat shards are not slices of tensors
     stage: int  # of ZeRO
     options_key: ClassVar[str] = "strategy.options"
     statistics: Statistics
@@ -89,7 +89,7 @@ class Sharded(ShardedRecovery, Recomputes):
 
     @classmethod
     def survives_rank_failure(cls, run: Run) -> bool:
-        return True  # each part is on one rank only
+        return True  # each shard is on one rank only
 
     @classmethod
     def recomputes(cls, run: Run) -> bool:
@@ -102,12 +102,12 @@ class Sharded(ShardedRecovery, Recomputes):
 
     @classmethod
     def stage_of(cls, run: Run) -> int:
-        """The stage of ZeRO."""
+        """Return the ZeRO stage."""
         return cls.stage
 
     @classmethod
     def options_of(cls, run: Run) -> Mapping[str, Any]:
-        """The user's part of DeepSpeed's config, which is under `options_key` in the run file."""
+        """Return the user's part of DeepSpeed's config, from `options_key` in the run file."""
         return run.strategy.options
 
     @classmethod
@@ -117,11 +117,12 @@ class Sharded(ShardedRecovery, Recomputes):
 
     @abstractmethod
     def start_engine(self) -> Any:
-        """A `deepspeed.DeepSpeedEngine` around `self.model` and `self.optimizer`, of `self.config`."""
+        """Return a `deepspeed.DeepSpeedEngine` around `self.model` and `self.optimizer`, configured by
+        `self.config`."""
 
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)
-        self.followers: list[tuple[nn.Parameter, nn.Parameter]] = []  # unaligned parameters of DeepSpeed's, and ours
+        self.followers: list[tuple[nn.Parameter, nn.Parameter]] = []  # (lockstep's, DeepSpeed's unaligned one)
         self.saving: AbstractContextManager[Any] = nullcontext()  # around forward
         self.in_tree_order = self.gives_bits(run)
         self.stage = self.stage_of(run)
@@ -134,7 +135,7 @@ class Sharded(ShardedRecovery, Recomputes):
         self.task = task
         zero_config.prepare_import(self.world.device.type)
         join_group(self.world)
-        receives = self.stage == 3 and not self.world.is_main  # gets its shards from rank 0, parameter by parameter
+        receives = self.stage == 3 and not self.world.is_main  # its shards come from rank 0, parameter by parameter
         self.model = make_model(task, empty=receives)
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
         options = self.options_of(self.run)
@@ -143,7 +144,7 @@ class Sharded(ShardedRecovery, Recomputes):
         if self.in_tree_order:
             self.config["zero_optimization"]["memory_efficient_linear"] = False  # `SavedByName` takes its place
         if self.stage == 3:
-            order: list[str] = []  # of the modules, in a forward on rank 0
+            order: list[str] = []  # call order of modules in a forward on rank 0
 
             def call() -> None:
                 order[:] = layers.call_order(self.model, partial(call_on_cpu, self.model, task))
@@ -157,14 +158,14 @@ class Sharded(ShardedRecovery, Recomputes):
             self.model.to(self.world.device)
         blocks.prepare(self.run, self.model)
         if self.run.precision == "bf16" and not self.low_precision:
-            # Inside the engine, which switches off an autocast that it finds around itself. Stage 3 forgets the bf16
-            # copy of a weight as soon as it forgets the weight; but the gradient of a weight that is used twice has
-            # other bits where each use has a copy of its own.
+            # Inside the engine, which disables an autocast around itself. Stage 3 frees the bf16 copy of a weight with
+            # the weight; but the gradient of a weight that is used twice differs in its bits if each use has its own
+            # copy.
             cached = self.stage < 3 or self.in_tree_order
             cast = torch.autocast(self.world.device.type, torch.bfloat16, cache_enabled=cached)
             self.model.forward = cast(self.model.forward)
         self.named = dict(self.model.named_parameters())
-        self.uses = {n: 0 for n, _ in self._trained()}  # how many of this rank's micro-batches gave each a gradient
+        self.uses = {n: 0 for n, _ in self._trained()}  # number of this rank's micro-batches with a gradient
         self.optimizer = self.stepper = optim.build(self.run.optim, self.model)
         if self.in_tree_order:
             self._build_in_tree_order()
@@ -180,14 +181,14 @@ class Sharded(ShardedRecovery, Recomputes):
         self.engine.train()
 
     def _build_in_tree_order(self) -> None:
-        """Start the engine, and take gradients and updates out of its hands. Collective."""
-        for group in self.optimizer.param_groups:  # those last after which the next one would not be aligned
+        """Start the engine, and replace its reduction and update. Collective."""
+        for group in self.optimizer.param_groups:  # parameters that would misalign their successor come last
             group["params"].sort(key=lambda p: p.numel() * p.element_size() % optim.ALIGNED != 0)
         treated = optim.assigned(self.run.optim, self.model)
         self.engine = self.start_engine()
-        # As within DeepSpeed's `coalesce_grad_reduction`, on leaving which it would reduce: gradients are let be.
+        # As within DeepSpeed's `coalesce_grad_reduction`, so that it does not reduce gradients.
         self.engine.inside_no_sync_ctxt = self.engine.optimizer._coalesce_grad_reduction = True
-        self.engine.optimizer.optimizer.state.clear()  # which it has filled; the state is the stepper's
+        self.engine.optimizer.optimizer.state.clear()  # DeepSpeed filled it; the stepper has the state
         trained = dict(self._trained())
         shapes = {name: self.shapes[name] for name in trained}
         self.flat_cuts = FlatCuts(self.world, shapes, self._flat(), self._owned(trained))
@@ -205,7 +206,8 @@ class Sharded(ShardedRecovery, Recomputes):
         self.optimizer = self.stepper = optim.Stepper(self.run.optim, groups)
 
     def _owned(self, trained: Mapping[str, Any]) -> list[Owned]:
-        """Which numbers of each parameter DeepSpeed has each rank update, and where it keeps them there; by rank."""
+        """Return, by rank, the range of each parameter that DeepSpeed assigns to the rank, and its position in the flat
+        tensors."""
         inner, ranks = self.engine.optimizer, range(self.world.size)
         if self.stage == 3:
             groups, names = inner.fp16_groups, {id(p): name for name, p in trained.items()}
@@ -234,8 +236,8 @@ class Sharded(ShardedRecovery, Recomputes):
         return owned
 
     def _compute_with_own(self, trained: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
-        """Put parameters of lockstep's own in the model, which share the memory of DeepSpeed's, or where that is not
-        aligned (`optim.make_model` says why it must be) follow it after every update."""
+        """Replace the model's parameters by lockstep's, which share memory with DeepSpeed's, or, if those are not
+        aligned (`optim.make_model` explains why they must be), are copied after every update."""
         own = {name: nn.Parameter(p.detach()) for name, p in trained.items()}
         for name, parameter in own.items():
             if parameter.data_ptr() % optim.ALIGNED:
@@ -291,8 +293,8 @@ class Sharded(ShardedRecovery, Recomputes):
         return self.optimizer_step(batch, gradient, learning_rate, losses, uses)
 
     def _level(self, batch: StepBatch) -> None:
-        """A turn in which other ranks run a micro-batch and this one has none: it receives what they send. Under stage
-        3 it also gathers the weights with them. Collective."""
+        """Run a turn in which this rank has no micro-batch but others do: receive what they send. In stage 3, also
+        gather the weights with them. Collective."""
         self.sums.begin(None)
         if self.stage == 3:
             with listening(self, None):
@@ -307,7 +309,7 @@ class Sharded(ShardedRecovery, Recomputes):
                 self.run_micro_batch(micro, targets)
 
     def replicated_weights(self) -> list[Tensor]:
-        """Those that DeepSpeed has not cut."""
+        """Return the weights that DeepSpeed does not shard."""
         return [p.detach() for p in self.model.parameters() if self.stage < 3 and p.requires_grad]
 
     def replicated_state(self) -> list[Tensor]:
@@ -324,7 +326,7 @@ class Sharded(ShardedRecovery, Recomputes):
         self.uses = dict.fromkeys(self.uses, 0)
         self.statistics.start(batch.count)
         for i, micro in enumerate(micro_batches):
-            self.counting = i < len(batch.micro_batches)  # padding micro-batches are nobody's
+            self.counting = i < len(batch.micro_batches)  # padding micro-batches do not count
             seed_everything(self.run.seed, batch.step, micro.index)
             self.engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
             with observing(self.observer, micro.index, self.model) if self.counting else listening(self, None):
@@ -343,7 +345,7 @@ class Sharded(ShardedRecovery, Recomputes):
         with self.phases("optimizer"):
             frozen = [(name, key, self._whole_state(name, key)) for name in unused for key in (None, *self._moments())]
             self.engine.step()
-            for name, key, whole in frozen:  # DeepSpeed took their gradient for zero: decay and momentum moved them
+            for name, key, whole in frozen:  # undo decay and momentum, which DeepSpeed applied with zero gradients
                 self._set(name, whole, key)
             if frozen:
                 self._refresh_model()
@@ -366,14 +368,14 @@ class Sharded(ShardedRecovery, Recomputes):
         self.uses[name] += self.counting
 
     def _unused(self, uses: list[int], micro_batches: int) -> list[str]:
-        """The parameters that no micro-batch gave a gradient. Errors: `RunError`, on every rank, when some
-        micro-batches gave one and others not: what the ranks reduced together was not the same then."""
+        """Return the parameters without a gradient from any micro-batch. Errors: `RunError`, on every rank, if only
+        some micro-batches gave one, because the ranks then reduced different parameters together."""
         counts = dict(zip(self.uses, uses, strict=True))
         self._refuse_unequal_uses(counts, micro_batches)
         return [name for name, count in counts.items() if not count]
 
     def _refuse_unequal_uses(self, counts: Mapping[str, int], micro_batches: int) -> None:
-        """Errors: `RunError`, on every rank."""
+        """Refuse steps in which only some micro-batches used a weight. Errors: `RunError`, on every rank."""
         name = next((name for name, count in counts.items() if 0 < count < micro_batches), None)
         if name is not None and self.world.size > 1:
             raise RunError(
@@ -387,15 +389,15 @@ class Sharded(ShardedRecovery, Recomputes):
         return [] if self.stage == 3 or self.low_precision else super().forwards(batch)
 
     def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
-        with self._gathering_in_time():  # an evaluation is tried, too
+        with self._gathering_in_time():  # includes a trial evaluation
             super().dry_run(batch, then)
         if self.stage < 3 and not self.in_tree_order:
-            self.engine.optimizer._hp_optimizer_states_linked = False  # to the state that was
+            self.engine.optimizer._hp_optimizer_states_linked = False  # to the trial step's state
 
     @contextmanager
     def _gathering_in_time(self) -> Iterator[None]:
-        """Errors: `RunError` in the place of DeepSpeed's, of thousands of characters, where weights are used in another
-        order than it recorded in the first step."""
+        """A context that replaces DeepSpeed's error of thousands of characters, raised if weights are used in another
+        order than in the first step, by a `RunError`."""
         try:
             yield
         except RuntimeError as error:
@@ -404,18 +406,18 @@ class Sharded(ShardedRecovery, Recomputes):
             raise layers.not_in_time(self.run.model.checkpoint_activations) from error
 
     def _levelled(self, batch: StepBatch) -> list[MicroBatch]:
-        """This rank's micro-batches, and blank ones where others have more: gradients travel after every
+        """Return this rank's micro-batches, padded to the largest number on any rank: gradients are reduced after every
         micro-batch."""
         most = -(-batch.count // self.world.size)
         blank = batch.micro_batches[-1].blank()
         return batch.micro_batches + [blank] * (most - len(batch.micro_batches))
 
     def _run(self, inputs: Mapping[str, Tensor]) -> Any:
-        with torch.autocast(self.world.device.type, enabled=False):  # the model has its own, see `build`
+        with torch.autocast(self.world.device.type, enabled=False):  # the model has its own autocast, see `build`
             return self.engine(**inputs)
 
     def _whole_gradient(self) -> dict[str, Tensor]:
-        """The whole gradient by parameter name, on rank 0; empty elsewhere. Collective."""
+        """Return the whole gradient by parameter name on rank 0; empty elsewhere. Collective."""
         from deepspeed.utils import safe_get_full_grad
 
         gradients = {}
@@ -438,12 +440,12 @@ class Sharded(ShardedRecovery, Recomputes):
         return ((n, p) for n, p in self.named.items() if p.requires_grad)
 
     def _flat(self) -> list[Tensor]:
-        """This rank's fp32 weights as the optimizer knows them: a few flat tensors, each of many parameters."""
+        """Return this rank's fp32 weights as the optimizer has them: a few flat tensors, each of many parameters."""
         inner = self.engine.optimizer
         return inner.fp32_partitioned_groups_flat if self.stage == 3 else inner.single_partition_of_fp32_groups
 
     def _whole_weight(self, name: str) -> Tensor:
-        """fp32, or a frozen one as it is kept. Collective."""
+        """Return the whole weight in fp32, or a frozen one in its own dtype. Collective."""
         from deepspeed import zero
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
         from deepspeed.utils import safe_get_full_fp32_param
@@ -454,22 +456,22 @@ class Sharded(ShardedRecovery, Recomputes):
         if parameter.requires_grad:
             return safe_get_full_fp32_param(parameter)
         fetched = getattr(parameter, "ds_status", None)
-        if self.stage == 3 and fetched == ZeroParamStatus.INFLIGHT:  # an evaluation asked for it in advance
+        if self.stage == 3 and fetched == ZeroParamStatus.INFLIGHT:  # prefetched by an evaluation
             self.engine.optimizer.empty_partition_cache()
         with zero.GatheredParameters([parameter], enabled=self.stage == 3):
             return (parameter.detach().float() if self.low_precision else parameter.detach()).clone()
 
     def _moments(self) -> list[str]:
-        """The names of the optimizer's moments, once there are some."""
+        """Return the names of the optimizer's moments, once they exist."""
         state = self.optimizer.state.get(self._first(), {})
         return [key for key in state if key not in self.stepper.rule.counters]
 
     def _first(self) -> Tensor:
-        """What the optimizer keeps its first state of."""
+        """Return the tensor of the optimizer's first state."""
         return next(iter(self.flat_cuts.parts.values())) if self.in_tree_order else self._flat()[0]
 
     def _whole_state(self, name: str, key: str | None) -> Tensor:
-        """A copy of a weight (`key` None) or of a moment, whole. Collective."""
+        """Return a whole copy of a weight (`key` None) or of a moment. Collective."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         if key is None:
@@ -480,24 +482,24 @@ class Sharded(ShardedRecovery, Recomputes):
         return safe_get_full_optimizer_state(self.named[name], key).clone()
 
     def _whole_weights(self, keepers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
-        """fp32 on the CPU of rank 0 (or of a parameter's keeper), nothing elsewhere; no rank holds more than one
-        parameter whole on its device. Collective."""
+        """Return fp32 weights in host memory of rank 0 (or of each parameter's keeper), empty elsewhere; a rank has at
+        most one whole parameter on its device at a time. Collective."""
         weights = {}
         for name, parameter in self.named.items():
             weight = self._whole_weight(name)
             assert weight.shape == self.shapes[name], f"{name}: {weight.shape}, not {self.shapes[name]}"
-            if self.stage < 3:  # the model's own copy is whole: what is saved is what it computes with
+            if self.stage < 3:  # check the saved weights against the model's whole ones
                 assert torch.equal(weight.to(parameter.dtype), parameter.detach()), f"{name}: not the model's weight"
             if self.world.rank == (keepers[name] if keepers else 0):
                 weights[name] = weight.to("cpu", copy=True)
         return weights
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        """Whole tensors: DeepSpeed gives them to every rank, one at a time, and each is kept by one rank."""
-        load = [0] * self.world.size  # numbers that each rank keeps
+        """Return whole tensors: DeepSpeed gathers each on every rank, and one rank keeps it."""
+        load = [0] * self.world.size  # elements that each rank keeps
         tensors = {f"model.{n}": w for n, w in self._whole_weights(self._keepers(load)).items()}
         if self.in_tree_order:
-            self.stepper.saved()  # begins the state of parameters that no update has touched
+            self.stepper.saved()  # creates the state of parameters without an update
         for key in self._moments():
             keepers = self._keepers(load)
             for name, _ in self._trained():
@@ -508,14 +510,14 @@ class Sharded(ShardedRecovery, Recomputes):
         return tensors | {f"optimizer.step.{n}": step for n, step in self._steps().items()}
 
     def _steps(self) -> dict[str, Tensor]:
-        """How many updates each parameter has had, where the optimizer counts them. To DeepSpeed's own step every
-        parameter is in every update."""
+        """Return each parameter's number of updates, if the optimizer counts them. DeepSpeed's own step counts every
+        parameter in every update."""
         updated = {n: self.flat_cuts.parts[n] if self.in_tree_order else self._flat()[0] for n, _ in self._trained()}
         states = {name: self.optimizer.state.get(part, {}) for name, part in updated.items()}
         return {name: state["step"].cpu().clone() for name, state in states.items() if "step" in state}
 
     def _keepers(self, load: list[int]) -> dict[str, int]:
-        """Parameter -> the rank with the least to keep so far; adds to its load."""
+        """Return parameter -> the rank with the smallest load so far, and add the parameter to that load."""
         keepers = {}
         for name, shape in self.shapes.items():
             keepers[name] = load.index(min(load))
@@ -523,7 +525,7 @@ class Sharded(ShardedRecovery, Recomputes):
         return keepers
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
-        """Rank 0 reads every tensor by itself and sends it; each rank keeps its shard of it."""
+        """Load a state: rank 0 reads and broadcasts every tensor; each rank keeps its shard."""
         names = [n for n, _ in self._trained()]
         fresh = self.stepper.rule.begin(self.optimizer.param_groups[0], self._first())
         keys = [k for k in fresh if k not in self.stepper.rule.counters and f"optimizer.{k}.{names[0]}" in saved]
@@ -533,7 +535,7 @@ class Sharded(ShardedRecovery, Recomputes):
         else:
             first = [self._from_main(saved, f"optimizer.step.{n}", torch.Size()) for n in steps[:1]]
             self._make_optimizer_state(keys, float(first[0]) if first else None)
-        if self.stage == 3:  # an evaluation may have asked for frozen weights in advance
+        if self.stage == 3:  # an evaluation may have prefetched frozen weights
             self.engine.optimizer.empty_partition_cache()
         for name in self.named:
             self._set(name, self._from_main(saved, f"model.{name}", self.shapes[name]), None)
@@ -547,14 +549,14 @@ class Sharded(ShardedRecovery, Recomputes):
         self._refresh_model()
 
     def _from_main(self, saved: Saved, name: str, shape: torch.Size) -> Tensor:
-        """A whole tensor, read by rank 0. Collective."""
+        """Return a whole tensor, read by rank 0. Collective."""
         tensor = torch.empty(shape, device=self.world.device)
         saved.read({name: tensor} if self.world.is_main else {})
         dist.broadcast(tensor, src=0)
         return tensor
 
     def _make_optimizer_state(self, keys: list[str], step: float | None) -> None:
-        """What the optimizer would have made in its first step, to be filled in."""
+        """Create the state that the optimizer's first step would create, to be filled in."""
         self.optimizer.state.clear()
         for flat in self._flat() if keys else ():
             state = self.optimizer.state[flat]
@@ -564,14 +566,14 @@ class Sharded(ShardedRecovery, Recomputes):
         self._link_optimizer_state()
 
     def _link_optimizer_state(self) -> None:
-        """Tell DeepSpeed's `safe_get` and `safe_set` where the optimizer's state is: stages 1 and 2 look for it once,
-        after the update of the first parameter group, when there is none of the second."""
+        """Tell DeepSpeed's `safe_get` and `safe_set` where the optimizer's state is: stages 1 and 2 look only once,
+        after the update of the first parameter group, when the second has no state yet."""
         if self.stage < 3 and self.optimizer.state:
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _set(self, name: str, whole: Tensor, key: str | None) -> None:
-        """Keep this rank's shard of a weight (`key` None) or of an optimizer state."""
+        """Store this rank's shard of a weight (`key` None) or of an optimizer state."""
         from deepspeed import utils, zero
 
         parameter: Any = self.named[name]
@@ -582,7 +584,7 @@ class Sharded(ShardedRecovery, Recomputes):
         elif not parameter.requires_grad:
             with zero.GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3), torch.no_grad():
                 parameter.copy_(whole)
-        elif self.stage == 3:  # DeepSpeed's own `safe_set_full` cannot split what the ranks do not divide
+        elif self.stage == 3:  # DeepSpeed's `safe_set_full` requires sizes divisible by the ranks
             size = parameter.ds_tensor.numel()
             shard = whole.new_zeros(size)
             mine = whole.reshape(-1)[self.world.rank * size : (self.world.rank + 1) * size]
@@ -597,15 +599,14 @@ class Sharded(ShardedRecovery, Recomputes):
             utils.safe_set_full_optimizer_state(parameter, whole, key)
 
     def _refresh_model(self) -> None:
-        """The weights that the model computes with, from the optimizer's fp32 ones: what DeepSpeed does after a step.
-        Collective."""
+        """Update the model's weights from the optimizer's fp32 ones, as DeepSpeed does after a step. Collective."""
         inner = self.engine.optimizer
         if self.stage < 3:
             inner.update_lp_params()
             for own, parameter in self.followers:
                 own.detach().copy_(parameter.detach())
             return
-        inner._partition_all_parameters()  # none stays gathered with its old value
+        inner._partition_all_parameters()  # none stays gathered with an old value
         for i in range(len(inner.fp16_groups)):
             inner._reassign_or_swap_out_partitioned_parameters(i)
         if inner.persistent_parameters:
@@ -616,7 +617,7 @@ class Sharded(ShardedRecovery, Recomputes):
         if not self.world.is_main:
             return None
         by_identity = {id(p): whole[n] for n, p in self.named.items()}  # tied weights have several names
-        by_identity |= {id(p): whole[n] for n, p in self.model.named_parameters()}  # where they are lockstep's own
+        by_identity |= {id(p): whole[n] for n, p in self.model.named_parameters()}  # lockstep's own parameters
         return {k: by_identity.get(id(v), v.detach()) for k, v in self.model.state_dict(keep_vars=True).items()}
 
     def close(self) -> None:
@@ -625,7 +626,7 @@ class Sharded(ShardedRecovery, Recomputes):
 
 
 class Zero(Sharded):
-    """`strategy.options` is DeepSpeed's own config, without what the run file says already."""
+    """`strategy.options` is a DeepSpeed config, without the settings that the run file has keys for."""
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
@@ -643,7 +644,7 @@ class Zero(Sharded):
 
 
 def _of_flat(parameter: Tensor, flat: int, offset: int, sizes: Sequence[int], rank: int) -> tuple[OwnedRange, int, int]:
-    """The part of a parameter, which lies at an offset of a flat tensor, that is within a rank's part of that."""
+    """Return the part of a parameter, at an offset of a flat tensor, that lies within a rank's part of that tensor."""
     begin = int(sizes[flat]) * rank
     start = max(offset, begin)
     length = max(0, min(offset + parameter.numel(), begin + int(sizes[flat])) - start)
@@ -651,7 +652,7 @@ def _of_flat(parameter: Tensor, flat: int, offset: int, sizes: Sequence[int], ra
 
 
 def _fragment(parameter: Any) -> tuple[OwnedRange, int, int] | None:
-    """DeepSpeed's own `tensor_fragment` of a parameter, None where this rank has nothing of it."""
+    """Return DeepSpeed's own `tensor_fragment` of a parameter, None if this rank has no part of it."""
     if parameter is None:
         return None
     whole, flat = parameter.lp_fragment_address, parameter.hp_fragment_address

@@ -1,9 +1,9 @@
-"""Refusals of DeepSpeed: a config that contradicts the run file, and versions that compute wrong gradients.
+"""Refusals for DeepSpeed: a config that contradicts the run file, and versions that compute wrong gradients.
 
-In: a run and `strategy.options`, which may be an ordinary file of DeepSpeed's with its "auto"; the device, and the
-version that is installed. Out: what is left for DeepSpeed to read, and a line for each entry that says otherwise than
-the run file; a `RunError` that names the report of a fault. pip installs no such version (pyproject.toml); environments
-that were made otherwise are refused here. Nothing here imports torch.
+In: a run and `strategy.options`, which may be an ordinary DeepSpeed config with "auto" entries; the device, and the
+installed version. Out: the config left for DeepSpeed, and a line for each entry that contradicts the run file; a
+`RunError` that cites the report of a fault. pip does not install such a version (pyproject.toml); other environments
+are refused here. Does not import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from lockstep.config.run import Run, RunError
 
-# What the run file says already: DeepSpeed's key -> ours.
+# Settings with a key in the run file: DeepSpeed's key -> lockstep's.
 OURS = {
     "train_batch_size": "batch_size",
     "train_micro_batch_size_per_gpu": "micro_batches",
@@ -36,13 +36,14 @@ _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR
 
 
 def keeps_bf16_weights(options: Mapping[str, Any]) -> bool:
-    """Whether the model's own weights are bf16, beside fp32 master weights in the optimizer."""
+    """Whether the model's own weights are bf16, with fp32 master weights in the optimizer."""
     section = options.get("bf16", options.get("bfloat16"))
     return isinstance(section, Mapping) and section.get("enabled") not in (AUTO, None, False)
 
 
 def remaining(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What DeepSpeed is to read: without what the run file says, and without "auto", which leaves it to lockstep."""
+    """Return the config for DeepSpeed: without entries that have a key in the run file, and without "auto", which means
+    lockstep's choice."""
     rest = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
@@ -55,7 +56,7 @@ def remaining(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing(run: Run, processes: int, stage: int, options: Mapping[str, Any], key: str) -> list[str]:
-    """A line for each entry that says otherwise than the run file, or that would not work. `key`: where they are."""
+    """Return a line for each entry that contradicts the run file or would not work. `key`: the options' place."""
     agreed = {
         "train_batch_size": run.batch_size,
         "train_micro_batch_size_per_gpu": run.batch_size / run.micro_batches,
@@ -89,7 +90,7 @@ def differing(run: Run, processes: int, stage: int, options: Mapping[str, Any], 
 
 
 def check(run: Run, processes: int) -> None:
-    """All of this, of whatever strategy may have a config of DeepSpeed. Errors: `RunError`."""
+    """Run these checks for any strategy with a DeepSpeed config. Errors: `RunError`."""
     name, options, key = run.strategy.name, run.strategy.options, "strategy.options"
     stage: Any = {"zero1": 1, "zero2": 2, "zero3": 3}.get(name)
     if name == "hf_accelerate" and isinstance(options.get("deepspeed"), Mapping):
@@ -100,7 +101,7 @@ def check(run: Run, processes: int) -> None:
 
 
 def refuse(rows: Sequence[str], key: str) -> None:
-    """Errors: `RunError`, if there is anything to tell."""
+    """Raise `RunError` if there are rows to report."""
     if rows:
         head = f"{key}: {len(rows)} entries cannot be used:\n  " if len(rows) > 1 else ""
         raise RunError("LS4131", head + "\n  ".join(rows))
@@ -111,12 +112,13 @@ def _as_it_is(value: float | None) -> str:
 
 
 def _off(value: Any) -> bool:
-    """Whether the section of a DeepSpeed feature switches it off, or leaves it to lockstep."""
+    """Whether the section of a DeepSpeed feature disables it, or leaves it to lockstep."""
     return isinstance(value, Mapping) and value.get("enabled", False) in (False, AUTO)
 
 
 def _optimizer(run: Run, value: Any) -> Iterator[str]:
-    """Entries of DeepSpeed's optimizer that differ from `optim`, as what follows its key; empty: the whole."""
+    """Yield the entries of DeepSpeed's optimizer that differ from `optim`, as suffixes of its key; "": the whole
+    section."""
     names = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
     if value == AUTO:
         return
@@ -129,8 +131,8 @@ def _optimizer(run: Run, value: Any) -> Iterator[str]:
 
 
 def _scheduler(run: Run, value: Any) -> Iterator[str]:
-    """Entries of DeepSpeed's scheduler that differ from `optim.schedule`. DeepSpeed's default warm-up is logarithmic;
-    lockstep's is linear."""
+    """Yield the entries of DeepSpeed's scheduler that differ from `optim.schedule`. DeepSpeed's default warmup is
+    logarithmic; lockstep's is linear."""
     if value == AUTO:
         return
     if not isinstance(value, Mapping) or _SCHEDULES.get(value.get("type", "")) != run.optim.schedule:
@@ -162,7 +164,7 @@ def _every(options: Mapping[str, Any]) -> bool:
 
 
 def _offloads(options: Mapping[str, Any]) -> bool:
-    """Whether the optimizer's state is in host memory or on a disk."""
+    """Whether the optimizer's state is in host memory or on disk."""
     section = options.get("zero_optimization", {})
     offload = section.get("offload_optimizer")
     return section.get("cpu_offload") is True or (
@@ -179,15 +181,15 @@ def _reduces_scattered(options: Mapping[str, Any]) -> bool:
 
 
 def _sums_in_fp32(options: Mapping[str, Any]) -> bool:
-    """Whether weights are bf16, and micro-batches are added in fp32."""
+    """Whether weights are bf16 and micro-batches are summed in fp32."""
     types = options.get("data_types")
     return keeps_bf16_weights(options) and isinstance(types, Mapping) and types.get("grad_accum_dtype") == "fp32"
 
 
 @dataclass(frozen=True)
 class KnownBad:
-    """Versions below `mended` and from `since` on, at these stages of ZeRO and on these devices, with options that
-    `concerns` recognizes."""
+    """Versions from `since` to below `mended` with a fault, at these ZeRO stages and on these devices, for options that
+    `concerns` matches."""
 
     since: str
     mended: str
@@ -212,11 +214,11 @@ DEEPSPEED = (
 
 
 def refuse_known_bad(stage: int, options: Mapping[str, Any], name: str, device: str) -> None:
-    """Refuse a version that is known to be wrong for this stage and these options. `name`: of the strategy. `device`:
-    cpu or cuda. Errors: `RunError`."""
+    """Refuse a version with a known fault for this stage and these options. `name`: of the strategy. `device`: cpu or
+    cuda. Errors: `RunError`."""
     try:
         installed = Version(importlib.metadata.version("deepspeed"))
-    except importlib.metadata.PackageNotFoundError:  # on a path of its own
+    except importlib.metadata.PackageNotFoundError:  # not installed as a package
         return
     for bad in DEEPSPEED:
         inside = Version(bad.since) <= installed < Version(bad.mended)

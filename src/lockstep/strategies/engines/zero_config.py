@@ -1,5 +1,4 @@
-"""DeepSpeed's config, made of the run file and of `strategy.options`. Strategies that use it share
-this.
+"""DeepSpeed's config, built from the run file and `strategy.options`, for all strategies that use DeepSpeed.
 
 In: a run and the user's part. Out: the whole config as DeepSpeed reads it, or a `RunError` naming the key.
 """
@@ -20,14 +19,14 @@ from lockstep.strategies.engines.zero_agreement import OURS, differing, refuse, 
 
 
 def prepare_import(device_type: str) -> None:
-    """Call before the first `import deepspeed`: DeepSpeed picks its device then, and would compile an operator."""
+    """Prepare the first `import deepspeed`, at which DeepSpeed picks its device and would compile an operator."""
     os.environ["DS_ACCELERATOR"] = device_type
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     assert get_accelerator().device_name() == device_type, "DeepSpeed was imported for another device"
     warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor)", FutureWarning)
-    # Each optimizer of ours is held against `single` in tests/strategies/test_zero.py.
+    # tests/strategies/test_zero.py compares each optimizer with `single`.
     logging.getLogger("DeepSpeed").addFilter(_not_of_untested_optimizers)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # 26 s of compiling, for CPU all-reduces
 
@@ -37,7 +36,7 @@ def _not_of_untested_optimizers(record: logging.LogRecord) -> bool:
 
 
 def config(run: Run, stage: int, parameters: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole config. DeepSpeed's buffers (its defaults take gigabytes) are bounded by the model's size."""
+    """Return the whole config. The model's size bounds DeepSpeed's buffers, whose defaults take gigabytes."""
     part = max(1, min(parameters, max(parameters // 8, 1_000_000)))
     part += part % 2  # DeepSpeed asserts that a bucket is a multiple of two
     zero: dict[str, Any] = {
@@ -53,13 +52,13 @@ def config(run: Run, stage: int, parameters: int, options: Mapping[str, Any]) ->
             "stage3_max_reuse_distance": min(parameters // 4, 1_000_000_000),
         }
     ours = {
-        "train_micro_batch_size_per_gpu": 1,  # a number DeepSpeed wants and does nothing with
+        "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed, and unused
         "gradient_accumulation_steps": 1,
         "gradient_clipping": run.optim.max_grad_norm or 0.0,
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # it would wait for the device around every micro-batch
         "zero_allow_untested_optimizer": True,  # SGD: tested here
-        "zero_force_ds_cpu_optimizer": False,  # with `offload_optimizer` too the optimizer is ours
+        "zero_force_ds_cpu_optimizer": False,  # the optimizer is lockstep's, also with `offload_optimizer`
     }
     theirs = remaining(options)
     section = zero | theirs.pop("zero_optimization", {})
@@ -67,8 +66,8 @@ def config(run: Run, stage: int, parameters: int, options: Mapping[str, Any]) ->
 
 
 def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key: str = "strategy.options") -> None:
-    """Refuse, before any process starts, what is ours to say, what DeepSpeed does not know and values it does not take.
-    `key`: where in the run file the options are. Errors: `RunError`, with everything that is wrong."""
+    """Refuse, before any process starts, options that have their own key in the run file, unknown options, and invalid
+    values. `key`: the options' place in the run file. Errors: `RunError`, listing all faults."""
     device = _device(run)
     if isinstance(options.get("zero_optimization", {}), Mapping):
         zero_agreement.refuse_known_bad(stage, options, run.strategy.name, device)
@@ -114,7 +113,7 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
     refuse(rows, key)
 
 
-# Entries of DeepSpeed's config that say where and in what pieces numbers are kept and sent, or what is reported.
+# Entries of DeepSpeed's config that affect only placement, buffer sizes, communication or reports.
 _SAME_NUMBERS = {
     "zero_optimization": {
         *("stage", "reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "contiguous_gradients"),
@@ -141,8 +140,8 @@ _SAME_NUMBERS = {
 
 
 def other_arithmetic(options: Mapping[str, Any]) -> list[str]:
-    """The entries of DeepSpeed's config with which only its own reduction and update will do: they ask for another
-    arithmetic, or nobody has looked."""
+    """Return the entries of DeepSpeed's config that require its own reduction and update: they change the arithmetic,
+    or are untested."""
     entries: list[str] = []
     for name, value in remaining(options).items():
         if name == "communication_data_type" and value == "fp32":
@@ -172,7 +171,7 @@ def _device(run: Run) -> str:
 
 
 class _RecordingConfig(dict):
-    """A config that remembers which of its keys were asked for."""
+    """A config that records which keys are read."""
 
     def __init__(self, content: Mapping[str, Any], keys_read: set[str]) -> None:
         super().__init__(content)
@@ -195,7 +194,7 @@ class _RecordingConfig(dict):
 
 
 def _ask_deepspeed(content: dict[str, Any], options: Mapping[str, Any], key: str) -> list[str]:
-    """Let DeepSpeed read the config: a key it never asks for is one it does not have. (It would ignore it silently.)"""
+    """Let DeepSpeed parse the config: a key that it never reads is unknown to it. (It would ignore it silently.)"""
     from deepspeed.runtime.config import DeepSpeedConfig
     from pydantic import ValidationError
 
@@ -204,7 +203,7 @@ def _ask_deepspeed(content: dict[str, Any], options: Mapping[str, Any], key: str
         DeepSpeedConfig(_RecordingConfig(content, keys_read))
     except ValidationError as error:
         return [_format_fault(fault, content, options, key) for fault in error.errors()]
-    except Exception as error:  # DeepSpeed refuses in many ways
+    except Exception as error:  # DeepSpeed raises many types of errors
         return [f"{key}: DeepSpeed says: {' '.join(str(error).split())[:400]}"]
     rows = []
     for name in options:
@@ -216,7 +215,7 @@ def _ask_deepspeed(content: dict[str, Any], options: Mapping[str, Any], key: str
 
 
 def _format_fault(error: Any, content: dict[str, Any], options: Mapping[str, Any], key: str) -> str:
-    """One of pydantic's errors, with the key it is about."""
+    """Format one of pydantic's errors, with its key."""
     section = next((s for s in ("zero_optimization", *options) if _belongs(error["loc"], content.get(s))), None)
     name = ".".join(str(part) for part in (key, section, *error["loc"]) if part is not None)
     if error["type"] == "extra_forbidden":
@@ -229,8 +228,9 @@ def _belongs(location: tuple[int | str, ...], section: Any) -> bool:
 
 
 def shared_out(bytes_of: Mapping[str, float], processes: int, stage: int, low: bool) -> dict[str, float]:
-    """`Strategy.bytes_held` of plain data parallelism -> that of a stage. `low`: the model's own weights are bf16."""
-    shares = {**bytes_of, "optimizer": bytes_of["optimizer"] + 4.0}  # a copy of the weights that it updates
+    """Convert `Strategy.bytes_held` of plain data parallelism to a ZeRO stage. `low`: the model's own weights are
+    bf16."""
+    shares = {**bytes_of, "optimizer": bytes_of["optimizer"] + 4.0}  # DeepSpeed's copy of the weights
     shares |= {"weights": 2.0, "gradients": 2.0} if low else {}
-    shared = {"weights": 3, "gradients": 2, "optimizer": 1}  # from which stage on
+    shared = {"weights": 3, "gradients": 2, "optimizer": 1}  # sharded from this stage on
     return {name: each / (processes if stage >= shared[name] else 1) for name, each in shares.items()}

@@ -1,13 +1,13 @@
-"""ZeRO's stage 3 without another arithmetic: the graph of a model stays what it is without DeepSpeed.
+"""ZeRO stage 3 with unchanged arithmetic: the autograd graph of a model equals that without DeepSpeed.
 
-In: a model whose weights DeepSpeed gathers before a module computes, and lets go of afterwards. Out: forward and
-backward of PyTorch's own operations, in their own order. Two things of DeepSpeed's are replaced:
+In: a model whose weights DeepSpeed gathers before a module computes, and frees afterwards. Out: forward and backward of
+PyTorch's own operations, in their own order. Two parts of DeepSpeed are replaced:
 
-- It hears of backward by nodes of its own in the graph, around the inputs and outputs of every module. Gradients that
-  meet at an input are added up in other groups then: (query + key + value) + residual (`keep_sums`).
-- Its `memory_efficient_linear` puts another function in the place of `torch.nn.functional.linear`, for the whole
-  process, which rounds in another way. It is there because autograd would keep gathered weights in memory until
-  backward. Here autograd keeps where in which weight the numbers lie, whatever the operation.
+- DeepSpeed detects backward by its own autograd nodes around the inputs and outputs of every module. They regroup the
+sum of gradients that meet at an input: (query + key + value) + residual (`keep_sums`).
+- Its `memory_efficient_linear` replaces `torch.nn.functional.linear` for the whole process, and rounds differently. It
+exists because autograd would keep gathered weights in memory until backward. Here, autograd instead saves the position
+of the data within a weight, for any operation (`SavedByName`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-# Of their input each of these makes one thing: a node of DeepSpeed's in between adds nothing up.
+# Modules that use their input once: a DeepSpeed node before them sums nothing.
 _USE_ONCE = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 
 
 def keep_sums(model: nn.Module) -> None:
-    """Leave DeepSpeed's nodes where they change no sum, once it has put them in: after a module that has weights and no
-    modules within it, and before one that uses its input once. Other modules with weights have hooks of tensors, and
-    those without weights nothing, as there is nothing to gather."""
+    """Keep DeepSpeed's autograd nodes only where they change no sum: after a module that has weights and no submodules,
+    and before one that uses its input once. On other modules with weights, replace them by tensor hooks; on modules
+    without weights, remove them, as there is nothing to gather."""
     for module in model.modules():
         functions = {name: vars(module)[name] for name in ("pre_bwd_fn", "post_bwd_fn") if name in vars(module)}
         weights, inner = any(True for _ in module.parameters(recurse=False)), any(True for _ in module.children())
@@ -39,22 +39,22 @@ def keep_sums(model: nn.Module) -> None:
 
 
 class _Nothing:
-    """Takes the place of an autograd function of DeepSpeed's."""
+    """Replaces one of DeepSpeed's autograd functions by the identity."""
 
     @staticmethod
     def apply(tensor: Tensor) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor."""
         return tensor
 
 
 class _TensorHook:
-    """Does what an autograd function of DeepSpeed's does, of which every gradient is that of its input."""
+    """Replaces one of DeepSpeed's autograd functions, which pass gradients through unchanged, by a tensor hook."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
 
     def apply(self, tensor: Tensor) -> Tensor:
-        """The tensor itself. Of several of its hooks the last one hears first, as nodes of the graph would."""
+        """Hook the tensor and return it. The last of several functions on a tensor runs first, as graph nodes would."""
         if tensor.requires_grad and torch.is_grad_enabled():
             context = SimpleNamespace()
             self._function.setup_context(context, (tensor,), tensor)
@@ -72,27 +72,27 @@ def _hear(hearing: list[tuple[Any, Any]], gradient: Tensor) -> None:
 
 
 class SavedByName(torch.autograd.graph.saved_tensors_hooks):
-    """A context for the forward pass. Instead of a gathered weight, or a view of one, autograd saves where it lies in
-    the weight."""
+    """A context for the forward pass in which autograd saves the position within a weight instead of a gathered weight
+    or a view of one."""
 
     def __init__(self, model: nn.Module, coordinator: Any) -> None:
-        """`coordinator`: DeepSpeed's, which gathers weights in advance."""
+        """`coordinator`: DeepSpeed's, which prefetches weights."""
         super().__init__(self._pack, self._unpack)
         self._arriving = coordinator._PartitionedParameterCoordinator__inflight_param_registry  # weight -> handle
         self._weights: dict[int, Any] = {}  # the storage of a gathered weight -> the weight
         for module in model.modules():
             if any(hasattr(p, "ds_id") for p in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(self._note)  # after DeepSpeed's, which gathers
-                module.register_forward_hook(self._forget, prepend=True)  # before DeepSpeed's, which lets go
+                module.register_forward_pre_hook(self._note)  # after DeepSpeed's hook, which gathers
+                module.register_forward_hook(self._forget, prepend=True)  # before DeepSpeed's hook, which frees
         for weight in (p for p in model.parameters() if p.requires_grad):
             weight.register_hook(partial(self._before_gradient, weight))
         self._wait_where_read(model)
 
     def _wait_where_read(self, model: nn.Module) -> None:
-        """Gather a weight in time for another module than its own that reads it, as in LayoutLMv3. DeepSpeed's mapping
-        gathers it if it is not there, and does not wait for a gather that is under way. Where activations are computed
-        again, torch keeps a frozen weight itself until backward, and that is empty once DeepSpeed has let go of it; a
-        detached one stays, as that of a trained weight does."""
+        """Make weights available to modules that read another module's weight, as in LayoutLMv3. DeepSpeed's mapping
+        gathers a weight that is missing, but does not wait for a gather in progress. With recomputed activations, torch
+        keeps a frozen weight itself until backward, when DeepSpeed has freed it; a detached tensor stays, like that of
+        a trained weight."""
         arriving = self._arriving
         kind: Any = type(next(model.modules())._parameters)
 
@@ -129,7 +129,7 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
         weight = self._weights.get(storage)
         if weight is None or weight.dtype != tensor.dtype:
             return tensor
-        if not weight.numel() or weight.untyped_storage()._cdata != storage:  # let go of, and the memory is reused
+        if not weight.numel() or weight.untyped_storage()._cdata != storage:  # freed, and the memory is reused
             del self._weights[storage]
             return tensor
         return weight, tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -142,9 +142,9 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
         return weight.data.as_strided(size, stride, offset)
 
     def _gather(self, weight: Any) -> None:
-        """See that a weight is there, also where DeepSpeed has not heard of the backward of its module yet, or has let
-        go of it: autograd lays a gradient as its weight lies."""
-        if weight in self._arriving:  # asked for in advance
+        """Make sure that a weight is gathered, even if DeepSpeed has not yet noticed its module's backward, or has
+        freed the weight: autograd lays out a gradient like its weight."""
+        if weight in self._arriving:  # prefetched
             self._arriving.pop(weight).wait()
         if weight.ds_status.name == "NOT_AVAILABLE":
             weight.all_gather()

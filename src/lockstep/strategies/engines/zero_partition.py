@@ -1,7 +1,7 @@
-"""How a model gets into DeepSpeed: the group of ranks, and the partition of weights under stage 3.
+"""Passing a model to DeepSpeed: the process group, and the partition of weights in stage 3.
 
-In: the ranks, and a model on the host of rank 0. Out: the process group as DeepSpeed knows it; a model of which every
-rank holds its part of each weight, and none has held more than a module whole beside rank 0.
+In: the ranks, and a model in rank 0's host memory. Out: the process group registered with DeepSpeed; a model of which
+every rank holds its part of each weight, while no rank but 0 ever holds more than one module whole.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lockstep.strategies.engines.side_effects import refuse_own_tensors
 
 
 def join_group(world: World) -> None:
-    """Let DeepSpeed use the process group that is there; a job of one process has none yet. Collective."""
+    """Let DeepSpeed use the existing process group; creates one in a job of one process. Collective."""
     import deepspeed
     from deepspeed.utils import groups
 
-    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # DeepSpeed insists, in a job of one too
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # DeepSpeed requires it, even in a job of one process
     cuda = world.device.type == "cuda"
     if not dist.is_initialized():
         store = dist.HashStore()
@@ -37,10 +37,10 @@ def join_group(world: World) -> None:
 
 
 def _forget() -> None:
-    """What DeepSpeed keeps for as long as the process lives, and what is of an engine and a group that are gone: groups
-    of its own (that of all ranks is formed above instead, so that nobody waits long there for a rank that is lost
-    meanwhile); the modules in whose forward a rank was lost; the numbers of modules and weights, which stage 3 compares
-    with rank 0's: a rank that comes in has counted none yet."""
+    """Reset DeepSpeed's process-wide state of an earlier engine and group: its own groups (that of all ranks is formed
+    by the caller instead, so that no rank waits long for one that fails meanwhile); the modules in whose forward a rank
+    failed; the counters of modules and weights, which stage 3 compares with rank 0's and which are zero on a new
+    rank."""
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
     from deepspeed.utils import groups
 
@@ -51,8 +51,8 @@ def _forget() -> None:
 
 
 def own_activations(model: nn.Module) -> None:
-    """Give the model activations of its own. Families such as Flaubert hold those of `transformers.activations`, which
-    every model of the process has: DeepSpeed hooks each module of the model, and would see another model's forward."""
+    """Give the model its own activation modules. Families such as Flaubert share those of `transformers.activations`
+    with every model of the process: DeepSpeed hooks each module, and would see another model's forward."""
     from transformers import activations
 
     common = {id(value) for value in vars(activations).values() if isinstance(value, nn.Module)}
@@ -63,14 +63,14 @@ def own_activations(model: nn.Module) -> None:
 
 
 def partition(model: nn.Module, world: World, config: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Partition a model module by module: rank 0 gives, the others, whose model is on the meta device, never hold more
-    than one module whole. `config`: DeepSpeed's. Collective."""
+    """Partition a model module by module: rank 0 sends the weights; the other ranks' models are on the meta device and
+    never hold more than one module whole. `config`: DeepSpeed's. Collective."""
     from deepspeed import zero
 
     refuse_own_tensors(model, "strategy.name: zero3", "zero2 or ddp")
     materialized: dict[int, nn.Parameter] = {}  # tied weights stay tied
     device = world.device
-    for module in reversed(list(model.modules())):  # inner modules before those that hold them
+    for module in reversed(list(model.modules())):  # inner modules first
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
                 if id(parameter) not in materialized:

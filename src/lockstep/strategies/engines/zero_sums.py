@@ -1,12 +1,12 @@
-"""The sum of a step's gradients over the reduction tree, for ranks that each update other numbers of a parameter.
+"""Gradient sums in tree order for ranks that each update another range of every parameter.
 
-In: a model's parameters, and which numbers of each of them every rank updates: its cut, a range of the flattened
-parameter, as DeepSpeed lays it out. Out: this rank's cut of the sum of all micro-batches' gradients, added up in the
-order of the tree, so that its bits do not depend on the number of ranks.
+In: a model's parameters, and which range of each flattened parameter every rank updates (its cut), as DeepSpeed lays
+them out. Out: this rank's cut of the gradient sum over all micro-batches, added in tree order, so that it is bitwise
+independent of the number of ranks.
 
-`LocalSums` adds up what a rank has computed and sends once a step (ZeRO's stage 1). `TurnSums` sends every gradient
-while backward goes on, and no rank ever holds a whole one (stages 2 and 3): in a turn each rank computes one
-micro-batch, and neighbours in the tree come together at once.
+`LocalSums` sums locally and sends once per step (ZeRO stage 1). `TurnSums` sends every gradient during backward, so
+that no rank ever holds a whole one (stages 2 and 3): in each turn every rank computes one micro-batch, and sibling
+leaves merge at once.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from lockstep.strategies.exact.leaf_gradients import LeafGradients
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds, Node
 from lockstep.strategies.exact.reduction import ReductionTree, Scatter, buckets
 
-Layout = Sequence[Sequence[Node]]  # by rank: the nodes whose partial sums it has
+Layout = Sequence[Sequence[Node]]  # by rank: the nodes of its partial sums
 
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """A range of a flattened parameter; maybe empty."""
+    """A range of a flattened parameter; may be empty."""
 
     start: int
     length: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A view [length] of a contiguous tensor."""
+        """Return a view [length] of a contiguous tensor."""
         return tensor.reshape(-1)[self.start : self.start + self.length]
 
 
-Owned = dict[str, tuple[OwnedRange, int, int]]  # by parameter: a rank's range, and where in which flat tensor it lies
+Owned = dict[str, tuple[OwnedRange, int, int]]  # by parameter: a rank's range, index of the flat tensor, offset in it
 
 
 def check_cuts(cuts: Sequence[Sequence[OwnedRange]], parameters: Mapping[str, int]) -> None:
-    """Errors: `AssertionError` where ranks' cuts do not make up each parameter. `cuts`: by rank, then by parameter;
-    `parameters`: names and sizes."""
+    """Check that the ranks' cuts cover each parameter exactly. `cuts`: by rank, then by parameter; `parameters`: names
+    and sizes. Errors: `AssertionError`."""
     for i, (name, size) in enumerate(parameters.items()):
         ends = [0, *sorted(each for of_rank in cuts if of_rank[i].length for each in _ends(of_rank[i])), size]
         assert ends[::2] == ends[1::2], f"{name}: the ranks' parts {ends[1:-1]} do not make up its {size} numbers"
@@ -64,18 +64,18 @@ class CutGradient(Gradient):
         self._cuts = cuts
 
     def whole(self, world: World) -> dict[str, Tensor]:
-        """The whole gradient by parameter name, on rank 0; empty elsewhere. Collective."""
+        """Return the whole gradient by parameter name on rank 0; empty elsewhere. Collective."""
         whole = {part.name: self._cuts.assemble(part.name, part.gradient) for part in self.parts}
         return whole if world.is_main else {}
 
 
 class FlatCuts:
-    """What DeepSpeed has this rank update: a view of its flat fp32 weights for each trained parameter."""
+    """This rank's shard under DeepSpeed: a view of its flat fp32 weights for each trained parameter."""
 
     def __init__(
         self, world: World, shapes: Mapping[str, torch.Size], flats: Sequence[Tensor], owned: Sequence[Owned]
     ) -> None:
-        """`shapes`: of the trained parameters; `owned`: of each rank."""
+        """`shapes`: of the trained parameters; `owned`: by rank."""
         self.world, self.shapes = world, shapes
         self.by_rank = [[each[name][0] for name in shapes] for each in owned]
         check_cuts(self.by_rank, {name: shape.numel() for name, shape in shapes.items()})
@@ -86,25 +86,25 @@ class FlatCuts:
             self.parts[name] = nn.Parameter(flats[flat].detach()[offset : offset + cut.length])
 
     def assemble(self, name: str, part: Tensor) -> Tensor:
-        """The whole of what each rank has a part of [length of its cut], fp32. Collective."""
+        """Return the whole fp32 tensor of which each rank passes a part [length of its cut]. Collective."""
         bits = torch.zeros(self.shapes[name].numel(), dtype=torch.int32, device=part.device)
         self.own[name].of(bits).copy_(part.detach().contiguous().view(torch.int32))
-        return self.world.sum(bits).view(torch.float32).view(self.shapes[name])  # nobody else has other bits than zero
+        return self.world.sum(bits).view(torch.float32).view(self.shapes[name])  # all other ranks have zero bits
 
 
 class CutSums(ABC):
-    """The sums of a model's gradients on one rank. A step is `start`, for each micro-batch `begin`, backward and `end`,
+    """The gradient sums of a model on one rank. A step calls `start`, for each micro-batch `begin`, backward and `end`,
     then `finish`."""
 
     def __init__(
         self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[OwnedRange]], bucket: int
     ) -> None:
-        """`parameters`: those that autograd accumulates into; `cuts`: by rank, then by parameter; `bucket`: bytes that
-        travel at a time, about. Sizes are asked of the cuts: an engine may have taken the parameters' memory away."""
+        """`parameters`: those that autograd accumulates into; `cuts`: by rank, then by parameter; `bucket`: approximate
+        bytes per bucket. Sizes come from the cuts, because an engine may have freed the parameters' memory."""
         self.world, self.parameters, self.cuts = world, list(parameters), cuts
         self.sizes = [sum(of_rank[i].length for of_rank in cuts) for i in range(len(self.parameters))]
         like = {i: torch.empty(size, device="meta") for i, size in enumerate(self.sizes)}
-        self.buckets = buckets(dict(reversed(like.items())), bucket)  # about as backward meets them
+        self.buckets = buckets(dict(reversed(like.items())), bucket)  # approximately in backward's order
         self.owned = [[sum(of_rank[i].length for i in b) for b in self.buckets] for of_rank in cuts]  # by rank, bucket
         self._aside = False
         for i, parameter in enumerate(self.parameters):
@@ -113,25 +113,25 @@ class CutSums(ABC):
     @property
     @abstractmethod
     def uses(self) -> list[int]:
-        """How many of this rank's micro-batches gave each parameter a gradient."""
+        """The number of this rank's micro-batches that gave each parameter a gradient."""
 
     def start(self, leaves: int) -> None:
-        """A step of so many micro-batches."""
-        self.trees = [ReductionTree(leaves) for _ in self.buckets]  # of this rank's cuts, laid end to end
+        """Start a step of `leaves` micro-batches."""
+        self.trees = [ReductionTree(leaves) for _ in self.buckets]  # of this rank's cuts, concatenated
         self.scatter = Scatter(leaves, self.world.rank, self.world.size, links=LinkSpeeds("flat"))
 
     @abstractmethod
     def begin(self, leaf: int | None) -> None:
-        """Before a micro-batch; None: one that counts for nothing, or none."""
+        """Prepare a micro-batch; None: a padding micro-batch, or none."""
 
     @abstractmethod
     def end(self) -> None:
-        """After its backward. Collective in a turn."""
+        """Finish a micro-batch after its backward. Collective in a turn."""
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A context for a micro-batch that is not part of the step: no sum receives its gradients. No parameter may
-        have a gradient when it begins."""
+        """A context for a micro-batch that is not part of the step: its gradients are dropped. No parameter may have a
+        gradient at the start."""
         self._aside = True
         yield
         self._aside = False
@@ -144,10 +144,10 @@ class CutSums(ABC):
 
     @abstractmethod
     def _note(self, position: int, parameter: Tensor) -> None:
-        """Called in backward when the gradient of a parameter is complete."""
+        """Autograd hook: the gradient of a parameter is complete."""
 
     def finish(self) -> list[Tensor]:
-        """This rank's cut of the sum of all leaves, by parameter: flat tensors, float32. Collective."""
+        """Return this rank's cut of the sum of all leaves, by parameter: flat tensors, float32. Collective."""
         self.scatter.finish()
         sums: dict[int, Tensor] = {}
         for bucket, tree in zip(self.buckets, self.trees, strict=True):
@@ -157,7 +157,7 @@ class CutSums(ABC):
         return [sums[i] for i in range(len(self.parameters))]
 
     def _send(self, number: int, nodes: Mapping[Node, Mapping[int, Tensor]], layout: Layout) -> None:
-        """Start a bucket: to each rank its cuts of this rank's partial sums, which are by node, then by position.
+        """Start a bucket: send each rank its cuts of this rank's partial sums, given by node, then by position.
         Collective."""
         bucket, mine = self.buckets[number], layout[self.world.rank]
         pieces = [of_rank[i].of(nodes[node][i]) for of_rank in self.cuts for node in mine for i in bucket]
@@ -166,14 +166,14 @@ class CutSums(ABC):
         self.scatter.submit_laid(laid, sizes, layout, partial(self._arrived, number, sum(map(len, layout)) == 1))
 
     def _arrived(self, number: int, alone: bool, nodes: Mapping[Node, Tensor]) -> Iterable[None]:
-        """This rank's cut of a bucket's partial sums. `alone`: all that was received with it."""
+        """Receive this rank's cut of a bucket's partial sums. `alone`: the receive buffer contains nothing else."""
         for node, tensor in nodes.items():
             self.trees[number].place(node, [tensor if alone else tensor.clone()])
         return ()
 
 
 class LocalSums(CutSums):
-    """A rank adds up the gradients of its micro-batches, contiguous leaves, and sends their partial sums once."""
+    """Sums the gradients of a rank's micro-batches, contiguous leaves, and sends the partial sums once."""
 
     def __init__(
         self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[OwnedRange]], bucket: int
@@ -211,14 +211,14 @@ class LocalSums(CutSums):
 
 
 class TurnSums(CutSums):
-    """Every gradient travels while backward goes on; in a turn each rank runs one micro-batch, neighbouring leaves."""
+    """Sends every gradient during backward; in each turn every rank runs one micro-batch, neighbouring leaves."""
 
     def __init__(
         self, world: World, parameters: Sequence[nn.Parameter], cuts: Sequence[Sequence[OwnedRange]], bucket: int
     ) -> None:
         self._uses: list[int] = []
         self._waiting: dict[int, Tensor] = {}  # gradients by position, until their bucket is complete
-        self._with_gradient: set[int] = set()  # positions that this micro-batch has given a gradient
+        self._with_gradient: set[int] = set()  # positions with a gradient from this micro-batch
         super().__init__(world, parameters, cuts, bucket)
 
     @property
@@ -227,7 +227,7 @@ class TurnSums(CutSums):
 
     @staticmethod
     def own_leaves(leaves: int, world: World) -> range:
-        """The micro-batches that a rank runs, one a turn."""
+        """Return the micro-batches that a rank runs, one per turn."""
         return range(world.rank, leaves, world.size)
 
     def start(self, leaves: int) -> None:
@@ -266,7 +266,7 @@ class TurnSums(CutSums):
         self._sent += 1
 
     def _gradients(self, bucket: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """The gradients of this micro-batch for the parameters of a bucket, zero where it has none. Releases them."""
+        """Yield and free this micro-batch's gradients of the parameters of a bucket, zero if missing."""
         for i in bucket:
             gradient = self._waiting.pop(i, None)
             yield i, torch.zeros(self.sizes[i], device=self.parameters[i].device) if gradient is None else gradient
