@@ -1,8 +1,8 @@
-"""The beginning of a rank: print the opening lines, try a step and the end, load the newest checkpoint.
+"""Start a rank: print the opening lines, try a step and the final stages, load the newest checkpoint.
 
-In: a session, and the console. Out: the state to go on from, and how the run compares with a plain computation; or an
-error that would otherwise have come after hours. The dry run leaves no trace: it takes the longest examples, a
-checkpoint's memory, an evaluation, samples and the export.
+In: a session and the console. Out: the state to start from, and the result of the comparison with a plain computation;
+or an error that would otherwise occur hours later. The dry run tries the longest examples, a checkpoint's memory, an
+evaluation, samples and the export, and leaves no trace.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from lockstep.training.train_state import TrainState
 
 
 def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
-    """Say what is about to be done, try it, and take up the newest checkpoint. Returns the state to go on from, and how
-    the run compares with a plain computation. Collective."""
+    """Print the opening lines, run the dry run, and load the newest checkpoint. Returns the state to start from, and
+    the result of the comparison with a plain computation. Collective."""
     run, world, strategy = session.run, session.world, session.strategy
     opening = facts(run, world, session.task, strategy, session.feed)
     where = {"ranks": f"{world.whereabouts}; {launched_by(run)}"}
     alone = launched_by(run) == "launcher local" and len(set(world.hosts)) == 1
-    if alone:  # the launcher has said it
+    if alone:  # otherwise the launcher printed it
         console.detail({"run": opening["run"], **where})
         console.facts({k: v for k, v in opening.items() if k != "run"})
     else:
@@ -59,12 +59,12 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
     if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
     prepared = session.task.prepared
-    resolved_here = session.job.notes if session.job.scope < Scope.START else ()  # else the launcher has shown them
+    resolved_here = session.job.notes if session.job.scope < Scope.START else ()  # otherwise the launcher printed them
     for text in (*resolved_here, *session.task.warnings, *remarks(run, prepared)):
         console.note(text)
     ACTIVITY.at("trying a step with the longest examples")
     try_before_training(session)
-    if names := strategy.effects.per_process:  # several processes were refused
+    if names := strategy.effects.per_process:  # only with one process; several were refused
         console.note(side_effects.one_process(names))
     compared = plain_check.check(session, plain_check.cause)
     console.facts({"compared": compared})
@@ -90,31 +90,30 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
     return state, compared
 
 
-EXPORTED_TWICE = 100_000_000  # parameters up to which an export is tried before training: a second or two
-FEW, SHARE = 2, 16  # of the longest examples: at least so many, and one of so many, where memory is surely there
-ROOM = 0.5  # of the free memory: more than that is not surely there
+EXPORTED_TWICE = 100_000_000  # parameters; larger models are not exported on trial (up to this, a second or two)
+FEW, SHARE = 2, 16  # of the longest examples, try at least FEW and one in SHARE if memory certainly suffices
+ROOM = 0.5  # share of the free memory that counts as certainly available
 
 
 def few_of(examples: int) -> int:
-    """How many of a micro-batch's examples, or of an evaluation batch's, are tried."""
+    """Number of examples to try, out of those in a micro-batch or evaluation batch."""
     return min(examples, max(FEW, -(-examples // SHARE)))
 
 
 class MemoryBound:
-    """The most memory, in bytes, that what was tried with few examples may take with all of them: as if all of it but
-    the optimizer's state grew with the examples."""
+    """Upper bound on memory in bytes, extrapolated from a trial with few examples: everything except the optimizer
+    state is assumed to grow with the number of examples."""
 
     def __init__(self) -> None:
         self.bytes = 0.0
         self.begin()
 
     def begin(self) -> None:
-        """Measure from now on."""
+        """Start measuring."""
         self._before = restart_peak()
 
     def end(self, times: float, state: int = 0) -> None:
-        """What came since `begin` was done with so many times fewer examples; so many bytes of it are the optimizer's
-        state."""
+        """Extrapolate memory used since `begin` by `times`, excluding `state` bytes of optimizer state."""
         if self._before is None:
             self.bytes = math.inf
         else:
@@ -122,9 +121,9 @@ class MemoryBound:
 
 
 def try_before_training(session: Session) -> None:
-    """Try a step, and what comes after the last one. On a CPU, where a step may take seconds, with few of the longest
-    examples; with as many as there will be only where memory may not suffice for these. Collective. Errors: those of
-    `try_a_step` and `try_the_end`."""
+    """Try a step and the stages after the last step. On a CPU, where a step may take seconds, try few of the longest
+    examples, and the full number only if memory may not suffice. Collective. Errors: as `try_a_step` and `try_the_end`.
+    """
     run, world, strategy = session.run, session.world, session.strategy
     few = few_of(run.batch_size // run.micro_batches) * run.micro_batches
     free = free_memory(world.local_size) if world.device.type == "cpu" and not session.task.own_model else 0
@@ -143,11 +142,11 @@ def try_before_training(session: Session) -> None:
 
 
 def try_a_step(session: Session, then: Callable[[], None] = lambda: None, count: int | None = None) -> None:
-    """Try the longest examples before the first step (`count`: only so many of them), and `then` what else takes
-    memory. Ends the process, with advice, where memory does not suffice. Errors: `TrainingFailed` for a loss or
-    gradient that is no number."""
+    """Try a step with the longest examples (`count`: only that many), then call `then`, which tries other uses of
+    memory. If memory does not suffice, exits the process with advice. Errors: `TrainingFailed` for a loss or gradient
+    that is not finite."""
     run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
-    keep_freed_memory()  # not before: building a model frees what no step asks for again
+    keep_freed_memory()  # not earlier: memory freed while building the model is not needed again
     batch = feed.longest(count).to(world.device)
     try:
         strategy.dry_run(batch, then)
@@ -169,13 +168,13 @@ def try_a_step(session: Session, then: Callable[[], None] = lambda: None, count:
             world.log,
         )
         sys.stderr.flush()
-        os._exit(BAD)  # the others wait in a collective: the launcher ends them
+        os._exit(BAD)  # other ranks wait in a collective; the launcher ends them
 
 
 def try_the_end(session: Session, bound: MemoryBound | None = None) -> None:
-    """Try everything that comes after the first step: a checkpoint's memory, evaluation of the longest examples,
-    samples, and an export unless the model is large. A mistake in a task of one's own is found here and not after
-    hours; nothing is left behind. `bound`: evaluations have few examples, and their memory goes there. Collective."""
+    """Try everything that follows the first step: a checkpoint's memory, evaluation of the longest examples, samples,
+    and an export unless the model is large. Exposes errors in a user's task at the start instead of after hours; leaves
+    nothing behind. `bound`: evaluate with few examples and add their memory to it. Collective."""
     session.checkpoints.dry_run(session.averaged)
     try:
         _tried(session, bound)
@@ -185,7 +184,7 @@ def try_the_end(session: Session, bound: MemoryBound | None = None) -> None:
 
 
 def export_bytes(strategy: Strategy) -> int:
-    """About what an export takes on the disk."""
+    """Approximate size of an export on disk."""
     model = strategy.run.model
     return (strategy.trained_count if model.adapter else strategy.parameter_count) * (
         2 if model.dtype == "bfloat16" else 4
@@ -221,12 +220,12 @@ def _tried(session: Session, bound: MemoryBound | None) -> None:
         if weights is not None:
             try:
                 checkpoints.room.export = try_export(run, task, weights, scores)
-            except OSError as caught:  # such as a full disk, which training may outlast
+            except OSError as caught:  # e.g. a full disk; it may have space by the end of training
                 checkpoints.say(f"the export could not be tried: {caught}")
 
 
 def without_effect(session: Session) -> list[str]:
-    """Notes for the user on keys that change nothing in a run of this length, on these processes, with these others."""
+    """Notes on keys that have no effect with this run's length, number of processes and other keys."""
     run, total, notes = session.run, session.feed.total, list[str]()
     if later := [step for step in run.checkpoint.at if step > total]:
         notes.append(f"checkpoint.at: {', '.join(map(str, later))} come after the last step, {total}")
@@ -244,8 +243,8 @@ def without_effect(session: Session) -> list[str]:
 
 
 def enough_room(session: Session, step: int) -> list[str]:
-    """Notes for the user on the disk of OUTPUT before training goes on after `step` updates. Collective. Errors:
-    `RunError`, on every rank, where it has no room for what the run writes."""
+    """Notes on the disk of OUTPUT before training continues after `step` updates. Collective. Errors: `RunError`, on
+    every rank, if the run's files do not fit."""
     room, feed, notes = session.checkpoints.room, session.feed, list[str]()
     fault = None
     if session.world.is_main:

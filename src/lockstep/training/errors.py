@@ -1,4 +1,4 @@
-"""Errors that end the training loop, and the one that hands it to recovery."""
+"""Errors that end the training loop, or hand over to recovery (`Regroup`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lockstep.training.data_loader import StepLoader
 
 
 class TrainingFailed(CodedError):
-    """Training cannot go on: one message for the user, and the exit status of this rank. `everywhere`: each machine
-    prints it."""
+    """Training cannot continue: one message for the user, and this rank's exit status. `everywhere`: print the message
+    on each machine."""
 
     def __init__(self, code: str, message: str, status: int = FAILED, everywhere: bool = False) -> None:
         super().__init__(code, message)
@@ -21,17 +21,17 @@ class TrainingFailed(CodedError):
 
 
 class EvaluationInterrupted(Exception):
-    """All ranks were asked to stop in the middle of an evaluation: raised on all of them."""
+    """A request to stop interrupted an evaluation. Raised on all ranks."""
 
 
 class Regroup(Exception):
-    """The ranks meet again before the next step, because one joins or is evicted: raised on all of them at the same
-    step."""
+    """The ranks must form a new group before the next step, because one joins or is evicted. Raised on all ranks at the
+    same step."""
 
 
 class CorruptionDetected(CodedError):
-    """Ranks computed different bits; nothing was updated. `sound`: the weights agree on all ranks. `leaves`: the ranks
-    that the job evicts."""
+    """Ranks computed different bits; nothing was updated. `sound`: the weights agree on all ranks. `leaves`: ranks to
+    evict."""
 
     def __init__(self, code: str, message: str, sound: bool, leaves: Sequence[int] = ()) -> None:
         super().__init__(code, message)
@@ -39,7 +39,7 @@ class CorruptionDetected(CodedError):
 
 
 def not_finite(caught: NotFinite, feed: StepLoader, rows: np.ndarray, when: str = "") -> TrainingFailed:
-    """The error for a loss or gradient that is not finite: it names the step (or `when`), its micro-batches and their
+    """Create the error for a non-finite loss or gradient. It names the step (or `when`), its micro-batches and their
     examples. `rows`: the step's examples, int64 [B]."""
     groups = feed.task.cut(feed.columns, rows)
     lines = []

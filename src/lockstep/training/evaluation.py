@@ -1,7 +1,8 @@
-"""Evaluation: metrics, tables and samples of a split, the same at any number of ranks.
+"""Evaluate a split: metrics, tables and samples, equal at any number of ranks.
 
-In: a strategy and the examples of a split. Out: metrics and tables. Ranks take turns with batches that are cut in one
-fixed way; each example counts once. Sums over ranks are exact, and rank 0 makes metrics of them, once.
+In: a strategy and the examples of a split. Out: metrics and tables. Batches are cut independently of the number of
+ranks, and ranks take turns with them; each example counts once. Sums over ranks are exact; rank 0 computes the metrics
+from them.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ T = TypeVar("T")
 
 
 def evaluate_during_training(session: Session, step: int, last: bool = False) -> dict[str, float]:
-    """Scores of the validation split after `step`, which go to the sinks; empty once all ranks are asked to stop, and
-    where no step follows (`last`). Collective."""
+    """Evaluate the validation split after `step` and log the scores. Returns the scores; empty if a stop is requested,
+    or after the last step (`last`). Collective."""
     run, world, task, strategy = session.run, session.world, session.task, session.strategy
     columns = task.splits["validation"]
 
@@ -62,7 +63,7 @@ def generate_samples(
     world: World,
     generate: Callable[[Mapping[str, Tensor], Decoding], Tensor] | None = None,
 ) -> list[dict[str, str]]:
-    """Let the model answer a few examples, by `generate` or the strategy's own. Collective."""
+    """Generate the model's outputs for a few examples, with `generate` or the strategy's own method. Collective."""
 
     def here(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(world.device) for name, tensor in inputs.items()}
@@ -84,7 +85,8 @@ def evaluate(
     rows: np.ndarray | None = None,
     texts: bool = True,
 ) -> dict[str, float]:
-    """Metrics of a split (or of some of its rows), every example exactly once, on all ranks. Collective."""
+    """Compute the metrics of a split (or of some of its rows) on all ranks; every example counts exactly once.
+    Collective."""
     return evaluate_with_tables(run, world, task, strategy, columns, rows, texts)[0]
 
 
@@ -99,13 +101,14 @@ def evaluate_with_tables(
     stop: Callable[[], bool] = lambda: False,
     generate: Callable[[Mapping[str, Tensor], Decoding], Tensor] | None = None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics of a split, as `evaluate`, and its tables, which a report shows. Collective. `stop`: asked before every
-    batch, the same on every rank. Errors: `EvaluationInterrupted`, once it says so.
+    """Compute the metrics of a split, as `evaluate`, and its tables, which a report shows. Collective.
 
-    Batches are cut from the examples sorted by length, the same at any number of ranks; ranks take turns, and
-    blank batches (every target ignored) level them. Sums are rounded to 2^-20, so that adding them is exact and its
-    order cannot matter. `texts`: with the scores of what the model writes, by `generate` or the strategy's own, which
-    take the longest.
+    Batches are cut from the examples sorted by length, independently of the number of ranks. Ranks take turns; padding
+    batches (every target ignored) even out their number. Sums are rounded to 2^-20, so that addition is exact and its
+    order cannot matter.
+
+    `texts`: also score generated text (by `generate` or the strategy's own method), the slowest part. `stop`: called
+    before every batch, with the same answer on every rank. Errors: `EvaluationInterrupted`, if `stop` returns True.
     """
     rows = np.arange(len(columns)) if rows is None else rows
     parts = {name: rows[(rows >= r.start) & (rows < r.stop)] for name, r in task.sources(columns).items()} or {"": rows}
@@ -132,8 +135,8 @@ def sum_split(
     stop: Callable[[], bool],
     generate: Callable[[Mapping[str, Tensor], Decoding], Tensor] | None,
 ) -> Sums:
-    """The sums over some rows, all ranks together, and what is gathered of each, in the order of `rows`; none for no
-    rows. Collective."""
+    """Sums over some rows, from all ranks together, and the gathered per-example values in the order of `rows`. Empty
+    for no rows. Collective."""
     size = evaluated_at_once(run)
     places = np.argsort(-columns.lengths[rows], kind="stable")
     order = rows[places]
@@ -145,7 +148,7 @@ def sum_split(
             raise EvaluationInterrupted
         mine = turn + strategy.data_parallel.rank
         chosen = batches[mine] if mine < len(batches) else order[:0]
-        seed_everything(run.seed, -1, mine)  # what is drawn depends on the batch, not on the rank
+        seed_everything(run.seed, -1, mine)  # random numbers depend on the batch, not on the rank
         batch = task.collate(columns, chosen, 0).to(world.device)
         scores = task.score_at(strategy.forward, batch, columns, chosen)
         if texts and isinstance(task, Generates):
@@ -161,8 +164,8 @@ def sum_split(
 
 
 def add_sums(task: Task, sums: Sums, scores: Sums, places: np.ndarray, count: int) -> None:
-    """Add a batch's to a rank's. `places`: where its examples stand among the `count` of the split. What other ranks
-    have is zero here: adding that is exact, and no row is there twice."""
+    """Add the sums of a batch to those of this rank. `places`: indices of its examples among the `count` of the split.
+    Per-example values of other ranks stay zero here, so that adding them is exact; no row occurs twice."""
     for name, value in scores.items():
         if name not in task.per_example_outputs:
             value = torch.round(value.double() * 2**20) / 2**20
@@ -177,9 +180,8 @@ def add_sums(task: Task, sums: Sums, scores: Sums, places: np.ndarray, count: in
 def finalize_metrics(
     run: Run, world: World, task: Task, of_each: Mapping[str, Sums], columns: Columns, rows: np.ndarray, texts: bool
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics and tables of the examples at `rows`, from what each source of them came to, one after the other.
-    `texts`: whether what the model writes was asked for. Collective. Errors: `RunError` of a function of the user's, on
-    every rank."""
+    """Compute metrics and tables of the examples at `rows` from the sums of each source, in order. `texts`: whether
+    generated text is scored. Collective. Errors: `RunError` from a user function, on every rank."""
     parts = [of for of in of_each.values() if of]
     sums = {
         name: torch.cat([of[name] for of in parts])
@@ -193,7 +195,7 @@ def finalize_metrics(
     def numbers() -> tuple[dict[str, float], dict[str, Any]]:
         losses = {f"loss_{name}": task.metrics(of)["loss"] for name, of in of_each.items() if name and of}
         metrics = task.metrics(sums)
-        if math.isnan(metrics.get("loss", 0.0)):  # of outputs that are no numbers: what they rank first says nothing
+        if math.isnan(metrics.get("loss", 0.0)):  # the outputs are NaN, so rankings by them mean nothing
             metrics = dict.fromkeys(metrics, math.nan)
         known = {**metrics, **losses}
         complete = texts or sums.keys() >= {*task.per_example_outputs}
@@ -206,8 +208,8 @@ def finalize_metrics(
 
 
 def call_on_rank_zero(world: World, function: Callable[[], T]) -> T:
-    """Its result on every rank: the arithmetic of one machine, and one call of the user's functions. Collective.
-    Errors: its `RunError`, on every rank."""
+    """Call a function on rank 0 and broadcast its result: one machine's arithmetic, one call of the user's functions.
+    Collective. Errors: its `RunError`, on every rank."""
     result: T | RunError | None = None
     if world.is_main:
         try:

@@ -1,4 +1,4 @@
-"""What the process that the ranks of a machine fork from imports: all that each of them would import by itself."""
+"""Imports for the process from which a machine's ranks fork: everything that each rank would import."""
 
 import gc
 
@@ -7,4 +7,4 @@ from lockstep.config.plugins import importing
 with importing():
     from lockstep.training import preload, rank  # noqa: F401
 
-gc.freeze()  # once more, as in `preload`: of what came since
+gc.freeze()  # as in `preload`, for objects created since

@@ -1,7 +1,7 @@
-"""The hooks that follow an update, in a fixed order: average, log, profile, save in flight, evaluation, checkpoint.
+"""Hooks after each update, in a fixed order: average, log, profile, save in flight, evaluation, checkpoint.
 
-In: the training state after an update. Out: lines, scores and files; and whether training ends here, the same on every
-rank. Each hook is idempotent for `state.step`: where the loss of a rank breaks hooks off, all of them run again.
+In: the training state after an update. Out: log lines, scores and files; and whether training ends here, equal on every
+rank. Each hook is idempotent for `state.step`: if a rank failure interrupts the hooks, all of them run again.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from lockstep.training.train_state import CHECKPOINT, EVALUATION, TrainState, is
 
 
 class Hook:
-    """Something that is done after every update."""
+    """A hook that runs after every update."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.phases = session, session.strategy.phases
 
     def after_step(self, state: TrainState, last: bool) -> bool:
-        """`last`: no step follows, as far as is known. Returns the same, as it is afterwards. Collective."""
+        """Run the hook. `last`: whether this is the last step, as far as known. Returns `last`, updated. Collective."""
         raise NotImplementedError
 
 
 class Average(Hook):
-    """Follows the weights with their moving average (`average.ema`)."""
+    """Update the moving average of the weights (`average.ema`)."""
 
     def __init__(self, session: Session, step: int) -> None:
-        """`step`: updates that the average has followed."""
+        """`step`: number of updates already averaged."""
         super().__init__(session)
         self._step = step
 
@@ -42,13 +42,13 @@ class Average(Hook):
 
 
 class Log(Hook):
-    """Writes a line where one is due; sinks drop a line that they have."""
+    """Log a line if one is due. Sinks drop duplicate lines."""
 
     def after_step(self, state: TrainState, last: bool) -> bool:
         session = self.session
         session.sinks.advance(state.step)
         session.journal.answer()
-        if state.line:  # none where a run was stopped on the way
+        if state.line:  # empty if the run was stopped between log lines
             session.sinks.log(state.step, "train", state.line)
             session.journal.times(state.step, self.phases.take())
             if session.world.is_main and (text := session.checkpoints.room.warning(last)) is not None:
@@ -57,7 +57,7 @@ class Log(Hook):
 
 
 class Profile(Hook):
-    """Traces some steps (`profile.steps`)."""
+    """Trace some steps (`profile.steps`)."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -74,7 +74,7 @@ class Profile(Hook):
 
 
 class SaveInFlight(Hook):
-    """Moves a checkpoint on that is being written beside training."""
+    """Advance a checkpoint that is being written in the background."""
 
     def after_step(self, state: TrainState, last: bool) -> bool:
         with state.meter.paused(), self.phases("checkpoint"):
@@ -84,7 +84,7 @@ class SaveInFlight(Hook):
 
 
 class Evaluate(Hook):
-    """Evaluates where that is due, but not after the last step, which is scored by itself."""
+    """Evaluate if due, except after the last step, which is evaluated separately."""
 
     def after_step(self, state: TrainState, last: bool) -> bool:
         session = self.session
@@ -94,13 +94,13 @@ class Evaluate(Hook):
         session.strategy.settle()
         with state.meter.paused():
             scores = evaluate_during_training(session, state.step, last)
-        if not scores:  # all were asked to stop: the next start makes up for it
+        if not scores:  # interrupted by a request to stop: the next start evaluates
             state.pending.add(EVALUATION)
             return True
         return state.count_evaluation(scores) or last
 
     def make_up(self, state: TrainState) -> bool:
-        """Make the evaluation that a request to stop has left out. Returns whether training ends here. Collective."""
+        """Run the evaluation that a request to stop interrupted. Returns whether training ends here. Collective."""
         session = self.session
         if EVALUATION not in state.pending or not is_due(
             state.step, session.feed.interval(session.run.evaluate.every), False
@@ -116,8 +116,8 @@ class Evaluate(Hook):
 
 
 class Checkpoint(Hook):
-    """Saves where that is due, hashes the state for the fingerprints, and writes these where the log has waited for the
-    device already."""
+    """Save if due, hash the state for the fingerprints, and write these when the log has already synchronized with the
+    device."""
 
     def __init__(self, session: Session, check: SdcCheck | None) -> None:
         super().__init__(session)
@@ -140,20 +140,20 @@ class Checkpoint(Hook):
         return last
 
     def _save(self, state: TrainState) -> None:
-        """The step waits for a copy into memory, and for the save before."""
+        """Start a save. The step waits for the copy into memory, and for the previous save."""
         session = self.session
         ACTIVITY.at(f"saving after step {state.step}")
         if self._check is not None:
-            self._check.agree(state.step)  # what is saved is what all ranks hold
+            self._check.agree(state.step)  # save only a state that all ranks agree on
         with self.phases("checkpoint"):
             session.checkpoints.save(state.step, session.averaged, state.scores, state.state_dict())
 
 
 class StepHooks:
-    """All of them, for one call of `train`."""
+    """All hooks, for one call of `train`."""
 
     def __init__(self, session: Session, state: TrainState, check: SdcCheck | None) -> None:
-        """`check`: compares what ranks hold before it is saved; None: nobody does."""
+        """`check`: compares the state across ranks before a save; None: no comparison."""
         self._session = session
         self._evaluate, self._profile = Evaluate(session), Profile(session)
         self._hooks: tuple[Hook, ...] = (
@@ -166,12 +166,11 @@ class StepHooks:
         )
 
     def make_up(self, state: TrainState) -> bool:
-        """Make the evaluation of a start before that it was too late for. Returns whether training is over.
-        Collective."""
+        """Run the evaluation that a previous start had to skip. Returns whether training is over. Collective."""
         return not state.hooks_pending and self._evaluate.make_up(state)
 
     def after_step(self, state: TrainState) -> bool:
-        """Returns whether no step follows, the same on every rank. Collective. Errors: `Regroup`."""
+        """Run all hooks. Returns whether this was the last step, equal on every rank. Collective. Errors: `Regroup`."""
         session = self._session
         last = session.world.asked_to_stop() or state.step == session.feed.total
         for hook in self._hooks:
@@ -182,7 +181,7 @@ class StepHooks:
         return last
 
     def close(self, state: TrainState) -> None:
-        """After the last step: wait for what is being written. Collective."""
+        """Wait, after the last step, for files being written. Collective."""
         session, phases = self._session, self._session.strategy.phases
         ACTIVITY.at("waiting for the last checkpoint")
         with phases("checkpoint"):

@@ -1,7 +1,7 @@
-"""The training loop. Its lines are its events, in their order.
+"""The training loop: one line per event, in order.
 
-In: a session, in which everything is built, and the state to go on from. Out: trained weights in the strategy, numbers
-in the trackers, checkpoints on disk.
+In: a fully built session and the state to start from. Out: trained weights in the strategy, numbers in the trackers,
+checkpoints on disk.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from lockstep.training.train_state import TrainState
 
 
 def train(session: Session, state: TrainState) -> TrainState:
-    """Train to the run's last step, or until asked to stop. Collective. Returns `state`.
+    """Train to the run's last step, or until asked to stop. Returns `state`. Collective.
 
-    Fewer updates than `feed.total` are made after a request to stop, or where `evaluate.patience` has ended training;
-    their checkpoint is written. Errors: `TrainingFailed`; where ranks may be lost, what a collective raises then, and
-    `Regroup` where one joins or leaves.
+    Makes fewer than `feed.total` updates after a request to stop or early stopping (`evaluate.patience`), and writes
+    their checkpoint. Errors: `TrainingFailed`; with recovery enabled, also the errors of collectives, and `Regroup` if
+    a rank joins or leaves.
     """
     run, strategy, feed = session.run, session.strategy, session.feed
     check = SdcCheck(session) if run.sdc_check.every else None
     train_step = strategy.train_step if check is None else check.train_step
     hooks = StepHooks(session, state, check)
     state.meter.restart_clock()
-    if hooks.make_up(state):  # an evaluation that a request to stop has left out; or patience was over before
+    if hooks.make_up(state):  # a skipped evaluation; or early stopping applied before
         return state
-    strategy.phases.take()  # what came before the first step is not in its phases
+    strategy.phases.take()  # discard times from before the first step
     steps = batches(session, state.step)
     try:
-        over = state.hooks_pending and hooks.after_step(state)  # the loss of a rank has broken them off
+        over = state.hooks_pending and hooks.after_step(state)  # interrupted by a rank failure
         for batch in () if over else steps:
             ACTIVITY.at(f"step {state.step}")
             rate = learning_rate(run.optim, state.step, feed.total)
             result = train_step(batch, rate)  # forward, backward, sum over ranks, update
             state.advance(batch, result, rate, strategy.scaling)
-            if hooks.after_step(state):  # average, log, evaluate, save: each as it is due
+            if hooks.after_step(state):  # average, log, evaluate, save: each if due
                 break
     except NotFinite as caught:
         raise not_finite(caught, feed, feed.order.step(caught.step)) from caught
@@ -58,7 +58,7 @@ def train(session: Session, state: TrainState) -> TrainState:
 
 
 def batches(session: Session, step: int) -> Generator[StepBatch]:
-    """This rank's part of every step, after `step` updates. Collective where ranks hand micro-batches over."""
+    """Iterate over this rank's batches after `step` updates. Collective if rebalancing is enabled."""
     ends = stopping(session.world)
     if session.run.launch.rebalance_every and session.world.size > 1:
         steps = LoadBalancer(session).steps(step, ends)

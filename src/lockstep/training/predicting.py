@@ -1,6 +1,6 @@
-"""`lockstep predict`: what an exported model, or one of a checkpoint, makes of texts.
+"""`lockstep predict`: apply an exported model, or a checkpoint, to texts.
 
-In: OUTPUT, and texts, pairs of texts, or files of them. Out: an answer for each, as data or as a line.
+In: OUTPUT, and texts, text pairs, or files of them. Out: one answer per input, as data or as a printed line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PredictionInput = str | Sequence[str] | Mapping[str, Any]  # a text; the texts o
 def predictions(
     output: Path, inputs: Sequence[PredictionInput], overrides: Sequence[str] | Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """For each what was asked, by column, and the answer: JSON by name. Errors: `RunError`."""
+    """Yield one dict per input: its texts by column, and the answer by name, as JSON values. Errors: `RunError`."""
     run, export = finished(output, overrides)
     task = _task(run)
     rows = [row_of(each, task.input_columns(run), f"text {place}") for place, each in enumerate(inputs, 1)]
@@ -43,9 +43,9 @@ def predict(
     out: Path | None = None,
     texts: bool = False,
 ) -> int:
-    """Print a line for each text (or JSON, or write that to `out`); without texts, for each line of standard input. A
-    word that names a file is read as one, unless all are `texts`. Returns the exit status."""
-    run, export = finished(output, overrides)  # told before anything is read
+    """Print one line per text (or JSON, or write JSON to `out`). Without `words`, reads lines from standard input. A
+    word that names a file is read as a file, unless `texts` is set. Returns the exit status."""
+    run, export = finished(output, overrides)  # report its errors before reading input
     task = _task(run)
     columns = task.input_columns(run)
     if texts:
@@ -73,7 +73,7 @@ def predict(
 
 
 def row_of(value: PredictionInput, columns: Sequence[str], place: str) -> tuple[str, ...]:
-    """The texts of one row, in the order of the columns. Errors: `RunError`, which names the place."""
+    """Texts of one row, in the order of the columns. `place` locates the row in error messages. Errors: `RunError`."""
     if isinstance(value, Mapping):
         if missing := [column for column in columns if column not in value]:
             raise RunError(
@@ -101,7 +101,8 @@ def row_of(value: PredictionInput, columns: Sequence[str], place: str) -> tuple[
 
 
 def _as_utf8(text: str) -> str:
-    """A text of an argument or a line that is UTF-8, in a locale that cannot read it (LC_ALL=C without UTF-8 mode)."""
+    """Decode text from the command line or standard input as UTF-8 in a locale that cannot (LC_ALL=C without UTF-8
+    mode)."""
     try:
         return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode()
     except UnicodeError:
@@ -109,10 +110,10 @@ def _as_utf8(text: str) -> str:
 
 
 def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
-    """The rows of a word of the command line: of a file, if it names one, else the word itself. Errors: `RunError`,
-    also for a word that can only be meant as a file, which is not there."""
+    """Rows of a command-line word: the file's rows if it names a file, else the word itself. Errors: `RunError`, also
+    for a word that can only be a file name, if that file does not exist."""
     path = Path(word)
-    if not os.path.isfile(word):  # of any text; Path.is_file has errors for long ones
+    if not os.path.isfile(word):  # accepts any text; Path.is_file raises for long ones
         if len(word.split()) == 1 and (row_files.format_of(path) or _is_folder(path)):
             what = "is a folder; name its files" if _is_folder(path) else "looks like a file, and there is none"
             raise RunError("LS5074", f"predict: {word} {what}. To predict this text itself, add --texts")
@@ -139,12 +140,12 @@ def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether a word with a slash names a folder; one without may be a text."""
+    """Whether a word with a slash names a folder; a word without one may be a text."""
     return len(path.parts) > 1 and os.path.isdir(path)
 
 
 def _flat(row: Mapping[str, Any], columns: Sequence[str]) -> Mapping[str, Any]:
-    """A row, with the texts by language where they are in a column of translations."""
+    """Flatten a row whose texts are by language in a `translation` column."""
     inner = row.get("translation")
     return inner if isinstance(inner, Mapping) and not set(columns) <= row.keys() else row
 
@@ -158,7 +159,7 @@ def _text(value: Any, column: str, place: str) -> str:
 
 
 def _task(run: Run) -> type[Predicts]:
-    """Errors: `RunError` for a task that predicts nothing."""
+    """Class of the run's task. Errors: `RunError` if the task does not support prediction."""
     task = plugins.find("tasks", run.task.name)
     if not issubclass(task, Predicts):
         raise RunError(
@@ -190,7 +191,7 @@ def _dump(file: TextIO, columns: Sequence[str], answers: Iterator[tuple[tuple[st
 
 
 def _written(out: Path, columns: Sequence[str], answers: Iterator[tuple[tuple[str, ...], dict[str, Any]]]) -> None:
-    """JSON lines, aside and then renamed. Errors: `RunError`."""
+    """Write JSON lines to a file, atomically. Errors: `RunError`."""
     try:
         with replacing(out) as aside, open(aside, "w", encoding="utf-8") as file:
             _dump(file, columns, answers)

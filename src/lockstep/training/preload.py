@@ -1,4 +1,4 @@
-"""What each rank imports, in the process that ranks fork from, once for all; else in the rank."""
+"""Imports needed by every rank; done once in the fork server if there is one, else in the rank."""
 
 import gc
 
@@ -7,5 +7,5 @@ from lockstep.config.plugins import importing
 with importing():
     from lockstep.tasks.models import unpadded  # noqa: F401
 
-# who collects garbage would look through all of this, a third of a second each time, and ranks would copy it to do so
+# otherwise each garbage collection would scan these objects (a third of a second) and make ranks copy their pages
 gc.freeze()

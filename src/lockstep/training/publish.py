@@ -1,6 +1,6 @@
-"""The end of a run: its export, wherever there is room for it, copies in its mirror, and the push to the Hub.
+"""End of a run: write the export wherever there is space, copy it to the mirror, and push it to the Hub.
 
-In: OUTPUT, and the weights. Out: an exit status, and words for the user. Imports no torch at the top.
+In: OUTPUT and the weights. Out: an exit status and messages for the user. Imports no torch at the top.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 def write_model(
     session: Session, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int, exported: int
 ) -> None:
-    """Write the export after `steps` updates, of the model of step `exported`, into OUTPUT. Where that cannot be done
-    and no checkpoint holds that state, elsewhere. Rank 0 only. Errors: `TrainingFailed`, which says where the model
-    is, and what the same command does."""
+    """Write the export after `steps` updates, of the model of step `exported`, to OUTPUT. If that fails and no
+    checkpoint holds the state, write it to another folder. Rank 0 only. Errors: `TrainingFailed`, which reports where
+    the model is and how to continue."""
     from lockstep.training.errors import TrainingFailed
 
     run, task, checkpoints = session.run, session.task, session.checkpoints
@@ -50,7 +50,7 @@ def write_model(
             return
     except OSError as caught:
         text = f"{run.folder}/export could not be written ({caught.strerror or caught})"
-    status = HALTED if job_record.restarts_left() else FAILED  # started again by itself, it would meet the same disk
+    status = HALTED if job_record.restarts_left() else FAILED  # an automatic restart would hit the same disk
     newest = newest_whole(run) if fault is None else None
     if newest == steps:
         raise TrainingFailed(
@@ -75,7 +75,7 @@ def write_model(
 
 
 def _mirrored(run: Run, folder: Path, mirror: RemoteSync | None) -> str:
-    """Copy the export of a folder that is not OUTPUT into the mirror, if there is one. Returns what is said of it."""
+    """Copy the export of a folder other than OUTPUT to the mirror, if there is one. Returns text for the message."""
     if mirror is None:
         return ""
     try:
@@ -86,8 +86,8 @@ def _mirrored(run: Run, folder: Path, mirror: RemoteSync | None) -> str:
 
 
 def publish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = None) -> int:
-    """Copy and push what is not there yet. Rank 0 only. Returns the exit status: 1 for what was tried in vain, which
-    leaves it for another try."""
+    """Copy and push everything not yet published. Rank 0 only. Returns the exit status: 1 if something failed and needs
+    another attempt."""
     fault = finish(run, say, mirror)
     if fault is not None:
         error(
@@ -103,7 +103,7 @@ def publish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = No
 
 
 def publish_until_stopped(run: Run, world: World, console: Console, mirror: RemoteSync | None = None) -> int:
-    """Copy and push what is not there yet, until a stop signal. Rank 0 only. Returns the exit status."""
+    """Copy and push everything not yet published, until a stop signal. Rank 0 only. Returns the exit status."""
     if run.remote_dir is None and not pending(run):
         return DONE
     try:
@@ -119,8 +119,8 @@ def publish_until_stopped(run: Run, world: World, console: Console, mirror: Remo
 
 
 def at_a_stop(session: Session, console: Console) -> None:
-    """Wait for what is being copied, which the time for a collective limits: what asked for the stop may not wait
-    longer. Says what the mirror lacks. Collective."""
+    """Wait for uploads in progress, limited by the timeout of collectives, because the sender of the stop may not wait
+    longer. Reports what the mirror lacks. Collective."""
     run = session.run
     missing = session.checkpoints.catalog.rest(run.launch.timeout_s / 2)
     if missing is not None:

@@ -1,7 +1,7 @@
-"""One rank of a job, from the run file to the export: every launcher starts `main`.
+"""Run one rank of a job, from the run file to the export. Every launcher starts `main`.
 
-In: a run and the six variables. Out: an exit status (0 done, 1 failed, 2 bad run, 75 stopped and resumable), and
-on rank 0 OUTPUT/.
+In: a run and torchrun's environment variables. Out: an exit status (0 done, 1 failed, 2 invalid run, 75 stopped and
+resumable), and on rank 0 the contents of OUTPUT/.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ from lockstep_trace import streams
 
 
 def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
-    """Run one rank to its end, and return its exit status. Collective. `job`: the job that the launching process
-    resolved, or a run to resolve here. `words`: the function that each rank calls, and its arguments. A failure is
-    reported once for the job, with rank and host, and has status 1. `refusal`: why this rank, the first one, may not
-    write to OUTPUT; reported once all ranks are there."""
+    """Run one rank to its end and return its exit status. Collective.
+
+    `job`: the job resolved by the launching process, or a run to resolve here. `words`: the function that each rank
+    calls, and its arguments. `refusal`: why this rank (the first) may not write to OUTPUT; reported once all ranks have
+    joined. A failure is reported once for the job, with rank and host, and has status 1."""
     run = job.run if isinstance(job, Job) else job
     world, log = None, run.folder.resolve() / LOG
     streams.make_safe()
@@ -78,13 +79,13 @@ def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRA
         call = getattr(importlib.import_module(module), function)
         return note_end(run, world, words, call(for_rank(job, world), world, *words[1:]))
     except RunError as caught:
-        if world is None or world.local_rank == 0:  # on every machine: its person should know, too
+        if world is None or world.local_rank == 0:  # on every machine, for its user
             error(str(caught), log if world is None or world.refusal is None else None)
         return note_end(run, world, words, BAD)
     except Exception as caught:
         if world is not None and world.stop.came and lost_contact(caught):
             note_end(run, world, words, FAILED)
-            end_by_signal()  # another rank did not listen yet when all were asked to stop
+            end_by_signal()  # another rank was not yet handling signals when the job was stopped
         if not isinstance(caught, CheckpointError | TrainingFailed | Unreached):
             tell_failure(caught, world, log)
         elif world is None or world.is_main or (isinstance(caught, Unreached) and world.local_rank == 0):
@@ -95,9 +96,9 @@ def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRA
         note_end(run, world, words, FAILED if status == HALTED else status)
         if world is not None and world.size > 1:
             if lost_contact(caught):
-                world.stop.wait(1.0)  # so that the launcher sees the rank that failed by itself first
+                world.stop.wait(1.0)  # so that the launcher first sees the rank that caused the failure
             sys.stdout.flush()
-            os._exit(status)  # leaving properly would wait for ranks that may be gone
+            os._exit(status)  # a normal exit would wait for ranks that may be gone
         return status
     finally:
         if world is not None:
@@ -105,18 +106,18 @@ def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRA
 
 
 def note_end(run: Run, world: World | None, words: Sequence[str], status: int) -> int:
-    """Rank 0 writes down how training ended, for `lockstep status`. Returns the status."""
+    """Record how training ended, for `lockstep status`. Rank 0 only. Returns `status`."""
     if status == EXCLUDED or (status == FAILED and job_record.restarts_left()):
-        return status  # not the end yet
+        return status  # the job will be restarted
     if world is None or led_away(world.log.parent) is not None:
-        return status  # launch.json there is that of another run
+        return status  # launch.json there belongs to another run
     if world.is_main and tuple(words) == TRAIN and world.refusal is None:
         job_record.note(run.folder, status=status, ended=time.time())
     return status
 
 
 def main_of_file(path: str, words: Sequence[str] = TRAIN) -> None:
-    """Run one rank of a run file, as the process of its own that a launcher starts. Exits."""
+    """Run one rank of a run file in a process of its own, started by a launcher. Exits."""
     status = main(load(path, []), words=words)
     sys.stdout.flush()
     sys.exit(status)
@@ -124,22 +125,22 @@ def main_of_file(path: str, words: Sequence[str] = TRAIN) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """The outcome of a run that reached its last step."""
+    """Result of a run that reached its last step."""
 
-    step: int  # updates done: fewer than the run's where evaluate.patience has ended it
+    step: int  # updates done; fewer than planned after early stopping
     exported: int  # the step whose model is exported
     counts: Counts
     scores: dict[str, dict[str, float]]  # split -> metrics
     tables: dict[str, dict[str, Any]]  # split -> name -> table
-    strategy: Strategy  # with which it ended: where ranks were lost it may be another than it began with
+    strategy: Strategy  # the final strategy; recovery from a failed rank may have replaced the first one
 
 
 class RankZeroSinks(Sinks):
-    """The terminal and the trackers, on rank 0."""
+    """Log to the terminal and the trackers, on rank 0."""
 
     def __init__(self, session: Session, console: Console, step: int) -> None:
         self._session, self._console, self._loud = session, console, session.world.is_main
-        self._reported_steps: dict[str, int] = {}  # of each split, the step that was reported last
+        self._reported_steps: dict[str, int] = {}  # split -> last step reported
         self._open(step)
 
     def _open(self, step: int) -> None:
@@ -149,7 +150,7 @@ class RankZeroSinks(Sinks):
         self._usage = SystemMetrics(session.world)
 
     def log(self, step: int, split: str, numbers: dict[str, float], closing: bool = False) -> None:
-        if self._reported_steps.get(split, -1) < step:  # else it is done once more, after a loss
+        if self._reported_steps.get(split, -1) < step:  # otherwise a repetition after a rank failure
             self._reported_steps[split] = step
             self._console.log(step, split, numbers, closing)
             self._trackers.log(step, split, numbers)
@@ -168,7 +169,8 @@ class RankZeroSinks(Sinks):
             self._trackers.show(step, samples)
 
     def regroup(self, step: int, what: str) -> None:
-        """After so many updates ranks have met again; the first of them may be another one than before."""
+        """Report a change of ranks after `step` updates; `what` describes it. A process that has become rank 0 opens
+        the console and trackers."""
         session, console, world = self._session, self._console, self._session.world
         self._usage = SystemMetrics(world)
         if world.is_main and not self._loud:
@@ -183,12 +185,12 @@ class RankZeroSinks(Sinks):
         session.journal.event("regroup", step, what=what, processes=world.size, hosts=world.hosts)
 
     def close(self, end: End) -> None:
-        """The last call."""
+        """Close the trackers. No calls may follow."""
         self._trackers.close(end)
 
 
 def work(job: Job, world: World) -> int:
-    """Build, resume, train, evaluate, export."""
+    """Build, resume, train, evaluate, export. Returns the exit status. Collective."""
     run = job.run
     join_ranks(job, world)
     console = Console(world.is_main, world.log, run.track.console)
@@ -218,9 +220,9 @@ def work(job: Job, world: World) -> int:
 
 @contextmanager
 def watched_while_building(run: Run, world: World) -> Iterator[None]:
-    """A context in which ranks that all wait in collectives, or one that falls silent, end the job after
-    `launch.hang_timeout_s`. Where the others would go on without it, only a collective's own limit does: there is no
-    state yet from which they could."""
+    """Watch for hangs while building: end the job after `launch.hang_timeout_s` if all ranks wait in collectives or one
+    falls silent. With recovery enabled, only the timeout of collectives applies: there is no state yet to recover from.
+    """
     watchdog = Watchdog(world, 0 if world.members is not None else run.launch.hang_timeout_s, building=True).start()
     try:
         yield
@@ -229,7 +231,8 @@ def watched_while_building(run: Run, world: World) -> Iterator[None]:
 
 
 def train_and_evaluate(session: Session, console: Console, state: TrainState) -> Trained | None:
-    """Train from `state` to the end and score the model; None when the run was asked to stop before. Collective."""
+    """Train from `state` to the end and evaluate the final model. Returns None if the run was asked to stop first.
+    Collective."""
     run, world, step = session.run, session.world, state.step
     sinks = RankZeroSinks(session, console, step)
     session = replace(session, sinks=sinks)
@@ -265,7 +268,7 @@ def train_and_evaluate(session: Session, console: Console, state: TrainState) ->
             return None
         exported, finals = final
         if world.is_main and (cleared := session.checkpoints.clear()) is not None:
-            console.say(cleared)  # before what is written of these scores
+            console.say(cleared)  # make space before the scores are written
         show_final_scores(session, state, exported, finals)
         end = "done"
         return Trained(
@@ -286,9 +289,9 @@ def train_and_evaluate(session: Session, console: Console, state: TrainState) ->
 
 
 def show_final_scores(session: Session, state: TrainState, exported: int, final: Mapping[str, Final]) -> None:
-    """Metrics and samples of the model of step `exported`, to the sinks. Collective."""
+    """Send the metrics and samples of the model of step `exported` to the sinks. Collective."""
     strategy, step = session.strategy, state.step
-    logged = state.over and session.run.average.last is None  # after its own step
+    logged = state.over and session.run.average.last is None  # right after its step
     with strategy.phases("evaluation"):
         for split, (scores, _) in final.items():
             if split != "validation" or (exported == step and not logged):
@@ -299,7 +302,7 @@ def show_final_scores(session: Session, state: TrainState, exported: int, final:
 
 
 def best_so_far(run: Run, step: int) -> Best:
-    """The best of the evaluations up to `step` that OUTPUT remembers."""
+    """Best of the evaluations up to `step` that OUTPUT records."""
     best = Best(run.checkpoint.best)
     for line in lines_of(run.folder / "metrics.jsonl", ("step", "split")) if step else ():
         if line["split"] == "validation" and line["step"] <= step:
@@ -308,7 +311,7 @@ def best_so_far(run: Run, step: int) -> Best:
 
 
 def stopped_at(session: Session, step: int) -> str:
-    """The last words of a run that was asked to stop."""
+    """Final message of a run that was asked to stop."""
     newest = session.checkpoints.newest
     there = "there" if newest == step else f"step {newest}"
     then = f"the same command goes on from {there}"
@@ -327,17 +330,17 @@ def export_and_publish(
     known: Promised,
     evaluated: export_check.Evaluated,
 ) -> int:
-    """Export, pages, the closing lines, and the push to the Hub, which may take long: no other rank waits for it in a
-    collective. Rank 0 only. Returns the exit status: 1 for an export that gives other losses than the run, which goes
-    nowhere else."""
+    """Write the export, the report and the closing table, then push to the Hub. Rank 0 only; no other rank waits in a
+    collective, because the push may take long. Returns the exit status: 1 for an export whose losses differ from the
+    run's, which is not published."""
     run, task, steps = session.run, session.task, trained.step
     scores = {"step": trained.exported, "export": export_of(run), "splits": trained.scores}
     records = {"tables.json": trained.tables, history.SCORES: scores}
     ours = led_away(session.world.log.parent) is None
     with suppress(OSError):
-        if ours:  # the export that is there, if any, is not what these are of
+        if ours:  # an existing export is not the model of these scores
             exported.withdraw(run.folder)
-    # before the export, which is what says that the run is finished
+    # before the export, which marks the run as finished
     for name, values in records.items() if ours else ():
         try:
             replace_text(run.folder / name, json.dumps(redact_all(values, printable)))
@@ -366,20 +369,20 @@ def write_summary(
     weights: Mapping[str, torch.Tensor] | None = None,
     checked: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """The end in the journal, and the page about the run. Rank 0 only. `weights` where they are at hand; `checked`:
-    what came of the check of the export. Returns the hash of the exported weights."""
+    """Write the final journal event and the report. Rank 0 only. `weights`: the exported weights, if in memory.
+    `checked`: the result of the export check. Returns the hash of the exported weights."""
     sha256 = digest_of(run.folder / "export", weights)
     best = {split: task.best_possible(split) for split in ("validation", "test") if split in task.splits}
     journal.event("finish", steps, weights=sha256, best_possible=best, **(checked or {}))
     try:
         write_report(run.folder)
-    except Exception as caught:  # the run is done, whatever becomes of a page about it
+    except Exception as caught:  # the run is finished even if its report fails
         console.note(f"{run.folder}/report.html could not be written: {type(caught).__name__}: {caught}")
     return sha256
 
 
 def finish_interrupted(job: Job, steps: int) -> None:
-    """For a run that is finished: what is missing where the start before was killed after its export. Rank 0 only."""
+    """Complete a finished run whose previous process was killed after writing the export. Rank 0 only."""
     run, task = job.run, job.task(job.run, job.data)
     for name in (".export.partial", ".export.removed"):
         exported.clear(run.folder / name)
@@ -393,8 +396,8 @@ def finish_interrupted(job: Job, steps: int) -> None:
 
 
 def finished_already(job: Job, world: World) -> bool:
-    """Whether OUTPUT holds this run's end; rank 0 looks, and writes run.yaml. Collective. Errors: `RunError` on every
-    rank, when OUTPUT holds another run or cannot be written."""
+    """Whether the run in OUTPUT is already finished. Rank 0 checks, and writes run.yaml. Collective. Errors: `RunError`
+    on every rank, if OUTPUT holds another run or cannot be written."""
     run, prepared = job.run, job.data
     outcome: bool | str = False
     if world.is_main:
@@ -404,7 +407,7 @@ def finished_already(job: Job, world: World) -> bool:
             manifest = check_resumable(run, prepared)
             outcome = finished(run, manifest)
             keep(run)
-            if job.scope < Scope.START:  # nobody has looked before
+            if job.scope < Scope.START:  # not checked by the launcher
                 require(run)
                 remote_sync.check(run)
                 remote_sync.check(run, prepared)

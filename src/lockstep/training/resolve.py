@@ -1,10 +1,10 @@
-"""A run becomes a job: every decision is taken and every refusal is made here, once, in the order of these lines.
+"""Resolve a run into a job: make every decision and every refusal once, in the order of the lines here.
 
-In: a run, what this process knows of the machines, and the number of processes. Out: a frozen `Job`, or a `RunError`.
-`plan` prints the job, ranks are sent it as text, and nobody after it asks whether something is possible. This file
-stands in the room of a rank, above tasks, strategies and checkpoints, because it asks all of them, and because a rank
-for which nobody has resolved the run (torchrun by hand, a scheduler) calls it, too. Nothing here imports torch at the
-top: a machine that only submits may have none.
+In: a run, the known facts about the machines, and the number of processes. Out: a frozen `Job`, or a `RunError`. `plan`
+prints the job, ranks receive it as text, and no later code checks again whether something is possible. This module
+belongs to the rank, above tasks, strategies and checkpoints: it calls all of them, and a rank whose run was not
+resolved by a launcher (torchrun by hand, a scheduler) calls it too. Imports no torch at the top: a machine that only
+submits jobs may not have it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from lockstep.strategies.strategy import Strategy
     from lockstep.tasks.task import Task
 
-FILL_IN = "FILL-IN"  # in a run file that another system's became: what that did not say
+FILL_IN = "FILL-IN"  # placeholder in a converted run file for a value that the original lacks
 OWN_ATTENTION = "the model's own"
 
 Tell = Callable[[str, str], None]  # a label (`checks` or `tokens`) and a text
 
 
 class Scope(IntEnum):
-    """The extent to which a run is resolved. Each scope includes those before it."""
+    """Extent to which a run is resolved. Each scope includes those before it."""
 
     OPTIONS = 1  # the run file and the installed packages: `init`, `sweep`
     DATA = 2  # the data and the model: `verify`, `bench`, `replay`, `diff`, `branch`, and ranks
@@ -49,60 +49,60 @@ class Scope(IntEnum):
 
 
 class Starter(Protocol):
-    """A launcher, as far as a run is resolved for it."""
+    """Interface of a launcher, as needed to resolve a run."""
 
     submits: ClassVar[bool]
 
     @classmethod
     def fewest_machines(cls, launch: LaunchSection) -> int | None:
-        """The fewest machines that a job goes on with after one was taken out; None: none can be."""
+        """Fewest machines with which a job continues after evicting one; None: it cannot evict machines."""
 
     @classmethod
     def loses_ranks(cls, launch: LaunchSection) -> bool:
-        """Whether a job on one machine goes on without single ranks, as far as its keys say."""
+        """Whether a job on one machine can continue without single ranks, according to its keys."""
 
     def check(self, run: Run, plan: Any) -> None:
-        """Refuse what can be found wrong before anything is started. Errors: `RunError`."""
+        """Refuse errors that can be detected before anything is started. Errors: `RunError`."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the process that resolves a run knows of the machines that the ranks run on."""
+    """Facts that the resolving process knows about the ranks' machines."""
 
-    like_this_one: bool = True  # its devices, kernels and packages are those of the ranks
-    has_rank_0: bool = True  # rank 0 is this process or is started from here: trackers and OUTPUT are its own
+    like_this_one: bool = True  # same devices, kernels and packages as the ranks' machines
+    has_rank_0: bool = True  # rank 0 is this process or runs on this machine, with its trackers and OUTPUT
     launcher: Starter | None = None  # None: this process is a rank
     plan: Any = None  # the launcher's `LaunchPlan`
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run with every decision taken. `dump` and `load` carry it to ranks of the same machine."""
+    """A fully resolved run. `dump` and `load` carry it to ranks on the same machine."""
 
     run: Run
-    processes: int  # ranks, over all machines; 0: a rank that joins a job whose size others have looked at
+    processes: int  # ranks over all machines; 0: this rank joins a running job
     scope: Scope
     task: type[Task]
-    strategy: type[Strategy]  # the class that does the work, where one name means several
-    same_bits: bool  # whether it ends with the bits of a single process
+    strategy: type[Strategy]  # the resolved class; one name may stand for several
+    same_bits: bool  # whether the result is bitwise equal to a single process
     prepared: Prepared | None = None  # from `Scope.DATA` on
-    padding: str | None = None  # why padding is computed; None: it is left out
+    padding: str | None = None  # why padding is computed; None: it is not
     attention: str = OWN_ATTENTION
-    newest: Manifest | None = None  # the checkpoint to go on from, as far as it was looked for; not sent
-    notes: tuple[str, ...] = ()  # for a person; not sent
+    newest: Manifest | None = None  # checkpoint to resume from, if searched for; not sent to ranks
+    notes: tuple[str, ...] = ()  # for the user; not sent to ranks
 
     @property
     def data(self) -> Prepared:
-        """The prepared data."""
+        """Prepared data."""
         assert self.prepared is not None, "resolved without its data"
         return self.prepared
 
     def into(self, output: str) -> Job:
-        """The job with another output folder."""
+        """Return the job with another output folder."""
         return replace(self, run=self.run.model_copy(update={"output": output}))
 
     def summary(self) -> str:
-        """The decisions in one line, for a person."""
+        """Describe the decisions on one line."""
         weights = "bfloat16" if self.run.model.trained_in_bfloat16 else "float32"
         parts = [
             self.strategy.__name__,
@@ -114,7 +114,7 @@ class Job:
         return "; ".join(parts)
 
     def dump(self) -> str:
-        """The job as JSON. Errors: `RunError` for a run that holds a secret."""
+        """Serialize the job as JSON. Errors: `RunError` for a run that contains a secret."""
         self.run.dump()
         names = ("processes", "scope", "same_bits", "padding", "attention")
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
@@ -126,13 +126,13 @@ class Job:
 
     @classmethod
     def load(cls, text: str) -> Job:
-        """The job that `dump` wrote. Errors: `RunError` when its classes cannot be imported."""
+        """Read a job written by `dump`. Errors: `RunError` if its classes cannot be imported."""
         from lockstep.data.arrow_cache import Prepared
 
         values: dict[str, Any] = json.loads(text)
         run = load(None, [], values["run"], "the job").as_written(values.pop("written"))
         task: Any = plugins.of_key("task.name", "tasks", run.task.name)
-        # a module of the user's is imported by its own rules
+        # user modules have their own import rules
         plugins.of_key("strategy.name", "strategies", run.strategy.name)
         module, name = values["strategy"]
         strategy: Any = getattr(importlib.import_module(module), name)
@@ -148,10 +148,11 @@ def resolve(
     tell: Tell | None = None,
     data: Run | None = None,
 ) -> Job:
-    """Everything that can be decided and refused before a process group exists. `processes`: ranks over all machines;
-    0: not known to this one, which joins a running job. `tell` hears where the tokens came from. `data`: the run whose
-    data they are, where that is another. Writes to the cache and, for a moment, to the object store of `remote_dir`.
-    Errors: `RunError`."""
+    """Decide and refuse everything that can be decided before a process group exists.
+
+    `processes`: ranks over all machines; 0: unknown, because this rank joins a running job. `tell` receives where the
+    tokens came from. `data`: the run whose data to use, if not this one's. Writes to the cache and, briefly, to the
+    object store of `remote_dir`. Errors: `RunError`."""
     resolve_launch(run, machine, processes, scope)
     with naming_defaults(run):
         job = _options(run, machine, processes)
@@ -164,19 +165,19 @@ def resolve(
 
 
 def resolve_launch(run: Run, machine: Machine, processes: int, scope: Scope) -> None:
-    """Refuse what the run file and the launcher alone can tell. On a machine without torch that only submits, this is
-    all; the ranks resolve the rest. Errors: `RunError`."""
-    if scope > Scope.OPTIONS:  # `init --from` asks for the options of what is not filled in yet
+    """Refuse errors that the run file and the launcher alone reveal. On a submitting machine without torch, only this
+    runs; the ranks resolve the rest. Errors: `RunError`."""
+    if scope > Scope.OPTIONS:  # `init --from` resolves the options of run files with placeholders
         _refuse_placeholders(run)
     if processes:
-        zero_agreement.check(run, processes)  # its rows in one message
+        zero_agreement.check(run, processes)  # reports all its errors in one message
     if machine.launcher is not None and (scope == Scope.START or not machine.launcher.submits):
         with naming_defaults(run):
             machine.launcher.check(run, machine.plan)
 
 
 def _refuse_placeholders(run: Run) -> None:
-    """Errors: `RunError` for what `lockstep init --from` has left to be filled in."""
+    """Refuse placeholders left by `lockstep init --from`. Errors: `RunError`."""
     left = [key for key, value in messages.flat(run.model_dump(mode="json")).items() if value == FILL_IN]
     if left:
         raise RunError(
@@ -185,7 +186,7 @@ def _refuse_placeholders(run: Run) -> None:
 
 
 def _options(run: Run, machine: Machine, processes: int) -> Job:
-    """What the run file and the installed packages decide. Errors: `RunError`."""
+    """Make the decisions that depend only on the run file and the installed packages. Errors: `RunError`."""
     plugins.of_key("strategy.name", "strategies", run.strategy.name)
     for name in run.track.to if machine.has_rank_0 else ():
         tracker: Any = plugins.of_key("track.to", "track", name)
@@ -209,8 +210,8 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
 
 
 def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
-    """The class that does the work, after each of its parts has refused what it cannot do. `processes`: 0 where they
-    are not known. Errors: `RunError`."""
+    """Return the strategy class, after each of its parts has refused unsupported keys. `processes`: 0 if unknown.
+    Errors: `RunError`."""
     from lockstep.strategies.engines import tensor_plans
     from lockstep.strategies.exact import averaging, held_state
     from lockstep.strategies.optimizers import optimizer as optimizers
@@ -247,7 +248,7 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
 
 
 def packages_of(run: Run, strategy: type[Strategy]) -> list[str]:
-    """What a run computes with, beside torch, transformers and tokenizers."""
+    """Packages that a run computes with, besides torch, transformers and tokenizers."""
     from lockstep.strategies.optimizers import optimizer as optimizers
 
     of_model = ["peft"] * bool(run.model.adapter) + ["bitsandbytes"] * bool(run.model.quantization)
@@ -259,14 +260,14 @@ WHOLE_COPIES = "use a strategy whose ranks each hold the whole model, such as dd
 
 
 def launcher_class(run: Run) -> type[Starter]:
-    """The class of the launcher that the run file names. Errors: `PluginError`."""
+    """Class of the launcher that the run file names. Errors: `PluginError`."""
     cls: Any = plugins.find("launchers", run.launch.name)
     return cls
 
 
 def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
-    """Refuse the check for silent data corruption, rebalancing and copies in memory where this strategy or launcher
-    cannot. What depends on the memory of the machines is refused once it is known. Errors: `RunError`."""
+    """Refuse silent-corruption checks, rebalancing and peer checkpoints if the strategy or launcher does not support
+    them. Refusals that depend on the machines' memory come later. Errors: `RunError`."""
     from lockstep.strategies.abilities import ChoosesByMemory, Recomputes, ShardedRecovery
     from lockstep.strategies.native import Native
 
@@ -311,7 +312,7 @@ def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
 
 
 def _refuse_unportable(run: Run, strategy: type[Strategy], like_this_one: bool) -> None:
-    """Refuse under `strategy.exact: portable` what has other bits on other processors. Errors: `RunError`."""
+    """Refuse, under `strategy.exact: portable`, operations whose bits differ between processors. Errors: `RunError`."""
     if run.strategy.exact != "portable":
         return
     from lockstep.config import processor
@@ -337,7 +338,7 @@ def _refuse_unportable(run: Run, strategy: type[Strategy], like_this_one: bool) 
 
 
 def _output(run: Run, scope: Scope) -> tuple[str, ...]:
-    """Whether results can be written: OUTPUT, the object store, the Hub. Returns notes. Errors: `RunError`."""
+    """Check that results can be written to OUTPUT, the object store and the Hub. Returns notes. Errors: `RunError`."""
     from lockstep.checkpoint import export as hub
     from lockstep.checkpoint import remote_sync
 
@@ -348,8 +349,8 @@ def _output(run: Run, scope: Scope) -> tuple[str, ...]:
 
 
 def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
-    """Data, tokens, and what they and the model decide. `data`: the run whose data they are, if that is another.
-    `fresh`: the Hub is asked again. Errors: `RunError`."""
+    """Prepare the data and tokens, and make the decisions that depend on them and the model. `data`: the run whose data
+    to use, if not this one's. `fresh`: query the Hub again. Errors: `RunError`."""
     from lockstep.data import hub
     from lockstep.data.prepare import prepare
     from lockstep.tasks import own_metrics
@@ -376,7 +377,8 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
 
 
 def fitted(run: Run) -> Run:
-    """The run as its job has it: with defaults that the model has room for. On a machine without torch as it is."""
+    """Return the run as its job will have it, with defaults that fit the model. Unchanged on a machine without
+    torch."""
     if importlib.util.find_spec("torch") is None:
         return run
     task: Any = plugins.find("tasks", run.task.name)
@@ -384,8 +386,8 @@ def fitted(run: Run) -> Run:
 
 
 def newest_checkpoint(job: Job) -> Manifest | None:
-    """The checkpoint of OUTPUT from which the job resumes. Errors: `RunError` when OUTPUT or the object store holds
-    another run, or only unusable checkpoints."""
+    """Return the checkpoint in OUTPUT from which the job resumes, or None. Errors: `RunError` if OUTPUT or the object
+    store holds another run, or only unusable checkpoints."""
     from lockstep.checkpoint import remote_sync
     from lockstep.checkpoint.manifest import check_resumable
 
@@ -395,11 +397,13 @@ def newest_checkpoint(job: Job) -> Manifest | None:
 
 
 def for_rank(job: Run | Job, world: World, data: Run | None = None) -> Job:
-    """The job of a rank: the one that it was sent, as long as its data are still whole on this machine, or the run
-    resolved here. Errors: `RunError`."""
-    os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # transformers may import DeepSpeed, which asks aloud
+    """Return a rank's job: the one it received, if its data are still intact on this machine, else the run resolved
+    here. Errors: `RunError`."""
+    os.environ.setdefault(
+        "DS_ACCELERATOR", world.device.type
+    )  # transformers may import DeepSpeed, which prints a query otherwise
     if isinstance(job, Job):
         if (world.joining or job.processes == world.size) and not job.data.damages():
             return job
-        job = job.run  # fewer machines than planned, or a cache that was cleared since
+        job = job.run  # fewer machines than planned, or the cache was cleared
     return resolve(job, Machine(has_rank_0=world.rank == 0), 0 if world.joining else world.size, data=data)

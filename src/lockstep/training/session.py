@@ -1,7 +1,8 @@
-"""One rank of a job, brought up: training, `verify`, `bench` and `evaluate` all begin here.
+"""Bring up one rank of a job; used by training, `verify`, `bench` and `evaluate`.
 
-In: a job, and a World that has joined nobody yet. Out: a `Session`, what a rank works with. `join_ranks` joins the
-other ranks and compares with them what must be equal; `build_session` makes the task, the model and its feed.
+In: a job, and a World that has not joined other ranks yet. Out: a `Session`, the objects that a rank works with.
+`join_ranks` joins the other ranks and checks that all agree; `build_session` creates the task, the model and its data
+loader.
 """
 
 from __future__ import annotations
@@ -31,34 +32,34 @@ from lockstep.training.train_state import TrainState
 
 
 class Sinks:
-    """Where numbers and texts go while a run trains; this one keeps nothing."""
+    """Interface for logging during training; this base class discards everything."""
 
     def log(self, step: int, split: str, numbers: dict[str, float], closing: bool = False) -> None:
-        """Numbers of a split after `step` updates. `closing`: the closing table will have them, too."""
+        """Log the numbers of a split after `step` updates. `closing`: they also appear in the closing table."""
 
     def advance(self, step: int) -> None:
-        """`step` updates are done. Collective."""
+        """Report that `step` updates are done. Collective."""
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """The model's answers to a few examples."""
+        """Show the model's outputs for a few examples."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """The objects that a rank works with. `dataclasses.replace` gives it other sinks, or another journal."""
+    """Objects that a rank works with. Use `dataclasses.replace` to set other sinks or another journal."""
 
     job: Job
     world: World
     task: Task
     strategy: Strategy  # built
-    averaged: Averaged  # the state of it that is saved, with the average of its weights where the run asks for one
+    averaged: Averaged  # the strategy's state as saved, including the moving average if enabled
     feed: StepLoader
     checkpoints: Checkpoints
-    bytes_before: int  # of tensors, before there was a model
+    bytes_before: int  # bytes of tensors before the model was built
     journal: EventLog = field(default_factory=lambda: EventLog(None))
     sinks: Sinks = field(default_factory=Sinks)
-    between_steps: Callable[[TrainState], None] = lambda state: None  # set by recovery; after all hooks
-    compared: str = ""  # how its first numbers compare with a plain computation, for a person
+    between_steps: Callable[[TrainState], None] = lambda state: None  # called after all hooks; set by recovery
+    compared: str = ""  # result of the comparison with a plain computation, for display
 
     @property
     def run(self) -> Run:
@@ -66,19 +67,19 @@ class Session:
         return self.job.run
 
     def new_state(self, step: int = 0) -> TrainState:
-        """The state of a training that starts after `step` updates, with nothing else known about them."""
+        """New training state after `step` updates, with no other history."""
         feed, lengths = self.feed, self.task.unit is not None
         return TrainState(self.run, feed.total, feed.sources, lengths, step)
 
 
 def gloo_threads(run: Run, strategy: type[Strategy]) -> int:
-    """Threads of each gloo group. One where functional collectives may be made: what a class declares holds for itself
-    and for no class that inherits from it."""
+    """Threads of each gloo group. One if functional collectives may be used; a class's own declaration is not
+    inherited."""
     return vars(strategy).get("gloo_threads", 1) if run.strategy.exact else 1
 
 
 def join_ranks(job: Job, world: World) -> None:
-    """Join the other ranks, and agree with them that all have the same. Collective. Errors: `RunError`, `Unreached`."""
+    """Join the other ranks and check that all have the same job. Collective. Errors: `RunError`, `Unreached`."""
     world.gloo_threads = gloo_threads(job.run, job.strategy)
     world.join()
     more = {"what is padded": job.padding or "nothing"} if job.task.head else {}
@@ -91,18 +92,18 @@ def build_session(
     say: Callable[[str], None] = lambda text: None,
     trained: bool = False,
 ) -> Session:
-    """Build task, model and feed. `say` prints what happens with checkpoints. `trained`: the model is a trained one,
-    not the one that training starts from. Collective. Errors: `RunError`."""
+    """Build task, model and data loader. `say` prints messages about checkpoints. `trained`: the model is already
+    trained, not the starting point of training. Collective. Errors: `RunError`."""
     if job.task.head:
         from lockstep.training import preload  # noqa: F401 - in a process that was not forked from one that has it
     before, run, prepared = tensor_bytes(), job.run, job.data
     task = job.task(run, prepared)
-    # built with those that it comes to
+    # a joining rank is built together with its new group
     later = world.joining and issubclass(job.strategy, ShardedRecovery) and job.strategy.supports_reshard
-    whole = run if later else resolve_options(run, task, world)  # by the memory of all machines
+    whole = run if later else resolve_options(run, task, world)  # depends on the memory of all machines
     strategy_class = job.strategy if whole is run else strategies.strategy_class(whole)
     strategy = strategy_class(whole, world)
-    seed_libraries(run.seed)  # for a task whose `model` draws weights by itself
+    seed_libraries(run.seed)  # for a task whose `model` initializes weights itself
     if not later:
         strategy.build(task)
         blocks.warm_up(run, strategy, task)

@@ -1,8 +1,8 @@
-"""The weights before the first step, by name, compared with those that plain `from_pretrained` loads.
+"""Compare the weights before the first step, by name, with those that plain `from_pretrained` loads.
 
-In: a session whose strategy is built. Out: None, or a message that names the weights that differ. Each rank hashes the
-parts that it holds; rank 0 loads the model once more, as a script of transformers would. Weights that the files do not
-hold are drawn, and not compared; nor are an adapter's own.
+In: a session whose strategy is built. Out: None, or a message that names the weights that differ. Each rank hashes its
+own shards; rank 0 loads the model once more, as a transformers script would. Weights missing from the files are
+randomly initialized and not compared; nor are an adapter's own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from lockstep.plain.train import load_pretrained
 from lockstep.training.plain_sides import WHOLE, job_of, plain_path
 from lockstep.training.session import Session
 
-_NAMES = 4  # names in a message
+_NAMES = 4  # maximum names in a message
 
 
 def skipped(session: Session) -> str:
-    """Why the weights are not compared with those of the source; empty where they are, or where there is none."""
+    """Explain why the weights are not compared with their source. Empty if they are compared, or if there is no
+    source."""
     run = session.run
     if run.model.source is None:
         return ""
@@ -34,14 +35,14 @@ def skipped(session: Session) -> str:
         return f"they are kept in {run.model.quantization}"
     if session.strategy.parameter_count > WHOLE:
         return f"a second model of more than {WHOLE / 1e6:.0f} million weights would be loaded"
-    if RawRows.of(session.task.prepared.facts) is None:  # which the plain path needs to know the labels
+    if RawRows.of(session.task.prepared.facts) is None:  # the plain path needs them for the labels
         return "the labels are not known to a plain computation"
     return ""
 
 
 def difference(session: Session) -> str | None:
-    """Describe how weights differ from those of the source, on every rank. None where they are the same, and where
-    they are `skipped`. Collective."""
+    """Describe how weights differ from their source, on every rank. None if they are equal or the comparison is
+    `skipped`. Collective."""
     run, world, strategy = session.run, session.world, session.strategy
     if run.model.source is None or skipped(session):
         return None
@@ -58,14 +59,14 @@ def difference(session: Session) -> str | None:
 
 
 def _plain_name(name: str) -> str | None:
-    """The name of a weight of the state in the model without its adapter; None of an adapter's."""
+    """Name of a weight in the model without its adapter; None for an adapter's own weight."""
     name = name.removeprefix("model.").removeprefix("base_model.model.").replace(".base_layer.", ".")
     name = re.sub(r"\.original_module\.", ".", name)
     return None if re.search(r"\.(lora_|modules_to_save\.|token_adapter)", f".{name}") else name
 
 
 def _difference(session: Session, own: dict[str, tuple[tuple[torch.dtype, tuple[int, ...]], int]]) -> str | None:
-    """`own`: dtype, shape and sum of bits of each weight."""
+    """`own`: (dtype, shape) and hash sum of each weight."""
     run = session.run
     low = torch.bfloat16 if run.model.dtype == "bfloat16" else None
     try:
@@ -81,7 +82,7 @@ def _difference(session: Session, own: dict[str, tuple[tuple[torch.dtype, tuple[
         )
     parameters = dict(model.named_parameters())
     wrong: list[str] = []
-    if not run.model.adapter:  # of which peft may replace what it trains
+    if not run.model.adapter:  # peft may replace modules that it trains
         wrong += [f"{n} is missing here" for n in parameters if n not in own and n not in drawn]
     theirs: dict[str, Tensor] = parameters | dict(model.named_buffers())
     for name, ((dtype, shape), value) in own.items():
@@ -105,13 +106,13 @@ def _difference(session: Session, own: dict[str, tuple[tuple[torch.dtype, tuple[
 
 
 def _sums(tensor: Any, low: torch.dtype | None, dtype: torch.dtype, weight: bool) -> set[int]:
-    """What its bits may sum to here. A buffer that a model computes, such as rotary frequencies, is float32 even where
-    weights are loaded in less."""
+    """Acceptable hash sums of a tensor. A buffer that a model computes, such as rotary frequencies, is float32 even if
+    weights are loaded in lower precision."""
     ways = {low} if weight else {low, None}
     return {int(summed(_in(tensor, way, dtype))) for way in ways}
 
 
 def _in(tensor: Any, low: torch.dtype | None, dtype: torch.dtype) -> Tensor:
-    """A tensor rounded as it is when it is loaded, in the dtype that it is kept in."""
+    """Round a tensor as loading does, then convert it to the stored dtype."""
     tensor = tensor.detach()
     return (tensor if low is None else tensor.to(low)).to(dtype).contiguous()

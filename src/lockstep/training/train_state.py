@@ -1,10 +1,10 @@
-"""The training state of one rank beside the strategy's tensors: step, meter, progress of evaluations, pending work.
+"""Training state of one rank besides the strategy's tensors: step, meter, evaluation progress, pending work.
 
-In: every update that is made. Out: `state_dict`, plain data. Checkpoints store it, recovery sends it to ranks that are
-behind or new, and peer checkpoints keep it beside the tensors.
+In: every update. Out: `state_dict`, plain data, which checkpoints store, recovery sends to ranks that are behind or
+new, and peer checkpoints keep with the tensors.
 
-An update is made on a rank or it is not, and `advance` counts it at once. The hooks that follow an update (hooks.py)
-may be broken off by the loss of a rank. They then run again: each is idempotent for `step`.
+An update is made on a rank or it is not; `advance` counts it at once. A rank failure may interrupt the hooks that
+follow an update (hooks.py). They then run again: each is idempotent for `step`.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from lockstep.strategies.exact.gradient import LossScale
 from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.throughput import Counts, Meter
 
-EVALUATION = "evaluation"  # in `pending`: the one of this step was left out by a request to stop
-CHECKPOINT = "checkpoint"  # in `pending`: one that the loss of a rank has broken off
+EVALUATION = "evaluation"  # in `pending`: this step's evaluation was skipped because of a request to stop
+CHECKPOINT = "checkpoint"  # in `pending`: a checkpoint that a rank failure interrupted
 
 
 class TrainState:
-    """Step, meter, progress and pending work."""
+    """Step, meter, evaluation progress and pending work of one rank."""
 
     def __init__(self, run: Run, total: int, sources: Iterable[str] = (), lengths: bool = True, step: int = 0) -> None:
-        """`total`: steps of the run. `sources`: names, of a mixture. `lengths`: whether examples have any. `step`:
-        updates made so far; -1: this rank holds no state yet."""
+        """`total`: steps of the run. `sources`: names of a mixture's sources. `lengths`: whether examples have lengths.
+        `step`: updates made so far; -1: this rank has no state yet."""
         self._run, self._total, self._sources, self._lengths = run, total, list(sources), lengths
-        self.step = self.first = step  # updates made; and those made before this job came to train
+        self.step = self.first = step  # updates made; updates made before this job
         self.meter = Meter(sources=self._sources)
-        self.progress = Progress.of(run, {})  # of all evaluations so far
-        self._progress_before = self.progress  # of those before the one of `step`
+        self.progress = Progress.of(run, {})  # all evaluations so far
+        self._progress_before = self.progress  # without the evaluation of `step`
         self.fingerprints = Fingerprints()
         self.pending: set[str] = set()
-        self.line: dict[str, float] = {}  # numbers for the log after `step`; empty: no line is due
-        self.scores: dict[str, float] = {}  # of the evaluation after `step`, once it was made
-        self._hooks_done = step  # the step after which all hooks have run
+        self.line: dict[str, float] = {}  # log line after `step`; empty: none is due
+        self.scores: dict[str, float] = {}  # evaluation after `step`, once done
+        self._hooks_done = step  # last step whose hooks have all run
 
-    # -- what happens ------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
 
     def advance(self, batch: StepBatch, result: StepResult, rate: float, scaling: LossScale | None = None) -> None:
-        """Count an update. Where a line of the log is due, the host waits for the device here."""
+        """Count an update. Synchronizes with the device if a log line is due."""
         self.step += 1
         self._progress_before, self.line, self.scores, self.pending = self.progress, {}, {}, set()
         self.meter.add(batch, result, scaling)
@@ -55,8 +55,7 @@ class TrainState:
             self.line = self.meter.line(result, rate, self._lengths, scaling)
 
     def count_evaluation(self, scores: Mapping[str, float]) -> bool:
-        """Count the evaluation after `step`, once however often it is made. Returns whether training is over by
-        `evaluate.patience`."""
+        """Count the evaluation after `step`; repetitions count once. Returns whether early stopping ends training."""
         if self._run.checkpoint.best:
             delta = self._run.evaluate.min_delta
             self.progress = self._progress_before.after(self.step, score_of(self._run, scores), delta)
@@ -65,31 +64,31 @@ class TrainState:
         return self.over
 
     def finish(self) -> None:
-        """All hooks have run."""
+        """Record that all hooks have run."""
         self._hooks_done = self.step
         self.pending.discard(CHECKPOINT)
 
     @property
     def hooks_pending(self) -> bool:
-        """Whether hooks are to run for `step`."""
+        """Whether hooks still have to run for `step`."""
         return self._hooks_done < self.step
 
     def rerun_hooks(self, checkpoint: bool = False) -> None:
-        """Let the hooks of the last update run again, unless it was made before this job came to train. `checkpoint`:
-        with a checkpoint in any case."""
+        """Mark the hooks of the last update as pending, unless the update precedes this job. `checkpoint`: save a
+        checkpoint in any case."""
         if self.step > self.first:
             self._hooks_done = self.step - 1
             self.pending |= {CHECKPOINT} if checkpoint else set()
 
     @property
     def over(self) -> bool:
-        """Whether `evaluate.patience` has ended training: the same on every rank."""
+        """Whether early stopping (`evaluate.patience`) has ended training; equal on every rank."""
         return self.progress.over(self._run)
 
-    # -- plain data, as others store it ------------------------------------------------------------------------------
+    # -- plain data for storage --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain data that later steps do not change. The host waits for the device."""
+        """Return the state as plain data that later steps do not change. Synchronizes with the device."""
         return {
             "step": self.step,
             "first": self.first,
@@ -104,7 +103,7 @@ class TrainState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a rank's `state_dict`, or the part of it that a checkpoint has: `step`, `meter`, `progress` and
+        """Load another rank's `state_dict`, or the part of it that checkpoints store: `step`, `meter`, `progress` and
         `pending`."""
         self.step = state["step"]
         self.first, self._hooks_done = state.get("first", self.step), state.get("hooks_done", self.step)
@@ -118,7 +117,8 @@ class TrainState:
             self.fingerprints.load_state_dict(state["fingerprints"])
 
     def digest(self) -> str:
-        """A hash of what is equal on all ranks after the same updates, also where some have run more hooks."""
+        """Hash of the values that are equal on all ranks after the same updates, even if some ranks have run more
+        hooks."""
         meter = self.meter.state()
         meter = {**meter, "line": {**meter["line"], "seconds": 0}}
         values = [self.step, self._hooks_done, meter, self._progress_before.dump()]
@@ -126,5 +126,5 @@ class TrainState:
 
 
 def is_due(step: int, every: int, last: bool) -> bool:
-    """Whether something that happens every so many steps (0: never) and at the last one happens now."""
+    """Whether an event that occurs every `every` steps (0: never) and at the last step is due now."""
     return last or (every > 0 and step % every == 0)
