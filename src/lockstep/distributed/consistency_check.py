@@ -36,7 +36,7 @@ def facts(run: Run, data: str) -> dict[str, str]:
     values: dict[str, Any] = run.model_dump(mode="json")
     for key in _OWN:
         del values[key]
-    for entry in values["data"]["sources"] or ():  # of a mixture
+    for entry in values["data"]["sources"] or ():  # sources of a mixture
         for key in ("source", "train", "validation", "test"):
             if _is_local({"data": entry}, f"data.{key}"):
                 del entry[key]

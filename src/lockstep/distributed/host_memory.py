@@ -71,7 +71,7 @@ def records(sources: Sources = KERNEL) -> Iterator[tuple[int, int, str]]:
                     return
                 fields = head.split(",")
                 yield int(fields[1]), int(fields[2]), text
-    except (OSError, ValueError, IndexError):  # the end
+    except (OSError, ValueError, IndexError):  # no more records
         return
     finally:
         os.close(descriptor)
@@ -117,7 +117,7 @@ def folders(sources: Sources, above: bool = False) -> Iterator[Path]:
                 continue
             root = sources.cgroups / ("memory" if kinds else "")
             here = root / path.lstrip("/")
-            if not here.is_dir():  # a container that sees its own cgroup as the root
+            if not here.is_dir():  # a container whose cgroup appears as the root
                 here = root
             yield here
             while above and here != root:

@@ -29,8 +29,8 @@ from lockstep.distributed import host_memory
 FILE = "launch.json"
 # The job of the ranks: dotted name of a function of (run, world), and further arguments.
 TRAIN = ("lockstep.training.rank.work",)
-# Variables for ranks that another program starts for a launcher: how many there shall be in all; a file for the exit
-# status of a machine's first rank, where that program has only one of its own; what ranks do, where it is not `TRAIN`.
+# Variables for ranks that another program starts for a launcher: their total number; a file for the exit status of a
+# machine's first rank, if that program only reports its own; the ranks' job, if it is not `TRAIN`.
 PLANNED_SIZE, STATUS, JOB_WORDS = "LOCKSTEP_WORLD_SIZE", "LOCKSTEP_STATUS_FILE", "LOCKSTEP_JOB"
 RESOLVED = "LOCKSTEP_RESOLVED_JOB"  # file with the launching process's resolved decisions
 INTRODUCED = "LOCKSTEP_INTRODUCED"  # set for ranks if the terminal already shows the run's opening lines
@@ -38,7 +38,7 @@ INTRODUCED = "LOCKSTEP_INTRODUCED"  # set for ranks if the terminal already show
 # accelerate launch, srun), and rank 0 writes the file.
 VARIABLE = "LOCKSTEP_LAUNCHER"
 JOB = "LOCKSTEP_JOB_ID"  # with it, the job's id, if it is known only once the job runs
-FACT = "LOCKSTEP_FACT"  # and one of the facts, as name=value
+FACT = "LOCKSTEP_FACT"  # and one of the launcher's facts, as name=value
 
 _ASIDE = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<pid>\d+)\.partial")  # names from `aside_of`
 # Hint for users whose run was killed for memory.
@@ -76,14 +76,14 @@ class JobRecord:
     began: float  # seconds since 1970
     process: Process  # `lockstep train`, or rank 0 if started by hand
     job: str | None = None  # the scheduler's or service's id
-    facts: Mapping[str, str] = field(default_factory=dict)  # what the launcher needs to find the job again
-    main: Process | None = None  # rank 0, once it is there
+    facts: Mapping[str, str] = field(default_factory=dict)  # for the launcher to find the job again
+    main: Process | None = None  # rank 0, once it runs
     steps: int | None = None  # of the whole run, set by rank 0
     reached: int | None = None  # updates done when training ended; metrics.jsonl may be shorter if the disk was full
     kills: tuple[int, int] | None = None  # OOM kill counters at the start: of its cgroup, of the machine
     cgroup: str = ""  # at the start
     ended: float | None = None
-    status: int | None = None  # exit status, once there is one
+    status: int | None = None  # exit status, once known
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class State:
 
     word: Word
     text: str = ""  # details for the user: why it waits, where it runs
-    status: int | None = None  # exit status, where it is known
+    status: int | None = None  # exit status, if known
 
     @property
     def live(self) -> bool:

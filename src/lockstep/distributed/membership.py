@@ -124,7 +124,7 @@ class Membership:
     def __init__(self, place: MemberAddress) -> None:
         self.place, self.me = place, place.me
         self.generation = Generation(-1, ())
-        self.offered = 0  # the number of a generation that has more members than this one; 0: none
+        self.offered = 0  # number of a larger generation; 0: none
         self.lost = False  # whether this generation lost a member
         self._before: set[int] | None = None  # while forming: the sockets from before
         self._own: set[int] = set()  # the groups' sockets
@@ -132,7 +132,7 @@ class Membership:
 
     @classmethod
     def from_environment(cls) -> Membership | None:
-        """This process's membership; None where the launcher that started it keeps no roster."""
+        """Return this process's membership; None if its launcher keeps no roster."""
         value = os.environ.get(VARIABLE)
         return None if value is None else cls(MemberAddress(**json.loads(value)))
 
@@ -191,7 +191,7 @@ class Membership:
         listener.start()
 
     def awaited(self, limit_s: float, stop: Callable[[], bool] = lambda: False) -> Generation | None:
-        """The newest generation after this rank's own that includes this rank, once there is one; None after `limit_s`,
+        """Wait for the newest generation after this rank's own that includes this rank; returns None after `limit_s`,
         when `stop` returns True, or when no rank continues."""
         until = time.monotonic() + limit_s
         while (generation := self.newest()).number <= self.generation.number or self.me not in generation.members:

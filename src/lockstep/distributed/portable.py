@@ -33,12 +33,12 @@ from torch import Tensor
 from lockstep.config import processor
 from lockstep.config.run import RunError
 
-ROWS = 256  # of a product per piece; a thread computes one piece at a time, so results do not depend on threads
-MATRICES = 64  # of a batch of products per piece
+ROWS = 256  # rows per piece of a product; pieces do not depend on the number of threads
+MATRICES = 64  # matrices per piece of a batch of products
 CORE = processor.VARIABLES["OPENBLAS_CORETYPE"]
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 # Operations of MKL, oneDNN or FBGEMM without a replacement here, with all variants of each name: LAPACK, transforms,
-# products of other kinds, and functions that no model is known to train with.
+# other kinds of products, and functions that no known model trains with.
 REFUSED = (
     *("asin", "acos", "atan", "erfc", "addbmm", "_addmm_activation", "_embedding_bag", "_embedding_bag_forward_only"),
     *("_int_mm", "_scaled_mm", "_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "to_mkldnn"),

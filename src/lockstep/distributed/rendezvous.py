@@ -188,7 +188,7 @@ class Rendezvous:
         if not host or not port:
             return {"init_method": self.init_method}
         limit_s = self.timeout.total_seconds()
-        agent_holds_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun itself
+        agent_holds_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun holds it
         if self.rank or (agent_holds_store and self.init_method == "env://"):
             store = connect_store(host, int(port), limit_s, limit_s)
         else:

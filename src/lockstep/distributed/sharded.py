@@ -106,7 +106,7 @@ def whole(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     if not is_dtensor(tensor):
         return tensor
-    if by_host(tensor, tensor.device_mesh.get_group(0)):  # the functional collective of CUDA over gloo crashes (2.11)
+    if by_host(tensor, tensor.device_mesh.get_group(0)):  # functional CUDA collectives over gloo crash (torch 2.11)
         return whole(tensor.detach().cpu()).to(tensor.device)
     return tensor.full_tensor()
 

@@ -262,7 +262,7 @@ def tell_failure(caught: Exception, world: World | None, log: Path | None = None
     created, each rank prints.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # a run id may be "none", a parent 1, and membership may change without a restart being counted
+        # a run id may be "none", a parent 1, and membership may change without a counted restart
         parent = job_record.born(os.getppid()) or ""
         names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
         formation = [os.environ.get(name, "") for name in names] + [os.getppid(), parent]

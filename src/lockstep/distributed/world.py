@@ -91,7 +91,7 @@ class World:
             portable.install(self.threads)
         else:
             torch.set_num_threads(self.threads)
-            if self._exact:  # torch's own encoder layers compute evaluations another way, unless an engine hooks them
+            if self._exact:  # torch's encoder layers have another path for evaluation, unless an engine hooks them
                 torch.backends.mha.set_fastpath_enabled(False)
         for name, kernels in KEPT_KERNELS.items():
             os.environ.setdefault(name, kernels)  # read at the first product
@@ -99,7 +99,7 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self._deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's condition for reproducible results
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for reproducible results
             torch.use_deterministic_algorithms(True)
             # filling would launch a kernel per new tensor; no code reads uninitialized memory
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ class ShardedRecovery(GradientUpdate):
     """
 
     plugin = "strategies"  # a base: it has no name in a run file
-    supports_reshard: ClassVar[bool] = True  # False where an engine cannot be built a second time in a process
+    supports_reshard: ClassVar[bool] = True  # False if an engine cannot be built twice in a process
     state_needs_all_ranks: ClassVar[bool] = False  # whether reading a rank's own state is collective
     build_empty = False  # whether to build it without weights, because a state is loaded next
     deferred_update: Callable[[], Any] | None = None  # applies an update that was interrupted; not collective

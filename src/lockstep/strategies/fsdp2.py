@@ -94,7 +94,7 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
                     self.world.device.type, (self.world.size,), mesh_dim_names=(self.axis("rank"),)
                 )
         super().build(task)
-        self.buckets = buckets(dict(reversed(self.dense.items())), BUCKET_BYTES)  # as backward meets them
+        self.buckets = buckets(dict(reversed(self.dense.items())), BUCKET_BYTES)  # in backward's order
         cut = {i: p for i, p in enumerate(self.parameters) if p.dim()}  # every rank updates the scalars
         self.gathered = [[cut[i] for i in b] for b in buckets(cut, BUCKET_BYTES)]
         self.links = links(self.run, self.world)
@@ -293,7 +293,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         super().__init__(run, world)
         self.in_tree_order = self.gives_bits(run)
         self.tensor = tensor_ranks(run)
-        if world.joining:  # in no group of ranks yet
+        if world.joining:  # no process group yet
             return
         self.replicas = int(run.strategy.options.get("replicate", 1))
         self.shards = world.size // (self.replicas * self.tensor)

@@ -43,7 +43,7 @@ class HFAccelerate(Accelerated, Hooked):
         from accelerate import DistributedDataParallelKwargs
 
         known = {field.name for field in dataclasses.fields(DistributedDataParallelKwargs)}
-        known -= {"dim", "comm_hook", "comm_wrapper", "comm_state_option"}  # the hook is the exact reduction
+        known -= {"dim", "comm_hook", "comm_wrapper", "comm_state_option"}  # the exact reduction is the hook
         if unknown := set(run.strategy.options) - known:
             raise RunError(
                 "LS4200",

@@ -25,7 +25,7 @@ _KNOWN = {"ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph",
 _KNOWN |= {"gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32"}
 _KNOWN |= {"torch_empty_cache_steps", "use_liger_kernel", "liger_kernel_config"}
 
-# Those of them that change results compared to the other strategies.
+# Arguments that change results compared to the other strategies.
 _OTHER_KERNELS = {"torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32", "use_liger_kernel"}
 
 

@@ -59,7 +59,7 @@ class Native(Recomputes):
         for i, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(partial(self.on_gradient, i))
         exact = self.run.strategy.exact
-        with self.autocast():  # attention of some kinds takes bf16 only
+        with self.autocast():  # some attention kernels support bf16 only
             uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
         narrow = self.run.model.trained_in_bfloat16
         sparse = row_sparse(self.model, self.world.device, uses) if exact and not narrow else set()
@@ -96,7 +96,7 @@ class Native(Recomputes):
         self.leaves.start(batch.count, batch.shares)
         losses = self.no_losses(batch)
         self.statistics.start(batch.count)
-        with self.autocast():  # around the whole step: weights are cast once, not once a micro-batch
+        with self.autocast():  # around the whole step, so that weights are cast once
             for micro in batch.micro_batches:
                 last = micro is batch.micro_batches[-1]
                 losses[micro.index] = self.compute(
@@ -122,7 +122,7 @@ class Native(Recomputes):
     def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
         """Run one micro-batch forward and backward, and add its gradient to the tree. Returns the micro-batch's loss
         sum."""
-        if not self.run.strategy.exact:  # autograd adds the gradient to those of the micro-batches before
+        if not self.run.strategy.exact:  # autograd sums the gradients of all micro-batches
             return self.run_micro_batch(micro, targets)
         self.leaves.begin(micro.index)
         loss = self.run_micro_batch(micro, targets)

@@ -124,7 +124,7 @@ class Pipeline(ShardedRecovery):
 
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)
-        if world.joining:  # in no group of ranks yet
+        if world.joining:  # no process group yet
             return
         self.ranks, self.schedule_name, each = _shape(run, world.size)
         self.pipelines = world.size // self.ranks

@@ -62,9 +62,9 @@ class WeightFormats(Flag):
     """Weight formats, besides float32, that a strategy can train."""
 
     NONE = 0
-    BFLOAT16 = auto()  # weights in bfloat16, beside float32 master weights
+    BFLOAT16 = auto()  # weights in bfloat16 with float32 master weights
     BFLOAT16_ALONE = auto()  # weights in bfloat16 without master weights
-    FOUR_BITS = auto()  # frozen weights in 4 bits beside an adapter
+    FOUR_BITS = auto()  # frozen weights in 4 bits with an adapter
 
 
 class Strategy(ABC):

@@ -66,7 +66,7 @@ def prepared(engine: Any, model: nn.Module, optimizer: Any) -> Any:
     if (forward := vars(model).pop("_original_forward", None)) is not None:  # wrapped in Accelerate's autocast
         model.forward = forward
     with warnings.catch_warnings():
-        # torch 2.13 renamed an option of DistributedDataParallel, Accelerate 1.15 knows its old name only
+        # torch 2.13 renamed a DistributedDataParallel option; Accelerate 1.15 uses the old name
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         return engine.prepare(model, optimizer)
 

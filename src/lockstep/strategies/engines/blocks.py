@@ -125,7 +125,7 @@ def traced(run: Run, head: str, config: Any) -> str | None:
                     unpadded.install(model)
                 for inputs in batches:
                     model(**inputs)
-            except Exception:  # entries that do not fit each other any more
+            except Exception:  # inconsistent config entries
                 continue
             for block in layers.blocks(model):
                 if not _looks_up_tokens(block):

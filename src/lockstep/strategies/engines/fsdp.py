@@ -426,8 +426,8 @@ def gate(block: nn.Module) -> None:
         return sealed.args, sealed.kwargs
 
     def close(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Every output that has a gradient, plus minus zero, which is the same bits for every number. All of them: an
-        input that is handed on (T5's position biases) would otherwise wake FSDP again when the block is through."""
+        """Add minus zero to every output that requires a gradient, which changes no bits. All outputs, because an input
+        that is passed on (T5's position biases) would otherwise trigger FSDP again when the block has finished."""
         number = gates.pop()
         leaves, spec = _pytree.tree_flatten(output)
         leaves = [x + number if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
@@ -435,7 +435,7 @@ def gate(block: nn.Module) -> None:
 
     fsdp = next(iter(block._forward_pre_hooks))  # FSDP puts its hook before all others
     block.register_forward_pre_hook(unseal, prepend=True, with_kwargs=True)
-    hooks: Any = block._forward_pre_hooks  # an OrderedDict, whatever its annotation says
+    hooks: Any = block._forward_pre_hooks  # an OrderedDict, contrary to its annotation
     hooks.move_to_end(fsdp, last=False)
     block.register_forward_pre_hook(seal, prepend=True, with_kwargs=True)
     block.register_forward_hook(close, prepend=True)

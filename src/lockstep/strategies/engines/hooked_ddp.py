@@ -65,7 +65,7 @@ class Hooked(WholeStateRecovery):
         assert (self.ddp is not None) == (self.world.size > 1), f"{type(self.wrapped)} at {self.world.size} processes"
         narrow = self.run.model.trained_in_bfloat16
         if self.ddp is not None:
-            backwards = dict(reversed(self.dense.items()))  # as backward meets them
+            backwards = dict(reversed(self.dense.items()))  # in backward's order
             self.buckets = buckets(backwards, self.ddp.bucket_bytes_cap)
             self.ddp.register_comm_hook(None, self.on_bucket)
             # DDP's buckets would be bfloat16, like the weights
@@ -110,7 +110,7 @@ class Hooked(WholeStateRecovery):
         if self.primed:
             arrived = {self.position[id(p)]: g for p, g in zip(bucket.parameters(), bucket.gradients())}  # noqa: B905
             for position in arrived.keys() - self.leaves.with_gradient if self.leaves.waiting is not None else ():
-                arrived[position] += 0.0  # as `LeafGradients.take` does
+                arrived[position] += 0.0  # like `LeafGradients.take`
             self.arrived |= arrived
             if not self.run.strategy.exact:
                 return allreduce_hook(cast(dist.ProcessGroup, dist.group.WORLD), bucket)

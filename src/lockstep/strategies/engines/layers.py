@@ -20,7 +20,7 @@ from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import leaves_out_layers, load_config
 from lockstep.tasks.modules import dataset
 
-# Families that call their layers' `forward` directly (Reformer: once more in its own backward), past the hooks through
+# Families that call their layers' `forward` directly (Reformer: again in its own backward), bypassing the hooks with
 # which FSDP gathers a layer's weights.
 _PAST_HOOKS = {"squeezebert", "reformer"}
 # Families that run a layer several times in a forward: its gradient is reduced once, with the root module.
@@ -86,15 +86,15 @@ def check_scalars(run: Run, key: str, engine: str, instead: str) -> None:
         )
 
 
-# Families whose layers read the weight of a module within without calling it, or before they call it: found by
-# `benchmarks/families.py --ways zero3:2 --recompute`, which tries all.
+# Families whose layers read a submodule's weight without calling the submodule, or before calling it, according to
+# `benchmarks/families.py --ways zero3:2 --recompute`, which tries all families.
 READS_WITHIN = (
     *("falcon_h1", "hunyuan_v1_moe", "inkling_text", "jamba", "longt5", "nllb-moe", "qwen3_next", "seamless_m4t_v2"),
     *("switch_transformers", "t5"),
 )
 # Heads and families that do so even without recomputed activations.
 NEVER_IN_TIME = {("causal", "mamba2"), ("masked", "mobilebert"), ("masked", "neomme")}
-# A head of its backbone is called, and nothing is learned through it; `vision_use_head: false` leaves it out.
+# The backbone's head is called, but gets no gradient; `vision_use_head: false` removes it.
 CALLED_IN_VAIN = ("image_classification", "siglip")
 
 
@@ -154,7 +154,7 @@ def call_order(model: nn.Module, forward: Callable[[], None]) -> list[str]:
 def hold_to(model: nn.Module, order: Sequence[str]) -> None:
     """Make every training forward raise an error before it calls a module out of `order`, which is the same on all
     ranks: ranks that gather different weights at the same time crash, or use each other's weights."""
-    position = [-1]  # -1: no forward is under way, as while activations are computed again
+    position = [-1]  # -1: no forward is running, or activations are recomputed
 
     def begin(*_: Any) -> None:
         position[0] = 0 if model.training else -1
@@ -203,8 +203,8 @@ def check_gathered(run: Run) -> None:
         )
 
 
-# Families whose forward writes to weights that are trained, with the entry of their config that switches it off at 0:
-# RWKV divides them by powers of two for evaluation, Gemma 3n limits some in training, which nothing switches off.
+# Families whose forward writes to trained weights, with the config entry that disables it at 0: RWKV divides them by
+# powers of two for evaluation; Gemma 3n clamps some in training, which cannot be disabled.
 WRITES_WEIGHTS: dict[str, str | None] = {"gemma3n_text": None, "rwkv": "rescale_every"}
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 KEY = "strategy.tensor_leaves"
-COLUMN, ROW = "colwise", "rowwise"  # transformers' words
+COLUMN, ROW = "colwise", "rowwise"  # transformers' names
 _PASSED = "replicated_with_grad_allreduce"  # a norm per head: leaves share its weight, and their gradients are summed
 
 
@@ -137,7 +137,7 @@ def differs(run: Run, head: str, config: Any) -> str | None:
             try:
                 whole, cut = (small_models.small(run, head, variant, run.model.attention) for _ in range(2))
                 outputs = [small_models.computed(whole, head, batch) for batch in batches]
-            except Exception as error:  # entries that do not fit each other any more
+            except Exception as error:  # inconsistent config entries
                 why = f"a small model of it could not be tried ({small_models.brief(error)})"
                 continue
             try:
@@ -322,7 +322,7 @@ def _row(module: Any, ranks: LeafRanks, weight: WeightCut, inputs: Tensor) -> Te
 
 def _local_weight(weight: Tensor) -> Tensor:
     """Return this rank's part of a weight, differentiably."""
-    local = getattr(weight, "to_local", None)  # a DTensor's; its package takes long to import
+    local = getattr(weight, "to_local", None)  # of a DTensor, whose package is slow to import
     return weight if local is None else local()
 
 

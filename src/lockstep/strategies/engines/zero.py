@@ -127,7 +127,7 @@ class Sharded(ShardedRecovery, Recomputes):
         self.in_tree_order = self.gives_bits(run)
         self.stage = self.stage_of(run)
         if self.in_tree_order and world.size == 1:
-            self.stage = min(self.stage, 2)  # one rank has nothing to gather
+            self.stage = min(self.stage, 2)  # a single rank gathers nothing
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Sharded(ShardedRecovery, Recomputes):
         self.low_precision = keeps_bf16_weights(options)
         self.config = zero_config.config(self.run, self.stage, self.parameter_count, options)
         if self.in_tree_order:
-            self.config["zero_optimization"]["memory_efficient_linear"] = False  # `SavedByName` takes its place
+            self.config["zero_optimization"]["memory_efficient_linear"] = False  # replaced by `SavedByName`
         if self.stage == 3:
             order: list[str] = []  # call order of modules in a forward on rank 0
 

@@ -28,7 +28,7 @@ def prepare_import(device_type: str) -> None:
     warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor)", FutureWarning)
     # tests/strategies/test_zero.py compares each optimizer with `single`.
     logging.getLogger("DeepSpeed").addFilter(_not_of_untested_optimizers)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # 26 s of compiling, for CPU all-reduces
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # skips 26 s of compiling an op for CPU all-reduces
 
 
 def _not_of_untested_optimizers(record: logging.LogRecord) -> bool:
@@ -56,7 +56,7 @@ def config(run: Run, stage: int, parameters: int, options: Mapping[str, Any]) ->
         "gradient_accumulation_steps": 1,
         "gradient_clipping": run.optim.max_grad_norm or 0.0,
         "steps_per_print": None,
-        "timers": {"throughput": {"enabled": False}},  # it would wait for the device around every micro-batch
+        "timers": {"throughput": {"enabled": False}},  # it would synchronize the device around every micro-batch
         "zero_allow_untested_optimizer": True,  # SGD: tested here
         "zero_force_ds_cpu_optimizer": False,  # the optimizer is lockstep's, also with `offload_optimizer`
     }

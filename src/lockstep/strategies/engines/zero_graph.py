@@ -97,7 +97,7 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
         kind: Any = type(next(model.modules())._parameters)
 
         class Arrived(kind):
-            """DeepSpeed's mapping, which waits."""
+            """DeepSpeed's mapping of parameters, but waiting for gathers in progress."""
 
             def __getitem__(self, name: str) -> Any:
                 weight = super().__getitem__(name)

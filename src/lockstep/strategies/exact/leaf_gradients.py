@@ -22,15 +22,15 @@ class LeafGradients:
     def __init__(self, parameters: Sequence[nn.Parameter], rows: Sequence[int]) -> None:
         """`rows`: positions of the parameters with row-sparse gradients."""
         self.parameters, self.rows = parameters, rows
-        self.with_gradient: set[int] = set()  # positions that this micro-batch gave a gradient
+        self.with_gradient: set[int] = set()  # positions with a gradient from this micro-batch
         self.waiting: dict[int, Tensor] | None = None  # row-sparse addends of this micro-batch; None without a sibling
         self.start(0, None)
 
     def start(self, leaves: int, shares: Shares | None) -> None:
         """Start a step of `leaves` micro-batches. `shares`: each rank's range of them; None: equal shares."""
         self.tree, self.shares = ReductionTree(leaves), shares
-        self.node: Node = (0, 0)  # of the micro-batch that runs
-        self.uses = [0] * len(self.parameters)  # how many micro-batches gave each parameter a gradient
+        self.node: Node = (0, 0)  # of the current micro-batch
+        self.uses = [0] * len(self.parameters)  # number of micro-batches with a gradient, by parameter
 
     def layout(self, ranks: int) -> tuple[tuple[Node, ...], ...]:
         """Return the nodes that each rank holds after its micro-batches."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.optim import OptimSection
-from lockstep.config.optim import learning_rate as learning_rate  # the rate of a step belongs here, too
+from lockstep.config.optim import learning_rate as learning_rate  # re-exported: the learning rate of a step
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.sharded import Saved, fill, local, whole
 from lockstep.distributed.torch_internals import is_dtensor
@@ -30,7 +30,7 @@ from lockstep.strategies.optimizers.optimizer import State, Weight, rule
 from lockstep.tasks.models import weight_decay
 from lockstep.tasks.task import Task
 
-ALIGNED = 64  # bytes: where torch puts what it allocates on a CPU
+ALIGNED = 64  # bytes: alignment of torch's CPU allocator
 _LAYER = re.compile(r"(.*?)\.(\d+)(?:\.|$)")  # the list of layers, and the layer's index in it
 
 
@@ -177,7 +177,7 @@ def groups(
             "kind": how.kind,
         }
         for i, (how, params) in enumerate(members.items())
-        if params or (i == 0 and not any(members.values()))  # torch wants one
+        if params or (i == 0 and not any(members.values()))  # torch requires one group
     ]
 
 
@@ -383,7 +383,7 @@ def _portions(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield remaining
 
 
-LINE = 16  # float32 numbers that the fused kernels take at a time on a CPU
+LINE = 16  # float32 elements per iteration of the fused CPU kernels
 
 
 @contextmanager

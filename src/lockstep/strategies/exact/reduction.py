@@ -63,14 +63,14 @@ class ReductionTree:
 
     @property
     def root(self) -> list[Tensor]:
-        """The sum of all leaves. Errors: `ValueError` while a leaf is missing."""
+        """The sum of all leaves. Errors: `ValueError` if a leaf is missing."""
         if len(self.nodes) != 1 or (1 << next(iter(self.nodes))[0]) < self.leaves:
             raise ValueError(f"leaves are missing: there are partial sums {sorted(self.nodes)} of {self.leaves} leaves")
         return next(iter(self.nodes.values()))
 
 
 def _added(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
-    """`left + right`, written into `left`'s memory where it is dense; row-sparse tensors stay so."""
+    """Return `left + right`, written into `left`'s memory if it is dense; row-sparse tensors stay row-sparse."""
     dense = [i for i, tensor in enumerate(left) if not tensor.is_sparse]
     if dense:
         torch._foreach_add_([left[i] for i in dense], [right[i] for i in dense])

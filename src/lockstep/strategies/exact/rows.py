@@ -50,7 +50,7 @@ def by_row(gradient: Tensor) -> Tensor:
     Entries of a row are added in token order, like the dense kernel; torch's `coalesce` uses another order and so gives
     other bits.
     """
-    if not gradient.is_sparse:  # an embedding that this micro-batch did not use
+    if not gradient.is_sparse:  # embedding not used by this micro-batch
         return gradient.to_sparse(1).coalesce()
     rows, place = torch.unique(rows_of(gradient), return_inverse=True)
     values = values_of(gradient)
@@ -109,10 +109,10 @@ class RowSlots:
 
     def __init__(self, shapes: Sequence[torch.Size], ranks: int) -> None:
         self.ranks, self._shapes = ranks, list(shapes)
-        self._each = [-(-shape[0] // ranks) if shape else 1 for shape in shapes]  # rows a rank
+        self._each = [-(-shape[0] // ranks) if shape else 1 for shape in shapes]  # rows per rank
         self._widths = [shape[1:].numel() for shape in shapes]
-        self._starts: list[int] = []  # where each tensor's rows begin in a slot
-        self.length = 0  # numbers of a slot
+        self._starts: list[int] = []  # offset of each tensor's rows in a slot
+        self.length = 0  # elements per slot
         for each, width in zip(self._each, self._widths, strict=True):
             self._starts.append(self.length)
             self.length += each * width

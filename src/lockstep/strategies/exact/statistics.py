@@ -45,7 +45,7 @@ class Statistics:
         """Prepare a step of `count` micro-batches over all ranks."""
         if self.names:
             self._before = self._now()  # [N]
-            self._per_micro_batch = self._before.new_zeros(count, len(self._before) + 1)  # [M, N + 1]: and its examples
+            self._per_micro_batch = self._before.new_zeros(count, len(self._before) + 1)  # [M, N + 1]: examples last
 
     def take(self, micro: MicroBatch) -> None:
         """Record a micro-batch's statistics after its backward, and reset them to those before the step. Not for

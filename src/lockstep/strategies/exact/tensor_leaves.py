@@ -148,7 +148,7 @@ class _Cut(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         cut, ranks = ctx.cut, ctx.ranks
         leaves = list(gradients)
-        if len(leaves) < ctx.count:  # other ranks have made the others
+        if len(leaves) < ctx.count:  # the other leaves are on other ranks
             leaves = list(ranks.all_gather(torch.stack(leaves)))
         whole = leaves[0].new_empty(ctx.shape, dtype=ctx.dtype)
         for i, gradient in enumerate(leaves):
@@ -172,7 +172,7 @@ def cut_weight(weight: Tensor, cut: WeightCut, ranks: LeafRanks, dtype: torch.dt
 
 # -- activations -----------------------------------------------------------------------------------------------------
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of an input, a weight, a bias
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (input, weight, bias) -> output
 
 
 def column_product(

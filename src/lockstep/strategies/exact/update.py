@@ -91,7 +91,7 @@ class GradientUpdate(Strategy):
         return losses, [int(count) for count in counts.tolist()]
 
     def sum_of_step(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over data-parallel ranks, in place. Collective."""
+        """Sum a tensor over the ranks with their own losses and gradients, in place. Collective."""
         return self.data_parallel.sum(tensor)
 
     def optimizer_step(
@@ -151,7 +151,7 @@ class GradientUpdate(Strategy):
         self.effects = self.take_effects(side_effects.effects_of(self.model, self.forwards(batch), names))
         scaling = self.scaling.aside() if self.scaling else nullcontext()
         with preserved(self.model, self.effects.written) as changed, scaling:
-            self.train_step(batch, 0.0)  # at this rate weights stay what they are
+            self.train_step(batch, 0.0)  # learning rate 0: weights do not change
             self.settle()
             then()
             self.optimizer.state.clear()

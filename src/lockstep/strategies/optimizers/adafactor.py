@@ -30,7 +30,7 @@ class Adafactor(Optimizer):
         d: float = Field(1.0, ge=1, description="size of an update from which on it is clipped")
 
     def bytes_held(self) -> float:
-        return 0.0  # a row's and a column's
+        return 0.0  # per row and per column
 
     def begin(self, group: GroupOf, like: Tensor) -> State:
         import torch

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Lion(Optimizer):
-    """Algorithm 2 of the paper."""
+    """Lion: algorithm 2 of the paper."""
 
     any_part = True
 
