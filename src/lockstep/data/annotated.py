@@ -22,30 +22,30 @@ from lockstep.data.column_types import ALL, ColumnUse
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# layout -> endings that its files have in folders
+# layout -> file endings accepted in folders
 ENDINGS = {
     "conll": (".conll", ".conllu", ".iob", ".iob2", ".bio", ".ner", ".txt", ".tsv"),
     "squad": (".json",),
     "columns": (".json",),
     "records": (".json",),
 }
-_DOCUMENTS = {  # layout -> what a document of it is
+_DOCUMENTS = {  # layout -> description of a document
     "squad": "questions of SQuAD",
     "records": "rows within a document",
 }
-_ROW_LISTS = ("data", "rows", "records", "examples", "items", "samples", "instances")  # what lists of rows are called
-_TURNS = ({"role", "content"}, {"from", "value"})  # keys of a message, which is no row
-_IDS = 10  # rows of a mapping of ids to rows, at least, unless the ids are numbers
+_ROW_LISTS = ("data", "rows", "records", "examples", "items", "samples", "instances")  # usual keys of lists of rows
+_TURNS = ({"role", "content"}, {"from", "value"})  # keys of a chat message, which is not a row
+_IDS = 10  # minimum number of rows in a mapping of ids to rows, unless the ids are numbers
 _CONLLU = ("id", "tokens", "lemmas", "pos_tags", "xpos", "feats", "heads", "relations", "deps", "misc")
 _CONLL_2003 = ("tokens", "pos_tags", "chunk_tags", "ner_tags")
 _TAG = re.compile(r"O|[BIESLU]-\S+")
-_LOOKED = 5000  # lines, to tell what a file is
-_SMALL = 2**19  # characters that a block has at least, unless the file ends
-_TAGS = 200  # different ones that a file has, at most
+_LOOKED = 5000  # lines read to detect a layout
+_SMALL = 2**19  # minimum characters of a block, except at the end of a file
+_TAGS = 200  # maximum number of distinct tags in a file
 
 
 def layout_of(file: Path, encoding: str) -> str | None:
-    """conll, squad, columns or records, if a file seems to be that; None for any other."""
+    """Detect whether a file is conll, squad, columns or records; None for any other."""
     ending = file_formats.plain(file).suffix
     try:
         if ending == ".json":
@@ -60,7 +60,7 @@ def layout_of(file: Path, encoding: str) -> str | None:
 
 
 def _beginning(file: Path, encoding: str) -> str:
-    """The first lines, whole ones."""
+    """The first complete lines of a file."""
     start = next(file_formats.blocks(file, "data"), b"").decode(file_formats.codec(encoding), errors="ignore")
     whole = start.replace("\r\n", "\n").replace("\r", "\n")
     return whole[: whole.rfind("\n") + 1] if len(start) > _SMALL else whole
@@ -70,7 +70,7 @@ def _beginning(file: Path, encoding: str) -> str:
 
 
 def read_conll(files: list[Path], key: str, data: DataSection) -> Dataset:
-    """A row for each sentence, a column of lists for each column of the files. Errors: `RunError`."""
+    """Read CoNLL files: one row per sentence, one list column per column of the files. Errors: `RunError`."""
     import datasets
 
     names: list[str] = []
@@ -93,7 +93,7 @@ def read_conll(files: list[Path], key: str, data: DataSection) -> Dataset:
                         "and its tags, with a tab or spaces between them; a blank line ends a sentence",
                     )
             words = [cells for _, cells in lines]
-            if names == list(_CONLLU):  # words that stand for several (1-2), and words that are not written (1.1)
+            if names == list(_CONLLU):  # multiword tokens (1-2) and empty nodes (1.1)
                 words = [cells for cells in words if cells[0].isdigit()]
             for name, values in zip(names, zip(*words, strict=True), strict=True):
                 columns[name].append(list(values))
@@ -103,9 +103,9 @@ def read_conll(files: list[Path], key: str, data: DataSection) -> Dataset:
 
 
 def _sentences(text: str) -> Iterator[list[tuple[int, list[str]]]]:
-    """Line number and cells of each word, a list for each sentence. Comments and marks of documents are left out."""
+    """Yield each sentence as a list of (line number, cells) per word. Skips comments and document markers."""
     sentence: list[tuple[int, list[str]]] = []
-    by_spaces = False  # whether these part the cells of the word before
+    by_spaces = False  # whether spaces separate the previous word's cells
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             if sentence:
@@ -115,7 +115,7 @@ def _sentences(text: str) -> Iterator[list[tuple[int, list[str]]]]:
             spaces = "\t" not in line.strip()
             cells = line.split() if spaces else line.rstrip().split("\t")
             alike = bool(sentence) and spaces and by_spaces and len(cells) == len(sentence[-1][1])
-            if alike or not _is_comment(line):  # comments stand before sentences
+            if alike or not _is_comment(line):  # comments precede sentences
                 sentence.append((number, cells))
                 by_spaces = spaces
     if sentence:
@@ -123,12 +123,12 @@ def _sentences(text: str) -> Iterator[list[tuple[int, list[str]]]]:
 
 
 def _is_comment(line: str) -> bool:
-    """`# text = ...`, and not the word #."""
+    """Whether a line is a comment (`# text = ...`) rather than the word #."""
     return line.startswith("# ") and "\t" not in line and not _TAG.fullmatch(line.split()[-1])
 
 
 def _is_numbered(sentences: list[list[list[str]]]) -> bool:
-    """Whether the first column counts the words of each sentence."""
+    """Whether the first column numbers the words of each sentence."""
     if not sentences or any(len(words[0]) < 3 for words in sentences):
         return False
     counts = ([int(cells[0]) for cells in words if cells[0].isdigit()] for words in sentences)
@@ -136,7 +136,7 @@ def _is_numbered(sentences: list[list[list[str]]]) -> bool:
 
 
 def _named(width: int, numbered: bool) -> list[str]:
-    """Names of the columns: the last one has the tags, unless it is known otherwise."""
+    """Column names for files of this width: known formats by name, otherwise the last column holds the tags."""
     if numbered and width == len(_CONLLU):
         return list(_CONLLU)
     if numbered:
@@ -147,8 +147,8 @@ def _named(width: int, numbered: bool) -> list[str]:
 
 
 def _is_conll(text: str, ending: str) -> bool:
-    """Sentences of words with tags: as many columns everywhere, and few different tags, which look like tags where the
-    ending does not say it."""
+    """Whether a text consists of sentences of tagged words: equal column counts and few distinct tags, which must look
+    like tags unless the file's ending says CoNLL."""
     sentences = list(_sentences("\n".join(text.split("\n")[:_LOOKED])))
     words = [cells for lines in sentences for _, cells in lines]
     widths = {len(cells) for cells in words}
@@ -157,7 +157,7 @@ def _is_conll(text: str, ending: str) -> bool:
     tags = {cells[-1] for cells in words}
     if all(map(_TAG.fullmatch, tags)) and len(sentences) > 1:
         return True
-    if ending not in ENDINGS["conll"][:-2]:  # a table has no blank lines, and the end of a sentence is no tag
+    if ending not in ENDINGS["conll"][:-2]:  # tables have no blank lines, and punctuation is not a tag
         return len(sentences) > 2 and len(tags) <= min(_TAGS, len(words) // 4) and all(map(str.isupper, tags))
     return True
 
@@ -166,7 +166,7 @@ def _is_conll(text: str, ending: str) -> bool:
 
 
 def check_rows(file: Path, key: str, encoding: str) -> None:
-    """Refuse a .json file that is one document, which would be read as one row. Errors: `RunError`."""
+    """Refuse a .json file that is a single document, which would be read as one row. Errors: `RunError`."""
     if file_formats.plain(file).suffix != ".json":
         return
     try:
@@ -190,8 +190,7 @@ def check_rows(file: Path, key: str, encoding: str) -> None:
 
 
 def _document(file: Path, encoding: str) -> Any:
-    """The mapping that a file consists of; None for a list of rows, and for a row on each line. Errors:
-    `ValueError`."""
+    """The mapping in a JSON file; None for a list of rows or one row per line. Errors: `ValueError`."""
     blocks = file_formats.blocks(file, "data")
     start = next(blocks, b"")
     beginning = start.decode(file_formats.codec(encoding), errors="ignore").lstrip()
@@ -230,8 +229,8 @@ def _layout_of_json(document: Any) -> str | None:
 
 
 def _records_in(document: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """The rows of a document: one list of mappings in it, ids with a row each, or columns and a list of values for each
-    row (pandas' orient table, index and split); None for any other."""
+    """Rows of a document; None if it holds none. Recognizes a single list of mappings, a mapping of ids to rows, and
+    columns with a list of values per row (pandas' orients table, index and split)."""
     columns, data = document.get("columns"), document.get("data")
     if isinstance(columns, list) and isinstance(data, list):
         fits = [isinstance(row, list) and len(row) == len(columns) for row in data]
@@ -250,13 +249,13 @@ def _records_in(document: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
 
 
 def _is_row_list(value: Any) -> bool:
-    """Whether a value is a list of rows, and not one of messages."""
+    """Whether a value is a list of rows rather than of chat messages."""
     rows = isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value)
     return bool(rows) and not any(turn <= set(value[0]) for turn in _TURNS)
 
 
 def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
-    """The content of a .json file of this layout. Errors: `RunError`."""
+    """Parse a .json file of this layout. Errors: `RunError`."""
     file_formats.check(file, key, data.encoding)
     try:
         document = _document(file, data.encoding)
@@ -277,8 +276,8 @@ DOCUMENTS = ("columns", "records")  # layouts that `read_documents` reads
 
 
 def read_documents(files: list[Path], key: str, data: DataSection, use: ColumnUse = ALL) -> Dataset:
-    """The rows that documents hold: lists of them, or columns mapped to their values, as lists or as mappings of row
-    numbers as pandas writes them. Errors: `RunError`."""
+    """Read rows of JSON documents: lists of rows, or columns mapped to lists or to pandas' mappings of row numbers.
+    Errors: `RunError`."""
     parts = []
     for file in files:
         document = _read_document(file, key, data, data.layout)
@@ -286,7 +285,7 @@ def read_documents(files: list[Path], key: str, data: DataSection, use: ColumnUs
             columns = {n: each if isinstance(each, list) else list(each.values()) for n, each in document.items()}
         else:
             rows = _records_in(document)
-            assert rows is not None  # by its layout
+            assert rows is not None  # guaranteed by the layout
             columns = row_reader.columns_of([dict(row) for row in rows])
         columns = {name: columns[name] for name in use.of(list(columns))}
         try:
@@ -297,7 +296,8 @@ def read_documents(files: list[Path], key: str, data: DataSection, use: ColumnUs
 
 
 def read_squad(files: list[Path], key: str, data: DataSection) -> Dataset:
-    """A row for each question: id, title, context, question, answers. Errors: `RunError`, which names the question."""
+    """Read SQuAD files: one row per question with id, title, context, question, answers. Errors: `RunError`, which
+    names the question."""
     import datasets
 
     text, place = datasets.Value("string"), datasets.Value("int64")
@@ -319,7 +319,7 @@ def read_squad(files: list[Path], key: str, data: DataSection) -> Dataset:
 
 
 def _questions(article: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Errors: what Python raises where something is not there."""
+    """Yield the questions of an article. Errors: Python's own if a key is missing."""
     for paragraph in article["paragraphs"]:
         for question in paragraph["qas"]:
             if "answers" not in question and not question.get("is_impossible"):

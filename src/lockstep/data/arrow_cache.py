@@ -2,7 +2,7 @@
 read.
 
 In: a `datasets.Dataset` and a function that encodes a batch of its rows. Out: a folder of sealed Arrow files, which
-`Columns` maps; and `Prepared`, what a run needs to know of it.
+`Columns` maps; and `Prepared`, the files and facts that a run needs.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 
-INDEX = "index.json"  # of a folder of shards: examples of each, tokens of all, and the longest of all
-LONGEST = 16_384  # examples whose rows it has
+INDEX = "index.json"  # of a folder of shards: examples per shard, total tokens, rows of the longest examples
+LONGEST = 16_384  # longest examples listed in the index
 SIDES = ("input_ids", "target_ids")  # columns of tokens that go through the model
 
 
@@ -52,7 +52,7 @@ class Shards:
     def __init__(self, path: str | Path | pa.RecordBatch) -> None:
         self.index: dict[str, Any] | None = None
         self._opened: dict[int, pa.RecordBatch] = {}
-        self._lists: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}  # of the shards that were used
+        self._lists: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}  # of shards read so far
         self._files: list[Path] = []
         if isinstance(path, pa.RecordBatch):
             whole = pa.Table.from_batches([path])
@@ -61,7 +61,7 @@ class Shards:
             self.index = json.loads((path / INDEX).read_text(encoding="utf-8"))
             self._files = [path / name for name in self.index["rows"]]
             sizes = list(self.index["rows"].values())
-        else:  # as lockstep wrote them before, and tasks of one's own do
+        else:  # format of older versions and of user tasks
             whole = table_of(path)
             self._opened = dict(enumerate(whole.to_batches()))
             sizes = [len(batch) for batch in self._opened.values()]
@@ -72,11 +72,11 @@ class Shards:
         return int(self.first[-1])
 
     def of(self, rows: Any) -> Any:
-        """The shard that each row is in, or a single one."""
+        """Shard index of each row, or of a single row."""
         return np.searchsorted(self.first, rows, side="right") - 1
 
     def lists(self, shard: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Values and offsets of a column of lists of a shard: views."""
+        """Values and offsets of a list column of a shard: views."""
         lists = self._lists.get((shard, name))
         if lists is None:
             column = self.column(shard, name)
@@ -86,7 +86,9 @@ class Shards:
     def column(self, shard: int, name: str) -> pa.Array:
         """A column of a shard, memory-mapped."""
         if shard not in self._opened:
-            (self._opened[shard],) = table_of(self._files[shard]).combine_chunks().to_batches()  # it is one already
+            (self._opened[shard],) = (
+                table_of(self._files[shard]).combine_chunks().to_batches()
+            )  # already a single chunk
         return self._opened[shard].column(name)
 
 
@@ -103,11 +105,11 @@ def table_of(path: Path) -> pa.Table:
 
 
 class NumberColumn(np.lib.mixins.NDArrayOperatorsMixin):
-    """One number an example, read for the rows that are asked for. Anything else that arrays do is done to all of them
-    at once, in memory."""
+    """One number per example, read only for the rows that are indexed. Any other array operation loads the whole
+    column."""
 
     def __init__(self, shards: Shards, numbers: Callable[[int, np.ndarray], np.ndarray]) -> None:
-        """`numbers` are those of a shard, at rows that are counted within it."""
+        """`numbers`: returns the numbers of a shard at rows counted within it."""
         self._shards, self._numbers = shards, numbers
 
     def __len__(self) -> int:
@@ -133,7 +135,7 @@ class NumberColumn(np.lib.mixins.NDArrayOperatorsMixin):
         return np.concatenate([np.empty(0, parts[0].dtype if parts else np.int64), *parts]).astype(dtype or None)
 
     def parts(self) -> Iterator[tuple[int, np.ndarray]]:
-        """The numbers shard by shard, each with the number of its first row."""
+        """Yield the numbers shard by shard, each with the index of its first row."""
         for shard, (first, stop) in enumerate(itertools.pairwise(self._shards.first.tolist())):
             if stop > first:
                 yield first, self._numbers(shard, np.arange(stop - first))
@@ -148,10 +150,10 @@ class NumberColumn(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 class Columns:
-    """An encoded split: ragged token columns and flat ones."""
+    """An encoded split, with ragged token columns and flat columns."""
 
     def __init__(self, path: str | Path | pa.RecordBatch) -> None:
-        """`path`: of a folder of shards or a file; or examples in memory."""
+        """`path`: a folder of shards or a file; or examples in memory."""
         self._shards = Shards(path)
         self._cache: dict[str, Ragged] = {}
 
@@ -164,16 +166,17 @@ class Columns:
 
     @property
     def sides(self) -> list[Any]:
-        """Tokens of each example that go through the model, and are padded, on their own: source, then target."""
+        """Token counts of each example, one array per column that is padded separately: source, then target."""
         return [self.ragged(name).lengths for name in SIDES if name in self.names] or [self.lengths]
 
     @cached_property
     def lengths(self) -> Any:
-        """Tokens of each example, both sides: int32 [examples]; 1 of examples without tokens. What a step is cut by."""
+        """Tokens of each example, summed over both sides: int32 [examples]; 1 for examples without tokens.
+        Micro-batches are split by these."""
         sides = [self.ragged(name) for name in SIDES if name in self.names]
         if len(sides) == 1:
             return sides[0].lengths
-        if not sides:  # no tokens: every example counts the same
+        if not sides:  # no tokens: all examples have equal length
             return NumberColumn(self._shards, lambda shard, rows: np.ones(len(rows), dtype=np.int32))
 
         def both(shard: int, rows: np.ndarray) -> np.ndarray:
@@ -183,25 +186,24 @@ class Columns:
 
     @property
     def mean_length(self) -> float:
-        """The mean length of all examples; read from the index where it holds it."""
+        """Mean length of all examples, from the index if it has one."""
         if self._shards.index is not None:
             return float(self._shards.index["tokens"]) / len(self)
         return float(self.lengths.mean())
 
     def longest(self, count: int) -> np.ndarray:
-        """The rows of the longest examples, the longest first, and of equal ones the first: int64 [count], fewer where
-        there are not so many."""
+        """Rows of the longest examples, longest first, ties by row: int64 [at most `count`]."""
         index = self._shards.index
         if index is not None and count <= len(index["longest"]):
             return np.asarray(index["longest"][:count], dtype=np.int64)
         return longest_of(self.lengths, count)
 
     def flat(self, name: str) -> Any:
-        """A column with one number for each example, as an array that reads only the rows that are asked for."""
+        """A column with one number per example, as an array that reads only indexed rows."""
         return NumberColumn(self._shards, lambda shard, rows: _numbers(self._shards.column(shard, name))[rows])
 
     def select(self, rows: np.ndarray) -> Columns:
-        """The examples at some rows, in this order, as a split of their own in memory."""
+        """Copy the examples at these rows, in order, to a split in memory."""
         first, of = self._shards.first, self._shards.of(rows)
         parts = [
             pa.record_batch({name: self._shards.column(int(shard), name)[at : at + 1] for name in self.names})
@@ -210,7 +212,7 @@ class Columns:
         return Columns(pa.Table.from_batches(parts).combine_chunks().to_batches()[0])
 
     def texts(self, name: str, rows: np.ndarray) -> list[str]:
-        """A column of texts, at some rows."""
+        """Values of a text column at some rows."""
         first, of = self._shards.first, self._shards.of(rows)
         return [
             self._shards.column(int(shard), name)[int(row - first[shard])].as_py()
@@ -218,14 +220,14 @@ class Columns:
         ]
 
     def ragged(self, name: str) -> Ragged:
-        """A column of a list of numbers an example."""
+        """A column with a list of numbers per example."""
         if name not in self._cache:
             self._cache[name] = Ragged(self._shards, name)
         return self._cache[name]
 
 
 def longest_of(lengths: Any, count: int) -> np.ndarray:
-    """Find the longest examples by looking at all lengths, a shard at a time (`Columns.longest`)."""
+    """Find the longest examples by scanning all lengths, a shard at a time (`Columns.longest`)."""
     rows, sizes = np.empty(0, np.int64), np.empty(0, np.int64)
     for first, part in lengths.parts() if isinstance(lengths, NumberColumn) else [(0, np.asarray(lengths))]:
         least = int(sizes[-1]) if len(sizes) == count else -1
@@ -237,7 +239,7 @@ def longest_of(lengths: Any, count: int) -> np.ndarray:
 
 
 def index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
-    """The index of a folder of shards, so that no start has to look at all of them."""
+    """Build the index of a folder of shards, so that starting a run need not scan them."""
     rows = {file.name: table_of(file).num_rows for file in files}
     (folder / INDEX).write_text(json.dumps({"rows": rows}), encoding="utf-8")
     columns = Columns(folder)
@@ -246,47 +248,47 @@ def index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
 
 
 def examples_in(path: str | Path) -> int:
-    """The number of examples of a split."""
+    """Number of examples of a split."""
     return len(Shards(path))
 
 
 def _numbers(array: pa.Array) -> np.ndarray:
-    """A view of numbers without nulls. Arrow's own `to_numpy` would import pandas, in every rank, at every start."""
+    """View of numbers without nulls. Arrow's `to_numpy` would import pandas in every rank at every start."""
     return np.from_dlpack(array)
 
 
 class Ragged:
-    """Lists of numbers over their shards; no token is copied until a batch is made."""
+    """Lists of numbers across shards; tokens are copied only when a batch is collated."""
 
     def __init__(self, shards: Shards, name: str) -> None:
         self._shards, self._name = shards, name
         self.lengths = NumberColumn(shards, self.lengths_in)  # int32 [examples]
 
     def lengths_in(self, shard: int, rows: np.ndarray) -> np.ndarray:
-        """The lengths of rows that are counted within a shard: int32, same shape as `rows`."""
+        """Lengths of rows counted within a shard: int32, same shape as `rows`."""
         offsets = self._shards.lists(shard, self._name)[1]
         return (offsets[rows + 1] - offsets[rows]).astype(np.int32)
 
     def row(self, index: int) -> np.ndarray:
-        """One example's numbers: a view."""
+        """Numbers of one example: a view."""
         shard = int(self._shards.of(index))
         values, offsets = self._shards.lists(shard, self._name)
         within = index - int(self._shards.first[shard])
         return values[offsets[within] : offsets[within + 1]]
 
     def values(self) -> Iterator[np.ndarray]:
-        """The numbers of all examples, a shard at a time: views."""
+        """Yield the numbers of all examples, one view per shard."""
         for shard in range(len(self._shards.first) - 1):
             values, offsets = self._shards.lists(shard, self._name)
             yield values[offsets[0] : offsets[-1]]
 
     def padded(self, rows: np.ndarray, fill: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows padded with `fill` to the longest: int64 [B, T], and the mask of real ones."""
+        """Rows padded with `fill` to the longest: int64 [B, T], and the mask of real values."""
         return padded([self.row(int(row)) for row in rows], fill)
 
 
 def padded(rows: Sequence[np.ndarray], fill: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of numbers padded on the right to the longest: int64 [B, T], and the mask of real ones."""
+    """Pad rows of numbers on the right to the longest: int64 [B, T], and the mask of real values."""
     shape = len(rows), max(1, *map(len, rows)) if rows else 1
     out, mask = np.full(shape, fill, dtype=np.int64), np.zeros(shape, dtype=np.int64)  # [B, T]
     for place, row in enumerate(rows):
@@ -294,31 +296,32 @@ def padded(rows: Sequence[np.ndarray], fill: int) -> tuple[np.ndarray, np.ndarra
     return out, mask
 
 
-ROWS = 65_536  # of a data set that make one shard, at most
-BYTES = 16 * 2**20  # that they hold, about
-MOST = 4096  # shards of a folder: then they become larger
-AT_ONCE = 1000  # rows that are encoded together
+ROWS = 65_536  # maximum rows per shard
+BYTES = 16 * 2**20  # approximate bytes per shard
+MOST = 4096  # maximum shards per folder; beyond it shards grow
+AT_ONCE = 1000  # rows per encoding batch
 _POLL_S = 0.5
 
-MakeBatches = Callable[[range, Path, Callable[[int], None]], None]  # rows of a shard, its file, told what is done
-First = tuple[Callable[[int], None], int]  # called by this process for each part, and how many parts ahead
-Batches = Iterable[tuple[pa.RecordBatch, int]]  # record batches, each with how many rows it took
+MakeBatches = Callable[[range, Path, Callable[[int], None]], None]  # rows of a shard, its file, progress callback
+First = tuple[Callable[[int], None], int]  # called in this process for each part; maximum number of parts ahead
+Batches = Iterable[tuple[pa.RecordBatch, int]]  # record batches with the number of rows consumed
 
 
 def cuts(dataset: Dataset) -> list[range]:
-    """Which rows each shard is made from: a function of the data alone."""
+    """Row range of each shard: a function of the data alone."""
     size = dataset.data.nbytes / max(1, dataset.data.num_rows)
     return spans(len(dataset), int(min(ROWS, max(1, BYTES // max(1, size)))))
 
 
 def spans(count: int, each: int) -> list[range]:
-    """`range(count)` in parts of `each`, or larger ones where they would be too many; one at least."""
+    """Split `range(count)` into parts of `each`, or larger ones if there would be more than `MOST`; at least one
+    part."""
     each = max(each, -(-count // MOST))
     return [range(start, min(start + each, count)) for start in range(0, max(count, 1), each)]
 
 
 def batches(dataset: Dataset, rows: range) -> Iterator[tuple[int, dict[str, list]]]:
-    """The rows of a shard, so many at a time as are encoded together: the first one's number, and their columns."""
+    """Yield the rows of a shard in batches for encoding: first row number, and columns."""
     for start in range(rows.start, rows.stop, AT_ONCE):
         yield start, dataset[start : min(start + AT_ONCE, rows.stop)]
 
@@ -332,9 +335,10 @@ def write_split(
     of: str = "examples",
     processes: int | None = None,
 ) -> str:
-    """The folder of shards of a split, made if it is not in the cache, or not as it was. `make` gives the batches of
-    one of the `parts`. `key` stands for what they hold. `processes`: as of `fill`. The caller holds the lock. Errors:
-    `RunError` when it cannot be written, and what `make` raises."""
+    """Return the folder of a split's shards, writing it if it is missing from the cache or damaged.
+
+    `make`: returns the batches of one of `parts`. `key`: identifies their content. `processes`: as in `fill`. The
+    caller holds the lock. Errors: `RunError` if the folder cannot be written, and any error of `make`."""
 
     def one(rows: range, path: Path, done: Callable[[int], None]) -> None:
         batches = []
@@ -353,7 +357,7 @@ def write_split(
 
 
 def concat(folders: list[str], key: str) -> str:
-    """The folder with the shards of several, one after the other. Errors: as those of `written`."""
+    """Concatenate the shards of several folders. Errors: as in `write_split`."""
     shard_files = [
         (Path(folder) / name, rows)
         for folder in folders
@@ -380,8 +384,8 @@ def fill(
     processes: int | None = None,
     first: First | None = None,
 ) -> list[Path]:
-    """The files of all `parts`; creates those that do not exist, in `processes` processes or one for each core. `doing`
-    and `of` are the words of the progress display. Errors: `RunError`, and what `make` and `first` raise."""
+    """Create the missing files of `parts`, in `processes` processes or one per core, and return all files. `doing` and
+    `of`: labels of the progress display. Errors: `RunError`, and any error of `make` and `first`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = [folder / f"{number:05d}{ending}" for number in range(len(parts))]
     missing = [damage(path) is not None for path in files]
@@ -412,8 +416,8 @@ def fill(
 
 
 def map_parts(parts: list[range], work: Callable[[range], None], doing: str) -> None:
-    """`work` on each part, by as many processes as there are cores. What it leaves behind must be in memory that forked
-    processes share. Errors: what `work` raises."""
+    """Run `work` on each part, in one process per core. Results must be written to memory shared by forked processes.
+    Errors: any error of `work`."""
     done = _counts(0 for _ in parts)
 
     def say() -> None:
@@ -431,34 +435,33 @@ def map_parts(parts: list[range], work: Callable[[range], None], doing: str) -> 
 
 
 def _counts(begin: Iterable[int]) -> Any:
-    """A number a part, in memory that forked processes share. Each is written by one process, so it needs no lock: a
-    process that is killed while it holds one would leave the others, and whoever reads, to wait for ever."""
+    """One number per part, in memory shared by forked processes. Each has a single writer, so no lock is needed: a
+    process killed while holding one would block all others."""
     return multiprocessing.get_context().RawArray("q", [*begin])
 
 
 def _by_processes(
     one: Callable[[int], None], todo: list[int], workers: int, say: Callable[[], None], first: First | None
 ) -> None:
-    """`one` of each number, in processes forked from this one: they share the data set, the tokenizer and what is
-    imported, and nothing has to be sent. Of its errors the first, by number, is raised
-    once those at work have ended."""
+    """Run `one` for each number in forked processes, which share the data set, tokenizer and imports without pickling.
+    Raises the first error, by number, once running ones have finished."""
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(one, os.getpid())) as pool:
         try:
-            with warnings.catch_warnings():  # of a fork beside threads: those of this process hold nothing it needs
+            with warnings.catch_warnings():  # fork with running threads: they hold no lock that the fork needs
                 warnings.simplefilter("ignore", DeprecationWarning)
                 futures: list[Future[None]] = [] if first else [pool.submit(_one, number) for number in todo]
                 if first:
-                    pool.submit(int).result()  # forks all, before there is a thread that asks stores
+                    pool.submit(int).result()  # fork all workers before starting the thread that queries stores
             left = _asking(pool, todo, futures, *first) if first else None
             while (left is not None and left.is_alive()) or not all(each.done() for each in futures):
                 if not wait([each for each in futures if not each.done()], _POLL_S, FIRST_EXCEPTION).done:
-                    time.sleep(_POLL_S / 10)  # no part is submitted yet, or all submitted ones are done
+                    time.sleep(_POLL_S / 10)  # nothing submitted, or all submitted parts are done
                 say()
                 if any(each.done() and each.exception() for each in [*futures]):
                     pool.shutdown(wait=True, cancel_futures=True)
                     break
-            for each in futures:  # all before one that failed were begun before it: the first is the same every time
+            for each in futures:  # parts start in order, so the first error is deterministic
                 if not each.cancelled():
                     each.result()
         except BrokenProcessPool:
@@ -468,13 +471,14 @@ def _by_processes(
                 "kept: run the same command again, with fewer cores (taskset) if memory is short",
             ) from None
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # then `with` waits for shards that are being made
+            pool.shutdown(wait=False, cancel_futures=True)  # `with` then waits for running shards
 
 
 def _asking(
     pool: ProcessPoolExecutor, todo: list[int], futures: list[Future[None]], first: Callable[[int], None], most: int
 ) -> threading.Thread:
-    """A thread that has `first` done of each number and then `futures` for it, while fewer than `most` are not made."""
+    """Start a thread that runs `first` for each number and then submits its future, with at most `most` unfinished
+    numbers."""
     room = threading.Semaphore(most)
 
     def ask() -> None:
@@ -484,7 +488,7 @@ def _asking(
             try:
                 first(number)
                 future = pool.submit(_one, number)
-            except BaseException as error:  # of a store; or the pool is shut down, for another number's sake
+            except BaseException as error:  # a store's error, or the pool was shut down
                 failed.set_exception(error)
                 futures.append(failed)
                 return
@@ -496,14 +500,14 @@ def _asking(
     return thread
 
 
-_WORK = "lockstep_work"  # an attribute of a forked process: what it was forked for
+_WORK = "lockstep_work"  # attribute of a forked process: its work function
 
 
 def _begin(one: Callable[[int], None], parent: int) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to be left alone
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
     if os.getppid() != parent:
         os._exit(1)
-    gc.freeze()  # to look for garbage in what is shared would copy it
+    gc.freeze()  # garbage collection would copy shared pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # terminal signals: the parent process decides
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -516,7 +520,8 @@ def _one(number: int) -> None:
 
 @contextmanager
 def _serial_tokenizers() -> Iterator[None]:
-    """A tokenizer's own threads would take the cores that the processes have, and do not survive a fork."""
+    """Disable the tokenizers library's own threads: they compete with the worker processes and do not survive a
+    fork."""
     before = os.environ.get(name := "TOKENIZERS_PARALLELISM")
     os.environ[name] = "false"
     try:
@@ -527,22 +532,22 @@ def _serial_tokenizers() -> Iterator[None]:
 
 Make = Callable[["Dataset"], pa.RecordBatch]  # examples of rows
 
-_HASHED = 10_000  # rows whose bytes are hashed together
-_AHEAD_BYTES = 64 * 2**20  # of them, at most, that wait to be hashed
-VERSION = 2  # of what the cache holds; a new number makes old entries unused
+_HASHED = 10_000  # rows per hashing batch
+_AHEAD_BYTES = 64 * 2**20  # maximum bytes queued for hashing
+VERSION = 2  # version of the cache format; changing it invalidates old entries
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of preparing data, for all ranks: files and facts, no live objects."""
+    """Result of preparing data, for all ranks: files and facts, no live objects."""
 
-    key: str  # hash of the tokens' content; kept in checkpoints, so that a resume notices other data
+    key: str  # hash of the tokens' content; stored in checkpoints, so that a resume detects other data
     splits: dict[str, str]  # split -> folder of Arrow files, or one file
     tokenizer: str  # folder that transformers loads it from; "": there is none
     facts: dict[str, Any]  # of the task: label names, best possible accuracy, where the data came from
 
     def write(self, path: Path) -> None:
-        """Write the object with a hash of its content, to a temporary file that is synced and renamed."""
+        """Write this object with a hash of its content, atomically and synced."""
         values = asdict(self)
         aside = path.with_suffix(f".{os.getpid()}.tmp")
         with open(aside, "w", encoding="utf-8") as file:
@@ -553,7 +558,7 @@ class Prepared:
 
     @staticmethod
     def read(path: Path) -> Prepared | None:
-        """None when there is nothing usable at `path`. Whether the files it names are sound is asked by `damages`."""
+        """Read the object at `path`; None if there is no valid one. `damages` checks the files that it names."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             digest = values.pop("sha256", None)
@@ -567,7 +572,7 @@ class Prepared:
         return [Path(file) for file in [*self.splits.values(), self.tokenizer] if file]
 
     def damages(self) -> dict[Path, str]:
-        """Damage of the files that it names, by path."""
+        """Damaged files among those it names: path -> reason."""
         reasons = {p: damage(p) if inside(p) else None if p.exists() else "is gone" for p in self.places}
         return {path: wrong for path, wrong in reasons.items() if wrong is not None}
 
@@ -582,8 +587,8 @@ def digest(*values: Any) -> str:
 
 
 def content(dataset: Dataset, columns: list[str]) -> str:
-    """A hash of what some columns of a data set hold, whatever file or order of loading they came from. It is one hash
-    of all bytes in order, which one core makes; what it is made of is read and written out by others meanwhile."""
+    """Hash of some columns of a data set, independent of files and loading order. One core hashes all bytes in order
+    while others read and serialize them."""
     digest = hashlib.sha256()
     table = dataset.select_columns(columns).with_format("arrow")
 
@@ -610,7 +615,7 @@ def content(dataset: Dataset, columns: list[str]) -> str:
 def encoded(
     batch: dict[str, list], encoder: Callable[[dict[str, list]], dict[str, Any]], schema: pa.Schema
 ) -> pa.RecordBatch:
-    """Encode some rows. Errors: `RunError` where there are not as many examples as rows."""
+    """Encode some rows. Errors: `RunError` if the numbers of examples and rows differ."""
     examples, count = encoder(batch), len(next(iter(batch.values()), []))
     columns = [pa.array(examples[field.name], field.type) for field in schema]
     if any(len(column) != count for column in columns):
@@ -620,10 +625,10 @@ def encoded(
 
 
 def encode(dataset: Dataset, encoder: Callable[[dict[str, list]], dict[str, Any]], features: Features, key: str) -> str:
-    """The shards of `dataset` mapped by `encoder` (batches of columns to batches of columns), made if not yet cached,
-    or not as they were. The encoder runs in several processes, and sees some rows at a time.
+    """Return the shards of `dataset` mapped by `encoder` (batch of columns -> batch of columns), encoding them if they
+    are not cached or damaged. The encoder runs in several processes on batches of rows.
 
-    The caller holds the lock. `key` stands for the content of both. Errors: `RunError` when it cannot be written.
+    The caller holds the lock. `key` identifies the content of both. Errors: `RunError` if the shards cannot be written.
     """
     schema = pa.schema(list(features.arrow_schema))
 

@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-IGNORED = -100  # the target that counts for nothing, as in torch.nn.functional.cross_entropy
+IGNORED = -100  # ignored target, as in torch.nn.functional.cross_entropy
 
 TARGETS = host_facts.TARGETS
 
-# Name -> float64 sum over examples, of any shape, or a row for each example (`Task.per_example_outputs`); metrics are
-# functions of these.
+# Name -> float64 sum over examples, of any shape, or one row per example (`Task.per_example_outputs`); metrics are
+# computed from these.
 Sums = dict[str, "Tensor"]
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch, collated."""
+    """One collated micro-batch."""
 
     index: int  # among the step's, 0..M-1: its gradient's place in the reduction tree
     inputs: Mapping[str, Tensor]  # keyword arguments of the model, each [B, T]
@@ -44,38 +44,38 @@ class MicroBatch:
     sources: Tensor | None = None  # int64 [B]: which source of a mixture each example is from
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return this micro-batch on `device`; the copy may still be under way (pinned memory)."""
+        """Return this micro-batch on `device`; copies from pinned memory may still be in flight."""
         inputs = host_facts.on_device(self.inputs, device)
         sources = None if self.sources is None else self.sources.to(device, non_blocking=True)
         return MicroBatch(self.index, inputs, self.targets.to(device, non_blocking=True), sources)
 
     def pinned(self) -> MicroBatch:
-        """Return this micro-batch in page-locked memory, from which a GPU copies while the host goes on."""
+        """Return this micro-batch in pinned memory, for asynchronous copies to a GPU."""
         inputs = host_facts.pinned(self.inputs)
         sources = None if self.sources is None else self.sources.pin_memory()
         return MicroBatch(self.index, inputs, self.targets.pin_memory(), sources)
 
     def blank(self) -> MicroBatch:
-        """A micro-batch of two examples, as batch normalisation needs them, or of the only one. Every target is
-        ignored: its gradient is zero."""
+        """A padding micro-batch of the first two examples (batch normalization needs two), or the only one. All targets
+        are ignored, so its gradient is zero."""
         targets = self.targets[:2].clone().fill_(IGNORED)
         return MicroBatch(self.index, host_facts.blank(self.inputs, targets), targets)
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's part of one step, and the counts of the whole step (equal on every rank, without communication)."""
+    """This rank's part of one step, and counts of the whole step (equal on every rank, without communication)."""
 
     step: int
     micro_batches: list[MicroBatch]  # this rank's, by index
     count: int  # M, over all ranks
     examples: int  # of the whole step
-    targets: float  # of the whole step: the one divisor of the loss; weighted, where they have weights
+    targets: float  # of the whole step: the loss divisor; weighted if targets have weights
     tokens: int  # of the whole step, without padding
     padded: int  # of the whole step, with padding
-    padded_by_chance: int  # what cutting in the order the examples came would have padded to
+    padded_by_chance: int  # padded tokens if examples were split in their original order
     ids: np.ndarray  # int64, of the whole step: positions in the training split
-    shares: tuple[range, ...] | None = None  # by rank, which micro-batches it runs; None: even shares
+    shares: tuple[range, ...] | None = None  # micro-batches of each rank; None: even shares
     own_tokens: int = 0  # of this rank's micro-batches, with padding
     targets_of: np.ndarray | None = None  # float64 [S], of the whole step: targets of each source of a mixture
 
@@ -86,9 +86,11 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step reports; equal on every rank. The tensors may still be on the device: reading them waits for it."""
+    """Results of a step, equal on every rank. Tensors may still be on the device: reading them synchronizes."""
 
     loss: Tensor  # float64 scalar: mean over the step's targets, before the update
     grad_norm: Tensor  # float32 scalar: 2-norm of the whole gradient, before clipping
     used: Tensor | bool = True  # False: no update was made; loss or gradient is not finite (`on_nonfinite: skip`)
-    loss_sums_of: Tensor | None = None  # float64 [S]: loss sum of each source of a mixture, where the task tells losses
+    loss_sums_of: Tensor | None = (
+        None  # float64 [S]: loss sum of each source of a mixture, if the task reports per-example losses
+    )

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 LABELS: tuple[str, ...] = ("sadness", "joy", "love", "anger", "fear", "surprise")
-PERCENT: tuple[int, ...] = (25, 28, 12, 14, 13, 8)  # how often a speaker feels each
-DISTRACTOR = 0.28  # share of messages that also tell what somebody else feels
+PERCENT: tuple[int, ...] = (25, 28, 12, 14, 13, 8)  # class frequencies
+DISTRACTOR = 0.28  # share of messages that also mention another person's feeling
 MIN_WORDS, MAX_WORDS = 5, 40
 
 
@@ -17,7 +17,7 @@ def _items(text: str) -> tuple[str, ...]:
     return tuple(" ".join(item.split()) for item in text.split(","))
 
 
-# What can follow "was" or "felt", by class. No item, and no feeling word in one, serves two classes.
+# Phrases after "was" or "felt", by class. No phrase or feeling word occurs in two classes.
 STATES: dict[str, tuple[str, ...]] = {
     "sadness": _items("""sad, gloomy, heartbroken, miserable, lonely, hopeless, empty inside, worthless,
         hurt, sorrowful, unhappy, defeated, homesick, weepy, crushed, tearful, discouraged, dejected,
@@ -38,7 +38,7 @@ STATES: dict[str, tuple[str, ...]] = {
         speechless, curious, impressed, flabbergasted, bewildered, dumbfounded, taken aback,
         caught off guard, staggered, gobsmacked, awestruck, wide eyed, blown away, lost for words"""),
 }
-# What a person did out of the feeling; the form fits "i" and "my sister" alike.
+# Actions caused by the feeling; the form fits "i" and "my sister" alike.
 ACTS: dict[str, tuple[str, ...]] = {
     "sadness": _items("""cried in the bathroom, could not stop crying, sobbed into a pillow,
         wept all evening, mourned in silence, could not hold back the tears"""),
@@ -120,7 +120,7 @@ def _other(rng: random.Random, label: str) -> str:
 
 
 def _details(rng: random.Random) -> str:
-    """Neutral words after a feeling: what about, when, where, why."""
+    """Neutral words after a feeling: topic, time, place, reason."""
     text = ""
     for options, share in ((TOPICS, 0.35), (TIMES, 0.30), (PLACES, 0.25)):
         if rng.random() < share:
@@ -183,7 +183,7 @@ def _split(rng: random.Random, size: int, noise: float, texts_drawn: set[str]) -
 def emotion(
     seed: int = 0, train: int = 6000, validation: int = 1000, test: int = 1000, noise: float = 0.06
 ) -> dict[str, dict[str, list[Any]]]:
-    """The three splits of a seed; no text is in two of them, and test is the same for any other sizes."""
+    """Generate the three splits for a seed. No text occurs in two splits; test does not depend on the other sizes."""
     if min(train, validation, test) < 0 or not 0 <= noise <= 1:
         raise ValueError(f"sizes must be >= 0 and noise in 0..1: {train}, {validation}, {test}, {noise}")
     rng = random.Random(seed)
@@ -194,7 +194,7 @@ def emotion(
 
 
 def best_accuracy(columns: Mapping[str, Sequence[Any]]) -> float:
-    """The accuracy of a reader who always knows the true class: the share of labels without noise."""
+    """Accuracy of always predicting the true class: the share of labels without noise."""
     pairs = list(zip(columns["label"], columns["true_label"], strict=True))
     if not pairs:
         raise ValueError("best_accuracy needs at least one example")

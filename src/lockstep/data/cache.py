@@ -1,11 +1,11 @@
 """The token cache: a folder that only this user writes, in which every file or folder lies beside a seal of it.
 
-In: a path in the cache and a function that makes what belongs there. Out: the same path, made once, synced and checked
-at every start; damaged content, and content of another user, is made again.
+In: a path in the cache and a function that creates its content. Out: the same path, created once, synced and checked at
+every start; damaged content, and content of another user, is recreated.
 
-One process works at a time, on this machine and on others that share the folder, whether or not its locks reach them:
-`with file_lock(path)`. On this machine a file lock decides. Between machines a lease does: a file that is created once
-and touched while its owner works, because many network folders keep locks to the machine that asks.
+`with file_lock(path)` admits one process at a time, on this machine and on others that share the folder, even if its
+locks do not reach them. Within a machine a file lock decides; between machines a lease: a file that is created
+atomically and touched while its owner works, because many network folders keep locks local to a machine.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ import pyarrow as pa
 from lockstep.config.run import RunError
 from lockstep.distributed.hardware import available_cores
 
-BEAT_S = 5.0  # between signs of life
-SILENCE_S = 60.0  # of another machine's, after which its work is taken over
-_UNABLE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # a folder that knows no locks
+BEAT_S = 5.0  # heartbeat interval of a lease
+SILENCE_S = 60.0  # without a heartbeat, after which another machine's lease is taken over
+_UNABLE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # errors of folders without lock support
 
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Wait until nobody else has `path`, and have it. Errors: `OSError` when the folder cannot be written."""
+    """Acquire the lock on `path`, waiting for other processes and machines. Errors: `OSError` if the folder cannot be
+    written."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     alone = True
     try:
@@ -51,7 +52,7 @@ def file_lock(path: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _UNABLE:
                 raise
-            alone = False  # the lease alone has to do
+            alone = False  # no file lock: only the lease protects
         with _leased(path.with_suffix(".lease"), alone):
             yield
     finally:
@@ -60,14 +61,14 @@ def file_lock(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _leased(path: Path, alone: bool) -> Iterator[None]:
-    """`alone`: no other process of this machine is here."""
+    """Hold the lease. `alone`: this process holds the machine's file lock."""
     mine = {"machine": machine(), "host": platform.node(), "pid": os.getpid(), "id": uuid4().hex}
     _wait(path, mine, alone)
     over = threading.Event()
 
     def beat() -> None:
         while not over.wait(BEAT_S):
-            with suppress(OSError):  # taken over, or a network that is gone for a while
+            with suppress(OSError):  # taken over, or a temporary network failure
                 if _read(path) == mine:
                     os.utime(path)
 
@@ -84,15 +85,15 @@ def _leased(path: Path, alone: bool) -> Iterator[None]:
 
 
 def _wait(path: Path, mine: dict[str, object], alone: bool) -> None:
-    """Until the lease is ours. Its owner is gone if it was a process of this machine, whose lock we have; or if it was
-    still for a while, as this machine's clock counts: those of two machines need not agree."""
+    """Wait until the lease is ours. A lease is abandoned if its owner was a process of this machine, whose file lock we
+    hold, or if it was not touched for a while by this machine's clock (clocks of two machines may differ)."""
     aside = path.with_name(f"{path.name}.{mine['id']}.tmp")
     aside.write_text(json.dumps(mine), encoding="utf-8")
     lease, since = "", time.monotonic()
     try:
         while True:
             with suppress(FileExistsError):
-                os.link(aside, path)  # whole or not at all
+                os.link(aside, path)  # atomic
                 return
             owner, beat = _read(path), _beat_of(path)
             if (now := f"{owner} {beat}") != lease:
@@ -100,9 +101,9 @@ def _wait(path: Path, mine: dict[str, object], alone: bool) -> None:
             ours = alone and owner is not None and owner.get("machine") == mine["machine"]
             if path.exists() and (ours or time.monotonic() - since > SILENCE_S):
                 gone = path.with_name(f"{path.name}.{mine['id']}.gone")
-                with suppress(FileNotFoundError):  # somebody else did it
+                with suppress(FileNotFoundError):  # another process did it
                     os.rename(path, gone)
-                    if _read(gone) != owner:  # a new owner's, of this very moment
+                    if _read(gone) != owner:  # a new owner has just acquired it
                         with suppress(FileExistsError):
                             os.link(gone, path)
                     gone.unlink()
@@ -113,7 +114,7 @@ def _wait(path: Path, mine: dict[str, object], alone: bool) -> None:
 
 
 def machine() -> str:
-    """The kernel at work, which file locks are known to."""
+    """Boot id of the running kernel, within which file locks are effective."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -134,15 +135,15 @@ def _beat_of(path: Path) -> int:
         return 0
 
 
-BLOCK = 4 * 2**20  # bytes that are hashed together
+BLOCK = 4 * 2**20  # bytes per hash block
 PARTS = ("locks", "prepared", "tokenizers", "tokens", "models", "padding", "remote", "shards", "sizes", "exports")
-SAMPLED = 4  # blocks of a file that are looked at when the whole has been since the machine started
-MACHINES = 256  # that a seal remembers to have read the whole
-SAMPLED_FILES = 8  # of a folder that are looked into then; of the others, the size
+SAMPLED = 4  # blocks checked per file once the whole was read since boot
+MACHINES = 256  # maximum number of machines remembered in a seal
+SAMPLED_FILES = 8  # files of a folder whose blocks are checked then; of others only the size
 
 
 def cache_folder() -> Path:
-    """$LOCKSTEP_CACHE, else ~/.cache/lockstep; a folder of this user's own in it where others may write there too."""
+    """$LOCKSTEP_CACHE, else ~/.cache/lockstep; a per-user folder in it if others may write there."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = Path(os.environ.get("LOCKSTEP_CACHE") or f"{home}/lockstep").expanduser()
     try:
@@ -158,7 +159,7 @@ _with: ContextVar[frozenset[str]] = ContextVar("with", default=frozenset())
 
 @contextmanager
 def made_by(code: str) -> Iterator[None]:
-    """Keep what is cached in here apart from what other code has made; `code` stands for it."""
+    """Separate cache entries created in this context from those of other code; `code` identifies it."""
     before, also = _code.set(code), _with.set(frozenset())
     try:
         yield
@@ -168,14 +169,14 @@ def made_by(code: str) -> Iterator[None]:
 
 
 def made_with(content: str) -> None:
-    """What is cached from here on, in `made_by`, is kept apart from what was made with anything else, such as a
-    tokenizer with another template. `content` stands for it."""
+    """Separate subsequent cache entries, within `made_by`, by an input that keys do not cover, such as a tokenizer's
+    template. `content` identifies it."""
     _with.set(_with.get() | {content})
 
 
 def folder_of(part: str) -> Path:
-    """The folder of the cache for `part` of what the code at work makes. What is in it has the same names whatever the
-    code is: later keys and checkpoints depend on them."""
+    """Cache folder of `part` for the current code. Names inside do not depend on the code, because later keys and
+    checkpoints use them."""
     also = sorted(_with.get())
     code = hashlib.sha256(" ".join([_code.get(), *also]).encode()).hexdigest()[:24] if also else _code.get()
     return cache_folder() / part / code
@@ -183,13 +184,13 @@ def folder_of(part: str) -> Path:
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
-    """One process at a time, of all that share the cache. Errors: `RunError` when the cache cannot be written, or
-    others may."""
+    """Admit one process at a time among all that share the cache. Errors: `RunError` if the cache cannot be written, or
+    if others may write it."""
     folder = cache_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_own(folder)
-        for part in PARTS:  # whatever mode new folders have by the umask
+        for part in PARTS:  # regardless of the umask
             (folder / part).mkdir(mode=0o700, exist_ok=True)
             (folder / part).chmod(0o700)
         lock = file_lock(folder / "locks" / f"{name}.lock")
@@ -207,8 +208,8 @@ def locked(name: str) -> Iterator[None]:
 
 
 def cached(path: Path, make: Callable[[Path], None], aside: Path | None = None) -> Path:
-    """`path`, a file or folder of the cache, created by `make(aside)` if it is not there or is damaged. `aside`: a
-    folder that `make` fills piece by piece; after a kill the next call continues with it. Errors: `RunError` when it
+    """Return `path`, a cache file or folder, creating it with `make(aside)` if it is missing or damaged. `aside`: a
+    folder that `make` fills incrementally; after a kill the next call continues with it. Errors: `RunError` if it
     cannot be written."""
     with locked(path.name):
         if damage(path) is not None:
@@ -218,7 +219,8 @@ def cached(path: Path, make: Callable[[Path], None], aside: Path | None = None) 
 
 
 def placed(path: Path, make: Callable[[Path], None], resumed: Path | None = None) -> None:
-    """Make what belongs at `path` aside, seal it and rename it. Errors: `RunError` when it cannot be written."""
+    """Create the content of `path` under a temporary name, seal it and rename it. Errors: `RunError` if it cannot be
+    written."""
     aside = resumed or _aside(path, "tmp")
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -227,7 +229,7 @@ def placed(path: Path, make: Callable[[Path], None], resumed: Path | None = None
         os.rename(aside, path)
         _sync(path.parent)
     except (OSError, RunError) as error:
-        if damage(path) is None:  # another machine was faster, over a folder whose locks reach one machine only
+        if damage(path) is None:  # another machine was faster (locks do not reach it)
             _remove(aside)
             return
         if isinstance(error, RunError):
@@ -243,16 +245,16 @@ def placed(path: Path, make: Callable[[Path], None], resumed: Path | None = None
 
 
 def _aside(path: Path, ending: str) -> Path:
-    """A name beside `path` that no other process has, on whatever machine."""
+    """A temporary name beside `path`, unique across processes and machines."""
     return path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.{ending}")
 
 
 def seal(path: Path, name: Path | None = None) -> None:
-    """Sync the file or folder at `path`, and write a seal with the hashes of its content beside it (or beside `name`,
-    the name that it will get)."""
+    """Sync the file or folder at `path` and write a seal with the hashes of its content beside it (or beside `name`,
+    its future name)."""
     contents = {}
     for inner, file in _files(path).items():
-        if file != path and sealed(file):  # a shard, which was synced and hashed when it was made
+        if file != path and sealed(file):  # a shard, already synced and hashed
             contents[inner] = json.loads(_seal_of(file).read_text(encoding="utf-8"))["files"][""] | {"rows": None}
             continue
         _sync(file)
@@ -264,14 +266,14 @@ def seal(path: Path, name: Path | None = None) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """Damage of a file or folder of the cache, or None. All of it is read at its first use since it was
-    written, or since the machine started; later its sizes and a few blocks of a few files, drawn anew each time."""
+    """Describe the damage of a cache file or folder, or return None. Everything is read at the first use since it was
+    written or since the machine started; later only sizes and a few random blocks of a few files."""
     try:
         seal = json.loads(_seal_of(path).read_text(encoding="utf-8"))
         files = _files(path)
         if seal["files"].keys() != files.keys() or not files:
             return f"{path.name} is not there, or holds other files"
-        checked_by = seal["seen"] if isinstance(seal.get("seen"), dict) else {}  # by machine that shares the cache
+        checked_by = seal["seen"] if isinstance(seal.get("seen"), dict) else {}  # machine -> last check
         found_now = hashlib.sha256(repr([(n, _identity(f)) for n, f in files.items()]).encode()).hexdigest()
         whole = checked_by.get(_boot()) != found_now
         looked = set(files if whole or len(files) <= SAMPLED_FILES else random.Random().sample([*files], SAMPLED_FILES))
@@ -280,31 +282,31 @@ def damage(path: Path) -> str | None:
             reason = _differs(files[inner], path, seal["files"][inner], whole, inner in looked)
             return None if reason is None else f"{files[inner].name} {reason}"
 
-        with ThreadPoolExecutor(min(len(files), available_cores())) as pool:  # hashing and reading leave Python alone
+        with ThreadPoolExecutor(min(len(files), available_cores())) as pool:  # hashing and reading release the GIL
             for reason in pool.map(wrong, files):
                 if reason is not None:
                     return reason
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{path.name} is not there, or nothing tells what it should hold"
     if whole:
-        with suppress(OSError):  # then all of it is read the next time, too
+        with suppress(OSError):  # the next check then reads everything again
             others = [(boot, state) for boot, state in checked_by.items() if boot != _boot()][-MACHINES:]
             _write_seal(path, seal | {"seen": dict(others) | {_boot(): found_now}})
     return None
 
 
 def sealed(path: Path) -> bool:
-    """Whether something tells what `path` should hold."""
+    """Whether `path` has a seal."""
     return _seal_of(path).exists()
 
 
 def inside(path: Path) -> bool:
-    """Whether it lies in the cache. What a task of one's own keeps elsewhere is not ours to check or to remove."""
+    """Whether `path` is in the cache. Files that a user's task stores elsewhere are neither checked nor removed."""
     return path.absolute().is_relative_to(cache_folder().absolute())
 
 
 def discard(path: Path) -> None:
-    """Remove a file or folder of the cache and its seal, if they are there."""
+    """Remove a cache file or folder and its seal, if present."""
     for each in (_seal_of(path), path):
         _remove(each)
 
@@ -317,9 +319,9 @@ def _private(status: os.stat_result) -> bool:
 
 
 def _check_own(folder: Path) -> None:
-    """Errors: `RunError` when somebody else could put files there."""
+    """Errors: `RunError` if other users could write to the folder."""
     status = folder.lstat()
-    with tempfile.TemporaryFile(dir=folder) as probe:  # on a network's disk this user may be called otherwise
+    with tempfile.TemporaryFile(dir=folder) as probe:  # network disks may map this user to another uid
         own = os.fstat(probe.fileno()).st_uid == status.st_uid
     if (not stat.S_ISDIR(status.st_mode) and folder.name.startswith("user-")) or not own or not _private(status):
         raise RunError(
@@ -347,7 +349,7 @@ def _write_seal(path: Path, content: dict[str, Any]) -> None:
 
 
 def _files(path: Path) -> dict[str, Path]:
-    """Name inside `path` -> file; of a file, itself. What tells of a file in it is none of them."""
+    """Map relative names to files under `path` (a file maps to itself), metadata files excluded."""
     if path.is_file():
         return {"": path}
     files = (file for file in sorted(path.rglob("*")) if file.is_file() and file.suffix not in (".seal", ".tmp"))
@@ -355,7 +357,8 @@ def _files(path: Path) -> dict[str, Path]:
 
 
 def _differs(file: Path, path: Path, record: dict[str, Any], whole: bool, looked: bool) -> str | None:
-    """How a file differs from what its seal says, or None; where it is not `looked` into, its size and owner."""
+    """Describe how a file differs from its seal, or return None. Unless `looked`, only its size and owner are
+    compared."""
     status = file.stat()
     if status.st_uid != path.parent.stat().st_uid:
         return "belongs to another user"
@@ -365,7 +368,7 @@ def _differs(file: Path, path: Path, record: dict[str, Any], whole: bool, looked
         return None
     count = _count(status.st_size)
     blocks = list(range(count))
-    if not whole and count > SAMPLED:  # the ends, where a file that was cut off differs, and some between
+    if not whole and count > SAMPLED:  # the ends, where truncation shows, and random blocks between
         blocks = sorted({0, count - 1, *random.Random().sample(blocks[1:-1], SAMPLED - 2)})
     if _hashes(file, blocks) != [record["blocks"][i] for i in blocks]:
         return "holds other bytes than were written"
@@ -389,7 +392,7 @@ def _hashes(file: Path, blocks: range | list[int]) -> list[str]:
 
 
 def _rows(file: Path, path: Path) -> int | None:
-    """Examples of an Arrow file of tokens; None for any other file. Only the heads of its batches are read."""
+    """Number of examples of an Arrow token file, reading only the batch headers; None for any other file."""
     if file != path or path.name.split(".")[1:2] != ["arrow"]:
         return None
     with pa.memory_map(str(file)) as mapped:
@@ -402,7 +405,7 @@ def _identity(file: Path) -> tuple[int, ...]:
 
 
 def _boot() -> str:
-    """What the kernel calls the time since it started: what it wrote before that may have been lost."""
+    """Boot id: data written before the last boot may have been lost."""
     return machine()
 
 

@@ -22,13 +22,13 @@ from lockstep.data import usable_rows
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
-Kind = Literal["text", "label", "number"]  # what a task reads a column as
-IN_MEMORY = "in-memory"  # a fingerprint of what is kept nowhere: `datasets` would pickle all rows to make one
-_EXACT = 2**53  # up to which every whole number is a float64
+Kind = Literal["text", "label", "number"]  # kind of a column, as a task reads it
+IN_MEMORY = "in-memory"  # fingerprint of uncached data: `datasets` would pickle all rows to compute one
+_EXACT = 2**53  # integers up to this are exact in float64
 _LARGEST = 2**63
-_DIGITS = "0|-?[1-9][0-9]{0,17}"  # a whole number that is written in one way only
+_DIGITS = "0|-?[1-9][0-9]{0,17}"  # an integer in canonical form
 _WHOLE = re.compile(_DIGITS)
-_POINTED = re.compile(rf"({_DIGITS})\.0")  # as tables write them where some are missing
+_POINTED = re.compile(rf"({_DIGITS})\.0")  # as written by tables with missing values
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.0*)?")
 
 
@@ -37,12 +37,12 @@ _NUMBER = re.compile(r"[+-]?[0-9]+(\.0*)?")
 
 @dataclass
 class Shape:
-    """What is common to the values that it was shown."""
+    """Common type information of the values seen so far."""
 
     kinds: set[type] = field(default_factory=set)  # of Python: str, int, float, bool, dict, list and others
-    widest: int = 0  # the largest of the whole numbers, by amount
+    widest: int = 0  # largest absolute value of integers
     keys: frozenset[str] | None = None  # of the first mapping
-    ragged: bool = False  # whether mappings have other keys than the first, or none
+    ragged: bool = False  # whether mappings differ in their keys, or have none
     fields: dict[str, Shape] = field(default_factory=dict)
     items: Shape | None = None  # of lists
 
@@ -69,8 +69,8 @@ class Shape:
 
     @property
     def feature(self) -> Any:
-        """The type, as `datasets` has it: `Json` where there is none that holds all values as they are. Mappings have
-        the same keys, or are JSON: a key that is not there is not null."""
+        """The `datasets` type; `Json` if no type holds all values unchanged. Mappings with different keys are JSON: an
+        absent key is not a null."""
         import datasets
 
         names = {bool: "bool", int: "int64", float: "float64", str: "string", bytes: "binary"}
@@ -88,7 +88,8 @@ class Shape:
 
 
 def table_of(columns: Mapping[str, list[Any]], features: Features) -> pa.Table:
-    """Values as a table of these types. Errors: `RunError` for what Arrow cannot hold, such as half a character."""
+    """Convert values to a table of these types. Errors: `RunError` for values that Arrow cannot hold, such as a lone
+    surrogate."""
     from datasets.table import table_cast
 
     arrays = {}
@@ -105,7 +106,7 @@ def table_of(columns: Mapping[str, list[Any]], features: Features) -> pa.Table:
 
 
 def dataset_of(columns: Mapping[str, list[Any]]) -> Dataset:
-    """Rows in memory, with every value as it is. Errors: as those of `table_of`."""
+    """Create an in-memory data set with all values unchanged. Errors: as in `table_of`."""
     import datasets
 
     shapes = {name: Shape() for name in columns}
@@ -123,12 +124,12 @@ def _in_memory(columns: Mapping[str, list[Any]], features: Features) -> Dataset:
 
 
 def is_text(rows: Dataset, column: str) -> bool:
-    """Whether a column is there and holds texts."""
+    """Whether a column exists and holds texts."""
     return getattr(rows.features.get(column), "dtype", None) in ("string", "large_string")
 
 
 def is_json(feature: Any) -> bool:
-    """Whether values of several kinds stand in a column."""
+    """Whether a column holds values of several types, as JSON."""
     return type(feature).__name__ == "Json"
 
 
@@ -139,7 +140,7 @@ def _has_json(feature: Any) -> bool:
 
 
 def _written(value: Any, feature: Any) -> Any:
-    """A value with what is JSON in it as a text: texts, too, so that "01" is not read as a number."""
+    """Serialize JSON parts of a value to text, including texts, so that "01" is not read as a number."""
     if value is None:
         return None
     if is_json(feature):
@@ -153,7 +154,7 @@ def _written(value: Any, feature: Any) -> Any:
 
 
 def _stored(feature: Any) -> pa.DataType:
-    """The type in Arrow, with JSON as texts."""
+    """The Arrow storage type, with JSON as text."""
     if isinstance(feature, Mapping):
         return pa.struct({name: _stored(inner) for name, inner in feature.items()})
     if is_json(feature):
@@ -166,7 +167,7 @@ def _stored(feature: Any) -> pa.DataType:
 
 
 def common(features: Sequence[Any]) -> Any:
-    """The type that stands for all of these without a loss, or None."""
+    """The type that represents all of these without loss, or None."""
     import datasets
 
     typed = [feature for feature in features if getattr(feature, "dtype", None) != "null"]
@@ -191,27 +192,27 @@ def common(features: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class ColumnUse:
-    """Which columns are read, and as what."""
+    """The columns to read, and as what kind."""
 
-    paths: Sequence[str] | None = None  # columns, or paths into them; None: it is not known, so all are kept
-    kinds: Mapping[str, Kind] = field(default_factory=dict)  # what the task reads them as
-    also: Sequence[str] = ()  # columns that are used where they are there
-    within: Sequence[str] = ()  # columns that others may be in which are not there
+    paths: Sequence[str] | None = None  # columns, or paths into them; None: unknown, so all are read
+    kinds: Mapping[str, Kind] = field(default_factory=dict)  # kind of each, as the task reads it
+    also: Sequence[str] = ()  # optional columns
+    within: Sequence[str] = ()  # struct columns in which missing columns may be nested
 
     @property
     def maybe_numbers(self) -> dict[str, Kind]:
-        """What of tables and lines may be numbers: where it is not known what is read, the label of text;label."""
+        """Columns of tables and lines that may be numbers; if the columns are unknown, the label of text;label."""
         kinds: Mapping[str, Kind] = {"label": "label"} if self.paths is None else self.kinds
         return {column: kind for column, kind in kinds.items() if kind != "text"}
 
     def may_be(self, name: str) -> bool:
-        """Whether a column may be read, whatever others there are."""
+        """Whether a column may be read, regardless of other columns."""
         roots = (path for path in self.paths or () if f"{path}.".startswith(f"{name}."))
         return self.paths is None or name in (*self.also, *self.within) or next(roots, None) is not None
 
     def of(self, names: Sequence[str]) -> list[str]:
-        """Those of some columns that are read, by the longest name that a path begins with: all, where it is not known,
-        or one that is read is not among them."""
+        """The columns among `names` to read, matched by the longest prefix of each path. All of them if the paths are
+        unknown, or if one of them matches none."""
         read = set(self.also)
         for path in self.paths or ():
             parts = path.split(".")
@@ -230,20 +231,20 @@ ALL = ColumnUse()
 
 
 def whole_numbers(texts: Collection[str], strict: bool = False) -> bool:
-    """Whether texts are whole numbers that are written in one way only, so that as many numbers stand for them: 0, 1
-    and 10, or all with a point and a zero; not 01, +1 or 1 beside 1.0. `strict`: without white space, and no point."""
+    """Whether texts are integers in canonical form, so that distinct texts are distinct numbers: 0, 1 and 10, or all
+    with ".0"; not 01, +1 or a mix of 1 and 1.0. `strict`: no white space and no ".0"."""
     there = set(texts) if strict else {text.strip() for text in texts}
     forms = (_WHOLE,) if strict else (_WHOLE, _POINTED)
     return bool(there) and any(all(map(form.fullmatch, there)) for form in forms)
 
 
 def number_of(text: str) -> int:
-    """The number that one of `whole_numbers` is."""
+    """The integer value of one of `whole_numbers`."""
     return int(text.strip().removesuffix(".0"))
 
 
 def label_note(column: str, texts: Collection[str]) -> list[str]:
-    """What is said of labels that are all whole numbers, but not written as these are."""
+    """A note if all labels are integers but some are not in canonical form."""
     odd = [text for text in sorted(texts) if not _WHOLE.fullmatch(text.strip())]
     if not odd or not all(_NUMBER.fullmatch(text.strip()) for text in texts) or whole_numbers(texts):
         return []
@@ -258,8 +259,8 @@ def label_note(column: str, texts: Collection[str]) -> list[str]:
 
 
 def declared(rows: Dataset, types: Mapping[str, str] | None, split: str, name: str) -> Dataset:
-    """Rows whose columns are of the types that `data.types` gives them; those that are not there are passed over.
-    Errors: `RunError`, which names the row whose value is none of its type."""
+    """Cast columns to the types that `data.types` declares; absent columns are skipped. Errors: `RunError`, which names
+    the row of an invalid value."""
     import datasets
 
     for column, kind in (types or {}).items():
@@ -291,14 +292,14 @@ def declared(rows: Dataset, types: Mapping[str, str] | None, split: str, name: s
 
 
 def check_names(types: Mapping[str, str] | None, names: Iterable[str], where: str) -> None:
-    """Errors: `RunError` for a column of `data.types` that is not there."""
+    """Errors: `RunError` if a column of `data.types` does not exist."""
     there = list(names)
     if absent := [column for column in types or {} if column not in there]:
         raise RunError("LS2402", f"data.types: {where} has no column {absent[0]!r}; it has {', '.join(there)}")
 
 
 def _as(value: Any, kind: str) -> Any:
-    """A value, or the items of a list, as a text, an integer or a number. Errors: `ValueError`."""
+    """Convert a value, or the items of a list, to a text, an integer or a number. Errors: `ValueError`."""
     if value is None:
         return None
     if isinstance(value, list):
@@ -311,7 +312,7 @@ def _as(value: Any, kind: str) -> Any:
     elif isinstance(value, str) and not value.strip():
         return None
     elif isinstance(value, str | int | float) and not isinstance(value, bool):
-        if kind == "number" and "_" in str(value):  # which Python passes over
+        if kind == "number" and "_" in str(value):  # which Python would ignore
             raise ValueError
         return _integer(value) if kind == "integer" else _finite(float(value))
     raise ValueError

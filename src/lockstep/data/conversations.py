@@ -1,13 +1,12 @@
 """Conversations -> documents of tokens, by a chat template: only what the assistant says is scored.
 
-In: rows of a data set, a tokenizer, and how conversations are written. Out: `Documents`, a conversation each, or one
-for each of its assistant's turns.
+In: rows of a data set, a tokenizer, and a `Writing`. Out: `Documents`, one per conversation or per assistant turn.
 
-Where the assistant speaks is what the template marks by `{% generation %}`. Of a template without marks it is found by
-writing the conversation's beginnings: up to a turn and asking for it, and with it. That is right only where each is the
-beginning of what comes after. Templates of reasoning models write an earlier turn otherwise once a later one is there
-(they drop its thinking): such conversations are refused, with the turn, or each turn is trained as it is written when
-it is the last.
+Assistant spans are those that the template marks with `{% generation %}`. For a template without marks, they are
+derived from rendered prefixes of the conversation: up to a turn with the generation prompt, and including the turn.
+This requires each prefix to be a prefix of the next. Templates of reasoning models render earlier turns differently
+once a later one exists (they drop the thinking): such conversations are refused, naming the turn, or each turn is
+trained as rendered when it is the last.
 """
 
 from __future__ import annotations
@@ -28,36 +27,36 @@ from lockstep.data.lm_documents import Documents, EncodedDocuments, end_of, flat
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Spans = list[tuple[int, int]]  # of characters, from the first one to behind the last one
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template, around what the assistant writes
+Spans = list[tuple[int, int]]  # character spans [start, end)
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks around assistant text in a template
 
 
 @dataclass(frozen=True)
 class RenderedText:
-    """A text, and what of it is learned."""
+    """A text and its learned spans."""
 
     text: str
     spans: Spans
-    marked: bool = False  # by the template: tokens that reach out of a span are learned, as transformers' mask has it
+    marked: bool = False  # by the template: tokens that overlap a span are learned, as in transformers' mask
 
 
 @dataclass(frozen=True)
 class Writing:
-    """How conversations become texts."""
+    """How conversations are rendered to text."""
 
     column: str  # of the messages
     template: str | None = None  # Jinja; None: the tokenizer's
     arguments: Mapping[str, Any] = field(default_factory=dict)  # variables of the template, such as enable_thinking
-    tools: str | None = None  # column of what the assistant may call: a list of schemas, or that as JSON
-    each: bool = False  # every assistant's turn is a document, the last of its conversation up to there
+    tools: str | None = None  # column of tool schemas: a list, or JSON
+    each: bool = False  # each assistant turn is a document that ends with it
 
     @property
     def columns(self) -> dict[str, str]:
-        """Key of the run file -> the column that it names."""
+        """Key of the run file -> column name."""
         return {"task.messages": self.column} | ({} if self.tools is None else {"task.tools": self.tools})
 
     def text(self, tokenizer: Any, messages: list[dict], tools: Any, opened: bool) -> str:
-        """Messages as a text. `opened`: with what asks the assistant to speak. Errors: whatever a template raises."""
+        """Render messages to text. `opened`: with the generation prompt. Errors: any that the template raises."""
         return tokenizer.apply_chat_template(
             messages,
             tools=tools,
@@ -79,13 +78,14 @@ def marks_of(
     tools: Any = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> tuple[str, Spans] | None:
-    """A conversation as `apply_chat_template` renders it, and the spans that the template marks by `{% generation %}`;
-    None of a template without such marks. `template`: None: the tokenizer's. Errors: whatever a template raises."""
+    """Render a conversation as `apply_chat_template` does; return the text and the spans that the template marks with
+    `{% generation %}`, or None for a template without marks. `template`: None for the tokenizer's. Errors: any that the
+    template raises."""
     if not _is_marked(tokenizer, template, tools):
         return None
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    rendered: Any = render_jinja_template(  # texts and spans, of one conversation here
+    rendered: Any = render_jinja_template(  # texts and spans of one conversation
         conversations=[messages],
         tools=tools,
         chat_template=tokenizer.get_chat_template(template, tools),
@@ -96,7 +96,7 @@ def marks_of(
     return text, [(begin, over) for begin, over in spans]
 
 
-# What ShareGPT and its kin call those who speak -> the roles of chat templates
+# Speaker names of ShareGPT-like formats -> roles of chat templates
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
@@ -106,8 +106,8 @@ ROLES = {
 
 
 def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
-    """Rows whose messages have `role` and `content`: those of `from` and `value` get these, and a message by itself
-    becomes a list of one. Errors: `RunError` for one who speaks that has no role here."""
+    """Rows whose messages have `role` and `content`: `from` and `value` are renamed, and a single message becomes a
+    list. Errors: `RunError` for an unknown speaker."""
     feature = dataset.features[column]
     inner = feature if isinstance(feature, Mapping) else getattr(feature, "feature", None)
     if not isinstance(inner, Mapping) or not ({"from", "value"} <= set(inner) or {"role", "content"} <= set(inner)):
@@ -141,8 +141,7 @@ def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
 
 
 def usable(dataset: Dataset, column: str, split: str, name: str, drop: bool) -> Dataset:
-    """The rows in which the assistant says something, and every message has a content, or calls. Errors:
-    `RunError`."""
+    """Rows with an assistant turn in which every message has content or tool calls. Errors: `RunError`."""
     dataset = with_roles(dataset, column, "task.messages", split)
     lacks = []
     for first, part in usable_rows.lists(dataset, column):
@@ -166,28 +165,28 @@ def _lacks(messages: list[dict]) -> bool:
 
 
 def turns(messages: list[dict]) -> int:
-    """The number of turns of the assistant."""
+    """Number of assistant turns."""
     return sum(message["role"] == "assistant" for message in messages)
 
 
 def documents_in(dataset: Dataset, how: Writing) -> int:
-    """The number of documents that a split becomes."""
+    """Number of documents that a split yields."""
     if not how.each:
         return len(dataset)
     return sum(turns(messages) for _, part in usable_rows.lists(dataset, how.column) for messages in part)
 
 
 def further_keys(dataset: Dataset, column: str) -> list[str]:
-    """Keys of messages besides role and content."""
+    """Message keys other than role and content."""
     inner = getattr(dataset.features[column], "feature", None)
-    if not isinstance(inner, Mapping):  # values of any kind; the features do not describe them
+    if not isinstance(inner, Mapping):  # JSON, whose keys the features do not list
         inner = {key for _, part in usable_rows.lists(dataset, column) for row in part for each in row for key in each}
     return sorted(set(inner) - {"role", "content"})
 
 
 def never_ends(tokenizer: Any, learned: Iterable[np.ndarray]) -> list[str]:
-    """A note where no answer that is learned holds the token at which writing stops. `learned`: tokens of some answers,
-    [T] each, before any is cut."""
+    """A note if no learned answer contains the end token. `learned`: tokens of some answers, [T] each, before
+    truncation."""
     end = end_of(tokenizer)
     if end is None:
         return ["the tokenizer has no end token, so the model does not learn where an answer ends; set its eos_token"]
@@ -201,15 +200,15 @@ def never_ends(tokenizer: Any, learned: Iterable[np.ndarray]) -> list[str]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove entries of mappings that are null: of rows whose mappings have different keys, each has all of
-    them when it is read from a table, and templates ask which keys are there."""
+    """Remove null entries of mappings. Read from a table, rows with different keys have all keys of all rows, but
+    templates test which keys exist."""
     if isinstance(value, Mapping):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def documents_of(dataset: Dataset, tokenizer: Any, how: Writing, rows: range) -> EncodedDocuments:
-    """The documents of some rows; tokens that reach over into what is learned are learned, too. Errors: `RunError`."""
+    """Yield the documents of some rows; tokens that overlap a learned span are learned. Errors: `RunError`."""
     columns = [how.column] if how.tools is None else [how.column, how.tools]
     for start, batch in arrow_cache.batches(dataset.select_columns(columns), rows):
         offered = batch[how.tools] if how.tools is not None else [None] * len(batch[how.column])
@@ -235,20 +234,22 @@ def _documents(some: list[RenderedText], tokenizer: Any) -> Documents:
             inside = begins[first:stop] < over if each.marked else ends[first:stop] <= over
             scored[first:stop] |= (ends[first:stop] > begin) & inside
     documents.scored[:] = scored
-    return documents  # exactly what the template renders: it ends turns itself
+    return documents  # no end token is added: the template ends turns itself
 
 
 def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: int) -> list[RenderedText]:
-    """A conversation as one text, or as one for each of the assistant's turns. Errors: `RunError`, with the row and
-    the message."""
+    """Render a conversation to one text, or to one per assistant turn. Errors: `RunError`, with the row and the
+    message."""
     messages = [without_nulls(message) for message in row]
-    messages = [message | {"content": message.get("content", "")} for message in messages]  # there may be a call only
+    messages = [
+        message | {"content": message.get("content", "")} for message in messages
+    ]  # a message may have only tool calls
     offered = _offered(tools, how, number)
 
     def text(count: int, opened: bool = False) -> str:
         try:
             return how.text(tokenizer, messages[:count], offered, opened)
-        except Exception as error:  # a template is a program of its own
+        except Exception as error:  # templates may raise anything
             reason = " ".join(str(error).split())
             part = "" if count == len(messages) else f" up to message {count - 1}"
             raise RunError(
@@ -291,13 +292,13 @@ def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: i
 def _marked(
     tokenizer: Any, messages: list[dict], offered: Any, how: Writing, number: int, text: Callable[[int], str]
 ) -> list[RenderedText]:
-    """`written` by the marks of the template. `text`: the first messages as one text. Errors: `RunError`."""
+    """`written` for a template with marks. `text`: renders the first messages. Errors: `RunError`."""
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     examples = [(place, place + 1) for place in places] if how.each else [(places[0], len(messages))]
     turns = []
     for place, count in examples:
         before = text(place)
-        text(count)  # raises with the row where the template cannot be used
+        text(count)  # raises, with the row, if the template fails
         whole, marks = marks_of(tokenizer, how.template, messages[:count], offered, how.arguments) or ("", [])
         spans = [span for span in marks if span[0] >= len(before)]
         if not spans:
@@ -311,7 +312,7 @@ def _marked(
 
 
 def _offered(tools: Any, how: Writing, number: int) -> Any:
-    """The schemas of a row's tools; None for none. Errors: `RunError`."""
+    """Tool schemas of a row, or None. Errors: `RunError`."""
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
@@ -327,6 +328,6 @@ def _offered(tools: Any, how: Writing, number: int) -> Any:
 
 
 def _differing_part(before: str, after: str) -> str:
-    """The part of `before` from which on it differs from `after`."""
+    """The part of `before` from its first difference to `after`."""
     same = len(list(takewhile(lambda both: both[0] == both[1], zip(before, after, strict=False))))
     return repr(before[max(0, same - 10) :][:60])

@@ -1,8 +1,8 @@
 """What the host knows of a tensor on a GPU, so that nothing has to wait for the GPU to say it.
 
-In: the inputs of a micro-batch on the host. Out: facts about a mask, about positions or about targets, attached to the
-tensor itself when it is copied to the device. An operation on the tensor makes another tensor, which has none: a mask
-that a model changes is asked as it always was. On a CPU nothing is attached, since nothing waits there.
+In: the inputs of a micro-batch on the host. Out: facts about a mask, positions or targets, attached to the tensor when
+it is copied to the device. Results of operations on the tensor have no facts: a mask that a model modifies is inspected
+on the device as usual. On a CPU nothing is attached, because nothing synchronizes.
 
 Letters: B examples, T padded length, N real tokens, n positions with a target.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-TARGETS = "lockstep_targets"  # among the inputs of a model that takes its own loss (`task.loss_chunk`): the targets
+TARGETS = "lockstep_targets"  # input name of the targets, for a model that computes its own loss (`task.loss_chunk`)
 ATTRIBUTE = "lockstep_facts"
 MASKS = ("attention_mask", "decoder_attention_mask")
 POSITIONS = "position_ids"
@@ -25,18 +25,18 @@ POSITIONS = "position_ids"
 
 @dataclass(frozen=True)
 class RealTokens:
-    """Where the real tokens of an attention mask [B, T] are. The two tensors are on the mask's device, or on their
-    way there."""
+    """Positions of the real tokens in an attention mask [B, T]. Its tensors are on the mask's device, or being copied
+    there."""
 
     lengths: tuple[int, ...]  # of each example
     width: int  # T
-    on_the_right: bool  # whether all padding is
+    on_the_right: bool  # whether all padding is on the right
     index: Tensor  # int64 [N], into B x T
     ends: Tensor  # int32 [B + 1], into N
 
     @classmethod
     def of(cls, mask: Tensor) -> RealTokens:
-        """Of a mask [B, T] of any dtype, in host memory."""
+        """Facts of a mask [B, T] of any dtype in host memory."""
         from torch import int32
         from torch.nn.functional import pad
 
@@ -52,7 +52,7 @@ class RealTokens:
 
     @classmethod
     def everywhere(cls, rows: int, width: int, device: torch.device | str) -> RealTokens:
-        """Of a batch without padding; no copy is made."""
+        """Facts of a batch without padding, created on the device without a copy."""
         import torch
 
         index = torch.arange(rows * width, device=device)
@@ -65,36 +65,36 @@ class RealTokens:
         return all(length == self.width for length in self.lengths)
 
     def first(self, rows: int) -> RealTokens:
-        """Of the first examples."""
+        """Facts of the first examples."""
         lengths = self.lengths[:rows]
         return replace(self, lengths=lengths, index=self.index[: sum(lengths)], ends=self.ends[: len(lengths) + 1])
 
 
 @dataclass(frozen=True)
 class TextsOfRows:
-    """Whether each row of positions [B, T] counts up from its first to its last, as one text does."""
+    """Whether each row of positions [B, T] counts up throughout, as a single text does."""
 
     single: tuple[bool, ...]
 
     @classmethod
     def of(cls, positions: Tensor) -> TextsOfRows:
-        """Of positions in host memory."""
+        """Facts of positions in host memory."""
         return cls(tuple((positions[:, 1:] - positions[:, :-1] == 1).all(1).tolist()))
 
     def first(self, rows: int) -> TextsOfRows:
-        """Of the first rows."""
+        """Facts of the first rows."""
         return TextsOfRows(self.single[:rows])
 
 
 @dataclass(frozen=True)
 class TargetPlaces:
-    """Which positions have a target."""
+    """Positions with a target."""
 
     index: Tensor  # int64 [n], into the flattened targets; on their device
 
     @classmethod
     def of(cls, targets: Tensor) -> TargetPlaces:
-        """Of targets of any shape, in host memory."""
+        """Facts of targets of any shape in host memory."""
         return cls((targets.flatten() >= 0).nonzero().flatten())
 
 
@@ -103,13 +103,13 @@ Kind = TypeVar("Kind", RealTokens, TextsOfRows, TargetPlaces)
 
 
 def facts(tensor: object, kind: type[Kind]) -> Kind | None:
-    """What the host knows of a tensor; None: nothing of this kind."""
+    """Facts of this kind attached to a tensor, or None."""
     attached = getattr(tensor, ATTRIBUTE, None)
     return attached if isinstance(attached, kind) else None
 
 
 def attach(tensor: Any, about: Facts) -> Any:
-    """The tensor, with facts about it."""
+    """Attach facts to a tensor and return it."""
     setattr(tensor, ATTRIBUTE, about)
     return tensor
 
@@ -119,7 +119,7 @@ def _attached(tensor: object) -> Facts | None:
 
 
 def _kind(name: str, value: Any) -> type[Facts] | None:
-    """What is worth knowing of an input of this name."""
+    """The kind of facts for an input of this name, or None."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -132,7 +132,7 @@ def _kind(name: str, value: Any) -> type[Facts] | None:
 
 
 def _looked_up(name: str, value: Any) -> Facts | None:
-    """What is attached to an input, or is seen from it where it is in host memory."""
+    """Facts attached to an input, or computed from it if it is in host memory."""
     attached = _attached(value)
     kind = _kind(name, value)
     if attached is not None or kind is None or value.device.type != "cpu":
@@ -141,19 +141,19 @@ def _looked_up(name: str, value: Any) -> Facts | None:
 
 
 def _copy_tensors(about: Facts, move: Any) -> Facts:
-    """With its tensors where `move` takes them."""
+    """Copy of facts with `move` applied to their tensors."""
     if isinstance(about, RealTokens):
         return replace(about, index=move(about.index), ends=move(about.ends))
     return replace(about, index=move(about.index)) if isinstance(about, TargetPlaces) else about
 
 
 def pinned(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs in page-locked memory, with what the host knows of them there, too."""
+    """Copy inputs and their facts to pinned memory."""
     return _copied(inputs, lambda value: value.pin_memory())
 
 
 def on_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Inputs on a device, with what the host knows of them; the copies may still be under way."""
+    """Copy inputs to a device with their facts; copies may still be in flight."""
     if device.type == "cpu":
         return {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
     return _copied(inputs, lambda value: value.to(device, non_blocking=True))
@@ -168,7 +168,7 @@ def _copied(inputs: Mapping[str, Any], move: Any) -> dict[str, Any]:
 
 
 def blank(inputs: Mapping[str, Any], targets: Tensor) -> dict[str, Any]:
-    """The first two examples of some inputs, all of whose targets are ignored: `targets`, int64 [2, ...]."""
+    """The first two examples of some inputs with all targets ignored: `targets`, int64 [2, ...]."""
     copies = {}
     for name, value in inputs.items():
         about = _attached(value)
