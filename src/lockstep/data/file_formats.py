@@ -36,32 +36,32 @@ from lockstep.data.cache import cache_folder, locked
 ENDINGS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 BLOCK = 2**20  # bytes read at a time
 _SMALL = 2**16
-MOST = 1000  # times its own size that a file may unpack to, if that is
-LARGE = 2**30  # bytes or more
+MOST = 1000  # maximum decompression ratio, for files that decompress to at least `LARGE`
+LARGE = 2**30  # bytes
 
 
 def is_compressed(file: Path) -> bool:
-    """Whether its name says that it is compressed."""
+    """Whether a file's name says that it is compressed."""
     return file.suffix.lower() in ENDINGS
 
 
 def plain(file: Path) -> Path:
-    """The name of the file once it is unpacked."""
+    """The file's name after decompression."""
     return file.with_suffix("") if is_compressed(file) else file
 
 
 def ending(file: Path) -> str:
-    """All of its ending: .jsonl, or .jsonl.gz."""
+    """The full ending: .jsonl, or .jsonl.gz."""
     return plain(file).suffix + (file.suffix if is_compressed(file) else "")
 
 
 def opened(file: Path) -> Any:
-    """The bytes that are in it, for reading from the beginning. Errors: those of the library that unpacks."""
+    """Open a file and decompress it. Errors: those of the decompression library."""
     return unpacking(file, file)
 
 
 def unpacking(source: Path | BinaryIO, name: Path) -> Any:
-    """The unpacked bytes of a file, or of one that is open, by its name. Errors: those of the library that unpacks."""
+    """Decompress a file, or an open one, by its `name`. Errors: those of the decompression library."""
     kind = ENDINGS.get(name.suffix.lower())
     if kind == "zstd":
         import pyarrow as pa
@@ -74,14 +74,13 @@ def unpacking(source: Path | BinaryIO, name: Path) -> Any:
 
 
 def blocks(file: Path, key: str) -> Iterator[bytes]:
-    """Read the unpacked bytes a block at a time. Errors: `RunError` for a file that cannot be read, that is cut off or
-    damaged, and for one of which implausibly much would come."""
+    """Yield the decompressed bytes in blocks. Errors: `RunError` for a file that is unreadable, truncated or damaged,
+    or that decompresses to an implausible size."""
     total, lines = 0, 1
     try:
         size = file.stat().st_size
         with opened(file) as stream:
-            # What comes before the place where a file is cut off is given out first; of zstd all is lost that is read
-            # together with it.
+            # Yield everything before a truncation; zstd loses all that is read in the same call.
             while block := stream.read1(_SMALL if file.suffix.lower() == ".zst" else BLOCK):
                 total += len(block)
                 if is_compressed(file) and total > max(LARGE, MOST * size):
@@ -107,9 +106,11 @@ def blocks(file: Path, key: str) -> Iterator[bytes]:
 
 @contextmanager
 def unpacked(files: list[Path], key: str, encoding: str = "utf-8") -> Iterator[list[Path]]:
-    """Unpack compressed files into the cache, and write texts of another encoding in UTF-8 there, for as long as they
-    are read; other files stay. They have the same paths and times each time: what `datasets` keeps of a file is found
-    by these. Errors: `RunError`; one that is raised meanwhile names the file as it was given."""
+    """Decompress files into the cache and convert other encodings to UTF-8, while the context is active; other files
+    stay in place.
+
+    Paths and times are stable across calls, because `datasets` keys its cache by them. Errors: `RunError`; those raised
+    inside the context name the original file."""
     source = None if codecs.lookup(encoding).name == "utf-8" else encoding
     changed = {file for file in files if is_compressed(file) or (source and file.suffix not in BINARY)}
     if not changed:
@@ -139,7 +140,7 @@ def unpacked(files: list[Path], key: str, encoding: str = "utf-8") -> Iterator[l
 
 
 def _unpack(file: Path, to: Path, key: str, encoding: str | None) -> None:
-    """`encoding`: what the text is in; None: its bytes stay. Errors: `RunError`."""
+    """Decompress a file. `encoding`: of the text; None: keep the bytes. Errors: `RunError`."""
     decoder = codecs.getincrementaldecoder(encoding)() if encoding else None
     try:
         with open(to, "wb") as out:
@@ -154,8 +155,8 @@ def _unpack(file: Path, to: Path, key: str, encoding: str | None) -> None:
         ) from error
 
 
-BINARY = (".parquet", ".arrow")  # endings of files that are no text
-# How compressed files begin: `datasets` would unpack them whatever they are called, to any size.
+BINARY = (".parquet", ".arrow")  # endings of binary files
+# Magic bytes of compressed files: `datasets` would decompress them regardless of name, to any size.
 _PACKED = {
     "gzip": (0, b"\x1f\x8b"),
     "bzip2": (4, b"1AY&SY"),
@@ -167,7 +168,7 @@ _PACKED = {
 
 
 def check(file: Path, key: str, encoding: str) -> None:
-    """Refuse what is compressed and not called so, what is not text of this encoding, and a file that would fill the
+    """Refuse a file that is compressed but not named so, that is not text in this encoding, or that would fill the
     disk.
 
     Reads the whole file. Errors: `RunError`."""
@@ -180,7 +181,7 @@ def check(file: Path, key: str, encoding: str) -> None:
 
 
 def check_packing(start: bytes, file: Path, key: str) -> None:
-    """Refuse a file that begins as a compressed one does and is not called so. Errors: `RunError`."""
+    """Refuse a file that starts like a compressed file but is not named so. Errors: `RunError`."""
     for name, (place, mark) in _PACKED.items():
         if start.startswith(mark, place):
             what = "holds another compressed file" if is_compressed(file) else "is compressed"
@@ -190,17 +191,17 @@ def check_packing(start: bytes, file: Path, key: str) -> None:
 
 
 def codec(encoding: str) -> str:
-    """The encoding, without the mark that a file in UTF-8 may begin with."""
+    """The codec for an encoding; for UTF-8, one that skips a byte order mark."""
     return "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
 
 
 def text_of(file: Path, encoding: str) -> str:
-    """The text of a file that was found readable, with its ends of lines as they are on Unix."""
+    """The text of a checked file, with Unix line endings."""
     return "\n".join(unix_lines(b"".join(blocks(file, "data")).decode(codec(encoding))))
 
 
 def unix_lines(text: str) -> list[str]:
-    """The lines of a text, whichever system it is from (`splitlines` would also cut at U+2028 and the like)."""
+    """Split a text at line feeds and carriage returns only (`splitlines` would also split at U+2028 and the like)."""
     return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
 
 
@@ -226,7 +227,7 @@ def _check_text(file: Path, key: str, encoding: str, blocks: Iterator[bytes]) ->
 
 
 def _looks_like(start: bytes) -> str | None:
-    """The encoding of two or four bytes a letter that a file begins in, or None."""
+    """Detect UTF-16 or UTF-32 from the start of a file; None otherwise."""
     for mark, name in ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")):
         if start.startswith(mark):
             return name
@@ -239,7 +240,8 @@ def _looks_like(start: bytes) -> str | None:
 
 
 def _check_unpacked(file: Path, key: str) -> None:
-    """What a Parquet file unpacks to is estimated from its metadata and the first rows of each group of rows."""
+    """Refuse a Parquet file that would fill the disk. Its decompressed size is estimated from metadata and the first
+    rows of each row group."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -252,7 +254,7 @@ def _check_unpacked(file: Path, key: str) -> None:
             rows = first.nbytes / len(first) * metadata.num_rows if first is not None and len(first) else 0
             unpacked += max(rows, metadata.total_byte_size)
     except (pa.ArrowException, OSError):
-        return  # its reader says what is wrong with it
+        return  # its reader reports the error
     if unpacked >= LARGE and unpacked > MOST * size:
         raise RunError(
             "LS2066",
@@ -264,11 +266,11 @@ def _check_unpacked(file: Path, key: str) -> None:
 
 # -- tables ---------------------------------------------------------------------------------------------------------
 
-SEPARATORS = {".csv": ",", ".tsv": "\t"}  # ending -> what separates cells, unless data.separator says otherwise
+SEPARATORS = {".csv": ",", ".tsv": "\t"}  # ending -> default separator
 NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 QUOTES = {"double": '"', "single": "'", "none": ""}
-BATCH = 10_000  # rows that the reader of `datasets` gives types to together
-VERSION = 2  # of how tables are read
+BATCH = 10_000  # rows per type-inference batch of the `datasets` reader
+VERSION = 2  # version of table reading
 _NUMBER = re.compile(
     r"\s*[+-]?((?P<whole>[0-9]+)|([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf|infinity)\s*", re.A | re.I
 )
@@ -276,11 +278,11 @@ _EXCEL = re.compile(r'"?sep=."?')
 _AS_WRITTEN = re.compile("0|-?[1-9][0-9]*")
 _TRUTHS = ("true", "True", "TRUE", "false", "False", "FALSE")
 
-csv.field_size_limit(2**31 - 1)  # texts may be books
+csv.field_size_limit(2**31 - 1)  # cells may hold books
 
 
 class Misfit(RunError):
-    """Rows that are not those of a table with this separator and these quotes, from a line on."""
+    """A row does not fit the table with this separator and quote, from a line on."""
 
     def __init__(self, code: str, message: str, line: int = 0) -> None:
         super().__init__(code, message)
@@ -288,31 +290,31 @@ class Misfit(RunError):
 
 
 class TwoWays(Misfit):
-    """Rows that are those of a table with quotes and without, and not the same."""
+    """The file is a valid table both with and without quotes, with different rows."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """The separator of a table's cells, and the quote around those that hold a separator (empty: none)."""
+    """Separator of a table's cells, and quote character (empty: none)."""
 
     separator: str
     quote: str
 
     def reader(self, lines: Iterator[str]) -> Any:
-        """Python's, which raises `csv.Error` for quotes that do not follow RFC 4180."""
+        """Python's csv reader, which raises `csv.Error` for quotes that violate RFC 4180."""
         if self.quote:
             return csv.reader(lines, delimiter=self.separator, quotechar=self.quote, strict=True)
         return csv.reader(lines, delimiter=self.separator, quoting=csv.QUOTE_NONE, quotechar=None)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options for pandas' reader. No first column is ever taken for an index."""
+        """Options for pandas' reader. The first column is never an index."""
         quotes = {"quotechar": self.quote} if self.quote else {"quoting": csv.QUOTE_NONE}
         return {"sep": self.separator, "index_col": False, "keep_default_na": False, **quotes}
 
 
 class _Lines:
-    """The lines of a file, with their ends; knows whether one held a quote. Errors: `Misfit`."""
+    """Lines of a file with their line endings; records whether any contains a quote. Errors: `Misfit`."""
 
     def __init__(self, file: Path, encoding: str, quote: str) -> None:
         self.file, self.encoding, self.quote = file, encoding, quote
@@ -339,7 +341,7 @@ class _Lines:
 
 
 def rows(file: Path, encoding: str, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
-    """The line that each row begins in, and its cells; blank lines are left out. Errors: `Misfit`."""
+    """Yield the first line number and cells of each row, skipping blank lines. Errors: `Misfit`."""
     return _rows(_Lines(file, encoding, dialect.quote), dialect)
 
 
@@ -370,22 +372,22 @@ def _quoting(message: str, quote: str) -> str:
 
 @dataclass
 class Table:
-    """A file as it is read with some dialect."""
+    """A file as read with one dialect."""
 
     dialect: Dialect
     names: list[str]
     rows: int = 0
-    quoted: bool = False  # whether a quote stands anywhere in it
-    doubled: bool = False  # whether two stand beside each other
-    kinds: list[set[str]] = field(default_factory=list)  # of each column: i, z, f, b, t, as `_kind` has them
-    begins: list[set[str]] = field(default_factory=list)  # the same of the first rows
-    needless: bool = False  # whether quotes stand around cells that do not need them, beside such without quotes
-    wrapped: bool = False  # whether quotes stand around most texts of a column
-    escaped: bool = False  # whether quotes within quotes have a backslash
+    quoted: bool = False  # whether it contains a quote
+    doubled: bool = False  # whether it contains a doubled quote
+    kinds: list[set[str]] = field(default_factory=list)  # of each column: values of `_kind`
+    begins: list[set[str]] = field(default_factory=list)  # of each column, in the first rows
+    needless: bool = False  # whether some cells are quoted needlessly and others are not
+    wrapped: bool = False  # whether most texts of a column are quoted
+    escaped: bool = False  # whether quotes are escaped by backslashes
 
 
 def table(file: Path, key: str, data: DataSection) -> Table:
-    """A file whose columns have names. Errors: `RunError`, also where two names are the same."""
+    """Scan a file and check its column names. Errors: `RunError`, also for duplicate names."""
     table = scanned(file, key, data)
     for place, name in enumerate(table.names):
         if name and name in table.names[:place]:
@@ -398,7 +400,7 @@ def table(file: Path, key: str, data: DataSection) -> Table:
 
 
 def scanned(file: Path, key: str, data: DataSection) -> Table:
-    """The dialect of a file, and what the whole file holds with it. Errors: `RunError`."""
+    """Detect a file's dialect and scan the whole file with it. Errors: `RunError`."""
     separator = data.separator or SEPARATORS[plain(file).suffix]
     try:
         if data.quote is not None:
@@ -417,17 +419,17 @@ def _with_quotes(file: Path, data: DataSection, separator: str) -> Table:
         try:
             other = _scan(file, data, bare)
         except Misfit as later:
-            raise max(error, later, key=lambda each: each.line) from None  # the way that fits for longer is meant
+            raise max(error, later, key=lambda each: each.line) from None  # report the dialect that fits further
         if other.escaped:
             raise Misfit(
                 error.code,
                 f'{error.message}. Quotes within quotes seem to have a backslash (\\"); write them doubled ("")',
             ) from None
-        if other.wrapped:  # a file with quotes, in which something is wrong with one
+        if other.wrapped:  # a quoted file with one faulty quote
             raise error from None
         return other
     tabs = plain(file).suffix == ".tsv"
-    if not table.quoted or (len(table.names) < 2 and not tabs):  # of one column any line is a row without quotes
+    if not table.quoted or (len(table.names) < 2 and not tabs):  # with one column, every line is a valid unquoted row
         return table
     try:
         other = _scan(file, data, bare)
@@ -446,7 +448,7 @@ def _with_quotes(file: Path, data: DataSection, separator: str) -> Table:
 
 
 def _scan(file: Path, data: DataSection, dialect: Dialect) -> Table:
-    """All rows, looked at. Errors: `Misfit` for the first that does not fit."""
+    """Scan all rows. Errors: `Misfit` for the first row that does not fit."""
     lines = _Lines(file, data.encoding, dialect.quote)
     table = Table(dialect, list(data.columns or ()))
     batch: list[list[str]] = []
@@ -471,7 +473,7 @@ def _scan(file: Path, data: DataSection, dialect: Dialect) -> Table:
 
 
 def _misfit(file: Path, line: int, row: list[str], table: Table, data: DataSection) -> str:
-    """The message about a row that is wider or narrower than the header."""
+    """The message for a row that is wider or narrower than the header."""
     header = "data.columns names" if data.columns else "the header has"
     separator = table.dialect.separator
     called = NAMES.get(separator, repr(separator))
@@ -498,7 +500,7 @@ def _excerpt(row: list[str]) -> str:
 
 
 def _look(batch: list[list[str]], table: Table, marks: list[Counter[str]]) -> None:
-    """Take down what the cells of each column are."""
+    """Record the kinds of cells in each column."""
     first = not table.kinds
     if first:
         table.kinds = [set() for _ in table.names]
@@ -514,7 +516,7 @@ def _look(batch: list[list[str]], table: Table, marks: list[Counter[str]]) -> No
 
 
 def _mark(cell: str) -> str:
-    """Whether quotes that a cell does not need stand around it, or none around a text."""
+    """Classify a cell: needlessly quoted, needing its quotes, an unquoted text, or empty."""
     if len(cell) > 1 and cell[0] == cell[-1] == '"':
         return "needed" if '"' in cell[1:-1] or len(cell) == 2 else "quoted"
     return "plain" if cell and _kind(cell) == "t" else "empty"
@@ -524,8 +526,8 @@ _KINDS = "izfbt"
 
 
 def _kind(cell: str) -> str:
-    """What pandas makes of a column of such cells: i or z, whole numbers, of which z are not written as numbers are
-    (01, +1); f, decimal ones; b, truths; t, texts."""
+    """The type that pandas infers for a column of such cells: i (integers), z (integers not in canonical form: 01, +1),
+    f (decimals), b (booleans) or t (texts)."""
     if cell[:1].isalpha() and cell[:1] not in "tTfFiI":
         return "t"
     if cell in _TRUTHS:
@@ -539,10 +541,11 @@ def _kind(cell: str) -> str:
 def converters(
     tables: list[Table], as_read: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Callable[[str], Any]]:
-    """Column -> how to read its cells, where pandas, which looks at some rows at a time, would take some of a column's
-    for something else than others; and of `as_read`, what a task reads columns as: texts and labels are the cells as
-    they stand. So are whole numbers that are not written as numbers are, in columns that are not known to hold
-    numbers."""
+    """Column -> cell converter, for columns where pandas, which infers types from a batch of rows, would read some
+    batches differently.
+
+    Also for `as_read`, the kinds that a task reads: texts and labels stay verbatim. Integers not in canonical form stay
+    texts too, unless the column is known to hold numbers."""
     kinds: dict[str, set[str]] = {}
     begins: dict[str, set[str]] = {}
     for each in tables:
@@ -566,8 +569,8 @@ def converters(
 
 
 def detected(file: Path, data: DataSection, is_name: Callable[[str], bool]) -> list[dict[str, str]]:
-    """The values of `separator` and `quote` with which all rows of a file, or else nearly all, have as many columns, at
-    least two; the likeliest first, {} for what its ending says. `is_name`: whether a text names a column."""
+    """Values of `separator` and `quote` with which all, or nearly all, rows have the same number of columns, at least
+    two; most likely first, {} for the ending's default. `is_name`: whether a text names a column."""
     usual = SEPARATORS[plain(file).suffix]
     marks = [usual, *(mark for mark in NAMES if mark != usual)] if data.separator is None else [data.separator]
     good: list[tuple[bool, dict[str, str]]] = []
@@ -583,7 +586,7 @@ def detected(file: Path, data: DataSection, is_name: Callable[[str], bool]) -> l
 
 
 def _quotes(file: Path, data: DataSection, separator: str) -> tuple[dict[str, str], list[str]] | None:
-    """The value of `quote` with which all rows have as many columns, at least two, and the first row."""
+    """The `quote` with which all rows have the same number of columns, at least two, and the first row."""
     for quote in ("double", "single", "none") if data.quote is None else (data.quote,):
         try:
             if len(next(rows(file, data.encoding, Dialect(separator, QUOTES[quote])), (0, []))[1]) < 2:
@@ -593,7 +596,7 @@ def _quotes(file: Path, data: DataSection, separator: str) -> tuple[dict[str, st
             else:
                 table = _scan(file, data, Dialect(separator, QUOTES[quote]))
         except TwoWays:
-            return {}, []  # whoever reads it says so
+            return {}, []  # its reader reports the error
         except Misfit:
             continue
         if quote != "double" or data.quote is not None or not _all_single(file, data, table):
@@ -602,7 +605,8 @@ def _quotes(file: Path, data: DataSection, separator: str) -> tuple[dict[str, st
 
 
 def _is_likely(file: Path, data: DataSection, separator: str, is_name: Callable[[str], bool]) -> bool:
-    """Whether the first row has names of columns, or nearly all of the first rows as many columns, at least two."""
+    """Whether the first row contains a column name, or nearly all of the first rows have the same number of columns, at
+    least two."""
     widths: Counter[int] = Counter()
     try:
         for _, row in itertools.islice(rows(file, data.encoding, Dialect(separator, '"')), BATCH):
@@ -615,7 +619,7 @@ def _is_likely(file: Path, data: DataSection, separator: str, is_name: Callable[
 
 
 def _all_single(file: Path, data: DataSection, table: Table) -> bool:
-    """Whether a column's cells all stand between single quotes, its name among them."""
+    """Whether all cells of some column, including its name, are in single quotes."""
     columns: list[bool] = []
     for _, row in rows(file, data.encoding, table.dialect):
         alone = [len(cell) > 1 and cell[0] == cell[-1] == "'" for cell in row]

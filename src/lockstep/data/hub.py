@@ -1,9 +1,10 @@
 """The Hub: which repository, folder and commit a name stands for, what is downloaded, and what its errors mean.
 
-In: a Hub id or an address. Out: names with a commit, progress of downloads, and errors in a person's words.
+In: a Hub id or an address. Out: names with a commit, download progress, and readable errors.
 
-A stream reads one commit, so that it stays as it is until the run is over, and after. What is downloaded is seen from
-outside, as files that grow in the Hub's cache: the libraries' own bars draw over one another and over ours.
+A stream reads one commit, so that its content does not change during the run or later. Progress is measured from the
+outside, as growing files in the Hub's cache, because the libraries' own progress bars would overwrite one another and
+ours.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from lockstep.config.sections import DataSection
 from lockstep.data.cache import cache_folder
 from lockstep.distributed.activity import ACTIVITY
 
-# Answers that say "not now": time-outs, conflicts of two commits, too many requests, and the Hub's own failures.
+# Retryable status codes: time-outs, commit conflicts, rate limits and server errors.
 _AGAIN = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 _STATUS = {
     401: "it does not accept the token (401): HF_TOKEN is wrong or has expired",
@@ -42,13 +43,13 @@ _STATUS = {
 
 
 OFFLINE = "HF_HUB_OFFLINE is set, and it is not in the cache; unset it, give a local folder, or `hf download` it first"
-CONNECT_S = 5.0  # seconds that the Hub may take to accept a connection
+CONNECT_S = 5.0  # connection timeout in seconds
 NO_WRITING = "HF_HUB_OFFLINE is set; unset it"
 
 
 def explained(error: BaseException, revision: str | None = None, writes: bool = False) -> str:
-    """One sentence about a failure. `revision`: what was asked for. `writes`: something was to be sent to the Hub, for
-    which a local folder or the cache is no help."""
+    """Explain a failure in one sentence. `revision`: as requested. `writes`: an upload, for which local folders or the
+    cache do not help."""
     from huggingface_hub import constants, errors
 
     for each in _chain(error):
@@ -74,8 +75,7 @@ def explained(error: BaseException, revision: str | None = None, writes: bool = 
 
 
 def names_hub(run: Run) -> bool:
-    """Whether a run's data, model or tokenizer may be on the Hub: what they name is no address, and not on this
-    machine."""
+    """Whether a run's data, model or tokenizer may be on the Hub: a source that is neither an address nor local."""
     sources = [
         run.model.source,
         run.tokenizer.source,
@@ -87,8 +87,8 @@ def names_hub(run: Run) -> bool:
 
 
 def be_brief() -> None:
-    """Keep the Hub's library from its own words about a request that fails, and, if the Hub cannot be reached now, from
-    trying each file six times, in 23 s, while a person waits. What is in the cache is found at once."""
+    """Silence the Hub library's own messages about failed requests. If the Hub is unreachable, also disable its retries
+    (six per file, 23 s); cached files are then used at once."""
     from huggingface_hub.utils import http_backoff, http_stream_backoff
 
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
@@ -98,7 +98,7 @@ def be_brief() -> None:
 
 @cache
 def reachable() -> bool:
-    """Whether the Hub's host takes connections, or a proxy is to do it. Looks once in the life of a process."""
+    """Whether the Hub's host accepts connections, or a proxy is configured. Checked once per process."""
     from huggingface_hub import constants
 
     endpoint = urlsplit(constants.ENDPOINT)
@@ -112,18 +112,18 @@ def reachable() -> bool:
 
 
 def transient(error: BaseException) -> bool:
-    """Whether the same request may succeed later."""
+    """Whether a retry of the same request may succeed."""
     status = status_of(error)
     return status in _AGAIN if status is not None else any(_lost(each) for each in _chain(error))
 
 
 def unreached(error: BaseException) -> bool:
-    """Whether the Hub could not be asked: it, or the network, is not there, or HF_HUB_OFFLINE is set."""
+    """Whether the Hub could not be reached: no service, no network, or HF_HUB_OFFLINE."""
     return transient(error) or any(_is_offline(each) for each in _chain(error))
 
 
 def _is_offline(error: BaseException) -> bool:
-    """Whether HF_HUB_OFFLINE kept a library from asking; transformers says so in words alone."""
+    """Whether HF_HUB_OFFLINE blocked a request; transformers reports it only in its message."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.OfflineModeIsEnabled):
@@ -132,7 +132,7 @@ def _is_offline(error: BaseException) -> bool:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status that the Hub answered with, if it answered."""
+    """HTTP status of the Hub's response, or None."""
     from huggingface_hub.errors import HfHubHTTPError
 
     answers = [each.response for each in _chain(error) if isinstance(each, HfHubHTTPError)]
@@ -140,13 +140,13 @@ def status_of(error: BaseException) -> int | None:
 
 
 def _lost(error: BaseException) -> bool:
-    """Whether the connection failed, whichever library says so (huggingface_hub 2 has another httpx than 1)."""
+    """Whether the connection failed, in any library (huggingface_hub 1 and 2 use different httpx versions)."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return bool(kinds & {"TransportError", "ConnectionError", "TimeoutError"})
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and what it was raised from."""
+    """Yield the error and its causes."""
     visited: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in visited:
@@ -159,20 +159,21 @@ MANIFEST = "manifest.json"
 
 
 def parts(path: Path) -> tuple[Path, Path | None]:
-    """The output folder, and the checkpoint if a path names one (`OUTPUT/checkpoints/step-N`, or `.../latest`)."""
+    """Split a path into the output folder and, if it names one (`OUTPUT/checkpoints/step-N`, or `.../latest`), the
+    checkpoint."""
     if path.parent.name == "checkpoints":
         return path.parent.parent, path.resolve() if path.is_symlink() else path
     return path, None
 
 
 def of_checkpoint(checkpoint: Path) -> Path:
-    """Where in the cache the model of a checkpoint lies, as an export of it; it may not be there yet."""
+    """Cache folder of a checkpoint's model, in export format; it may not exist yet."""
     return cache_folder() / "models" / hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
 
 
 def model_folder(source: str, key: str = "model.source") -> str:
-    """What `model.source` or `tokenizer.source` names: of an output folder its export, of a checkpoint its model in the
-    cache, anything else as it is. Errors: `RunError` for a run that has no export."""
+    """Resolve `model.source` or `tokenizer.source`: an output folder to its export, a checkpoint to its model in the
+    cache; anything else unchanged. Errors: `RunError` for a run without an export."""
     path = Path(source).expanduser()
     output, checkpoint = parts(path)
     if checkpoint is not None and (checkpoint / MANIFEST).is_file():
@@ -190,7 +191,7 @@ def model_folder(source: str, key: str = "model.source") -> str:
 
 @contextmanager
 def downloading(source: str, kind: Literal["model", "dataset"]) -> Iterator[None]:
-    """While the Hub is asked for `source`; nothing is said of a local folder."""
+    """Show download progress while `source` is loaded from the Hub; only a status line for a local folder."""
     place = ACTIVITY.name
     if Path(source).is_dir():
         ACTIVITY.at(f"reading {source}")
@@ -219,18 +220,18 @@ def downloading(source: str, kind: Literal["model", "dataset"]) -> Iterator[None
 
 
 def _bytes_in(folder: Path) -> int:
-    """The size of all files of a repository in the Hub's cache, including incomplete ones."""
+    """Total size of a repository's files in the Hub's cache, including incomplete ones."""
     total = 0
     with suppress(OSError):
         for file in folder.iterdir():
-            with suppress(OSError):  # renamed meanwhile
+            with suppress(OSError):  # renamed concurrently
                 total += file.stat().st_size
     return total
 
 
 def optional_file(source: str, name: str, revision: str | None, subfolder: str = "") -> Path | None:
-    """A file of a model's folder, or of its repository, where it has one. None also where there is no such repository,
-    which is told when the model is loaded."""
+    """A file of a model's folder or repository, or None if it does not exist. Also None if there is no such repository:
+    loading the model reports that."""
     from transformers.utils import cached_file
 
     quiet = dict.fromkeys(("gated_repo", "missing_entries", "connection_errors"), False)
@@ -243,8 +244,7 @@ def optional_file(source: str, name: str, revision: str | None, subfolder: str =
 
 @contextmanager
 def reading_weights(source: str) -> Iterator[None]:
-    """Errors: `RunError` in place of what libraries raise of files of weights that are damaged, or hold more than
-    weights."""
+    """Convert library errors for damaged or unsafe weight files to `RunError`."""
     from safetensors import SafetensorError
 
     try:
@@ -273,7 +273,7 @@ def reading_weights(source: str) -> Iterator[None]:
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-KEYS = ("source", "train", "validation", "test")  # of `data`, whose values are paths or addresses
+KEYS = ("source", "train", "validation", "test")  # keys of `data` with paths or addresses
 
 
 def addresses(data: DataSection) -> DataSection:
@@ -299,7 +299,7 @@ def addresses(data: DataSection) -> DataSection:
 
 
 def with_paths(data: DataSection, change: Callable[[str], str]) -> DataSection:
-    """The section with other paths and addresses."""
+    """Apply `change` to all paths and addresses of the section."""
     values = {key: value for key in KEYS if (value := getattr(data, key)) is not None}
     return data.model_copy(
         update={key: list(map(change, v)) if isinstance(v, list) else change(v) for key, v in values.items()}
@@ -307,7 +307,7 @@ def with_paths(data: DataSection, change: Callable[[str], str]) -> DataSection:
 
 
 def repository(data: DataSection) -> DataSection:
-    """One whose `source` is a repository's name, with its address and files. Errors: `RunError`."""
+    """Replace a `source` that names a repository by its address and files. Errors: `RunError`."""
     import datasets
 
     assert data.source is not None
@@ -315,7 +315,7 @@ def repository(data: DataSection) -> DataSection:
     root = f"hf://datasets/{data.source}@{commit}"
     try:
         files = datasets.load_dataset_builder(data.source, data.config, revision=commit).config.data_files or {}
-    except Exception as error:  # whatever the Hub and the network raise; a configuration to choose; code to run
+    except Exception as error:  # Hub and network errors, a missing configuration, or remote code
         raise RunError("LS2083", f"data.source: {data.source}: {explained(error, commit)}") from None
     splits: dict[str, Any] = {}
     for split, names in USUAL.items():
@@ -343,12 +343,12 @@ def repository(data: DataSection) -> DataSection:
 
 
 def _commit(repository: str, revision: str | None, what: str) -> str:
-    """The commit that a branch or a tag names now. Errors: `RunError`."""
+    """The commit that a branch or tag points to now. Errors: `RunError`."""
     from huggingface_hub import HfApi
 
     try:
         return str(HfApi().dataset_info(repository, revision=revision).sha)
-    except Exception as error:  # whatever the Hub, the network and the library between raise
+    except Exception as error:  # any error of Hub, network or library
         raise RunError(
             "LS2087",
             f"data.source: {what} is not a local file or folder, and loading it from the Hub failed: "

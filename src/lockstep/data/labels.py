@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-NAME_SUFFIXES = ("_name", "_text")  # of a column of names beside integer labels
+NAME_SUFFIXES = ("_name", "_text")  # of columns that name integer labels
 
 
 def hidden(dataset: Dataset, column: str, train: Dataset | None = None) -> bool:
-    """Whether the labels of a test split are hidden, or not there at all. `train`: where -1 may be a label."""
+    """Whether the labels of a test split are hidden or absent. `train`: split in which -1 may occur as a label."""
     if column not in dataset.column_names:
         return True
     if usable_rows.lacking(dataset, column).all():
@@ -39,8 +39,8 @@ def hidden(dataset: Dataset, column: str, train: Dataset | None = None) -> bool:
 
 
 def readable(dataset: Dataset, column: str) -> Dataset:
-    """Make labels texts or integers: true and false become texts, and whole numbers with a point (1.0, as tables have
-    them where some are missing) become integers."""
+    """Convert labels to texts or integers: booleans to texts, and integral floats (as in tables with missing values) to
+    integers."""
     import datasets
 
     kind = str(getattr(dataset.features[column], "dtype", None))
@@ -52,38 +52,37 @@ def readable(dataset: Dataset, column: str) -> Dataset:
 
 
 class Codes:
-    """Labels and their codes, which count from 0."""
+    """Labels and their codes, counted from 0."""
 
     def __init__(self, column: str, names: list[str], values: list) -> None:
         self.column, self.names, self.values = column, names, list(values)
         self.place: dict[Any, int] = {value: code for code, value in enumerate(values)}
-        if values and isinstance(values[0], int):  # a stream of lines has them as texts
+        if values and isinstance(values[0], int):  # a stream of lines holds them as texts
             self.place |= {str(value): code for value, code in self.place.items()}
 
     def reordered(self, names: list[str], values: list) -> Codes:
-        """Return these labels in another order, or beside others that no row has."""
+        """Return these labels in another order, possibly with labels that no row has."""
         return Codes(self.column, names, values)
 
     def of(self, rows: dict[str, list]) -> np.ndarray:
-        """The codes of the labels of some rows: int64, one for each row."""
+        """Codes of the labels of some rows: int64, one per row."""
         labels = rows[self.column]
         return np.fromiter((self.place[label] for label in labels), np.int64, len(labels))
 
     def of_all(self, dataset: Dataset) -> np.ndarray:
-        """The codes of the labels of a whole split: int32 [examples]."""
+        """Codes of the labels of a whole split: int32 [examples]."""
         parts = (
             self.of({self.column: labels}).astype(np.int32) for _, labels in usable_rows.lists(dataset, self.column)
         )
         return np.concatenate([np.empty(0, np.int32), *parts])
 
     def counts(self, dataset: Dataset) -> list[int]:
-        """Examples of each label in a split."""
+        """Number of examples per label in a split."""
         return np.bincount(self.of_all(dataset), minlength=len(self.names)).tolist()
 
 
 def values_and_names(values: list, label_names: list[str] | None, name: str) -> tuple[list, list[str]]:
-    """The values of labels in order, and the names that the run file gives them, if any; else what they are. Errors:
-    `RunError`."""
+    """Label values in order, and their names: those of the run file, else the values as text. Errors: `RunError`."""
     if label_names is None:
         return values, [str(value) for value in values]
     if isinstance(values[0], str):
@@ -92,7 +91,7 @@ def values_and_names(values: list, label_names: list[str] | None, name: str) -> 
             f"task.label_names: the labels of {name} are strings already, such as {values[0]!r}; remove "
             "task.label_names",
         )
-    if values[0] >= 0 and values[-1] < len(label_names):  # they are places in the list, also where train lacks some
+    if values[0] >= 0 and values[-1] < len(label_names):  # labels are indices into the list, even if train lacks some
         return list(range(len(label_names))), label_names
     if len(label_names) != len(values):
         raise RunError(
@@ -104,7 +103,7 @@ def values_and_names(values: list, label_names: list[str] | None, name: str) -> 
 
 
 def codes_of(splits: dict[str, Dataset], column: str, label_names: list[str] | None, name: str) -> Codes:
-    """Names and codes of the labels of all splits. `label_names`: the names that the run file gives integers. Errors:
+    """Names and codes of the labels of all splits. `label_names`: the run file's names for integer labels. Errors:
     `RunError`."""
     feature_names = getattr(splits["train"].features[column], "names", None)
     labels = distinct(splits["train"], column, "train")
@@ -133,7 +132,7 @@ def codes_of(splits: dict[str, Dataset], column: str, label_names: list[str] | N
 
 
 def known_rows(dataset: Dataset, columns: list[str], known: Callable[[Any], bool]) -> Dataset:
-    """The rows whose labels are all `known`."""
+    """Rows whose labels are all `known`."""
     good = [
         first + row
         for first, part in usable_rows.lists(dataset, *columns)
@@ -144,8 +143,8 @@ def known_rows(dataset: Dataset, columns: list[str], known: Callable[[Any], bool
 
 
 def alike(counts: Mapping[str, int]) -> dict[str, list[list[tuple[str, int]]]]:
-    """A fact of labels, by how many examples each has in train: groups of those that differ only in blanks around them
-    or in case; nothing where there are none."""
+    """The fact `alike_labels`: groups of labels that differ only in surrounding blanks or case, with their train
+    counts; empty if there are none."""
     groups: dict[str, list[tuple[str, int]]] = {}
     for name, count in counts.items():
         groups.setdefault(" ".join(name.split()).casefold(), []).append((name, count))
@@ -154,8 +153,8 @@ def alike(counts: Mapping[str, int]) -> dict[str, list[list[tuple[str, int]]]]:
 
 
 def count_labels(rows: Dataset, column: str) -> dict[str, list]:
-    """The labels that some rows hold and how often, as JSON has it, for `together`. Errors: `RunError`."""
-    distinct(rows, column, "train")  # refuses what is no label
+    """Labels of some rows and their counts, as JSON, for `merge_counts`. Errors: `RunError`."""
+    distinct(rows, column, "train")  # refuses invalid labels
     counts = Counter(rows[column])
     return {"labels": sorted(counts.items()), "names": getattr(rows.features[column], "names", None) or []}
 
@@ -163,8 +162,8 @@ def count_labels(rows: Dataset, column: str) -> dict[str, list]:
 def merge_counts(
     counts: list[dict[str, list]], column: str, where: Callable[[type], str]
 ) -> tuple[Dataset, Counter[Any]]:
-    """Merge the results of `count_labels` for parts of a split: a data set with one row for each label, and the number
-    of rows of each. `where`: the place of the first label of a type. Errors: `RunError`."""
+    """Merge the results of `count_labels`: a data set with one row per label, and the number of rows per label.
+    `where`: describes the location of the first label of a type. Errors: `RunError`."""
     import datasets
 
     values: Counter[Any] = Counter()
@@ -182,8 +181,8 @@ def merge_counts(
 
 
 def numbered(splits: Mapping[str, Dataset], column: str) -> tuple[dict[str, Dataset], list[str]]:
-    """Splits whose labels are texts, as a stream of lines has them, as splits whose labels are numbers, where all of
-    them are whole numbers that are written in one way only; else as they are, and what is said of it."""
+    """Convert text labels to integers in all splits if all are integers in canonical form. Otherwise return the splits
+    unchanged, with a note."""
     loose = {s: rows for s, rows in splits.items() if column_types.is_text(rows, column)}
     texts = set().union(*(usable_rows.distinct(rows, column) for rows in loose.values()))
     if "train" not in loose or not column_types.whole_numbers(texts, strict=True):
@@ -196,13 +195,13 @@ def numbered(splits: Mapping[str, Dataset], column: str) -> tuple[dict[str, Data
 
 
 def _first(dataset: Dataset, column: str, predicate: Callable[[Any], bool]) -> tuple[int, Any]:
-    """The first row with such a label, and the label."""
+    """First row whose label satisfies `predicate`, and the label."""
     parts = usable_rows.lists(dataset, column)
     return next((first + i, label) for first, part in parts for i, label in enumerate(part) if predicate(label))
 
 
 def distinct(dataset: Dataset, column: str, split: str) -> list:
-    """The labels of a split, each once, in order. Errors: `RunError`."""
+    """Sorted distinct labels of a split. Errors: `RunError`."""
     if usable_rows.plain(dataset, column) and (values := usable_rows.distinct(dataset, column)) and None not in values:
         return sorted(values)
     distinct_labels: set[Any] = set()
@@ -216,7 +215,7 @@ def distinct(dataset: Dataset, column: str, split: str) -> list:
 
 
 def _check(label: Any, row: int, kind: type, column: str, split: str, dataset: Dataset) -> None:
-    """Errors: `RunError` for one that is no integer or string, or not of the kind of the first."""
+    """Errors: `RunError` if a label is not an integer or string, or not of the first label's type."""
     if isinstance(label, bool) or not isinstance(label, int | str):
         several = isinstance(label, list | dict)
         raise RunError(
@@ -237,7 +236,7 @@ def _check(label: Any, row: int, kind: type, column: str, split: str, dataset: D
 
 
 def _named_by_column(dataset: Dataset, column: str, values: list) -> list[str] | None:
-    """Names from a column such as `label_name` or `label_text` beside integer labels, where it fits them one to one."""
+    """Names of integer labels from a column such as `label_name` or `label_text`, if they correspond one to one."""
     for suffix in NAME_SUFFIXES:
         if (other := column + suffix) in dataset.column_names:
             pairs: set[tuple[Any, Any]] = set()
@@ -254,32 +253,32 @@ def _named_by_column(dataset: Dataset, column: str, values: list) -> list[str] |
 
 
 class LabelNumbers:
-    """Names of numbers, and those of each text."""
+    """Numbers to predict, and their names."""
 
     def __init__(self, columns: list[str], names: list[str], lists: bool) -> None:
         self.columns, self.names, self.lists = columns, names, lists
-        self.values: list[Any] = []  # nothing is counted of numbers
+        self.values: list[Any] = []  # numbers are not counted
 
     def reordered(self, names: list[str], values: list) -> LabelNumbers:
-        """The numbers as they are: their order is that of their columns."""
+        """Return self: numbers keep the order of their columns."""
         return self
 
     def of(self, rows: dict[str, list]) -> list[list[float]]:
-        """The numbers of each of some rows."""
+        """Numbers of each row."""
         if self.lists:
             return [[float(number) for number in row] for row in rows[self.columns[0]]]
         numbers = zip(*(rows[column] for column in self.columns), strict=True)
         return [[float(number) for number in row] for row in numbers]
 
     def counts(self, dataset: Dataset) -> list[int]:
-        """Nothing is counted of numbers."""
+        """Empty: numbers are not counted."""
         return []
 
 
 def number_codes_of(
     splits: dict[str, Dataset], columns: list[str], label_names: list[str] | None, name: str
 ) -> LabelNumbers:
-    """The numbers to predict, by the first row of train. `label_names`: their names. Errors: `RunError`."""
+    """The numbers to predict, as found in the first row of train. `label_names`: their names. Errors: `RunError`."""
     first = splits["train"][0][columns[0]]
     lists = len(columns) == 1 and isinstance(first, list)
     names = [f"{columns[0]}.{place}" for place in range(len(first))] if lists else list(columns)
@@ -305,7 +304,7 @@ def number_codes_of(
 
 
 def _checked(dataset: Dataset, column: str, length: int | None, split: str, name: str) -> bool:
-    """Whether rows differ in a column of numbers, or of lists of `length` of them. Errors: `RunError`."""
+    """Whether the values of a column of numbers, or of lists of `length` numbers, vary. Errors: `RunError`."""
     one: Any = None
     spread = False
     for first, part in usable_rows.lists(dataset, column):
@@ -329,18 +328,18 @@ def _is_number(value: Any) -> bool:
 
 
 class LabelLists:
-    """Names of labels, and which of them each text has."""
+    """Label names, and the labels of each text."""
 
     def __init__(self, columns: list[str], names: list[str], values: list) -> None:
         self.columns, self.names, self.values = columns, names, list(values)
         self.place = {value: code for code, value in enumerate(values)}
 
     def reordered(self, names: list[str], values: list) -> LabelLists:
-        """Return these labels in another order, or beside others that no row has."""
+        """Return these labels in another order, possibly with labels that no row has."""
         return LabelLists(self.columns, names, values)
 
     def of(self, rows: dict[str, list]) -> list[list[int]]:
-        """The codes of each of some rows, in order, each once."""
+        """Sorted distinct codes of each row."""
         if len(self.columns) > 1:
             codes = [self.place[column] for column in self.columns]
             indicators = zip(*(rows[column] for column in self.columns), strict=True)
@@ -348,7 +347,7 @@ class LabelLists:
         return [sorted({self.place[label] for label in row}) for row in rows[self.columns[0]]]
 
     def counts(self, dataset: Dataset) -> list[int]:
-        """Examples that have each label, in a split."""
+        """Number of examples per label in a split."""
         counts = np.zeros(len(self.names), np.int64)
         for _, part in usable_rows.lists(dataset, *self.columns):
             rows = {self.columns[0]: part}
@@ -362,8 +361,8 @@ class LabelLists:
 def list_codes_of(
     splits: dict[str, Dataset], columns: list[str], label_names: list[str] | None, name: str
 ) -> LabelLists:
-    """Names and codes of the labels of all splits. `label_names`: those that the run file gives to integers or to
-    columns. Errors: `RunError`."""
+    """Names and codes of the labels of all splits. `label_names`: the run file's names for integers or columns. Errors:
+    `RunError`."""
     if len(columns) > 1:
         for split, dataset in splits.items():
             for column in columns:
@@ -400,7 +399,7 @@ def list_codes_of(
 
 
 def _distinct(dataset: Dataset, column: str, split: str, name: str) -> dict[Any, int]:
-    """The labels of a split -> the first row that has it. Errors: `RunError` for what is no list of labels."""
+    """Label -> first row with it. Errors: `RunError` for a value that is not a list of labels."""
     first_rows: dict[Any, int] = {}
     kind: type | None = None
     for first, part in usable_rows.lists(dataset, column):
@@ -425,10 +424,10 @@ def _distinct(dataset: Dataset, column: str, split: str, name: str) -> dict[Any,
 
 
 def _check_marks(dataset: Dataset, column: str, split: str, name: str) -> None:
-    """Errors: `RunError` for a column that holds anything but 0 and 1."""
+    """Errors: `RunError` if a column contains values other than 0 and 1."""
     for first, part in usable_rows.lists(dataset, column):
         for row, value in enumerate(part, first):
-            if value not in (0, 1):  # true and false, and 1.0, are these, too
+            if value not in (0, 1):  # includes booleans and floats
                 raise RunError(
                     "LS2115",
                     f"task.label: column {column!r} of the {split} split of {name} must hold 0 or 1 in every row, "

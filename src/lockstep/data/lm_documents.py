@@ -1,7 +1,7 @@
 """Texts, or prompts with responses -> documents of tokens -> examples of `block_size` tokens, for language models.
 
-In: rows of a data set and a tokenizer. Out: `Documents` in the order of the rows, long texts tokenised in parts; blocks
-that are all full, or an example a document. Conversations: `conversations.py`.
+In: rows of a data set and a tokenizer. Out: `Documents` in row order, long texts tokenized in parts; full blocks, or
+one example per document. Conversations: `conversations.py`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_WINDOW = 2**20  # characters that are measured at once
-_TOKENS = 2**21  # that are cut at once, and written at once
-_SHARD = 2**22  # tokens of a shard of blocks that are all full, about
+_WINDOW = 2**20  # characters measured at a time
+_TOKENS = 2**21  # tokens split and written at a time
+_SHARD = 2**22  # approximate tokens per shard of full blocks
 _NUMBERS = pa.list_(pa.int32())
 SCHEMA = pa.schema(
     [("input_ids", _NUMBERS), ("targets", _NUMBERS), *((name, pa.int64()) for name in ("count", "bytes", "words"))]
 )
 WITH_STARTS = SCHEMA.append(pa.field("starts", _NUMBERS))
 WITH_LEFT = SCHEMA.append(pa.field("left", pa.int64()))  # tokens that were cut off its text
-# Tokens of its text without a token before them, which are no targets, and their bytes and words.
+# Tokens that no token precedes, which are not targets, and their bytes and words.
 OPENINGS = (
     pa.field("openings", _NUMBERS),
     pa.field("opening_bytes", pa.int64()),
@@ -43,17 +43,17 @@ OPENINGS = (
 _STREAM = pa.schema(
     [("ids", pa.int32()), ("scored", pa.bool_()), ("bytes", pa.int32()), ("words", pa.int32()), ("starts", pa.bool_())]
 )
-_SPACES = np.array([chr(code).isspace() for code in range(0x3002)])  # by character; none comes after U+3000
+_SPACES = np.array([chr(code).isspace() for code in range(0x3002)])  # white space by code point; the last one is U+3000
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Texts as tokens, one after the other; the arrays have one entry a token."""
+    """Tokenized texts, concatenated; arrays have one entry per token unless noted."""
 
     ids: np.ndarray  # int32 [N]
-    scored: np.ndarray  # bool [N]: whether it is to be predicted; a prompt is not
-    bytes: np.ndarray  # int32 [N]: of UTF-8 that it adds to the text
-    words: np.ndarray  # int32 [N]: words of the text that begin with it or inside it
+    scored: np.ndarray  # bool [N]: whether it is a target; prompts are not
+    bytes: np.ndarray  # int32 [N]: UTF-8 bytes of the text that it covers
+    words: np.ndarray  # int32 [N]: words that begin within it
     lengths: np.ndarray  # int64 [D]: tokens of each text
     starts: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))  # bool [N]: a text begins; [0]: unknown
     left: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64 [D]: tokens cut off each; [0]: none
@@ -63,21 +63,21 @@ class Documents:
 
     @property
     def ends(self) -> np.ndarray:
-        """Where each text ends: int64 [D]."""
+        """End of each text: int64 [D]."""
         return np.cumsum(self.lengths)
 
     @property
     def within(self) -> np.ndarray:
-        """Each token's place in its text: int64 [N]."""
+        """Position of each token in its text: int64 [N]."""
         return np.arange(len(self)) - np.repeat(self.ends - self.lengths, self.lengths)
 
     def only(self, tokens: np.ndarray, lengths: np.ndarray) -> Documents:
-        """Some of the tokens (bool [N], or a slice), in texts of these lengths."""
+        """Select tokens (bool [N], or a slice), which form texts of these lengths."""
         starts = self.starts[tokens] if len(self.starts) else self.starts
         return Documents(self.ids[tokens], self.scored[tokens], self.bytes[tokens], self.words[tokens], lengths, starts)
 
     def beginnings(self, most: int) -> Documents:
-        """The first `most` tokens of each text; how many are left out is kept."""
+        """Truncate each text to `most` tokens; `left` records the number of tokens cut off."""
         lengths = np.minimum(self.lengths, most)
         return replace(self.only(self.within < most, lengths), left=self.lengths - lengths)
 
@@ -85,9 +85,11 @@ class Documents:
 def measured(
     texts: Sequence[str], ids: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray, ends: np.ndarray | None
 ) -> Documents:
-    """The documents of some texts. `ids` are the tokens of all, `lengths` how many each has. `ends` says before which
-    character of its text each token ends, int64 [N]; None: not known, nothing is measured. What lies between two tokens
-    (white space that a tokenizer drops) belongs to the second, and what is behind the last to the last."""
+    """Documents of some texts, with bytes and words per token.
+
+    `ids`: tokens of all texts; `lengths`: tokens per text. `ends`: end character of each token in its text, int64 [N];
+    None: unknown, nothing is measured. Characters between two tokens (white space that a tokenizer drops) belong to the
+    second, trailing ones to the last."""
     numbers, sizes = np.asarray(ids, dtype=np.int32), np.asarray(lengths, dtype=np.int64)
     counted = np.zeros((2, len(numbers)), dtype=np.int32)  # bytes, words
     if ends is not None and len(numbers):
@@ -102,10 +104,10 @@ def measured(
 
 
 def _measure(text: str, stops: np.ndarray, ends: np.ndarray, counted: np.ndarray) -> None:
-    """Fill in `counted`, bytes and words of each token [2, N], of texts that lie one after the other."""
+    """Fill in `counted`, bytes and words of each token [2, N], for concatenated texts."""
     opens = np.zeros(len(text) + 1, dtype=bool)  # where a text begins
     opens[0] = opens[stops] = True
-    before, rest = True, [0, 0]  # after white space; what was counted since the last token
+    before, rest = True, [0, 0]  # after white space; counts since the last token
     for start in range(0, len(text), _WINDOW):
         codes = np.frombuffer(text[start : start + _WINDOW].encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
         stop = start + len(codes)
@@ -122,7 +124,7 @@ def _measure(text: str, stops: np.ndarray, ends: np.ndarray, counted: np.ndarray
 
 
 def interleaved(first: Documents, second: Documents) -> Documents:
-    """Each text of the one with that of the other behind it."""
+    """Append to each text of `first` the corresponding text of `second`."""
     lengths = first.lengths + second.lengths
     ends = np.cumsum(lengths)
     within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
@@ -136,8 +138,8 @@ def interleaved(first: Documents, second: Documents) -> Documents:
 
 
 def separate(documents: Documents) -> Documents:
-    """Texts that are not seen from one another: each says where it starts, and its first token, which nothing comes
-    before, is not predicted. What would not be anyway stands for no text."""
+    """Isolate texts from one another: mark where each starts, and exclude its first token, which has no context, from
+    the targets. Tokens that were not targets anyway count no bytes or words."""
     first = documents.within == 0
     never = first & ~documents.scored
     texts = {name: np.where(never, 0, getattr(documents, name)).astype(np.int32) for name in ("bytes", "words")}
@@ -145,7 +147,7 @@ def separate(documents: Documents) -> Documents:
 
 
 def joined(parts: Sequence[Documents], as_one: bool) -> Documents:
-    """All texts of several, or one text that they make together."""
+    """Concatenate documents, as separate texts or, with `as_one`, as a single text."""
     arrays = {
         name: np.concatenate([getattr(part, name) for part in parts])
         for name in ("ids", "scored", "bytes", "words", "lengths", "starts", "left")
@@ -159,22 +161,24 @@ def _with_openings(schema: pa.Schema) -> pa.Schema:
 
 
 def _openings(documents: Documents, begin: bool) -> np.ndarray:
-    """Tokens that stand for text and that nothing comes before: bool [N]."""
+    """Tokens of text that no token precedes: bool [N]."""
     first = documents.within == 0
-    if len(documents.starts):  # as `separate` has them
+    if len(documents.starts):  # from `separate`
         return documents.starts & ~documents.scored & (documents.bytes > 0) & (begin | ~first)
     return first & documents.scored & (documents.bytes > 0) & begin
 
 
 def examples(documents: Documents, size: int, begin: bool | None = None) -> pa.RecordBatch:
-    """Every text cut into parts of `size` + 1 tokens at most, which overlap by one: the last token of a part is the
-    first of the next. What is stored of a part: inputs and the targets that follow them; nothing of one in which there
-    is nothing to predict. `begin`: store the tokens, too, that nothing comes before, see `OPENINGS`; false where the
-    first token is the last of another part."""
+    """Split each text into parts of at most `size` + 1 tokens that overlap by one token.
+
+    A part stores its inputs and the targets that follow them; parts without a target are dropped. `begin`: also store
+    the tokens that no token precedes, see `OPENINGS`; false if the first token is the last of another part."""
     some = documents.lengths > 0
     ends = documents.ends[some]
     read, predicted = np.ones((2, len(documents)), dtype=bool)
-    read[ends - 1] = predicted[ends - documents.lengths[some]] = False  # the last is not read, the first not predicted
+    read[ends - 1] = predicted[ends - documents.lengths[some]] = (
+        False  # the last token is not an input, the first not a target
+    )
     rest = documents.lengths[some] - 1
     parts = -(-rest // size)  # of each text
     sizes = np.full(int(parts.sum()), size)
@@ -213,7 +217,7 @@ def examples(documents: Documents, size: int, begin: bool | None = None) -> pa.R
 
 # -- in the cache ----------------------------------------------------------------------------------------------------
 
-Tokens = Callable[[range], Iterable[tuple[Documents, int]]]  # of some rows: documents, and of how many rows they are
+Tokens = Callable[[range], Iterable[tuple[Documents, int]]]  # rows -> documents, and the number of rows they come from
 
 
 def write(
@@ -226,11 +230,12 @@ def write(
     cut: bool = False,
     openings: bool = False,
 ) -> str:
-    """The examples of a split, made if not yet cached, or not as they were. `parts`: the rows that make a shard each.
-    `packed`: texts follow each other without regard to where they end, so that every example but the last is full.
-    `starts`: they say where documents do, see `separate`; `cut`: what was left out of texts, see `beginnings`;
-    `openings`: which tokens nothing comes before. The caller holds the lock. `key` stands for what they are made of.
-    Errors: `RunError` when the cache cannot be written."""
+    """Return the examples of a split, writing them if they are not cached or damaged.
+
+    `parts`: rows of each shard. `packed`: concatenate texts, so that every example but the last is full. `starts`:
+    record where documents start, see `separate`. `cut`: record truncation, see `beginnings`. `openings`: store tokens
+    that no token precedes. The caller holds the lock. `key` identifies the inputs. Errors: `RunError` if the cache
+    cannot be written."""
     schema = WITH_STARTS if starts else WITH_LEFT if cut and not packed else SCHEMA
     schema = _with_openings(schema) if openings else schema
     if not packed:
@@ -260,7 +265,7 @@ def _examples(
 
 
 def _blocks(stream: TokenStream, numbers: range, size: int, openings: bool) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """The examples of these numbers, of the texts as one."""
+    """Examples with these numbers, of all texts as one."""
     each = max(1, _TOKENS // size)
     for start in range(numbers.start, numbers.stop, each):
         stop = min(start + each, numbers.stop)
@@ -269,7 +274,7 @@ def _blocks(stream: TokenStream, numbers: range, size: int, openings: bool) -> I
 
 
 def _keep(batches: Iterable[tuple[Documents, int]], path: Path, done: Callable[[int], None]) -> None:
-    """Write the tokens of texts down, one after the other; compressed, since most of them stand for one word."""
+    """Write the tokens of texts to a file, compressed, since most tokens are one word each."""
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _STREAM, options=options) as out:
         waiting: list[pa.RecordBatch] = []
@@ -286,10 +291,10 @@ def _keep(batches: Iterable[tuple[Documents, int]], path: Path, done: Callable[[
 
 
 class TokenStream:
-    """The tokens of all texts in the files that `_keep` wrote, one after the other."""
+    """All tokens in the files written by `_keep`, concatenated."""
 
     def __init__(self, files: list[Path], starts: bool) -> None:
-        """`starts`: they say where each text starts."""
+        """`starts`: whether the files record where texts start."""
         self._starts = starts
         self._batches: list[tuple[Path, int]] = []
         sizes = [0]
@@ -305,7 +310,7 @@ class TokenStream:
         return int(self._first[-1])
 
     def __getitem__(self, tokens: slice) -> Documents:
-        """Some of them as one text."""
+        """A slice of tokens as one text."""
         start, stop, _ = tokens.indices(len(self))
         pieces = []
         for number in range(int(np.searchsorted(self._first, start, side="right")) - 1, len(self._batches)):
@@ -325,15 +330,15 @@ class TokenStream:
         return Documents(**read, lengths=np.array([stop - start]), starts=starts if self._starts else starts[:0])
 
 
-PART = 400_000  # characters that are tokenised at once
-_OVERLAP = 4_000  # characters that two parts share
-_ALIKE = 25  # tokens on each side of a seam that both parts must agree on
-_PIECE = 100_000  # characters of a text, about, that a tokenizer is trained on at once
+PART = 400_000  # characters tokenized at a time
+_OVERLAP = 4_000  # overlap of two parts, in characters
+_ALIKE = 25  # tokens on each side of a seam on which both parts must agree
+_PIECE = 100_000  # approximate characters per piece in tokenizer training
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """The tokens of a text, int32 [N], special ones among them, and the character that each ends before, int64 [N],
-    never less than that of the token before it; None where the tokenizer does not tell."""
+    """Tokens of a text, int32 [N], including special tokens, and the end character of each, int64 [N], non-decreasing;
+    None if the tokenizer does not report it."""
     if tokenizer.is_fast and len(text) > PART + _OVERLAP and (encoding := _in_parts(tokenizer, text)) is not None:
         return encoding
     encoding = tokenizer(text, return_attention_mask=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
@@ -341,15 +346,15 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.ndarray
 
 
 def ends_of(offsets: list[tuple[int, int]] | None) -> np.ndarray | None:
-    """Where each token ends, int64 [N], never before the one in front of it; None stays None."""
+    """End character of each token, int64 [N], made non-decreasing; None stays None."""
     if offsets is None:
         return None
     return np.maximum.accumulate(np.asarray(offsets, dtype=np.int64).reshape(-1, 2)[:, 1])
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A text for training a tokenizer, a long one cut before single spaces between letters or digits. A pre-tokenizer
-    that parts words there, as all that are trained here do, finds the same words with the same counts."""
+    """Split a long text, for training a tokenizer, at single spaces between letters or digits. Pre-tokenizers that
+    split words there, as all trained here do, see the same words and counts."""
     at = 0
     while len(text) - at > 2 * _PIECE:
         seam = text.find(" ", at + _PIECE)
@@ -363,7 +368,8 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def _in_parts(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """None where two parts do not agree on what they share, or special tokens are not just put around a text."""
+    """Tokenize a long text in parts. None if two parts disagree on their overlap, or if special tokens do not simply
+    surround a text."""
     around = _around(tokenizer)
     if around is None:
         return None
@@ -388,7 +394,7 @@ def _in_parts(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray] | None
 
 
 def _part(tokenizer: Any, text: str, start: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a part that begins at `start`, and where they end in the whole text."""
+    """Tokens of the part that begins at `start`, and their end characters in the whole text."""
     encoding = tokenizer(
         text[start : start + PART + _OVERLAP],
         add_special_tokens=False,
@@ -404,8 +410,8 @@ def _part(tokenizer: Any, text: str, start: int) -> tuple[np.ndarray, np.ndarray
 def _seam(
     ids: np.ndarray, ends: np.ndarray, next_ids: np.ndarray, next_ends: np.ndarray, start: int
 ) -> tuple[int, int] | None:
-    """How many tokens of a part come before the seam to the next one, which begins at `start`, and how many of that
-    one: near the middle of what they share, where both have the same tokens on both sides."""
+    """Number of tokens before the seam, in a part and in the next one, which begins at `start`. The seam is near the
+    middle of the overlap, where both have equal tokens on both sides."""
     shared = np.intersect1d(ends[np.searchsorted(ends, start) :], next_ends)
     for place in sorted(shared.tolist(), key=lambda end: abs(end - start - _OVERLAP // 2)):
         here, there = (int(np.searchsorted(each, place, side="right")) for each in (ends, next_ends))
@@ -418,7 +424,7 @@ def _seam(
 
 
 def _around(tokenizer: Any) -> tuple[np.ndarray, np.ndarray] | None:
-    """The special tokens before and after a text."""
+    """Special tokens before and after a text."""
     bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
     full = tokenizer("a", verbose=False)["input_ids"]
     for at in range(len(full) - len(bare) + 1):
@@ -427,18 +433,18 @@ def _around(tokenizer: Any) -> tuple[np.ndarray, np.ndarray] | None:
     return None
 
 
-EncodedDocuments = Iterator[tuple[Documents, int]]  # documents, and of how many rows they are
+EncodedDocuments = Iterator[tuple[Documents, int]]  # documents, and the number of rows they come from
 
 
 def of_texts(dataset: Dataset, tokenizer: Any, column: str, rows: range) -> EncodedDocuments:
-    """A document a row, closed by the end token."""
+    """Yield one document per row, with an end token."""
     for _, batch in arrow_cache.batches(dataset.select_columns([column]), rows):
         for some in shares(batch[column], map(len, batch[column])):
             yield closed(_tokenized(tokenizer, some), tokenizer), len(some)
 
 
 def _tokenized(tokenizer: Any, texts: Sequence[str], **options: Any) -> Documents:
-    """As many documents as texts, without their ends."""
+    """One document per text, without end tokens."""
     if len(texts) == 1 and not options:
         ids, ends = tokenized(tokenizer, texts[0])
         return measured(texts, ids, [len(ids)], ends)
@@ -455,13 +461,13 @@ def _tokenized(tokenizer: Any, texts: Sequence[str], **options: Any) -> Document
 
 
 def flat(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """How many numbers each row has, int64, and all of them, int32."""
+    """Length of each row, int64, and all values concatenated, int32."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     return lengths, np.fromiter(chain.from_iterable(rows), np.int32, int(lengths.sum()))
 
 
 def shares(rows: Sequence[Any], sizes: Iterator[int]) -> Iterator[list[Any]]:
-    """Rows in order, as many at a time as have the characters of a part, or one that has more."""
+    """Yield rows in order, in groups of at most `PART` characters, or single longer rows."""
     some: list[Any] = []
     total = 0
     for row, size in zip(rows, sizes, strict=True):
@@ -475,7 +481,7 @@ def shares(rows: Sequence[Any], sizes: Iterator[int]) -> Iterator[list[Any]]:
 
 
 def of_prompts(dataset: Dataset, tokenizer: Any, prompt: str, response: str, rows: range) -> EncodedDocuments:
-    """Prompt, response, end token; only what comes after the prompt is scored."""
+    """Yield documents of prompt, response and end token; only tokens after the prompt are scored."""
     end = end_of(tokenizer)
     for _, batch in arrow_cache.batches(dataset.select_columns(list(dict.fromkeys([prompt, response]))), rows):
         pairs = list(zip(batch[prompt], batch[response], strict=True))
@@ -489,31 +495,31 @@ def of_prompts(dataset: Dataset, tokenizer: Any, prompt: str, response: str, row
 
 
 def unscored(rows: Sequence[Sequence[int]]) -> Documents:
-    """Tokens that are read and not predicted."""
+    """Documents of input tokens that are not targets."""
     lengths, ids = flat(rows)
     nothing = np.zeros(len(ids), dtype=np.int32)
     return Documents(ids, nothing.astype(bool), nothing, nothing, lengths)
 
 
 def end_of(tokenizer: Any) -> int | None:
-    """The token that ends a text, if there is one."""
+    """The token that ends a text, or None."""
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
 
 
 def end_or_padding(tokenizer: Any) -> int:
-    """The token that is read where a text has none."""
+    """The token that stands for an empty text."""
     end = end_of(tokenizer)
     return int(tokenizer.pad_token_id if end is None else end)
 
 
 def start_of(tokenizer: Any) -> int | None:
-    """The token after which a text begins, where nothing else is before it (as in lm-evaluation-harness), if there is
-    one."""
+    """The token that precedes a text's first token (as in lm-evaluation-harness), or None."""
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else end_of(tokenizer)
 
 
 def closed(documents: Documents, tokenizer: Any) -> Documents:
-    """Documents of raw text, each with its end token, which is predicted. What a chat template rendered ends itself."""
+    """Append the end token, which is a target, to each document of raw text. Chat templates end their texts
+    themselves."""
     end = end_of(tokenizer)
     if end is None:
         return documents
@@ -532,8 +538,8 @@ def closed(documents: Documents, tokenizer: Any) -> Documents:
 
 
 def cut(train: Dataset, share: float, seed: Any, key: str, column: str | None = None) -> tuple[Dataset, Dataset]:
-    """Cut a share off the training split: rows drawn with the seed; of a single text, in this column, its end. The rest
-    and what was cut off. `key`: what of `data` asks for it. Errors: `RunError`."""
+    """Hold out a share of the training split: seeded random rows, or the end of a single text in `column`. Returns the
+    rest and the held-out part. `key`: the key of `data` that requests it. Errors: `RunError`."""
     if len(train) == 1 and column is not None:
         import datasets
 

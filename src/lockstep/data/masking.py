@@ -1,9 +1,8 @@
 """Which tokens of an example are masked, as BERT has it (Devlin et al. 2019, arXiv:1810.04805, and its
 create_pretraining_data.py): a share of them, of these 80 % as the mask, 10 % as any token and 10 % as they are.
 
-In: tokens, and the seed, the step and the row of each example. Out: what is read, and what is to be foretold. Nothing
-is drawn from a generator: each token's number is a hash of where it stands, so it is the same in any micro-batch, on
-any rank and with any version of a library.
+In: tokens, and the seed, step and row of each example. Out: inputs and targets. No generator is used: each token's
+random number is a hash of its position, so it is the same in any micro-batch, on any rank and with any library version.
 """
 
 from __future__ import annotations
@@ -17,32 +16,32 @@ import numpy as np
 from lockstep.data.batch import IGNORED
 from lockstep.distributed.splitmix import mixed
 
-_ORDER, _KIND, _TOKEN = range(3)  # what a token's numbers are for
-AS_MASK, AS_ANY = 0.8, 0.1  # of the tokens that are chosen
-WITHOUT_STEP = -1  # the step of evaluations, which mask the same tokens every time
+_ORDER, _KIND, _TOKEN = range(3)  # purposes of a token's random numbers
+AS_MASK, AS_ANY = 0.8, 0.1  # shares of the selected tokens
+WITHOUT_STEP = -1  # step number of evaluations: always the same masks
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a tokenizer, as far as masking needs them."""
+    """The tokenizer properties that masking needs."""
 
     size: int
     mask: int
-    special: np.ndarray  # int64: tokens that stand for no text
-    begins: np.ndarray | None  # bool [size]: a word begins with it, whatever comes before; None: not known
+    special: np.ndarray  # int64: special tokens
+    begins: np.ndarray | None  # bool [size]: always begins a word; None: unknown
     joins: np.ndarray | None  # int8 [size]: the next token never (0), possibly (1), always (2) continues its word
 
 
 def vocabulary(tokenizer: Any) -> Vocabulary:
-    """Errors: none; a tokenizer without a mask is for the caller to refuse."""
+    """Build the `Vocabulary` of a tokenizer. The caller must refuse a tokenizer without a mask token."""
     special = [t for t in tokenizer.all_special_ids if t != tokenizer.unk_token_id]
     begins, joins = _words(tokenizer)
     return Vocabulary(len(tokenizer), int(tokenizer.mask_token_id), np.array(sorted(special)), begins, joins)
 
 
 def _words(tokenizer: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Which tokens begin a word, and how each joins the next one (`Vocabulary.joins`), by the marks of the vocabulary:
-    `##` within a word, or a sign at its beginning; punctuation is a word of its own. None without such marks."""
+    """Which tokens begin a word, and how each joins the next one (`Vocabulary.joins`), from the vocabulary's marks:
+    `##` inside a word, or a mark at its beginning; punctuation is a separate word. None without such marks."""
     import json
 
     if not tokenizer.is_fast:
@@ -60,7 +59,7 @@ def _words(tokenizer: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
 
 
 def _goes_on(character: str) -> bool:
-    """Whether it may stand within a word: a letter, a digit, or a byte of one that is not ASCII."""
+    """Whether a character can be inside a word: a letter, a digit, or a non-ASCII byte."""
     return character.isalnum() or (ord(character) > 127 and character not in "\u0120\u2581")
 
 
@@ -73,10 +72,10 @@ def chosen(
     vocabulary: Vocabulary,
     whole_word_mask: bool,
 ) -> np.ndarray:
-    """Which tokens are to be foretold: bool [B, T]. Of each example the `share`, rounded, and one at least; of whole
-    words no more than that, unless a single one is longer. `place`: the seed and the step."""
+    """Mask of the tokens to predict: bool [B, T]. Selects `share` of each example's tokens, rounded, at least one. With
+    whole words, selects at most that many unless a single word is longer. `place`: seed and step."""
     can = (real == 1) & ~np.isin(ids, vocabulary.special)
-    can |= (real == 1) & ~can.any(1, keepdims=True)  # where there is nothing but special tokens
+    can |= (real == 1) & ~can.any(1, keepdims=True)  # if there are only special tokens
     counts = np.maximum(1, np.rint(share * can.sum(1)).astype(np.int64))  # [B]
     at = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
     if whole_word_mask:
@@ -98,13 +97,13 @@ def chosen(
                 room -= len(word)
             if room == 0:
                 break
-        if room == most:  # each is longer than the share
+        if room == most:  # every word is longer than the share
             mask[row, words[0]] = True
     return mask
 
 
 def _starts(ids: np.ndarray, can: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
-    """Where the word of each token begins: int64 [B, T]."""
+    """Start of each token's word: int64 [B, T]."""
     assert vocabulary.begins is not None
     assert vocabulary.joins is not None
     begins = vocabulary.begins[ids]

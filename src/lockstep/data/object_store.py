@@ -2,11 +2,10 @@
 
 In: an address (s3://, gs://, az://, https://). Out: sizes, tags, bytes; or a `StoreError` that names the address.
 
-obstore does the requests of stores, with credentials from the environment, and tries again by itself what a store
-answers with 5xx or not at all. Of all libraries that speak to the three it is one wheel without dependencies that would
-pin others' versions (s3fs holds botocore to single releases), it keeps no listing, and works without Python's lock,
-beside training. Web servers, and data sets of the Hub (hf://datasets/USER/REPO/file, HF_TOKEN where it is set), are
-read by the standard library; a web server has no folders to list.
+obstore accesses the stores, with credentials from the environment, and retries requests that fail with 5xx or without a
+response. It was chosen because it supports all three stores in one wheel without dependencies that pin versions of
+others (s3fs pins botocore), caches no listings, and releases the GIL during training. The standard library reads web
+servers and Hub data sets (hf://datasets/USER/REPO/file, with HF_TOKEN if set); a web server has no folders to list.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Web:
             tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
             if tag != item.tag and self._tags:
                 raise StoreError("LS2132", f"{item.address} changed while it was being read; run the command again")
-            unwanted = start if answer.status != 206 else 0  # a server that knows no ranges begins at the beginning
+            unwanted = start if answer.status != 206 else 0  # a server without range support starts at 0
             try:
                 while block := answer.read(_BLOCK):
                     skipped = min(unwanted, len(block))
@@ -88,7 +87,7 @@ class Web:
         if start:
             request.add_header("Range", f"bytes={start}-")
         for name, value in self._headers().items():
-            request.add_unredirected_header(name, value)  # not for whoever the server sends us to
+            request.add_unredirected_header(name, value)  # not sent to redirect targets
         try:
             return urllib.request.urlopen(request, timeout=self.patience.silent_s)
         except urllib.error.HTTPError as error:
@@ -115,9 +114,9 @@ class Web:
 
 
 class HubFiles(Web):
-    """A data set of the Hub, at one revision."""
+    """A Hub data set at one revision."""
 
-    _tags = False  # a redirection's are not the Hub's own; a listed file is found by its hash
+    _tags = False  # tags of redirects are not the Hub's; files are identified by their hash
 
     def __init__(self, address: Address, patience: Patience) -> None:
         super().__init__(patience)
@@ -149,7 +148,7 @@ class HubFiles(Web):
             )
         except EntryNotFoundError:
             return []
-        except Exception as error:  # whatever the Hub, the network and the library between raise
+        except Exception as error:  # any error of Hub, network or library
             raise StoreError("LS2138", f"{address}: {explained(error, self._revision)}", transient(error)) from None
         return [
             Object(Address("hf", address.place, file.path), file.size, file.lfs.sha256 if file.lfs else file.blob_id)
@@ -167,7 +166,7 @@ class HubFiles(Web):
         return {"Authorization": f"Bearer {token.strip()}"} if token else {}
 
 
-PART = 16 * 2**20  # bytes that are asked for, or sent, together
+PART = 16 * 2**20  # bytes per request
 EXTRA = "pip install 'lockstep-train[stores]'"
 # Where credentials come from, for messages.
 _CREDENTIALS = {
@@ -177,7 +176,7 @@ _CREDENTIALS = {
 }
 
 
-_ENDPOINTS = {  # of a store that is not the scheme's own
+_ENDPOINTS = {  # environment variables of custom endpoints
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
@@ -185,22 +184,22 @@ _ENDPOINTS = {  # of a store that is not the scheme's own
 
 
 class StoreError(CodedError):
-    """A failed request to a store, in one line without a secret."""
+    """A failed request to a store: a one-line message without secrets."""
 
     def __init__(self, code: str, message: str, again: bool = False, absent: bool = False) -> None:
-        """`again`: the same may succeed later. `absent`: what was asked for is not there."""
+        """`again`: a retry may succeed. `absent`: the object does not exist."""
         super().__init__(code, message)
         self.again, self.absent = again, absent
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a request to a store may take."""
+    """Retry and timeout limits of requests to a store."""
 
-    retry_s: float = 120.0  # that a request is tried again for, after the first failure
-    tries: int = 8  # of one request; and of a download that does not get on
-    request_s: float = 600.0  # that one request, a part of a file, may take
-    silent_s: float = 60.0  # that a store may say nothing in an answer
+    retry_s: float = 120.0  # total time of retries after the first failure
+    tries: int = 8  # attempts per request, and per download without progress
+    request_s: float = 600.0  # timeout of one request (a part of a file)
+    silent_s: float = 60.0  # timeout without data within a response
 
 
 BRIEF = Patience(retry_s=15.0, tries=3, request_s=30.0, silent_s=15.0)  # before a run, while a person waits
@@ -208,30 +207,30 @@ BRIEF = Patience(retry_s=15.0, tries=3, request_s=30.0, silent_s=15.0)  # before
 
 @dataclass(frozen=True)
 class Object:
-    """One that is there."""
+    """An existing object."""
 
     address: Address
     size: int  # bytes
-    tag: str  # changes whenever the content does, as far as the store tells: ETag, or the time
+    tag: str  # version of the content: ETag, or modification time
 
 
 class Readable(Protocol):
-    """A place to read from: a bucket, a web server, a data set of the Hub."""
+    """A location to read from: a bucket, a web server, a Hub data set."""
 
     patience: Patience
 
     def find(self, address: Address) -> Object | None:
-        """The object of this name, if there is one. Errors: `StoreError`."""
+        """The object at this address, or None. Errors: `StoreError`."""
 
     def inside(self, address: Address) -> list[Object]:
-        """All objects under `address/`, in order of their names. Errors: `StoreError`."""
+        """All objects under `address/`, sorted by name. Errors: `StoreError`."""
 
     def blocks(self, item: Object, start: int) -> Iterator[Any]:
-        """Its bytes from `start` on. Errors: `StoreError`, also where it has changed since it was found."""
+        """Yield the object's bytes from `start`. Errors: `StoreError`, also if it has changed since it was listed."""
 
 
 def require(address: Address, key: str) -> None:
-    """Errors: `RunError` when what reads the store is not installed."""
+    """Errors: `RunError` if the library for this store is not installed."""
     if importlib.util.find_spec("obstore") is None:
         raise RunError("LS2139", f"{key}: {address} needs obstore, which is not installed: {EXTRA}")
 
@@ -240,7 +239,7 @@ class Bucket:
     """A bucket or container."""
 
     def __init__(self, address: Address, patience: Patience | None = None) -> None:
-        """Asks nothing yet. Errors: `StoreError` for credentials that cannot be used."""
+        """Sends no request. Errors: `StoreError` for unusable credentials."""
         import obstore
 
         self.address, self.patience = address, patience or Patience()
@@ -250,7 +249,7 @@ class Bucket:
 
     @contextmanager
     def _asking(self, address: Address) -> Iterator[None]:
-        """Errors: `StoreError`, for whatever obstore and boto3 raise inside."""
+        """Convert any obstore or boto3 error to `StoreError`."""
         try:
             yield
         except Exception as error:
@@ -267,7 +266,7 @@ class Bucket:
                 "timeout": timedelta(seconds=patience.request_s),
                 "read_timeout": timedelta(seconds=patience.silent_s),
                 "connect_timeout": timedelta(seconds=min(10.0, patience.silent_s)),
-                **({"allow_http": True} if plain else {}),  # whoever sets such an endpoint wants it
+                **({"allow_http": True} if plain else {}),  # implied by an http endpoint
             },
             "retry_config": {"max_retries": patience.tries, "retry_timeout": timedelta(seconds=patience.retry_s)},
         }
@@ -304,12 +303,12 @@ class Bucket:
                 return
 
     def read(self, address: Address) -> bytes:
-        """All of a small object. Errors: `StoreError`."""
+        """Read a small object. Errors: `StoreError`."""
         with self._asking(address):
             return bytes(self._calls.get(self._store, address.path).bytes())
 
     def write(self, address: Address, content: bytes) -> None:
-        """A small object, at once, and read again. Errors: `StoreError`."""
+        """Write a small object in one request and verify it by reading it back. Errors: `StoreError`."""
         with self._asking(address):
             self._calls.put(self._store, address.path, content, use_multipart=False)
         if self.read(address) != content:
@@ -321,15 +320,15 @@ class Bucket:
             )
 
     def remove(self, address: Address) -> None:
-        """An object, if it is there. Errors: `StoreError`."""
+        """Delete an object, if it exists. Errors: `StoreError`."""
         with self._asking(address), suppress(FileNotFoundError):
             self._calls.delete(self._store, address.path)
 
     def upload(self, file: Path, address: Address, sha256: str) -> None:
-        """A file whose hash is known. What is stored is compared with it: its size, and the checksum that the store has
-        made of it, where that is S3's of the parts; else it is read again and hashed.
+        """Upload a file with a known hash and verify it: its size and, if the store reports S3's checksum of parts,
+        that checksum; otherwise the object is read back and hashed.
 
-        Errors: `StoreError`; `OSError` for a file that cannot be read."""
+        Errors: `StoreError`; `OSError` if the file cannot be read."""
         whole, parts = hashlib.sha256(), []
         with open(file, "rb") as opened:
             while block := opened.read(PART):
@@ -368,7 +367,7 @@ class Bucket:
         )
 
     def _store_error(self, error: Exception, address: Address) -> StoreError:
-        """The error of a request, for a person."""
+        """Convert a request's error to a readable `StoreError`."""
         message = str(error).split("Debug source")[0]
         cause = one_line(message, 300)
         kind, where = type(error).__name__, _CREDENTIALS[address.scheme]
@@ -406,7 +405,7 @@ class Bucket:
 
 
 def _aws() -> dict[str, Any]:
-    """Credentials that obstore does not look for: profiles and single sign-on in ~/.aws, by boto3."""
+    """AWS credentials from boto3 that obstore does not support: profiles and single sign-on in ~/.aws."""
     if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
         return {}
     if importlib.util.find_spec("boto3") is None:
@@ -421,10 +420,10 @@ def _aws() -> dict[str, Any]:
 
 
 def download(store: Readable, item: Object, to: Path, tell: Callable[[int], None] = lambda count: None) -> str:
-    """All of an object into a file that has its name only when it is whole. What came before a kill is gone on with,
-    and a connection that ends is made anew. `tell` hears of bytes that came. Returns the file's SHA-256.
+    """Download an object to a temporary file and rename it when complete; return its SHA-256.
 
-    Errors: `StoreError`; `OSError` when the file cannot be written."""
+    Resumes after a kill and reconnects after a lost connection. `tell`: callback for the number of bytes received.
+    Errors: `StoreError`; `OSError` if the file cannot be written."""
     name_hash = hashlib.sha256(f"{item.address} {item.size} {item.tag}".encode()).hexdigest()[:12]
     aside, tries = to.with_name(f".{to.name}.{name_hash}.tmp"), 0
     to.parent.mkdir(parents=True, exist_ok=True)

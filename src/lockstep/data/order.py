@@ -1,19 +1,19 @@
 """Which examples a step uses, and how they are cut into micro-batches: pure functions of seed, step and lengths.
 
-In: the number of examples, of one source or of each of a mixture, a seed and a step; lengths. Out: positions of the
-step's examples, and M groups of them of equal padded cost. Nothing is stored, so a resume needs the step alone.
+In: the number of examples of one source, or of each source of a mixture, a seed and a step; lengths. Out: positions of
+the step's examples, and M groups of them of equal padded cost. Nothing is stored, so a resume needs only the step.
 
-`ByLength` also takes the examples' lengths, and lets examples of like length meet in a step. `ByShard` takes how many
-examples each shard has, and uses those of a shard near each other. A seeded permutation is evaluated at any position by
-a Feistel network with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002), so that
-step 10^9 costs what step 0 costs. The gradient of a step is the same sum however its examples are grouped, so grouping
-by length inside a step is free: no change of sampling, as grouping by length over the data set would be.
+`ByLength` also uses the examples' lengths to put examples of similar length into one step. `ByShard` uses the number of
+examples per shard to keep a shard's examples close together. A seeded permutation is evaluated at any position by a
+Feistel network with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002), so step
+10^9 costs the same as step 0. The gradient of a step does not depend on how its examples are grouped, so grouping by
+length within a step does not change sampling, as grouping by length over the whole data would.
 
-Of a mixture the examples of all steps have places in one row, 0, 1, 2, ... A period of it is `sum(counts)` places long
-and has `counts[k]` of source k, put in an order of its own by the seeded permutation. So how many places of source k
-come before a place follows from the number of periods and from that one period. The n-th of them holds the n-th example
-of that source: a new permutation of it begins whenever all its examples were used. Nothing is kept and nothing skipped;
-a weight that changes at a step begins another period there.
+In a mixture, the examples of all steps occupy slots 0, 1, 2, ... A period has `sum(counts)` slots, `counts[k]` of them
+for source k, shuffled by the seeded permutation. The number of slots of source k before any slot therefore follows from
+the number of whole periods and the current one. Its n-th slot holds the n-th example of the source, which is reshuffled
+whenever all its examples have been used. No state is kept and nothing is skipped; a weight that changes at a step
+starts a new period there.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ import numpy as np
 
 
 def cut(lengths: np.ndarray, micro_batches: int) -> list[np.ndarray]:
-    """`micro_batches` groups of positions into `lengths`, whose costs (examples x longest) are as equal as contiguous
-    cuts allow.
+    """Split positions into `lengths` into `micro_batches` groups whose costs (examples x longest) are as equal as
+    contiguous splits allow.
 
-    The examples are sorted by length (stably) and cut where the largest cost is smallest. A group is empty only
-    when there are fewer examples than micro-batches. The longest examples come first.
+    The examples are sorted by length (stably, longest first) and split so that the largest cost is minimal. A group is
+    empty only if there are fewer examples than micro-batches.
     """
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]
     count = len(order)
     filled = min(micro_batches, count)
-    # Bisect the cost that the dearest micro-batch may have; micro-batches are filled greedily from the longest example
-    # on.
+    # Bisect the maximum cost of a micro-batch; micro-batches are filled greedily from the longest example on.
     low, high = int(descending[0]), int(descending[0]) * count
     while low < high:
         middle = (low + high) // 2
@@ -47,7 +46,7 @@ def cut(lengths: np.ndarray, micro_batches: int) -> list[np.ndarray]:
     ends = _bounds(descending, low, filled)
     starts = [0, *ends[:-1]]
     groups = [order[a:b] for a, b in zip(starts, ends, strict=True)]
-    while len(groups) < filled:  # greedy needed fewer: halve the largest, which costs nothing
+    while len(groups) < filled:  # greedy used fewer groups: halve the largest, at no cost
         largest = max(range(len(groups)), key=lambda i: len(groups[i]))
         group = groups[largest]
         groups[largest : largest + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
@@ -55,8 +54,8 @@ def cut(lengths: np.ndarray, micro_batches: int) -> list[np.ndarray]:
 
 
 def _bounds(descending: np.ndarray, budget: int, micro_batches: int) -> list[int]:
-    """Ends of the greedy micro-batches of at most `budget` padded tokens each; stops once more than `micro_batches` are
-    needed."""
+    """Ends of greedily filled micro-batches of at most `budget` padded tokens each; stops once more than
+    `micro_batches` are needed."""
     ends: list[int] = []
     at = 0
     while at < len(descending) and len(ends) <= micro_batches:
@@ -66,23 +65,23 @@ def _bounds(descending: np.ndarray, budget: int, micro_batches: int) -> list[int
 
 
 def padded_cost(lengths: np.ndarray, groups: list[np.ndarray]) -> int:
-    """Tokens including padding when each group is padded to its longest example."""
+    """Tokens including padding if each group is padded to its longest example."""
     return int(sum(len(g) * lengths[g].max() for g in groups if len(g)))
 
 
 def by_chance(examples: int, micro_batches: int) -> list[np.ndarray]:
-    """Groups of equal counts in the order the examples came: what cutting without regard to length is."""
+    """Groups of equal size in the original order: a split that ignores length."""
     return np.array_split(np.arange(examples), micro_batches)
 
 
 _ROUNDS = 6
-_OF_WINDOWS = 0x5DEECE66D  # sets the seed of the order within windows apart
-_OF_SHARDS = 0x2127599BF4325C37  # and that of the order of shards
+_OF_WINDOWS = 0x5DEECE66D  # seed offset of orders within windows
+_OF_SHARDS = 0x2127599BF4325C37  # seed offset of the order of shards
 
 
 @dataclass
 class Order:
-    """The order of a job's examples; every epoch is a permutation of its own and uses each example exactly once."""
+    """Order of a job's examples; every epoch is a new permutation that uses each example exactly once."""
 
     examples: int
     batch_size: int
@@ -90,7 +89,7 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The last step of an epoch may be smaller; nothing is dropped and nothing repeated."""
+        """Steps per epoch. The last may be smaller; nothing is dropped or repeated."""
         return -(-self.examples // self.batch_size)
 
     def step(self, step: int) -> np.ndarray:
@@ -102,19 +101,21 @@ class Order:
 
 
 def total_steps(epochs: float | None, steps: int | None, steps_per_epoch: int) -> int:
-    """Optimizer steps of a whole run, which gives its length in epochs or in steps."""
+    """Optimizer steps of a whole run, whose length is given in epochs or steps."""
     return steps or max(1, round(float(epochs or 0) * steps_per_epoch))
 
 
 class ByLength(Order):
-    """Another order, where the examples of a window of steps are sorted by length before they are cut into steps: each
-    step's examples are alike. The steps of a window come in an order drawn anew; an epoch's short step stays last.
-    What holds of the examples of a step, such as the shares of a mixture's sources, then holds of those of a window."""
+    """Wraps another order: the examples of a window of steps are sorted by length and then split into steps of similar
+    lengths.
+
+    The steps of a window are shuffled; an epoch's short step stays last. Properties of a step's examples, such as a
+    mixture's shares, then hold per window."""
 
     def __init__(self, order: Order, lengths: np.ndarray, window: int) -> None:
         super().__init__(order.examples, order.batch_size, order.seed)
         self.order, self.lengths, self.window = order, lengths, window
-        self._sorted: tuple[int, np.ndarray] = (-1, lengths[:0])  # the window that was sorted last, and its examples
+        self._sorted: tuple[int, np.ndarray] = (-1, lengths[:0])  # last sorted window and its examples
 
     def step(self, step: int) -> np.ndarray:
         within = step % self.steps_per_epoch
@@ -132,21 +133,21 @@ class ByLength(Order):
 
 
 class ByShard(Order):
-    """An order in which the examples of a shard come near each other: an epoch goes through the shards in a seeded
-    order, and what follows each other in them is shuffled window by window. Examples are numbered shard by shard."""
+    """Order that keeps the examples of a shard close together: an epoch visits shards in a seeded order and shuffles
+    the resulting sequence window by window. Examples are numbered shard by shard."""
 
     def __init__(self, sizes: np.ndarray, batch_size: int, seed: int, window: int) -> None:
-        """`sizes`: examples of each shard, int64 [shards]. An epoch costs as much as there are shards, once."""
+        """`sizes`: examples of each shard, int64 [shards]. The first use of an epoch costs O(shards)."""
         super().__init__(int(sizes.sum()), batch_size, seed)
         self.sizes, self.first, self.window = sizes, np.cumsum(sizes) - sizes, window
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # two at most: their shards, and where these end
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # at most two epochs: their shards and ends
 
     def step(self, step: int) -> np.ndarray:
         epoch, start, stop = self._places(step)
         return self.at(epoch, np.arange(start, stop))
 
     def at(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """The examples at some places of an epoch: int64, same shape."""
+        """Examples at these positions of an epoch: int64, same shape."""
         places, numbers = places.copy(), places // self.window
         for number in np.unique(numbers):
             now, first = numbers == number, int(number) * self.window
@@ -158,12 +159,12 @@ class ByShard(Order):
         return self.first[shards[at]] + places - (ends - self.sizes[shards])[at]
 
     def near(self, step: int) -> list[range]:
-        """Examples to have at hand, in the order of an epoch: those of the windows of a step, and as many behind them
-        as steps have used of them, so that the next window is read little by little."""
+        """Examples to keep in memory for a step, in epoch order: its windows, and of the next window as many as the
+        steps have used, so that it is read gradually."""
         return self.around(*self._places(step))
 
     def around(self, epoch: int, start: int, stop: int) -> list[range]:
-        """Examples to have at hand for the places from `start` to `stop` of an epoch."""
+        """Examples to keep in memory for positions `start` to `stop` of an epoch."""
         at, stop = start - start % self.window, min(stop + self.window, self.examples)
         shards, ends = self._epoch(epoch)
         ranges = []
@@ -178,12 +179,12 @@ class ByShard(Order):
         return ranges
 
     def behind(self, step: int, count: int) -> list[int]:
-        """Shards that come next after those of `near`, so many, or all of this epoch and the next."""
+        """Next shards after those of `near`: at most `count`, from this epoch and the next."""
         epoch, _, stop = self._places(step)
         return self.after(epoch, stop, count)
 
     def after(self, epoch: int, stop: int, count: int) -> list[int]:
-        """Shards that come next where a step ends at `stop` in an epoch."""
+        """Next shards for a step that ends at `stop` in an epoch."""
         numbers: list[int] = []
         for each in (epoch, epoch + 1):
             shards, ends = self._epoch(each)
@@ -195,7 +196,7 @@ class ByShard(Order):
         return numbers
 
     def _places(self, step: int) -> tuple[int, int, int]:
-        """The epoch of a step, and from where to where its examples are in it."""
+        """Epoch of a step, and start and end of its examples in the epoch."""
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within * self.batch_size
         return epoch, start, min(start + self.batch_size, self.examples)
@@ -209,7 +210,7 @@ class ByShard(Order):
 
 
 def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a seeded permutation of `range(size)` puts each position: int64, same shape."""
+    """Image of each position under a seeded permutation of `range(size)`: int64, same shape."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)  # the network permutes 2 * half bits: fewer than 4 * size values
     values = _feistel(positions.astype(np.uint64), half, seed, epoch)
     while (outside := values >= size).any():  # walk the cycle until every value is in the domain
@@ -231,26 +232,26 @@ def _feistel(values: np.ndarray, half: int, seed: int, epoch: int) -> np.ndarray
     return (left << np.uint64(half)) | right
 
 
-PERIOD = 2**16  # places of a period where weights are given: shares are as exact as this
-_OF_PLACES = 0x2545F4914F6CDD1D  # sets the seed of the order of sources apart
-_OF_SOURCES = 0x9E3779B97F4A7C15  # and those of the sources' own orders
+PERIOD = 2**16  # places of a weighted period: resolution of the shares
+_OF_PLACES = 0x2545F4914F6CDD1D  # seed offset of the order of sources
+_OF_SOURCES = 0x9E3779B97F4A7C15  # seed offset of each source's order
 
 Schedule = Sequence[tuple[int, float]]  # (step, weight), each from that step on
 
 
 @dataclass(frozen=True)
 class _Phase:
-    """The steps from `step` on, in which weights stay as they are."""
+    """Steps from `step` on with constant weights."""
 
     step: int
-    place: int  # of its first example, in the row of all
+    place: int  # of its first example
     counts: np.ndarray  # int64 [sources]: places of each in a period
-    used: np.ndarray  # int64 [sources]: examples that came before
+    used: np.ndarray  # int64 [sources]: examples used before
 
 
 class MixedOrder(Order):
-    """The order of a job's examples from several sources. An epoch has as many examples as all sources together; where
-    no weights are given it uses each exactly once."""
+    """Order of a job's examples from several sources. An epoch has as many examples as all sources together; without
+    weights it uses each exactly once."""
 
     def __init__(self, sizes: Sequence[int], schedules: Sequence[Schedule], batch_size: int, seed: int) -> None:
         super().__init__(sum(sizes), batch_size, seed)
@@ -278,26 +279,26 @@ class MixedOrder(Order):
         return rows
 
     def _of_source(self, source: int, epoch: int, places: np.ndarray) -> np.ndarray:
-        """Which of its examples stand at these places of an epoch of a source: int64, same shape."""
+        """Examples at these positions of a source's epoch: int64, same shape."""
         return permute(places.astype(np.uint64), int(self.sizes[source]), self._seed_of(source), epoch)
 
     def _seed_of(self, source: int) -> int:
         return (self.seed + (source + 1) * _OF_SOURCES) % 2**64
 
     def drawn(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each example of a step, and how many examples of that source came before it: int64 [examples]
+        """Source of each example of a step, and the number of that source's examples before it: int64 [examples]
         each."""
         phase = next(phase for phase in reversed(self._phases) if phase.step <= step)
         places = np.arange(self._place(step), self._place(step + 1)) - phase.place
         return self._drawn(phase, places)
 
     def used(self, step: int) -> np.ndarray:
-        """The number of examples of each source before a step: int64 [sources]."""
+        """Number of examples of each source used before a step: int64 [sources]."""
         phase = next(phase for phase in reversed(self._phases) if phase.step <= step)
         return phase.used + self._of_each(phase, self._place(step) - phase.place)
 
     def summary(self, names: Sequence[str], steps: int) -> str:
-        """The shares of the sources in so many steps, for a person. Costs a period at most."""
+        """Describe the sources' shares over `steps` steps. Costs at most one period."""
         used = self.used(steps) if self.weighted else self.sizes * (self._place(steps) / self.examples)
         return "; ".join(
             f"{name} {part:.1%} ({size:,} examples, {part * used.sum() / size:.3g} epochs of them)"
@@ -309,7 +310,7 @@ class MixedOrder(Order):
         return epoch * self.examples + within * self.batch_size
 
     def _drawn(self, phase: _Phase, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`places`: counted from the first of the phase, in order."""
+        """`drawn` for sorted `places`, counted from the phase's first."""
         periods, within = np.divmod(places, int(phase.counts.sum()))
         source, number = np.empty(len(places), dtype=np.int64), np.empty(len(places), dtype=np.int64)
         for period in np.unique(periods):
@@ -317,22 +318,21 @@ class MixedOrder(Order):
             if self.weighted:
                 sources, before = self._period(phase, int(period))
                 source[now], rank = sources[within[now]], before[within[now]]
-            else:  # a period is an epoch: its examples may come in any order
+            else:  # a period is an epoch: its examples may be in any order
                 source[now], rank = self._slots(phase, int(period), within[now])
             number[now] = phase.used[source[now]] + period * phase.counts[source[now]] + rank
         return source, number
 
     def _slots(self, phase: _Phase, period: int, within: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each place of a period, and which of the source's slots it is: int64, same shape as
-        `within`."""
+        """Source of each place of a period, and its slot within the source: int64, same shape as `within`."""
         ends = np.cumsum(phase.counts)
-        seed = (self.seed ^ _OF_PLACES) + phase.step * _OF_SOURCES  # each phase has orders of its own
+        seed = (self.seed ^ _OF_PLACES) + phase.step * _OF_SOURCES  # orders differ between phases
         slots = permute(within.astype(np.uint64), int(ends[-1]), seed, period)
         source = np.searchsorted(ends, slots, side="right")
         return source, slots - (ends - phase.counts)[source]
 
     def _period(self, phase: _Phase, period: int) -> tuple[np.ndarray, np.ndarray]:
-        """The source of every place of a period, and how many places of that source come before it in the period."""
+        """Source of every place of a period, and the number of earlier places of that source in the period."""
         if self._last_period[0] != (phase.step, period):
             source, _ = self._slots(phase, period, np.arange(int(phase.counts.sum())))
             before = np.empty_like(source)
@@ -341,8 +341,8 @@ class MixedOrder(Order):
         return self._last_period[1], self._last_period[2]
 
     def _of_each(self, phase: _Phase, places: int) -> np.ndarray:
-        """The number of examples of each source among the first `places` of a phase: int64 [sources]. Costs a
-        period at most."""
+        """Number of examples of each source among the first `places` of a phase: int64 [sources]. Costs at most one
+        period."""
         size = int(phase.counts.sum())
         whole = places // size
         source = self._drawn(phase, np.arange(whole * size, places))[0]
@@ -350,24 +350,24 @@ class MixedOrder(Order):
 
 
 class MixedShards(MixedOrder):
-    """The order of several streamed sources: `MixedOrder` says how many of each a step uses, and `ByShard` which.
+    """Order of several streamed sources: `MixedOrder` decides how many examples of each a step uses, `ByShard` which.
 
-    The n-th example of a source must lie near the one before, so without weights, too, the places of an epoch are put
-    in order a stretch at a time. How many of each source come before a stretch is a sum that is cut in whole numbers,
-    source by source: each part grows with the place, and at the end of the epoch it is the size of the source."""
+    Consecutive examples of a source must be close together, so even without weights an epoch's places are shuffled one
+    stretch at a time. The number of each source's examples before a stretch is a rounded share of the place, computed
+    source by source: it grows with the place and equals the source's size at the end of the epoch."""
 
     def __init__(
         self, sizes: Sequence[np.ndarray], schedules: Sequence[Schedule], batch_size: int, seed: int, window: int
     ) -> None:
-        """`sizes`: examples of each shard, int64 [shards], of each source. `window`: of each source."""
+        """`sizes`: examples of each shard, int64 [shards], per source. `window`: of each source."""
         first = np.cumsum([0, *(len(each) for each in sizes)])
         self._first_shard: list[int] = first[:-1].tolist()  # of each source, among those of all
         super().__init__([int(each.sum()) for each in sizes], schedules, batch_size, seed)
         self._orders = [ByShard(each, batch_size, self._seed_of(k), window) for k, each in enumerate(sizes)]
-        self._counted: dict[int, np.ndarray] = {}  # `used` of the steps that were asked for last
+        self._counted: dict[int, np.ndarray] = {}  # `used` of the latest steps
 
     def near(self, step: int) -> list[range]:
-        """Examples to have at hand, source by source, in the order of reading."""
+        """Examples to keep in memory, source by source, in reading order."""
         ranges: list[range] = []
         for source, start, stop in self._taken(step):
             size, first, order = int(self.sizes[source]), int(self.first[source]), self._orders[source]
@@ -379,7 +379,7 @@ class MixedShards(MixedOrder):
         return list(dict.fromkeys(ranges))
 
     def behind(self, step: int, count: int) -> list[int]:
-        """Shards that come next after those of `near`, of each source so many at most."""
+        """Next shards after those of `near`, at most `count` per source."""
         numbers = []
         for source, start, stop in self._taken(step):
             epoch, within = divmod(max(start, stop - 1), int(self.sizes[source]))
@@ -398,7 +398,7 @@ class MixedShards(MixedOrder):
         )
 
     def _taken(self, step: int) -> list[tuple[int, int, int]]:
-        """Source, and from which to which of its examples a step uses, counted over all epochs."""
+        """Source, start and end of the examples that a step uses, counted over all epochs."""
         self._counted = {t: self._counted[t] if t in self._counted else self.used(t) for t in (step, step + 1)}
         both = zip(self._counted[step].tolist(), self._counted[step + 1].tolist(), strict=True)
         return [(source, start, stop) for source, (start, stop) in enumerate(both)]
@@ -421,14 +421,14 @@ class MixedShards(MixedOrder):
         return source, number
 
     def _stretch(self, epoch: int, stretch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sources and places of the examples of an epoch from `stretch * PERIOD` on."""
+        """Sources and places of an epoch's examples from `stretch * PERIOD` on."""
         start = stretch * PERIOD
         counts = self._before(min(start + PERIOD, self.examples)) - self._before(start)
         number = epoch * -(-self.examples // PERIOD) + stretch
         return self._period(_Phase(0, 0, counts, self.sizes), number)
 
     def _before(self, place: int) -> np.ndarray:
-        """The number of examples of each source among the first `place` places of an epoch: int64 [sources]."""
+        """Number of examples of each source among the first `place` places of an epoch: int64 [sources]."""
         counts = np.zeros_like(self.sizes)
         ends = np.cumsum(self.sizes).tolist()
         for source in range(len(ends) - 1, 0, -1):
@@ -439,8 +439,8 @@ class MixedShards(MixedOrder):
 
 
 def _counts(sizes: np.ndarray, schedules: Sequence[Schedule], step: int) -> np.ndarray:
-    """Places of each source in a period: its size where no weights are given; else its share of `PERIOD`, at least one,
-    rounded so that all add up (the largest remainders)."""
+    """Places of each source in a period: its size without weights, else its share of `PERIOD`, at least one, rounded by
+    largest remainders."""
     if not any(schedules):
         return sizes
     weights = np.array([[w for s, w in schedule if s <= step][-1] for schedule in schedules], dtype=np.float64)

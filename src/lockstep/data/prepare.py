@@ -24,28 +24,28 @@ from lockstep.data.tokenizer import TARGET
 from lockstep.distributed.activity import ACTIVITY
 
 _YOUNGER = ("separator", "quote", "types")  # keys of `data`
-_TEMPLATES = "additional_chat_templates"  # of a tokenizer's folder
+_TEMPLATES = "additional_chat_templates"  # subfolder of a tokenizer's folder
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".pth", ".onnx", ".gguf", ".ckpt", ".lock")
 
 
 class Prepares(raw_rows.Makes, Protocol):
-    """A task, as far as its data are concerned."""
+    """The parts of a task's interface that concern its data."""
 
     @classmethod
     def prepare(cls, run: Run) -> Prepared:
-        """Tokens and labels of every split."""
+        """Prepare the tokens and labels of every split."""
 
     @classmethod
     def fingerprint(cls, run: Run) -> str:
-        """A hash of its data, as far as the run file and its code do not determine them."""
+        """Hash of the data, as far as neither the run file nor code determines them."""
 
 
 def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[[str], None] | None = None) -> Prepared:
-    """What `task.prepare` makes of this run, from the cache where nothing it depends on has changed.
+    """Return `task.prepare(run)`, from the cache if none of its inputs has changed.
 
-    `fresh` asks the Hub again for data that is not local: the launching process does, its workers do not.
-    `tell` hears where the tokens came from. Errors: `RunError`. Safe to call from every process of a machine at once;
-    one works, the others wait.
+    `fresh`: query the Hub again for data that is not local; only the launching process does. `tell`: callback for the
+    origin of the tokens. Errors: `RunError`. Every process of a machine may call it at once: one works, the others
+    wait.
     """
     run = run.model_copy(update={"data": source.pinned(run.data)})
     code, elsewhere = _code_of(run, task), source.remote_facts(run.data)
@@ -80,16 +80,14 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
                     prepared = task.prepare(run)
             except RunError as error:
                 raise RunError(error.code, remote.with_addresses(error.message)) from error
-            # the key that a task of the user's own gives may follow its code, or its paths
+            # a user task's own key may depend on its code or paths
             if user_code.is_own(plugins.path_of("tasks", run.task.name)):
                 prepared = replace(prepared, key=_content_of(prepared))
-            if (
-                sources := prepared.facts.get("sources")
-            ) is not None:  # where one ends and the next begins decides the order
+            if (sources := prepared.facts.get("sources")) is not None:  # shard boundaries affect the order
                 prepared = replace(prepared, key=digest(prepared.key, sources["rows"]["train"]))
             prepared = raw_rows.with_examples(prepared, run, task)
             for place in prepared.places:
-                if inside(place) and not sealed(place):  # a task of one's own wrote it
+                if inside(place) and not sealed(place):  # written by a user task
                     seal(place)
             prepared.write(path)
             if tell is not None:
@@ -99,8 +97,8 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
 
 
 def _code_of(run: Run, task: type[Prepares]) -> dict[str, str]:
-    """What the files say that prepare the data: the task's, and what else of the user's it imports; and versions of the
-    libraries that make tokens."""
+    """Hashes of the code that prepares the data (the task and user modules it imports), and versions of the tokenizing
+    libraries."""
     code_hashes = user_code.hashes_of(name for key, name in user_code.named(run).items() if key.startswith("task."))
     file = sys.modules[task.__module__].__file__
     versions = {f"version of {package}": version(package) for package in ("tokenizers", "transformers")}
@@ -108,7 +106,7 @@ def _code_of(run: Run, task: type[Prepares]) -> dict[str, str]:
 
 
 def _content_of(prepared: Prepared) -> str:
-    """A hash of the tokens themselves, wherever they lie and whatever code has made them."""
+    """Hash of the tokens themselves, independent of location and code."""
     from datasets import Dataset, concatenate_datasets
 
     def rows_of(path: Path) -> Dataset:
@@ -120,7 +118,8 @@ def _content_of(prepared: Prepared) -> str:
 
 
 def _dump(run: Run, part: str) -> object:
-    """Without keys that change nothing that is read, and those younger than what the cache holds, if not given."""
+    """Values of a section without keys that do not affect the data, and without unset keys newer than existing
+    caches."""
     values = getattr(run, part).model_dump(mode="json", exclude={"follow_links"})
     for each in (values, *(values.get("sources") or ())) if part == "data" else ():
         for key in _YOUNGER:
@@ -130,7 +129,7 @@ def _dump(run: Run, part: str) -> object:
 
 
 def _files(run: Run) -> list[tuple[str, int, int]]:
-    """Name, size and time of every local file the preparation reads, and how tables among them are read."""
+    """Name, size and time of every local file that preparation reads, and the dialects of tables."""
     files = source.files_of(run.data)
     for name in (run.model.source, run.tokenizer.source):
         root = Path(model_folder(name) if name is not None else "").expanduser()

@@ -1,7 +1,7 @@
 """Questions about a text that holds the answer -> windows of tokens, in the cache.
 
-In: a question, a context and its answers a row, as SQuAD has them. Out: a row's windows one after the other in
-`input_ids`, `sizes` says where each ends; where the answer stands in each of them; where each token stands in the text.
+In: a question, a context and its answers per row, as in SQuAD. Out: a row's windows concatenated in `input_ids`
+(`sizes` holds their lengths), the answer's position in each, and each token's position in the text.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 QUESTION, CONTEXT, TEXTS, START = "question", "context", "answers", "start"
-NOWHERE = 0  # the place of an answer that a window does not hold: its first token
+NOWHERE = 0  # position of an answer outside a window: its first token
 
 
 @dataclass(frozen=True)
 class TokenWindow:
-    """A question and a part of its context."""
+    """A question with a part of its context."""
 
     ids: list[int]
-    types: list[int]  # token_type_ids; empty where the model takes none
-    first: int  # of the context's tokens
+    types: list[int]  # token_type_ids; empty if the model takes none
+    first: int  # first token of the context
     last: int
-    begins: list[int]  # character of the context where each token begins; 0 for those of the question
+    begins: list[int]  # start character of each token in the context; 0 for question tokens
     ends: list[int]
 
     def token_span(self, start: int, end: int) -> tuple[int, int]:
-        """The first and the last token of these characters, `NOWHERE` twice where they are not all here."""
+        """First and last token of a character span; `NOWHERE` twice if the span is not entirely in this window."""
         if self.begins[self.first] > start or self.ends[self.last] < end:
             return NOWHERE, NOWHERE
         places = range(self.first, self.last + 1)
@@ -44,8 +44,8 @@ class TokenWindow:
 
 
 def windows(tokenizer: Any, question: str, context: str, most: int, stride: int) -> list[TokenWindow]:
-    """The context in parts of as many tokens as fit beside the question, each sharing `stride` with the one before.
-    Errors: `ValueError` where the question leaves no room for them."""
+    """Split the context into windows that fit beside the question, each overlapping the previous by `stride` tokens.
+    Errors: `ValueError` if the question leaves no room."""
     question = question.strip()
     question_ids = tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"]
     room = most - len(question_ids) - tokenizer.num_special_tokens_to_add(pair=True)
@@ -68,7 +68,7 @@ def windows(tokenizer: Any, question: str, context: str, most: int, stride: int)
     for part, ids in enumerate(encodings["input_ids"]):
         of = encodings.sequence_ids(part)
         places = [place for place, which in enumerate(of) if which == 1]
-        if not places:  # a context that the tokenizer makes nothing of
+        if not places:  # a context without tokens
             raise ValueError("its context has no token")
         tokens = zip(encodings["offset_mapping"][part], of, strict=True)
         spans = [_trimmed(context, *span) if which == 1 else (0, 0) for span, which in tokens]
@@ -79,14 +79,14 @@ def windows(tokenizer: Any, question: str, context: str, most: int, stride: int)
 
 
 def _trimmed(context: str, begin: int, end: int) -> tuple[int, int]:
-    """Without the white space that some tokenizers count to the token behind it."""
+    """Exclude leading white space, which some tokenizers include in the following token."""
     text = context[begin:end]
     return begin + (len(text) - len(text.lstrip()) if text.strip() else 0), end
 
 
 def answers_of(value: Any) -> list[tuple[str, int]]:
-    """Texts and where they begin, of SQuAD's `{text: [...], answer_start: [...]}` or a list of `{text, answer_start}`.
-    Errors: `ValueError`."""
+    """Answer texts and start characters, from SQuAD's `{text: [...], answer_start: [...]}` or a list of `{text,
+    answer_start}`. Errors: `ValueError`."""
     if value is None:
         return []
     if isinstance(value, Mapping):
@@ -107,8 +107,8 @@ def answers_of(value: Any) -> list[tuple[str, int]]:
 def whole(
     dataset: Dataset, columns: Mapping[str, str], answers: str, unanswerable: bool, split: str, name: str, drop: bool
 ) -> Dataset:
-    """Columns `question`, `context`, `answers` (texts) and `start` (of the first one; -1: there is none) of the rows
-    that have them. Errors: `RunError`."""
+    """Columns `question`, `context`, `answers` (texts) and `start` (of the first answer; -1 for none) of complete rows.
+    Errors: `RunError`."""
     import datasets
 
     usable_rows.check_columns(dataset, {**columns, "task.answers": answers}, split, name)
@@ -156,7 +156,7 @@ def _checked(value: Any, context: str, where: str, column: str) -> None:
 def encoder_of(
     tokenizer: Any, most: int, stride: int, split: str, name: str
 ) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
-    """The function that makes windows of rows, and the columns of these."""
+    """Return the function that encodes rows to windows, and the features of its output."""
     import datasets
 
     numbers, text = datasets.List(datasets.Value("int32")), datasets.Value("string")
@@ -200,7 +200,7 @@ def encoder_of(
 
 
 def parts_of(columns: Columns, rows: Sequence[int] | np.ndarray) -> list[list[TokenWindow]]:
-    """The windows of these rows, as they were encoded."""
+    """Windows of these rows, as encoded."""
     parts = []
     for row in map(int, rows):
         cuts = np.cumsum(columns.ragged("sizes").row(row))[:-1]

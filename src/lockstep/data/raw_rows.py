@@ -1,8 +1,8 @@
 """A few raw rows of a run, kept beside the prepared data, and which examples the run's own code made of them.
 
-In: the splits of a data set as training has them. Out: a fact of `Prepared`, and `RawRows` of it: a plain computation
-begins at the text, where the run began. Of a task with an example a row these are examples of the split, by their
-numbers; of one that cuts and joins texts, what the task makes of these rows alone.
+In: the final splits of a data set. Out: a fact of `Prepared`, and `RawRows` from it, so that a reference computation
+can start at the text, as the run did. For a task with one example per row, the examples are those of the split, by
+number; for a task that joins and splits texts, those that the task creates from these rows alone.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
     from lockstep.data.arrow_cache import Make
 
-VERSION = 2  # of what is kept; a new number has rows chosen anew
-BYTES = "base64"  # what the one key of bytes is called
+VERSION = 2  # version of the stored rows; changing it selects rows again
+BYTES = "base64"  # key of a mapping that holds bytes
 FACT = "raw_rows"  # among the facts of `Prepared`
-_FIRST = 24  # rows that are trained first, where rows are taken in the usual order
-_SPREAD, _LONGEST = 8, 3  # rows that are chosen by their place, and by their length
-_CHARACTERS = 8  # of a text that are kept, for each token that an example may have
-_BYTES = 256 * 1024  # that all rows have together, at most
-_EXAMPLES = 64  # that are kept of rows whose texts are joined and cut
+_FIRST = 24  # rows of the first steps, in the default order
+_SPREAD, _LONGEST = 8, 3  # rows selected by position, and by length
+_CHARACTERS = 8  # characters stored per token of the maximum length
+_BYTES = 256 * 1024  # maximum total size of the rows
+_EXAMPLES = 64  # maximum examples stored for tasks that join texts
 
 
 class Makes(Protocol):
-    """A task, as far as it makes examples of rows."""
+    """The parts of a task's interface that turn rows into examples."""
 
     row_is_example: ClassVar[bool]
     streams: ClassVar[bool]
@@ -49,16 +49,16 @@ class Makes(Protocol):
 
 @dataclass(frozen=True)
 class RawRows:
-    """Raw rows, and where their examples are."""
+    """Raw rows and their examples."""
 
-    split: str  # which they are of
+    split: str  # split of the rows
     rows: list[dict[str, Any]]  # a value a column
-    examples: Columns | None  # made of these rows alone; None: they are those of the split
+    examples: Columns | None  # created from these rows alone; None: examples of the split
     at: np.ndarray  # numbers of the examples: int64
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> RawRows | None:
-        """Those that are among the facts of `Prepared`; None: there are none."""
+        """Raw rows among the facts of `Prepared`, or None."""
         stored = facts.get(FACT)
         if not stored:
             return None
@@ -77,8 +77,9 @@ _TYPES |= {f"list<{kind}>": pa.list_(kind) for kind in list(_TYPES.values())}
 
 
 def fact(splits: Mapping[str, Dataset], columns: Sequence[str], run: Run) -> dict[str, Any]:
-    """Rows of train, or of another split where train is streamed: evenly spread, with the longest texts, and those of
-    the first step. Texts that are longer than an example needs are cut, and their rows noted as `cut`."""
+    """Select rows of train (or of another split if train is streamed): evenly spaced ones, those with the longest
+    texts, and those of the first step. Texts longer than an example needs are truncated and their rows noted as `cut`.
+    """
     split = next((name for name in ("train", *splits) if name in splits), None)
     if split is None:
         return {}
@@ -95,7 +96,7 @@ def fact(splits: Mapping[str, Dataset], columns: Sequence[str], run: Run) -> dic
         row = _shortened(whole, max(2000, _CHARACTERS * tokens))
         try:
             size += len(json.dumps(row))
-        except (TypeError, ValueError):  # times: no text
+        except (TypeError, ValueError):  # such as dates, which are not JSON
             continue
         if size > _BYTES and sample["rows"]:
             break
@@ -106,7 +107,7 @@ def fact(splits: Mapping[str, Dataset], columns: Sequence[str], run: Run) -> dic
 
 
 def _longest(dataset: Dataset) -> np.ndarray:
-    """The rows with the longest texts, the longest first: int64. Nothing where no column holds texts alone."""
+    """Rows with the longest texts, longest first: int64. Empty if no column holds only texts."""
     lengths = np.zeros(len(dataset), dtype=np.int64)
     texts = [n for n, f in dataset.features.items() if getattr(f, "dtype", "") in ("string", "large_string")]
     for name in texts:
@@ -119,7 +120,7 @@ def _longest(dataset: Dataset) -> np.ndarray:
 
 
 def _shortened(value: Any, most: int) -> Any:
-    """A value, every text within it cut, and no file."""
+    """Truncate every text in a value, except encoded bytes."""
     if isinstance(value, str):
         return value[:most]
     if isinstance(value, Mapping) and BYTES not in value:
@@ -128,13 +129,13 @@ def _shortened(value: Any, most: int) -> Any:
 
 
 def _as_json(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row, its bytes as mappings that JSON can hold."""
+    """A row with bytes converted to JSON mappings."""
     return {k: {BYTES: base64.b64encode(v).decode()} if isinstance(v, bytes) else v for k, v in row.items()}
 
 
 def with_examples(prepared: Prepared, run: Run, task: type[Makes]) -> Prepared:
-    """The prepared data, with the examples that the task makes of the raw rows where those are not part of the split;
-    without raw rows if their examples are unknown."""
+    """Add the examples of the raw rows to the prepared data, if they are not part of the split; remove the raw rows if
+    their examples are unknown."""
     stored = prepared.facts.get(FACT)
     if stored is None:
         return prepared
@@ -163,8 +164,8 @@ def with_examples(prepared: Prepared, run: Run, task: type[Makes]) -> Prepared:
 
 
 def groups(lengths: Sequence[int], most: int) -> dict[str, list[int]]:
-    """Which examples of these `lengths` are computed together, by what is special about them: the first ones, the
-    longest beside the shortest, and ones of equal length (one twice, where no two are alike). At most `most` each."""
+    """Group examples by `lengths` for joint computation: the first ones, the longest with the shortest, and ones of
+    equal length (one twice if all differ). At most `most` each."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     by_length = itertools.groupby(order, key=lambda i: lengths[i])
     alike = [same for _, some in by_length if len(same := list(some)) > 1]

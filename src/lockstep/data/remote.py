@@ -1,7 +1,7 @@
 """Data that are elsewhere: whole files are downloaded into the cache, shards of a stream are fetched when needed.
 
-In: addresses in the `data` section. Out: paths on this machine, or a `RunError`. A shard is fetched ahead, kept as long
-as there is room, and compared with the tag that it had.
+In: addresses in the `data` section. Out: local paths, or a `RunError`. A shard is prefetched, kept in the cache while
+there is room, and verified by its tag.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from lockstep.data.object_store import Bucket, HubFiles, Object, Patience, Reada
 from lockstep.distributed.activity import ACTIVITY
 
 Fact = tuple[str, int, str]  # address, bytes, tag
-AHEAD = 4  # shards that are fetched before they are wanted, at most
-_WAITING = Patience(tries=12)  # of a job that trains: half a minute, and more of object stores
-_ABOUT = "bytes"  # a file in a copy's folder: its size; the time of this file is when it was last used
-_AGAIN = 5  # times that a copy is opened which others make room of meanwhile
+AHEAD = 4  # maximum number of prefetched shards
+_WAITING = Patience(tries=12)  # during training: half a minute, longer for object stores
+_ABOUT = "bytes"  # file in a copy's folder with its size; its mtime is the last use
+_AGAIN = 5  # attempts to open a copy that others evict concurrently
 
 
 class Unfetched(RunError):
-    """A shard that cannot be had now, and may be later."""
+    """A shard is unavailable now; a later attempt may succeed."""
 
 
 def reader(address: Address, key: str, patience: Patience | None = None) -> Readable:
-    """The reader of an address. Errors: `RunError`, `StoreError`."""
+    """The reader for an address. Errors: `RunError`, `StoreError`."""
     if address.scheme in STORES:
         require(address, key)
         return Bucket(address, patience)
@@ -52,7 +52,7 @@ def reader(address: Address, key: str, patience: Patience | None = None) -> Read
 
 
 def fetch(store: Readable, item: Object, to: Path, tell: Callable[[int], None]) -> None:
-    """A file, compared with the hash that the Hub has of it. Errors: `StoreError`, `OSError`."""
+    """Download a file and, for the Hub, verify its hash. Errors: `StoreError`, `OSError`."""
     sha256 = download(store, item, to, tell)
     if item.address.scheme != "hf" or item.tag in (sha256, _git(to, item.size)):
         return
@@ -65,27 +65,27 @@ def fetch(store: Readable, item: Object, to: Path, tell: Callable[[int], None]) 
 
 
 def path_of(address: Address) -> str:
-    """Where it is in a folder that stands for all stores."""
+    """Relative path of an address in a local folder that mirrors all stores."""
     return "/".join(filter(None, (address.scheme, address.place, address.path)))
 
 
 def with_addresses(text: str, root: Path | None = None) -> str:
-    """A message with addresses instead of paths: of the copies of shards, or below a `root`."""
+    """Replace local paths in a message by addresses: those of cached shards, or those below `root`."""
     before = f"{re.escape(str(_all()))}/[0-9a-f]+" if root is None else re.escape(str(root))
     return re.sub(before + r"/(s3|gs|az|https|http|hf)/", r"\1://", text)
 
 
 def unpinned(address: str) -> str:
-    """An address without a revision of the Hub's: what a file holds is told by its tag."""
+    """Strip the Hub revision from an address: a file's tag identifies its content."""
     return re.sub(r"^(hf://datasets/[^/]+/[^/@]+)@[^/]+", r"\1", address)
 
 
 class ShardCache:
-    """The shards of a stream."""
+    """Local cache of a stream's remote shards."""
 
     def __init__(self, facts: Iterable[Fact], gigabytes: float, among: int = 1) -> None:
-        """`gigabytes`: what copies may take in the cache, those of other runs among them. `among`: sources that are
-        read at once, each of which has its share of that. Asks nothing yet."""
+        """`gigabytes`: cache limit, shared with other runs. `among`: number of sources read concurrently, which share
+        the limit. Sends no request."""
         self.facts, self.among = [*facts], among
         self._most, self._own = gigabytes * 1e9, os.getpid()
         self._objects: dict[Path, Object] = {}
@@ -95,13 +95,13 @@ class ShardCache:
             self._objects[path] = Object(address_of(address), size, tag)
         self.paths = list(self._objects)
         self._readers: dict[str, Readable] = {}
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # protects the following attributes
         self._next: list[Path] = []
-        self._done: set[Path] = set()  # of what came ahead, fetched or not
+        self._done: set[Path] = set()  # prefetch attempts, successful or not
         self._thread: threading.Thread | None = None
 
     def check(self) -> None:
-        """Errors: `RunError` where two of the shards do not fit, the one that is read and the next."""
+        """Errors: `RunError` if two shards, the current and the next, do not fit in the cache."""
         largest = max(self._objects.values(), key=lambda each: each.size)
         if 2 * largest.size * self.among > self._most:
             of = f" of each of {self.among} sources" if self.among > 1 else ""
@@ -114,28 +114,28 @@ class ShardCache:
 
     @property
     def room(self) -> int:
-        """The number of shards that fit at a time, whichever they are."""
+        """Number of shards, of any size in the stream, that fit in the cache."""
         return int(self._most // max(1, *(each.size for each in self._objects.values())))
 
     def opened(self, path: Path) -> BinaryIO:
-        """A copy, fetched unless it is there. Errors: `RunError`; `Unfetched` for what may go by."""
+        """Open a cached copy, fetching it if needed. Errors: `RunError`; `Unfetched` for transient failures."""
         for _ in range(_AGAIN):
             self.fetch(path)
-            with suppress(FileNotFoundError):  # another process has made room
+            with suppress(FileNotFoundError):  # evicted by another process
                 return open(path, "rb")
         raise Unfetched(
             "LS2172", f"data.train: {self._objects[path].address}: its local copy was removed again and again: {_MORE}"
         )
 
     def fetch(self, path: Path) -> None:
-        """Have a copy. Errors: as those of `opened`."""
+        """Ensure that a copy is cached. Errors: as in `opened`."""
         item, folder = self._objects[path], _folder(path)
         try:
             with locked(folder.name):
                 self._make_room(folder, item.size)
                 if damage(path) is None:
                     return
-                if os.getpid() != self._own:  # the libraries that ask stores do not survive a fork
+                if os.getpid() != self._own:  # store libraries do not survive a fork
                     raise Unfetched(
                         "LS2173", f"data.train: {item.address}: another run removed its local copy: {_MORE}"
                     )
@@ -150,14 +150,14 @@ class ShardCache:
             raise kind(error.code, f"data.train: {error.message}") from error
 
     def done_with(self, path: Path) -> None:
-        """Of all copies this one makes room first, until it is wanted again; not one that was fetched earlier and waits
-        to be read."""
+        """Mark a copy as the first to evict until it is needed again, before copies that were prefetched earlier and
+        are still unread."""
         with suppress(FileNotFoundError):
             os.utime(_folder(path) / _ABOUT, (0, 0))
 
     def coming(self, paths: Sequence[Path]) -> None:
-        """Start to fetch these files in the background, in this order, as far as half of the cache's room allows; at
-        least one. An error of a fetch is raised when the file is read."""
+        """Prefetch these files in the background, in order, up to half of the cache limit but at least one. Errors are
+        raised when the file is read."""
         some: list[Path] = []
         size = 0
         for path in paths:
@@ -180,7 +180,7 @@ class ShardCache:
                     return
                 path = self._next.pop(0)
                 self._done.add(path)
-            with suppress(Exception):  # also of a process that ends
+            with suppress(Exception):  # including errors at process exit
                 self.fetch(path)
 
     def _reader(self, address: Address) -> Readable:
@@ -192,13 +192,13 @@ class ShardCache:
             return self._readers[address.root]
 
     def _make_room(self, folder: Path, size: int) -> None:
-        """Note that a copy is wanted, and remove others where there would be too much."""
+        """Record a copy as in use, and evict others if the limit would be exceeded."""
         about = folder / _ABOUT
         with suppress(FileNotFoundError):
             os.utime(about)
             return
         with locked("shards"):
-            for remains in _all().glob("*.gone"):  # by a process that was killed
+            for remains in _all().glob("*.gone"):  # left by a killed process
                 shutil.rmtree(remains, ignore_errors=True)
             cached_shards = sorted(
                 (file.stat().st_mtime_ns, int(file.read_text()), file.parent) for file in _all().glob(f"*/{_ABOUT}")
@@ -208,7 +208,7 @@ class ShardCache:
                 if total <= self._most:
                     break
                 gone = other.with_name(f"{other.name}.{os.getpid()}.gone")
-                os.rename(other, gone)  # whoever has it open reads on
+                os.rename(other, gone)  # open files stay readable
                 shutil.rmtree(gone, ignore_errors=True)
                 total -= each
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -223,13 +223,13 @@ def _all() -> Path:
 
 
 def _folder(path: Path) -> Path:
-    """The folder of a cached copy and of the facts about it."""
+    """Folder of a cached copy and its metadata."""
     return _all() / path.relative_to(_all()).parts[0]
 
 
 def _heard(folder: Path) -> Callable[[int], None]:
     def tell(count: int) -> None:
-        ACTIVITY.moves += 1  # a slow link is no process that hangs
+        ACTIVITY.moves += 1  # a slow download is not a hang
         with suppress(FileNotFoundError):
             os.utime(folder / _ABOUT)
 
@@ -237,7 +237,7 @@ def _heard(folder: Path) -> Callable[[int], None]:
 
 
 def _git(file: Path, size: int) -> str:
-    """Git's name for what a file holds, which the Hub has of small ones."""
+    """Git blob hash of a file, which the Hub reports for small files."""
     digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
     with open(file, "rb") as opened:
         while block := opened.read(2**20):
@@ -245,20 +245,20 @@ def _git(file: Path, size: int) -> str:
     return digest.hexdigest()
 
 
-MOST = 200_000  # names of a folder that are looked at
-AT_ONCE = 8  # files that are downloaded at a time
+MOST = 200_000  # maximum number of names in a folder
+AT_ONCE = 8  # concurrent downloads
 Splits = Callable[[DataSection], dict[str, list[Path]] | None]
 
 
 @dataclass(frozen=True)
 class _RemoteFiles:
-    """The files that a section reads, by where they are in the folder that stands for the stores."""
+    """Files that a section reads, keyed by their path in the local mirror."""
 
     objects: dict[str, tuple[Object, Readable]]
     paths: dict[str, str]  # address in the run file -> path in that folder
-    shards: list[str]  # of a stream: those of train that are elsewhere, in order
-    local: list[Path]  # and those on this machine
-    names: frozenset[str]  # the ones that are in no other split
+    shards: list[str]  # remote train files of a stream, in order
+    local: list[Path]  # local train files of a stream
+    names: frozenset[str]  # train files that are in no other split
 
     @property
     def facts(self) -> list[Fact]:
@@ -274,8 +274,8 @@ _known: ContextVar[list[list[Fact]] | None] = ContextVar("known", default=None)
 
 @contextmanager
 def as_found(sections: list[list[Fact]]) -> Iterator[None]:
-    """What is read in here is refused where it is not what was found of a section before: a store may list its newest
-    files or not, and what is kept is called by what was found."""
+    """Refuse reads in this context if a section's files differ from an earlier listing: listings may be eventually
+    consistent, and cache keys use the earlier one."""
     before = _known.set(sections)
     try:
         yield
@@ -284,35 +284,36 @@ def as_found(sections: list[list[Fact]]) -> Iterator[None]:
 
 
 def has_address(data: DataSection) -> bool:
-    """Whether a path of it is an address."""
+    """Whether the section contains an address."""
     return bool(_addresses(data))
 
 
 def display_name(data: DataSection) -> str:
-    """The name of all its files together."""
+    """Name of all the section's files together."""
     if data.source is not None:
         return data.source
     return next(text for key, text in _addresses(data) if key == "data.train") if data.stream else "files elsewhere"
 
 
 def facts(data: DataSection, splits: Splits) -> list[Fact]:
-    """Address, size and tag of every file elsewhere that is read. `splits`: of a section without addresses, the files.
-    Asks the stores. Errors: `RunError`, naming the key and the address."""
+    """Address, size and tag of every remote file that is read; queries the stores. `splits`: lists the files of a
+    section without addresses. Errors: `RunError`, naming key and address."""
     return _find(data, splits).facts if has_address(data) else []
 
 
 def shards(data: DataSection, splits: Splits, among: int = 1) -> ShardCache | list[Path]:
-    """The files of train, none of them fetched yet, or the local ones. `among`: as in `ShardCache`. Errors:
-    `RunError`."""
+    """Files of train: remote ones as a `ShardCache` with nothing fetched yet, or the local ones. `among`: as in
+    `ShardCache`. Errors: `RunError`."""
     files = _unchanged_files(data, splits)
     return ShardCache(map(files.fact, files.shards), data.stream_cache_gb, among) if files.shards else files.local
 
 
 @contextmanager
 def downloaded(data: DataSection, splits: Splits) -> Iterator[DataSection]:
-    """The section as one of local files, which are downloaded where the cache does not hold them; of a stream those of
-    train are there by their names alone. Errors: `RunError`; in one that is raised meanwhile files have the names that
-    they have in the run file."""
+    """Download the section's files, if not cached, and yield the section with local paths.
+
+    A stream's train files are listed by name only. Errors: `RunError`; errors raised inside the context name files as
+    in the run file."""
     files = _unchanged_files(data, splits)
     identities = (path if path in files.names else files.fact(path) for path in files.objects)
     folder = cache_folder() / "remote" / digest(*identities)
@@ -330,7 +331,7 @@ def downloaded(data: DataSection, splits: Splits) -> Iterator[DataSection]:
 
 
 def _unchanged_files(data: DataSection, splits: Splits) -> _RemoteFiles:
-    """Errors: `RunError` where it is not `as_found`."""
+    """List the files. Errors: `RunError` if they differ from `as_found`."""
     files = _find(data, splits)
     if (known := _known.get()) is not None and files.facts not in known:
         raise RunError(
@@ -345,7 +346,7 @@ def _unchanged_files(data: DataSection, splits: Splits) -> _RemoteFiles:
 
 
 def _addresses(data: DataSection) -> list[tuple[str, str]]:
-    """(key, address) of each."""
+    """(key, address) of each address in the section."""
     values = {key: getattr(data, key) for key in KEYS}
     several = {key: value if isinstance(value, list) else [value] for key, value in values.items()}
     return [(f"data.{key}", text) for key, texts in several.items() for text in texts if is_address(text)]
@@ -356,7 +357,7 @@ def _key_of(data: DataSection) -> str:
 
 
 def _find(data: DataSection, splits: Splits) -> _RemoteFiles:
-    """Errors: `RunError`."""
+    """List the files that the section reads. Errors: `RunError`."""
     readers: dict[str, Readable] = {}
     objects: dict[str, tuple[Object, Readable]] = {}
     paths: dict[str, str] = {}
@@ -409,7 +410,8 @@ def _find(data: DataSection, splits: Splits) -> _RemoteFiles:
 
 
 def _objects(store: Readable, address: Address, folder: bool) -> list[Object]:
-    """What an address stands for: a file, all that a pattern fits, or all that is in a folder. Errors: `StoreError`."""
+    """Objects that an address denotes: a file, matches of a pattern, or the content of a folder. Errors:
+    `StoreError`."""
     if any(mark in address.path for mark in "*?["):
         start = re.split(r"[*?\[]", address.path)[0].rpartition("/")[0]
         listed = store.inside(Address(address.scheme, address.place, start))
@@ -418,10 +420,10 @@ def _objects(store: Readable, address: Address, folder: bool) -> list[Object]:
         return [each for each in same_depth if fnmatchcase(each.address.path, address.path)]
     if not folder and address.path and (item := store.find(address)) is not None:
         return [item]
-    if address.scheme in ("https", "http") and not folder:  # where there is nothing to list
+    if address.scheme in ("https", "http") and not folder:  # web servers cannot list
         return []
     listed = store.inside(address)
-    folders = {str(address)}  # stores let an object be called as a folder is: the empty ones that consoles make
+    folders = {str(address)}  # objects named like folders: empty markers that consoles create
     for each in listed:
         parts = each.address.path.split("/")
         folders |= {f"{address.root}/{'/'.join(parts[:depth])}" for depth in range(1, len(parts))}
@@ -429,7 +431,7 @@ def _objects(store: Readable, address: Address, folder: bool) -> list[Object]:
 
 
 def _is_name(path: str) -> bool:
-    """Whether it is a name on a disk, too."""
+    """Whether an object's name is also a valid file path."""
     return all(part not in ("", ".", "..") for part in path.split("/"))
 
 
@@ -438,7 +440,7 @@ def _below(file: Path, root: Path) -> str | None:
 
 
 def _local(data: DataSection, paths: Mapping[str, str], root: Path) -> DataSection:
-    """The section with paths instead of addresses."""
+    """The section with local paths in place of addresses."""
     return with_paths(data, lambda text: str(root / paths[text]) if text in paths else text)
 
 
@@ -446,7 +448,7 @@ def _local(data: DataSection, paths: Mapping[str, str], root: Path) -> DataSecti
 
 
 def _fetch(files: _RemoteFiles, folder: Path, data: DataSection) -> None:
-    """All files, some at a time; those that are there whole are left. Errors: `StoreError`, `OSError`."""
+    """Download all files, several at a time; complete ones are skipped. Errors: `StoreError`, `OSError`."""
     total, come = sum(each.size for path, (each, _) in files.objects.items() if path not in files.names), [0]
     what = _addresses(data)[0][1]
 

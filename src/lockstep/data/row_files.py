@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 
-# file ending -> the builder of `datasets` that reads it, or what we read
+# file ending -> builder of `datasets`, or our own reader
 FORMATS = {
     ".jsonl": "json",
     ".json": "json",
     ".csv": "csv",
     ".tsv": "csv",
     ".parquet": "parquet",
-    ".arrow": "arrow",  # as save_to_disk writes them
+    ".arrow": "arrow",  # written by save_to_disk
     ".txt": "lines",
     ".tar": "archive",
 }
 _SAVED = re.compile(r"(data-\d{5}-of-\d{5}|dataset)\.arrow")
-_ABOUT = ("state.json", "dataset_info.json")  # files of save_to_disk beside the rows
-VERSION = 2  # of how rows of files are read: what is prepared of them is kept by it, too
-INDEX = "__index_level_0__"  # what pandas calls an index without a name, which it writes as a column
+_ABOUT = ("state.json", "dataset_info.json")  # metadata files of save_to_disk
+VERSION = 2  # version of row reading; part of the key of prepared data
+INDEX = "__index_level_0__"  # column in which pandas stores an unnamed index
 READ = (
     f"{', '.join(FORMATS)} (all but .parquet and .arrow also with {', '.join(file_formats.ENDINGS)} after it; .tar "
     "with data.stream=true)"
@@ -52,7 +52,7 @@ READ = (
 
 
 def format_of(file: Path) -> str | None:
-    """The ending, of those that are read, that a file has, whether or not it is compressed; None for any other."""
+    """The supported ending of a file, ignoring compression; None for any other."""
     ending = file_formats.plain(file).suffix
     if ending not in FORMATS or (ending in file_formats.BINARY and file_formats.is_compressed(file)):
         return None
@@ -60,8 +60,8 @@ def format_of(file: Path) -> str | None:
 
 
 def is_of_folder(file: Path) -> bool:
-    """Whether a file of a folder holds rows, by its name: of what save_to_disk wrote, its .arrow files do, and not what
-    it says about them, nor what `map` left there."""
+    """Whether a file in a folder holds rows, by its name. In the output of save_to_disk, these are the .arrow files,
+    without metadata and the caches of `map`."""
     ending = format_of(file)
     if ending == ".arrow":
         return _SAVED.fullmatch(file.name) is not None
@@ -70,7 +70,7 @@ def is_of_folder(file: Path) -> bool:
 
 
 def check_columns(local: dict[str, list[Path]], data: DataSection) -> None:
-    """Errors: `RunError` where keys about tables are given, and files are none."""
+    """Errors: `RunError` if keys for tables are set but the files are not tables."""
     if data.columns is not None and len(set(data.columns)) < len(data.columns):
         raise RunError(
             "LS2190",
@@ -92,13 +92,13 @@ def check_columns(local: dict[str, list[Path]], data: DataSection) -> None:
 
 
 def are_texts(files: Sequence[Path]) -> bool:
-    """Whether all that these files hold are texts, whatever they look like: cells of tables, lines, and archives."""
+    """Whether all values in these files are untyped text: cells of tables, lines, and archives."""
     return all(format_of(file) in (*file_formats.SEPARATORS, ".txt", ".tar") for file in files)
 
 
 def read(files: list[Path], key: str, plain: str | None, data: DataSection, use: ColumnUse = ALL) -> Dataset:
-    """All rows, in the order of the files. `plain`: a .txt file is text and nothing else, each `line` or the whole
-    `file` an example. Errors: `RunError`."""
+    """Read all rows, in file order. `plain`: a .txt file is unlabeled text, with one example per `line` or per `file`.
+    Errors: `RunError`."""
     for file in files:
         if format_of(file) == ".tar":
             raise RunError(
@@ -129,11 +129,11 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection, use:
 
 
 def _schema(file: Path, tables: Mapping[Path, file_formats.Table]) -> Any:
-    """What files have to have in common to be read together. `datasets` gives all of them the types of the first, so
-    that a text "01" becomes the number 1 behind a file of numbers."""
+    """Properties that files must share to be read together. `datasets` applies the first file's types to all, which
+    would turn the text "01" into the number 1."""
     if file in tables:
         return tables[file].dialect, tuple(tables[file].names)
-    with suppress(pa.ArrowException, OSError):  # whoever reads it says what is wrong
+    with suppress(pa.ArrowException, OSError):  # its reader reports the error
         if format_of(file) == ".parquet":
             return pq.read_schema(file)
         if format_of(file) == ".arrow":
@@ -145,7 +145,7 @@ def _schema(file: Path, tables: Mapping[Path, file_formats.Table]) -> Any:
 
 
 def _alike_labels(parts: list[tuple[Path, Dataset]], use: ColumnUse) -> list[tuple[Path, Dataset]]:
-    """Labels of tables and lines as numbers, where they are whole numbers and other files hold numbers."""
+    """Convert text labels of tables and lines to integers if they are integers and other files hold numbers."""
     for column in use.maybe_numbers:
         kinds = [str(getattr(rows.features.get(column), "dtype", None)) for _, rows in parts]
         if any(kind.startswith(("int", "uint")) for kind in kinds):
@@ -156,8 +156,8 @@ def _alike_labels(parts: list[tuple[Path, Dataset]], use: ColumnUse) -> list[tup
 
 
 def as_numbers(several: list[Dataset], column: str) -> list[Dataset]:
-    """Rows whose labels are texts as rows whose labels are numbers, if all of them are `whole_numbers`; else as they
-    are. Blank ones become null."""
+    """Convert text labels to integers if all are `whole_numbers`; blank ones become null. Otherwise return the rows
+    unchanged."""
     texts = {text for rows in several for text in usable_rows.distinct(rows, column) if text is not None}
     if not column_types.whole_numbers({text for text in texts if text.strip()}):
         return several
@@ -169,14 +169,14 @@ def _numbers(texts: list[str | None]) -> list[int | None]:
 
 
 def without_index(rows: Dataset) -> Dataset:
-    """Without the column that pandas makes of an index."""
+    """Remove pandas' index column."""
     return rows.remove_columns(INDEX) if INDEX in rows.column_names else rows
 
 
 def _table(
     files: list[Path], key: str, data: DataSection, table_of: dict[Path, file_formats.Table], use: ColumnUse
 ) -> Dataset:
-    """Tables of one dialect and the same columns. Errors: `RunError`."""
+    """Read tables of one dialect with the same columns. Errors: `RunError`."""
     tables = [table_of[file] for file in files]
     options = tables[0].dialect.options
     if data.columns is not None:
@@ -195,16 +195,16 @@ def _table(
 
 
 def _loaded(builder: str, files: list[Path], key: str, options: dict[str, Any]) -> Dataset:
-    """The rows of files in UTF-8 by a reader of `datasets`. Errors: `RunError`."""
+    """Read UTF-8 files with a builder of `datasets`. Errors: `RunError`."""
     import datasets
 
     try:
         rows = datasets.load_dataset(
             builder, _identity(files), data_files=[str(f) for f in files], split="train", **options
         )
-    except Exception as error:  # datasets wraps whatever its readers raise
+    except Exception as error:  # datasets wraps its readers' errors
         names = ", ".join(map(str, files))
-        blank = any(f.stat().st_size == 0 for f in files) or "corresponds to no data" in str(error)  # a header alone
+        blank = any(f.stat().st_size == 0 for f in files) or "corresponds to no data" in str(error)  # only a header
         if not blank and builder == "parquet":
             blank = sum(len(rows) for file in files for rows in row_reader.whole(file, key)) == 0
         if blank:
@@ -215,7 +215,7 @@ def _loaded(builder: str, files: list[Path], key: str, options: dict[str, Any]) 
 
 
 def _identity(files: list[Path], *more: Any) -> str:
-    """What stands for the content of files in the cache of `datasets`, which tells them by their times alone."""
+    """Identify file contents in the cache of `datasets`, which uses only modification times."""
     identities = [(f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return hashlib.sha256(repr([identities, *more] if more else identities).encode()).hexdigest()[:16]
 
@@ -226,9 +226,10 @@ def _nothing(key: str, files: list[Path]) -> RunError:
 
 
 def _json(files: list[Path], key: str, use: ColumnUse) -> Dataset:
-    """The columns of files of JSON that are read, in the cache of `datasets`, with types that hold every value of every
-    file. Errors: `RunError`. (Its own reader takes the types of the first rows, and reads texts beside numbers as
-    numbers.)"""
+    """Read the needed columns of JSON files into the cache of `datasets`, with types that hold every value of every
+    file. Errors: `RunError`.
+
+    (The reader of `datasets` infers types from the first rows and converts texts among numbers to numbers.)"""
     import datasets
     from datasets.arrow_writer import ArrowWriter
 
@@ -295,9 +296,8 @@ def together(
     use: ColumnUse = ALL,
     lenient: bool = False,
 ) -> Dataset:
-    """All parts, one after the other, with columns of one order and type: those of `use`, where it is known.
-    `lenient`: a column that is not in one of them is null there. Errors: `RunError`, which says in what two of them
-    differ."""
+    """Concatenate all parts, with columns of one order and type: those of `use`, if known. `lenient`: a missing column
+    is filled with null. Errors: `RunError`, which describes how two parts differ."""
     import datasets
 
     first, start = parts[0]
@@ -329,7 +329,7 @@ def together(
 
 
 def _with_columns(part: Dataset, names: list[str]) -> Dataset:
-    """The rows with these columns, null where they have none."""
+    """Select these columns, adding missing ones as null."""
     for name in names:
         if name not in part.column_names:
             part = part.add_column(name, [None] * len(part))
@@ -337,7 +337,7 @@ def _with_columns(part: Dataset, names: list[str]) -> Dataset:
 
 
 def _kind(feature: Any) -> str:
-    """A type for a person."""
+    """Readable name of a type."""
     dtype = str(getattr(feature, "dtype", ""))
     descriptions = {"string": "texts", "large_string": "texts", "bool": "true and false"}
     starts = {"int": "whole numbers", "uint": "whole numbers", "float": "numbers with decimals"}
@@ -360,8 +360,8 @@ def _differ(what: str, first: Any, file: Any, how: str, start: Dataset) -> str:
 
 
 def _texts(files: list[Path], key: str, plain: str | None) -> Dataset:
-    """Texts without labels, each `line` that is not blank or each whole `file`; or `text;label` a line, where the text
-    may hold semicolons and the label may not. Files are in UTF-8. Errors: `RunError`."""
+    """Read UTF-8 text files: one unlabeled text per non-blank `line` or per `file`; or `text;label` lines, where only
+    the text may contain semicolons. Errors: `RunError`."""
     import datasets
 
     if plain == "file":
@@ -374,7 +374,7 @@ def _texts(files: list[Path], key: str, plain: str | None) -> Dataset:
     return datasets.Dataset.from_dict(columns)
 
 
-# The codes of ISO 639-1, and those of three letters that corpora are called by most.
+# ISO 639-1 codes, and the three-letter codes most common in corpora.
 _CODES = (
     "aa ab ae af ak am an ar as av ay az ba be bg bi bm bn bo br bs ca ce ch co cr cs cu cv cy da de dv dz ee el en eo "
     "es et eu fa ff fi fj fo fr fy ga gd gl gn gu gv ha he hi ho hr ht hu hy hz ia id ie ig ii ik io is it iu ja jv ka "
@@ -385,11 +385,11 @@ _CODES = (
     "vie ind ron rum hun"
 )
 _LANGUAGES = frozenset(_CODES.split())
-SIDES = (("source", "target"), ("src", "tgt"), ("src", "trg"))  # what the two sides are called, besides languages
+SIDES = (("source", "target"), ("src", "tgt"), ("src", "trg"))  # names of the two sides, besides languages
 
 
 def is_language(name: str) -> bool:
-    """Whether a column or an ending stands for a language: en, de_DE, pt-BR, eng_Latn."""
+    """Whether a column name or ending is a language code: en, de_DE, pt-BR, eng_Latn."""
     code = re.fullmatch(r"([A-Za-z]{2,3})([-_][A-Za-z]{2,4})?", name)
     return code is not None and code[1].lower() in _LANGUAGES
 
@@ -400,20 +400,20 @@ IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 def splits_named(data: DataSection) -> dict[str, list[str]]:
-    """Split -> the paths that the run file names for it."""
+    """Split -> paths that the run file names for it."""
     values = {split: getattr(data, split) for split in USUAL}
     return {s: [value] if isinstance(value, str) else value for s, value in values.items() if value is not None}
 
 
 def classes_in(folder: Path) -> list[Path]:
-    """The folders in a folder that hold texts or images, in order of their names, which are the labels."""
+    """Subfolders that contain texts or images, sorted by name; their names are the labels."""
     if not folder.is_dir():
         return []
     return sorted(f for f in folder.iterdir() if f.is_dir() and not f.name.startswith(".") and _texts_in(f))
 
 
 def _texts_in(folder: Path) -> list[Path]:
-    """Files that end in .txt, or whose names have no ending, compressed or not; and images."""
+    """Text files (.txt or no ending, possibly compressed) and images in a folder."""
     return sorted(
         f
         for f in folder.iterdir()
@@ -422,7 +422,7 @@ def _texts_in(folder: Path) -> list[Path]:
 
 
 def is_image(file: Path) -> bool:
-    """Whether the name of a file says that it is an image."""
+    """Whether a file is an image, by its name."""
     return file.suffix.lower() in IMAGES
 
 
@@ -431,7 +431,7 @@ def _no_folder(root: Path) -> str:
 
 
 def class_files(data: DataSection) -> dict[str, list[Path]]:
-    """Split -> its files, those of a label together. Errors: `RunError`."""
+    """Split -> its files, grouped by label. Errors: `RunError`."""
     named_splits = splits_named(data)
     files: dict[str, list[Path]] = {}
     if data.source is not None:
@@ -465,7 +465,7 @@ def class_files(data: DataSection) -> dict[str, list[Path]]:
 
 
 def _matches(text: str, data: DataSection, kind: Callable[[Path], bool]) -> list[Path]:
-    """What a path or a pattern of the run file names: from here, or else in `data.source`."""
+    """Matches of a path or pattern, relative to the working directory, or else to `data.source`."""
     places = (Path(text).expanduser(), Path(data.source or "").expanduser() / text)
     lists = (sorted(filter(kind, map(Path, glob.glob(str(place))))) for place in places)
     return next(filter(None, lists), [])
@@ -476,7 +476,7 @@ def _of_classes(folders: Iterable[Path]) -> list[Path]:
 
 
 def read_classes(files: list[Path], key: str, data: DataSection) -> Dataset:
-    """Columns text and label, or image (the file as bytes) and label. Errors: `RunError`."""
+    """Columns text and label, or image (encoded bytes) and label. Errors: `RunError`."""
     import datasets
 
     encoding, images = data.encoding, [is_image(file) for file in files]
@@ -500,8 +500,7 @@ def read_classes(files: list[Path], key: str, data: DataSection) -> Dataset:
 
 
 def named(file: Path) -> tuple[str, str]:
-    """What a file of lines is called without its ending, and the ending that says which side it is: train.en.gz is
-    (train, en), and so is train.en.txt."""
+    """Stem and side of a file in a parallel corpus: train.en.gz and train.en.txt are (train, en)."""
     name = file_formats.plain(file).name
     if name.count(".") > 1:
         name = name.removesuffix(".txt")
@@ -510,7 +509,7 @@ def named(file: Path) -> tuple[str, str]:
 
 
 def parallel_in(folder: Path) -> dict[str, list[Path]]:
-    """What files are called -> the files of it, at least two, whose endings are languages or sides."""
+    """Stem -> its files, at least two, whose endings are languages or sides."""
     sides = {side for pair in SIDES for side in pair}
     files = sorted(f for f in folder.iterdir() if f.is_file()) if folder.is_dir() else []
     groups: dict[str, list[Path]] = {}
@@ -564,7 +563,8 @@ def _of_split(root: Path, words: tuple[str, ...]) -> list[Path]:
 
 
 def read_parallel(files: list[Path], key: str, data: DataSection) -> Dataset:
-    """A column for each side, in alphabetical order. Errors: `RunError`, among them for files of unlike length."""
+    """Read a parallel corpus: one column per side, in alphabetical order. Errors: `RunError`, also for files of
+    different length."""
     import datasets
 
     columns: dict[str, list[str]] = {}
@@ -596,7 +596,7 @@ def read_parallel(files: list[Path], key: str, data: DataSection) -> Dataset:
 
 
 def _lines_text_files(file: Path, key: str, encoding: str) -> list[str]:
-    """All lines, blank ones too: they keep the files beside each other."""
+    """All lines, including blank ones, which keep parallel files aligned."""
     file_formats.check(file, key, encoding)
     lines = file_formats.text_of(file, encoding).split("\n")
     return lines[:-1] if lines[-1] == "" else lines

@@ -1,13 +1,13 @@
 """Rows of one file, a chunk at a time: the one reader of JSON, lines of text, archives and Parquet, for data that are
 read whole and for data that are streamed.
 
-In: .jsonl, .txt (a line a row), .tar (files of one name, as WebDataset has them) and .parquet; all but the last also
-compressed. Out: its chunks, and the rows of one of them as columns, or a `RunError` that names the file and the line,
-or the row where lines are not counted.
+In: .jsonl, .txt (one row per line), .tar (WebDataset: files of one name form a row) and .parquet; all but the last may
+be compressed. Out: the file's chunks, and the rows of a chunk as columns; or a `RunError` that names the file and the
+line, or the row if lines are not counted.
 
-Where a chunk begins is kept: a position in the file as it is unpacked, or a row group. A file that is not compressed is
-read from there. One that is gives its bytes in order only: the next chunk costs nothing extra, another one costs
-unpacking the file from its start. Of .parquet a row group is read from its start.
+A chunk is located by its offset in the decompressed file, or by its row group. Uncompressed files are read from there.
+Compressed files can only be read in order: the next chunk is free, any other requires decompressing from the start. A
+Parquet row group is read from its start.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from lockstep.config import error_messages as messages
 from lockstep.config.run import RunError
 from lockstep.data import file_formats
 
-ROWS = 1000  # of a chunk, at most
-BYTES = 2**20  # that they hold, about
-_SKIPPED = 2**20  # bytes unpacked at a time on the way to a chunk
+ROWS = 1000  # maximum rows per chunk
+BYTES = 2**20  # approximate bytes per chunk
+_SKIPPED = 2**20  # bytes decompressed at a time while skipping to a chunk
 _BLOCK = 512  # of a tar archive
 READ = ".jsonl, .txt, .tar (also compressed) and .parquet"
-TEXTS = 1  # version of how .txt files are cut into lines
+TEXTS = 1  # version of splitting .txt files into lines
 _FAILS = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, pa.ArrowException)
 
 Columns = dict[str, list[Any]]
@@ -49,19 +49,19 @@ Rows = Any  # pa.Table or Columns: rows as they were read
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of a file that follow each other."""
+    """Consecutive rows of a file."""
 
-    row: int  # of the file: the first
+    row: int  # number of its first row in the file
     rows: int
-    at: int  # where they begin: bytes of what is unpacked, or a row group
-    size: int  # bytes there; of .parquet 0
+    at: int  # offset in the decompressed bytes, or row group
+    size: int  # bytes; 0 for .parquet
 
 
 Opened = Callable[[Path], BinaryIO]  # the bytes of a file as they are stored; `seek` works
 
 
 def opened(path: Path) -> BinaryIO:
-    """Open a file on this machine."""
+    """Open a local file."""
     return open(path, "rb")
 
 
@@ -72,9 +72,10 @@ def reader(
     how: Opened = opened,
     key: str = "data.train",
 ) -> RowReader:
-    """The reader of a file, by its name. `plain`: a .txt file has texts and no labels, and each `line` is one.
-    `column_paths`: the columns, or the paths into them, that are asked for; none: all. `how` opens the file. `key` of
-    the run file names it. Errors: `RunError`."""
+    """Create the reader for a file, by its name.
+
+    `plain`: `line` if a .txt file holds unlabeled lines. `column_paths`: columns, or paths into them, to read; empty:
+    all. `how`: opens the file. `key`: names the file in messages. Errors: `RunError`."""
     kinds: dict[str, type[RowReader]] = {
         ".jsonl": LineReader,
         ".txt": LineReader,
@@ -93,8 +94,8 @@ def reader(
 
 
 def whole(file: Path, key: str, plain: str | None = None) -> Iterator[Rows]:
-    """All rows of a file in UTF-8, as columns a chunk at a time; a file of JSON may hold one list of rows, or of texts,
-    and a .json file rows over several lines. Errors: `RunError`."""
+    """Yield all rows of a UTF-8 file as columns, one chunk at a time. A JSON file may hold a single list of rows or
+    texts, and a .json file rows that span lines. Errors: `RunError`."""
     if file.suffix in (".json", ".jsonl") and (text := _document(file)) is not None:
         try:
             _check_levels(text)
@@ -108,12 +109,12 @@ def whole(file: Path, key: str, plain: str | None = None) -> Iterator[Rows]:
 
 
 def count(rows: Rows) -> int:
-    """The number of some rows."""
+    """Number of rows."""
     return len(next(iter(rows.values()), ())) if isinstance(rows, dict) else len(rows)
 
 
 def _document(file: Path) -> str | None:
-    """The text of a file of JSON whose rows are not lines; None: they are."""
+    """Text of a JSON file whose rows are not lines, or None if they are."""
     with open(file, encoding="utf-8-sig") as lines:
         first = next((line for line in lines if line.strip(_BLANK.decode())), "")
     if first.lstrip()[:1] == "[":
@@ -124,18 +125,18 @@ def _document(file: Path) -> str | None:
     with suppress(ValueError):
         _json_sequence(text)
         return text
-    return None  # the line that is wrong is named by the reader of lines
+    return None  # the line reader names the faulty line
 
 
 def columns_of(rows: Sequence[dict[str, Any]]) -> Columns:
-    """Rows as columns; a key that some rows lack is None there."""
+    """Convert rows to columns; missing keys become None."""
     names = dict.fromkeys(itertools.chain.from_iterable(rows))
     return {name: [row.get(name) for row in rows] for name in names}
 
 
 @dataclass(eq=False)
 class RowReader(ABC):
-    """One file. What was opened last stays open, for the chunk that follows."""
+    """Reader of one file. The file stays open for the next chunk."""
 
     path: Path
     plain: str | None = None
@@ -144,7 +145,7 @@ class RowReader(ABC):
     key: str = "data.train"
 
     def walk(self) -> Iterator[tuple[Chunk, Rows]]:
-        """All chunks with their rows, in order. Errors: `RunError`."""
+        """Yield all chunks with their rows, in order. Errors: `RunError`."""
         row, chunks = 0, self._walk()
         while True:
             try:
@@ -157,7 +158,7 @@ class RowReader(ABC):
             row = step[0].row + step[0].rows
 
     def read(self, chunk: Chunk) -> Rows:
-        """The rows of a chunk. Errors: `RunError`."""
+        """Read the rows of a chunk. Errors: `RunError`."""
         try:
             return self._read(chunk)
         except _FAILS as error:
@@ -165,7 +166,7 @@ class RowReader(ABC):
             raise self.failed(error, chunk.row) from error
 
     def failed(self, error: BaseException, row: int) -> RunError:
-        """The error of a library, for a person. `row`: the first that could not be read."""
+        """Convert a library error to a readable `RunError`. `row`: first unreadable row."""
         if isinstance(error, FileNotFoundError):
             return RunError(
                 "LS2222", f"{self.key}: {self.path} no longer exists, and row {row:,} of it is needed; restore the file"
@@ -186,14 +187,14 @@ class RowReader(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
 
 
 class _ByteReader(RowReader):
-    """Reads a file whose chunks are ranges of its unpacked bytes."""
+    """Reader of a file whose chunks are ranges of its decompressed bytes."""
 
     _stream: Any = None
-    _at = 0  # bytes of it that were read
+    _at = 0  # bytes read so far
 
     def _begin(self) -> Any:
         self.close()
@@ -224,7 +225,7 @@ class _ByteReader(RowReader):
 
     @abstractmethod
     def _parsed(self, block: bytes, row: int) -> Columns:
-        """Parse the rows of a chunk whose first row has the number `row`. Errors: `RunError`."""
+        """Parse a chunk whose first row has the number `row`. Errors: `RunError`."""
 
     def close(self) -> None:
         if self._stream is not None:
@@ -233,7 +234,7 @@ class _ByteReader(RowReader):
 
 
 class LineReader(_ByteReader):
-    """A row a line, JSON or text; blank lines are none."""
+    """One row per line, JSON or text; blank lines are skipped."""
 
     @property
     def _is_json(self) -> bool:
@@ -257,7 +258,7 @@ class LineReader(_ByteReader):
         self.close()
 
     def _count(self, part: bytes) -> int:
-        """Rows of a part of the file that ends with its only line feed."""
+        """Number of rows in a part of the file that ends with its only line feed."""
         if self._is_json:
             return bool(part.strip(_BLANK))
         if part.isascii() and b"\r" not in part.rstrip(b"\r\n"):
@@ -265,7 +266,7 @@ class LineReader(_ByteReader):
         return sum(bool(line.strip()) for line in file_formats.unix_lines(part.decode("utf-8", "replace")))
 
     def _parsed(self, block: bytes, row: int, line: int | None = None) -> Columns:
-        """`line`: the number of the block's first line, where it is known."""
+        """`line`: number of the block's first line, if known."""
         try:
             text = block.decode("utf-8-sig" if row == 0 else "utf-8")
         except UnicodeDecodeError as error:
@@ -303,8 +304,8 @@ class LineReader(_ByteReader):
 
 
 class ArchiveReader(_ByteReader):
-    """Files of an archive that follow each other and have one name up to the first point are a row, whose columns are
-    called as the rest of their names: txt, json (a value), cls (a label, without white space); `key` is the name."""
+    """Reader of WebDataset archives. Consecutive files with the same name up to the first dot form a row; the rest of
+    the name is the column: txt, json (a value), cls (a label, stripped). `key` is the common name."""
 
     def _walk(self) -> Iterator[tuple[Chunk, Columns]]:
         stream = self._begin()
@@ -328,7 +329,7 @@ class ArchiveReader(_ByteReader):
             return columns_of([values for _, values in self._rows(archive, row)])
 
     def _rows(self, archive: tarfile.TarFile, row: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Where each row begins, and its values. `row`: the number of the first."""
+        """Yield offset and values of each row. `row`: number of the first."""
         for key, members in itertools.groupby(archive, lambda m: _key(m) if m.isfile() else ""):
             if not key:
                 continue
@@ -340,7 +341,7 @@ class ArchiveReader(_ByteReader):
     def _field(self, archive: tarfile.TarFile, member: tarfile.TarInfo, row: int) -> tuple[str, Any]:
         name = member.name.rpartition("/")[2].partition(".")[2].lower()
         if name.rpartition(".")[2] not in ("txt", "json", "cls"):
-            return "", None  # an image, or the like
+            return "", None  # such as an image
         member_file = archive.extractfile(member)
         assert member_file is not None
         data = member_file.read()
@@ -361,10 +362,14 @@ def _key(member: tarfile.TarInfo) -> str:
 
 
 class ParquetReader(RowReader):
-    """Rows of a row group are a chunk, or some of them."""
+    """Reader of Parquet files; a chunk is all or some of a row group's rows."""
 
     _file: Any = None
-    _next: tuple[int, int, Iterator[pa.RecordBatch]] = (-1, 0, iter(()))  # group, row of the file, what follows
+    _next: tuple[int, int, Iterator[pa.RecordBatch]] = (
+        -1,
+        0,
+        iter(()),
+    )  # row group, row of the file, remaining batches
 
     def _walk(self) -> Iterator[tuple[Chunk, pa.Table]]:
         about, row = self._opened().metadata, 0
@@ -402,7 +407,7 @@ class ParquetReader(RowReader):
             first, stop = max(chunk.row - row, 0), min(chunk.row - row + chunk.rows, len(batch))
             row += len(batch)
             parts += [batch.slice(first, stop - first)] if first < stop else []
-            if stop < len(batch) and have + stop - first == chunk.rows:  # the rest is of the next chunk
+            if stop < len(batch) and have + stop - first == chunk.rows:  # the rest belongs to the next chunk
                 batches = itertools.chain([batch.slice(stop)], batches)
                 row -= len(batch) - stop
         self._next = chunk.at, row, batches
@@ -416,16 +421,15 @@ class ParquetReader(RowReader):
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
 
-LEVELS = 200  # of lists and mappings in each other; pyarrow's reader ends the process at some ten thousand
+LEVELS = 200  # maximum nesting; pyarrow's reader crashes at about ten thousand levels
 _BLANK = b" \t\r\n\v\f"
-_BLANK_TEXT = _BLANK + b"\x1c\x1d\x1e\x1f"  # what `str.strip` takes away of ASCII
+_BLANK_TEXT = _BLANK + b"\x1c\x1d\x1e\x1f"  # ASCII characters removed by `str.strip`
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?')
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def _check_levels(text: str) -> None:
-    """Errors: `ValueError` for a document with a line that is nested more than `LEVELS` deep, in words that follow the
-    file's name."""
+    """Errors: `ValueError` for a line nested deeper than `LEVELS`; the message continues the file's name."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.count("[") + line.count("{") > LEVELS and _is_deep(line.encode()):
             raise ValueError(f", line {number}{_DEEP}")
@@ -440,14 +444,14 @@ def _is_deep(line: bytes) -> bool:
 
 
 def json_row(line: str) -> dict[str, Any]:
-    """The row on a line. Errors: `ValueError`, in words that follow the line's number."""
+    """Parse the row on a line. Errors: `ValueError`; the message continues the line's number."""
     if line.count("[") + line.count("{") > LEVELS and _is_deep(line.encode()):
         raise ValueError(_DEEP)
     return _mapping(_parsed(line, f": {_excerpt(line)}"))
 
 
 def _json_list(text: str) -> list[dict[str, Any]]:
-    """The rows of a file that holds one list of them. Errors: `ValueError`, in words that follow the file's name."""
+    """Rows of a file that holds a single list. Errors: `ValueError`; the message continues the file's name."""
     rows = _parsed(text, "")
     if rows and all(isinstance(row, str) for row in rows):
         return [{"text": row} for row in rows]
@@ -457,7 +461,7 @@ def _json_list(text: str) -> list[dict[str, Any]]:
 
 
 def _json_sequence(text: str) -> list[dict[str, Any]]:
-    """Rows that follow each other, whatever lines they are on. Errors: `ValueError`."""
+    """Rows that follow one another regardless of line breaks. Errors: `ValueError`."""
     rows, at = [], 0
     while rest := text[at:].lstrip():
         at = len(text) - len(rest)
@@ -475,7 +479,7 @@ def _is_value(line: str) -> bool:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping. Errors: `ValueError` for a key that stands in it twice, of which Python would take the last."""
+    """Build a mapping. Errors: `ValueError` for a duplicate key, of which Python would keep the last."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -495,7 +499,7 @@ def _parsed(text: str, excerpt: str) -> Any:
         raise ValueError(f"{line}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}{excerpt}") from None
     except RecursionError:
         raise ValueError(": nested too deeply") from None
-    except ValueError as error:  # a number of 5,000 digits, or a key that stands twice
+    except ValueError as error:  # a number of 5,000 digits, or a duplicate key
         raise ValueError(f": {str(error).partition(';')[0].removeprefix(': ')}") from None
 
 
