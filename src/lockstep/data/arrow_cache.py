@@ -86,9 +86,7 @@ class Shards:
     def column(self, shard: int, name: str) -> pa.Array:
         """A column of a shard, memory-mapped."""
         if shard not in self._opened:
-            (self._opened[shard],) = (
-                table_of(self._files[shard]).combine_chunks().to_batches()
-            )  # already a single chunk
+            (self._opened[shard],) = table_of(self._files[shard]).combine_chunks().to_batches()  # a single chunk
         return self._opened[shard].column(name)
 
 

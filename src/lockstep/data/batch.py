@@ -91,6 +91,4 @@ class StepResult:
     loss: Tensor  # float64 scalar: mean over the step's targets, before the update
     grad_norm: Tensor  # float32 scalar: 2-norm of the whole gradient, before clipping
     used: Tensor | bool = True  # False: no update was made; loss or gradient is not finite (`on_nonfinite: skip`)
-    loss_sums_of: Tensor | None = (
-        None  # float64 [S]: loss sum of each source of a mixture, if the task reports per-example losses
-    )
+    loss_sums_of: Tensor | None = None  # float64 [S]: loss sum of each source, if the task reports example losses

@@ -241,9 +241,7 @@ def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: i
     """Render a conversation to one text, or to one per assistant turn. Errors: `RunError`, with the row and the
     message."""
     messages = [without_nulls(message) for message in row]
-    messages = [
-        message | {"content": message.get("content", "")} for message in messages
-    ]  # a message may have only tool calls
+    messages = [message | {"content": message.get("content", "")} for message in messages]  # or only tool calls
     offered = _offered(tools, how, number)
 
     def text(count: int, opened: bool = False) -> str:

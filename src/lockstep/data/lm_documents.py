@@ -176,9 +176,7 @@ def examples(documents: Documents, size: int, begin: bool | None = None) -> pa.R
     some = documents.lengths > 0
     ends = documents.ends[some]
     read, predicted = np.ones((2, len(documents)), dtype=bool)
-    read[ends - 1] = predicted[ends - documents.lengths[some]] = (
-        False  # the last token is not an input, the first not a target
-    )
+    read[ends - 1] = predicted[ends - documents.lengths[some]] = False  # last: no input, first: no target
     rest = documents.lengths[some] - 1
     parts = -(-rest // size)  # of each text
     sizes = np.full(int(parts.sum()), size)

@@ -365,11 +365,7 @@ class ParquetReader(RowReader):
     """Reader of Parquet files; a chunk is all or some of a row group's rows."""
 
     _file: Any = None
-    _next: tuple[int, int, Iterator[pa.RecordBatch]] = (
-        -1,
-        0,
-        iter(()),
-    )  # row group, row of the file, remaining batches
+    _next: tuple[int, int, Iterator[pa.RecordBatch]] = (-1, 0, iter(()))  # row group, row, remaining batches
 
     def _walk(self) -> Iterator[tuple[Chunk, pa.Table]]:
         about, row = self._opened().metadata, 0

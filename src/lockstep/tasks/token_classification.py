@@ -37,16 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_READ = {
-    "B": "B",
-    "I": "I",
-    "M": "I",
-    "E": "E",
-    "L": "E",
-    "S": "S",
-    "U": "S",
-    "W": "S",
-}  # letter -> its IOBES equivalent
+_READ = {"B": "B", "I": "I", "M": "I", "E": "E", "L": "E", "S": "S", "U": "S", "W": "S"}  # -> IOBES
 _PREFIX = r"(?P<letter>[^\W\d_])[-_](?P<kind>.+)"  # B-PER, B_PER
 _OTHERS = (r"(?P<kind>.+)[-_](?P<letter>[^\W\d_])", r"(?P<letter>[A-Z])(?P<kind>)")  # PER-B, B
 _OUTSIDE = ("", "")

@@ -141,9 +141,7 @@ class _Trial:
     batches: Mapping[str, Any]
     sizes: Mapping[str, int]
     weights: Mapping[str, int]  # targets of each batch; examples without task.targets
-    fresh: Callable[[], nn.Module] | None = (
-        None  # builds a new model per batch, if the model keeps state between batches
-    )
+    fresh: Callable[[], nn.Module] | None = None  # new model per batch, if the model keeps state
 
     def forward(self, name: str) -> tuple[Any, Any]:
         """The model's outputs for a batch, and the loss function's other input. Errors: `RunError`."""
