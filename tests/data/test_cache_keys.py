@@ -49,7 +49,7 @@ KEYS: list[tuple[str, Any]] = [
     ("data.limit", 12),
     ("data.max_length", 9),
     ("data.deduplicate", True),
-    ("data.decontaminate", "drop"),
+    ("data.decontaminate", True),
     ("data.drop_missing", True),
     ("data.validation_fraction", 0.3),
     ("data.test_fraction", 0.3),
@@ -190,7 +190,7 @@ def test_every_key_of_a_stream(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for key, value in {
         "task.block_size": 11,
         "data.filter": {"text": {"min_words": 4}},
-        "data.decontaminate": "drop",
+        "data.decontaminate": True,
         "tokenizer.train": "wordpiece",
         "task.packing": True,
     }.items():

@@ -19,7 +19,7 @@ from support.harness import run_on, tiny
 from support.marks import long, slow
 from support.messages import mentions, raises
 from support.strategy_runs import NAMES, steps_of
-from support.written import Written
+from support.tensor_writes import Written
 
 AGAIN = "model.checkpoint_activations=true"
 FAMILIES = {

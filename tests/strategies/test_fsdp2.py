@@ -18,7 +18,7 @@ from lockstep.training.data_loader import StepLoader
 from support.fsdp2_runs import LLAMA, of
 from support.harness import TINY, build, run_on, tiny
 from support.messages import raises
-from support.written import Written
+from support.tensor_writes import Written
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from lockstep.strategies import fsdp2
 from lockstep.strategies.exact.reduction import most_held
 from lockstep.strategies.strategy import strategy_class
 from support.harness import build_with_feed, run_on, tiny
-from support.written import Written
+from support.tensor_writes import Written
 
 # Many small matrices and short texts: what is computed at the moment is small beside a whole gradient.
 MODEL = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 2, "n_embd": 192, "n_positions": 32}}

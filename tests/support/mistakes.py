@@ -192,7 +192,7 @@ MISTAKES = [
         "plan run.yaml launch.processes=8 strategy.name=allreduce",
     ),
     Mistake("several processes under single", "LS4260", "ddp", "plan run.yaml launch.processes=2 strategy.name=single"),
-    Mistake("CUDA without a GPU", "LS7522", "launch.device=cpu", "plan run.yaml launch.device=cuda"),
+    Mistake("CUDA without a GPU", "LS5250", "launch.device=cpu", "train run.yaml launch.device=cuda"),
     Mistake("flash attention on a processor", "LS3127", "sdpa", "plan run.yaml model.attention=flash_attention_2"),
     Mistake(
         "the best checkpoint without evaluations",

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from lockstep.cli import main
 from lockstep.config.run import Run, load
-from lockstep.data.arrow_cache import VERSION, content, digest
 from lockstep.data.batch import IGNORED
 from lockstep.data.conversations import Writing, documents_of, turns, without_nulls, written
 from lockstep.data.prepare import prepare
@@ -236,21 +235,6 @@ def test_what_is_cut_is_counted_and_said(tmp_path: Path, capfd: pytest.CaptureFi
     assert (
         "cut_texts" not in task_of(chats(tmp_path, rows, block_size=16, packing=True)).prepared.facts
     )  # nothing is lost
-
-
-def test_the_data_s_key_is_that_of_before_texts_were_counted(tmp_path: Path) -> None:
-    """A checkpoint of then is gone on with, unless what is learned is another thing now."""
-    task = task_of(chats(tmp_path, [{"messages": said("a", "b")}] * 4))
-    values = {k: task.run.task.options.get(k) for k in ("text", "prompt", "response", "messages", "chat_template")}
-    values |= {"block_size": 48}
-    names = []
-    for split in ("train", "validation"):
-        rows = Dataset.from_json(str(tmp_path / f"{split}.jsonl"))
-        told = content(rows, ["messages"]), Path(task.prepared.tokenizer).name
-        names.append((split, f"{digest('language modelling', VERSION, *told, values, False)}.arrow"))
-    assert task.prepared.key == digest(sorted(names))
-    for words in (["task.turns=per_turn"], ["task.template_arguments={m: 1}"]):
-        assert task_of(chats(tmp_path, [{"messages": said("a", "b")}] * 4, *words)).prepared.key != task.prepared.key
 
 
 @pytest.mark.parametrize("key", ["chat_template='x'", "template_arguments={a: 1}", "tools=t", "turns=per_turn"])

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from lockstep.data.batch import IGNORED
 from lockstep.tasks.cross_entropy import LARGE, cross_entropy
-from support.written import Written
+from support.tensor_writes import Written
 
 VOCABULARIES = (50_257, 30_522, 4099)
 

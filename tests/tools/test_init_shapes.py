@@ -304,7 +304,7 @@ def test_a_person_is_asked_again(here: Path, monkeypatch: pytest.MonkeyPatch, ca
     said = capsys.readouterr().out
     assert code == 0, said
     assert len(asked) == 8
-    for text in ("no such file: nowhere.csv", "'poetry'", "'bodi'", "no/such/model"):
+    for text in ("no such file or folder: nowhere.csv", "'poetry'", "'bodi'", "no/such/model"):
         assert text in said
     assert load("run.yaml", []).task.options["text"] == "body"
 

@@ -5,6 +5,7 @@ In: OUTPUT and the folder's name, when training begins. Out: later, why nothing 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from lockstep.config.run import led_away
@@ -16,13 +17,18 @@ class FolderInside:
     def __init__(self, output: Path, name: str) -> None:
         """Record the folder's present target. The folder need not exist yet."""
         self.path, self._output = output / name, output.resolve()
-        target = self.path.resolve()
+        target = _real(self.path)
         self._target = None if target == self._output / name else target  # target of an initial link
 
     def led_away(self) -> str | None:
         """Return why nothing may be written if OUTPUT or this folder now links elsewhere, else None."""
         if (fault := led_away(self._output)) is not None:
             return fault
-        if (now := self.path.resolve()) == (self._target or self._output.resolve() / self.path.name):
+        if (now := _real(self.path)) == (self._target or self._output.resolve() / self.path.name):
             return None
         return f"{self.path} was replaced by a link to {now}, where nothing is written; restart the run to write there"
+
+
+def _real(path: Path) -> Path:
+    """The path without links; of a link to itself, as far as it leads. `Path.resolve` fails on one in Python 3.11."""
+    return Path(os.path.realpath(path))

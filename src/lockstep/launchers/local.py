@@ -98,12 +98,6 @@ def memory_here(run: Run, processes: int) -> float:
 def check_gpus(run: Run, processes: int) -> None:
     """Reject more processes than this machine's GPUs take, before any starts. Errors: `RunError`."""
     places = gpus_of(run) * run.launch.processes_per_gpu
-    if not places and run.launch.device == "cuda":
-        raise RunError(
-            "LS7522",
-            "launch.device: cuda, but this machine has no CUDA device that torch can use; set launch.device=cpu, or "
-            "start it where there is one (`lockstep doctor` says what torch sees)",
-        )
     if places < processes and places:
         raise RunError(
             "LS7290",

@@ -174,6 +174,18 @@ def resolve_launch(run: Run, machine: Machine, processes: int, scope: Scope) -> 
     if machine.launcher is not None and (scope == Scope.START or not machine.launcher.submits):
         with naming_defaults(run):
             machine.launcher.check(run, machine.plan)
+        if scope in (Scope.DATA, Scope.START) and not machine.launcher.submits:
+            _refuse_missing_gpu(run)
+
+
+def _refuse_missing_gpu(run: Run) -> None:
+    """Refuse to start ranks on GPUs that are not there; `lockstep plan` serves other machines. Errors: `RunError`."""
+    if run.launch.device == "cuda" and not gpus_of(run):
+        raise RunError(
+            "LS5250",
+            "launch.device: cuda, but this machine has no CUDA device that torch can use; set launch.device=cpu, or "
+            "start it where there is one (`lockstep doctor` says what torch sees)",
+        )
 
 
 def _refuse_placeholders(run: Run) -> None:

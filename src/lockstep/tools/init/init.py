@@ -455,7 +455,7 @@ def scalar(value: Any) -> str:
 
 # what `plan` says of a machine that lacks something, and not of a run file: packages, GPUs
 _OF_MACHINE = {"LS0500", "LS1120", "LS2139", "LS3070", "LS3093", "LS3129", "LS3171", "LS3373", "LS4045", "LS7202"}
-_OF_MACHINE |= {"LS7215", "LS7361", "LS3092", "LS3127", "LS7070", "LS7290"}
+_OF_MACHINE |= {"LS7215", "LS7361", "LS3092", "LS3127", "LS7070", "LS7290", "LS4041"}
 
 
 def plan(run: Run) -> list[str]:
@@ -472,7 +472,7 @@ def plan(run: Run) -> list[str]:
             if error.code not in _OF_MACHINE and not unreached(error):
                 raise
             lacking.append(str(error))
-    return lacking
+    return list(dict.fromkeys(lacking))
 
 
 def with_small_model(run: Run) -> Run:
