@@ -2,10 +2,10 @@
 
     python benchmarks/trace_set/score.py HALF [OUT.jsonl]     HALF: development, held-out or all
 
-Each script is run as its second line says, with the tracer of this checkout. Out: a line for each script with the codes of
-its findings by level, and a table. A healthy script that has a finding of level `wrong` was accused in error. Whether a
-finding names a faulty script's fault is a person's judgement: `# fault:` in the script says what the fault is. The halves
-were drawn by a hash before any rule was changed.
+Each script is run as its second line says, with the tracer of this checkout. Out: a line for each script with the
+codes of its findings by level, and a table. A healthy script that has a finding of level `wrong` was accused in error.
+Whether a finding names a faulty script's fault is a person's judgement: `# fault:` in the script says what the fault is.
+The halves were drawn by a hash before any rule was changed.
 """
 
 from __future__ import annotations
