@@ -4,7 +4,7 @@
 
 Each script is run as its second line says, with the tracer of this checkout. Out: a line for each script with the
 codes of its findings by level, and a table. A healthy script that has a finding of level `wrong` was accused in error.
-Whether a finding names a faulty script's fault is a person's judgement: `# fault:` in the script says what the fault is.
+Whether a finding names a faulty script's fault is a person's judgement: `# fault:` in the script names it.
 The halves were drawn by a hash before any rule was changed.
 """
 
