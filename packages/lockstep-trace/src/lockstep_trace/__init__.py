@@ -1,9 +1,10 @@
-"""Record what any PyTorch training does at each optimizer step, and compare recordings: docs/how-to/trace.md.
+"""Record each optimizer step of any PyTorch training, and compare recordings: docs/how-to/trace.md.
 
-`lockstep-trace record -o DIR -- COMMAND` records a command. `import lockstep_trace` as a script's first line records
-that script, into the folder that LOCKSTEP_TRACE names (default: lockstep-trace). `with lockstep_trace.traced(model,
-optimizer):` records what runs inside, and `Trainer(..., callbacks=[lockstep_trace.Callback()])` what a Trainer does.
-`tracer/` runs in the traced process and imports torch alone; the other files read what it wrote, and import numpy.
+Four ways to record: `lockstep-trace record -o DIR -- COMMAND` records a command. `import lockstep_trace` as the first
+line of a script records it into the folder $LOCKSTEP_TRACE (default: lockstep-trace). `with
+lockstep_trace.traced(model, optimizer):` records a block. `Trainer(..., callbacks=[lockstep_trace.Callback()])` records
+a Trainer. `tracer/` runs in the traced process and imports only torch; the other files read its traces and import
+numpy.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any
 from lockstep_trace.doors import Callback
 
 __all__ = ["DEFAULT", "Callback", "traced"]
-__version__ = "0.1.0"  # of lockstep-train, always: tests/repo/test_packages.py
+__version__ = "0.1.0"  # equals that of lockstep-train: tests/repo/test_packages.py
 DEFAULT = "lockstep-trace"
 
 
 def _tracer() -> Any:
-    """The tracer of this process: the one that the command injected, where there is one."""
+    """Return the tracer of this process: the one injected by the command, if any."""
     if "lockstep_tracer" in sys.modules:
         return sys.modules["lockstep_tracer"]
     from lockstep_trace import tracer
@@ -38,10 +39,11 @@ def _folder(folder: str | Path | None) -> str:
 
 @contextmanager
 def traced(model: Any, optimizer: Any, folder: str | Path | None = None, level: str = "gradients") -> Iterator[Path]:
-    """Trace the steps of `optimizer` inside a `with` block, into `folder` (default: LOCKSTEP_TRACE, else
-    lockstep-trace). `model`: the module that holds the parameters, wrapped or not. Yields the folder. Not collective.
-    A process that is traced already goes on into its own folder. Errors: `ValueError` for a level that does not
-    exist."""
+    """Context manager that traces the steps of `optimizer` and yields the trace's folder.
+
+    `model`: the module that holds the parameters, wrapped or not. `folder`: default: $LOCKSTEP_TRACE, else
+    lockstep-trace; ignored if this process is traced already. `level`: losses, gradients or modules. Not collective.
+    Errors: `ValueError` for an unknown level."""
     tracer = _tracer()
     from lockstep_trace import streams
     from lockstep_trace.tracer.settings import LEVELS, Settings
@@ -51,7 +53,7 @@ def traced(model: Any, optimizer: Any, folder: str | Path | None = None, level: 
     own = tracer.running() is None
     recorder = tracer.begin(Settings(_folder(folder), level=level)) if own else tracer.running()
     if folder is not None and Path(recorder.settings.folder) != Path(_folder(folder)):
-        # `import lockstep_trace` in a script traces it from there on
+        # for example by `import lockstep_trace` in the script
         place = recorder.settings.folder
         streams.put(sys.stderr, f"lockstep trace: this process is traced already, into {place}; {folder} is not used\n")
     recorder.root(model)
@@ -64,7 +66,7 @@ def traced(model: Any, optimizer: Any, folder: str | Path | None = None, level: 
 
 
 def _imported_by_script() -> bool:
-    """Whether the script that runs says `import lockstep_trace`: no other module, test or notebook."""
+    """Return whether the running script imports this package by `import lockstep_trace`; not a module or notebook."""
     frame: Any = sys._getframe(1)
     while frame is not None and (
         "importlib" in frame.f_code.co_filename or frame.f_globals.get("__name__") == __name__
@@ -79,7 +81,7 @@ def _imported_by_script() -> bool:
     here = [i for i in dis.get_instructions(frame.f_code) if i.offset <= frame.f_lasti]
     if len(here) < 2 or here[-1].opname != "IMPORT_NAME" or here[-1].argval != __name__:
         return False
-    return here[-2].argval is None  # `from lockstep_trace import ...` loads a tuple of names there
+    return here[-2].argval is None  # a tuple of names for `from lockstep_trace import ...`
 
 
 if _imported_by_script() and "lockstep_tracer" not in sys.modules:

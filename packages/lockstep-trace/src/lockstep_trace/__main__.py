@@ -1,5 +1,5 @@
-"""`python -m lockstep_trace`, which is `lockstep-trace`; with a script in place of a command it runs and traces it, so
-that launchers can start it: `accelerate launch -m lockstep_trace train.py`."""
+"""Entry point of `python -m lockstep_trace`, equal to `lockstep-trace`. Given a script, it traces that script, for
+launchers: `accelerate launch -m lockstep_trace train.py`."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Two traces whose steps see other examples: the first window of steps in which both have seen the same set.
+"""Aligns two traces whose steps have different examples: the first window of steps with equal sets of examples.
 
-In: two traces. Out: `Window`, with losses and the change of all weights over it; None where there is none.
+In: two traces. Out: `Window`, with losses and the change of all weights over it, or None.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from lockstep_trace.read import Trace
 
 @dataclass(frozen=True)
 class Window:
-    """Steps from the first on, `a` and `b` of them, with the same `examples`. `losses`: the mean over the steps of
-    each. `change`: how far the weights' changes over the window are apart, relative to the reference's; None: not
-    measured."""
+    """The first `a` and `b` steps of two traces, over the same number of `examples`. `losses`: mean over the steps of
+    each. `change`: relative difference of the weights' changes over the window; None if not measured."""
 
     a: int
     b: int
@@ -31,7 +30,7 @@ class Window:
 
 
 def window(a: Trace, b: Trace, optimizer: int, names: Mapping[str, str]) -> Window | None:
-    """`names`: of `a` to those of `b`."""
+    """Return the first window of two traces, or None. `names`: name in `a` -> name in `b`."""
     one, other = Counter[str](), Counter[str]()
     steps, others = a.steps(optimizer), b.steps(optimizer)
     i = j = 0
@@ -58,7 +57,7 @@ def _losses(trace: Trace, optimizer: int, steps: list[int]) -> float | None:
 def _change(
     a: tuple[Trace, list[int]], b: tuple[Trace, list[int]], optimizer: int, names: Mapping[str, str]
 ) -> float | None:
-    """Sketches of changes are linear: those of the steps add up to that of the window."""
+    """Return the relative difference of the weights' changes. Sketches are linear: those of the steps are added."""
     sums: list[dict[str, np.ndarray]] = []
     for trace, steps in (a, b):
         total: dict[str, np.ndarray] = {}

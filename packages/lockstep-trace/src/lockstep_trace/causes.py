@@ -1,7 +1,7 @@
-"""Likely causes of a difference between two traces, each in one sentence, from the pattern of what differs.
+"""Derives the likely cause of a difference between two traces from the pattern of the difference.
 
-A cause can be wrong; what differs is measured. In: counts, factors and records. Out: a sentence that says what is
-likely wrong and what to change.
+Differences are measured; a cause is a guess. In: counts, factors and records. Out: one sentence on what is likely wrong
+and what to change.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from lockstep_trace.losses import Losses, agreeing
 from lockstep_trace.ranks import data_ranks, examples_of
 from lockstep_trace.read import Step, Trace
 
-COSINE = 0.99  # below it a factor means nothing
-ROUNDING = 5e-6  # relative, of a loss: what differs by more is no rounding of float32
-NEAR = 0.01  # relative: a factor is this number
-ROUGHLY = 0.1  # relative: a factor is about this number, where means over unequal numbers are added
+COSINE = 0.99  # below it a factor is meaningless
+ROUNDING = 5e-6  # relative loss difference; more is not float32 rounding
+NEAR = 0.01  # relative: a factor equals a number
+ROUGHLY = 0.1  # relative: a factor is about a number, if means over unequal counts are added
 
 MISSING_GRADIENT = (
     "these parameters take part in the computation on one side only: a branch that depends on the rank, or parameters "
@@ -59,7 +59,7 @@ LENGTHS = (
 
 
 def of_lengths(a: Trace, b: Trace, optimizer: int) -> str:
-    """Where one run made more steps with an optimizer: another one of the same parameters goes on with them, or not."""
+    """Return the cause of unequal numbers of steps: an optimizer that was recreated, or `LENGTHS`."""
     counts = [len(t.steps(optimizer)) for t in (a, b)]
     short = (a, b)[counts[1] < counts[0]]
     side = "here" if short is b else "in the reference"
@@ -103,7 +103,7 @@ def of_scores(one: float, other: float) -> str:
 
 
 def of_names(tied: Sequence[str], here: bool = False) -> str:
-    """`tied`: names that share a tensor on one side alone; `here`: they do in this run, and not in the reference."""
+    """Return the cause of different parameter names. `tied`: names tied on one side only; `here`: in this run."""
     if tied:
         which = ("here", "the reference") if here else ("the reference", "here")
         what = f"{', '.join(tied[:3])} is tied to another parameter in {which[0]}, and not in {which[1]}"
@@ -164,13 +164,13 @@ def of_examples(
 
 
 def _unlabelled(trace: Trace, optimizer: int, step: int) -> Counter[str]:
-    """Hashes of a step's inputs without labels; empty where no labels go through the model."""
+    """Return the hashes of a step's inputs without labels; empty if the model is not given labels."""
     records = [r.steps[optimizer][step] for r in data_ranks(trace, optimizer) if step in r.steps[optimizer]]
     return Counter(h for s in records for h in s.unlabelled or ())
 
 
 def _more_often(reference: Trace, trace: Trace, optimizer: int) -> int:
-    """How many examples the steps of both have more often than the reference has any."""
+    """Count the examples that occur more often here than any example does in the reference, over common steps."""
     steps = sorted(set(reference.steps(optimizer)) & set(trace.steps(optimizer)))
     one, other = (Counter(h for s in steps for h in examples_of(t, optimizer, s)) for t in (reference, trace))
     most = max(one.values(), default=0)
@@ -185,8 +185,8 @@ def of_loss(
     stochastic: bool = True,
     micro_batches: Sequence[tuple[int, int, float, float]] | None = None,
 ) -> str:
-    """`stochastic`: a model has modules of dropout. `micro_batches`: those whose losses differ (number, rank, loss of
-    the reference, loss); None: not known."""
+    """Return the cause of different losses. `stochastic`: a model has dropout modules. `micro_batches`: (number, rank,
+    reference loss, loss) of those with different losses; None if unknown."""
     if not (math.isfinite(one.summed) and math.isfinite(other.summed)):
         return NOT_FINITE
     if micro_batches is not None:
@@ -201,7 +201,7 @@ def of_loss(
                 f"the loss is {name} times what it should be: {_why_factor(way, len(other.each), other.micro_batches)}"
             )
     examples = sum(n for s in ours for n in s.micro or ())
-    alike = one.equal_counts and other.equal_counts  # else a mean of means can come near a whole number by chance
+    alike = one.equal_counts and other.equal_counts  # otherwise a mean of means can be near an integer by chance
     if alike and (divided := _divided(targets, examples, ratio)) is not None:
         return (
             f"the loss is divided by another number: by {divided[1]}, where the step has {divided[0]} targets "
@@ -227,8 +227,8 @@ def of_loss(
 
 
 def of_loss_function(ranks: bool = False, uncounted: bool = False) -> str:
-    """Without random numbers. `ranks`: their number differs. `uncounted`: micro-batches are cut in another way, and how
-    many targets each has is not known."""
+    """Return the cause of different losses without random numbers. `ranks`: the number of ranks differs. `uncounted`:
+    micro-batches are split differently, with unknown numbers of targets."""
     if uncounted:
         return (
             "a mean of means, if ranks or micro-batches have unequal numbers of targets (padding that the loss leaves "
@@ -242,7 +242,7 @@ def of_loss_function(ranks: bool = False, uncounted: bool = False) -> str:
 
 
 def _of_records(other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> str | None:
-    """Modes, masks, micro-batches and targets that differ; None: they do not."""
+    """Return a cause from different modes, masks, micro-batches or numbers of targets, or None."""
     modes = {s.training for s in ours} | {s.training for s in theirs}
     if modes >= {True, False}:
         side = "here" if any(s.training is False for s in theirs) else "in the reference"
@@ -264,8 +264,8 @@ def _of_records(other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> 
 
 
 def _of_functions(ours: Sequence[Step], theirs: Sequence[Step]) -> str | None:
-    """Loss functions of torch that differ, by the graphs of losses: their kind, their targets, what they are given.
-    None: they do not, or nothing is known."""
+    """Return a cause from the loss functions in the autograd graphs: their kind, targets or inputs differ. None: no
+    difference, or unknown."""
     sides = [[each for s in records for each in s.objectives or ()] for records in (ours, theirs)]
     if not all(sides):
         return None
@@ -287,7 +287,7 @@ def _of_functions(ours: Sequence[Step], theirs: Sequence[Step]) -> str | None:
             f"the step has {sum(counts[1])} targets here and {sum(counts[0])} in the reference: padding counts as a "
             "target (label -100 leaves it out), or labels are masked in another way"
         )
-    if len(sides[0]) == len(sides[1]):  # cut in the same way
+    if len(sides[0]) == len(sides[1]):  # split in the same way
         ordered, any_order = ([[each["hashes"][i] for each in side] for side in sides] for i in (0, 1))
         if any_order[0] == any_order[1] and ordered[0] != ordered[1]:
             return (
@@ -319,9 +319,8 @@ def _of_micro_batches(differing: Sequence[tuple[int, int, float, float]], stocha
 
 
 def _divided(targets: int | None, examples: int, ratio: float) -> tuple[int, int] | None:
-    """(targets, what their losses were divided by) where the mean came out as `ratio` times the right one: a whole
-    number that is not the number of targets. Models of the next token leave out one target of each example. None: it is
-    no whole number to five digits, so that it means nothing."""
+    """Return (number of targets, wrong divisor of the loss) for a mean that is `ratio` times the right one, or None if
+    the divisor is not an integer to five digits. Next-token models have one target less per example."""
     if not targets or not math.isfinite(ratio) or ratio <= 0:
         return None
     for count in (targets, targets - examples):
@@ -385,8 +384,8 @@ def of_gradient(
     losses: tuple[Losses, Losses, str] | None,
     stochastic: bool = False,
 ) -> str:
-    """`sides`: differences beyond the limit, all differences, (factor, cosine) of those beyond; `split`: parameters
-    whose gradient is not the same on all ranks; `stochastic`: a model has modules of dropout."""
+    """Return the cause of different gradients. `sides`: differences beyond the limit, all differences, (factor, cosine)
+    of those beyond. `split`: parameters whose gradients differ between ranks. `stochastic`: a model has dropout."""
     wrong, every, factors = sides
     if any(math.isnan(d) for d in wrong.values()):
         return NOT_FINITE
@@ -402,7 +401,7 @@ def of_gradient(
     scale = next((s.scale for s in records if s.scale), None)
     most = len(wrong) > len(every) / 2 and len(pure) < 0.9 * len(factors)
     if stochastic and most and losses and agreeing(losses[0], losses[1], ROUNDING)[0] is None:
-        return OTHER_DRAWS  # a model that knows nothing yet has nearly one loss, whatever is drawn
+        return OTHER_DRAWS  # an untrained model has nearly the same loss for all dropout masks
     return of_sums(
         list(wrong), len(every), pure if len(pure) >= 0.9 * len(factors) else [], (len(ranks), *micro), unequal, scale
     )
@@ -416,9 +415,9 @@ def of_sums(
     unequal: bool = False,
     scale: float | None = None,
 ) -> str:
-    """Sums over micro-batches and ranks that differ. `factors`: by which each differs; empty where it is no factor.
-    `sizes`: ranks, micro-batches of a rank, and of the reference's. `unequal`: their losses have unequal numbers of
-    targets. `scale`: of the loss."""
+    """Return the cause of different sums over micro-batches and ranks. `factors`: ratio of each; empty if the
+    difference is not a factor. `sizes`: ranks, micro-batches per rank here and in the reference. `unequal`: losses have
+    unequal numbers of targets. `scale`: loss scale."""
     if factors and min(factors) > 0 and max(factors) / min(factors) - 1 < 2 * NEAR:
         middle = sorted(factors)[len(factors) // 2]
         if abs(middle - 1) > NEAR / 10:
@@ -442,7 +441,7 @@ def of_sums(
 
 
 def few(names: Sequence[str], most: int = 3) -> str:
-    """Some names, and how many more there are."""
+    """List at most `most` names, and the number of further ones."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -491,7 +490,7 @@ def of_clip_limits(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str
 
 
 def own_norms(scales: Mapping[int, float]) -> str | None:
-    """`scales`: by which the ranks' clipping scaled their shards. None: by one number."""
+    """Return the cause if ranks clip by different factors, else None. `scales`: rank -> factor."""
     low, high = min(scales, key=lambda r: scales[r]), max(scales, key=lambda r: scales[r])
     if scales[high] <= (1 + NEAR) * scales[low]:
         return None

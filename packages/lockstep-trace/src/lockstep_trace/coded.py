@@ -1,7 +1,7 @@
 """Messages with codes: `LS` and four digits, in brackets at the end of a message's first line.
 
-The first digit is the room's (`tests/repo/test_messages.py` has the ranges). The site has a page for each code,
-docs/reference/messages.md an entry. Imports nothing of lockstep.
+The first digit identifies the package (ranges: `tests/repo/test_messages.py`). Each code has a page on the site and an
+entry in docs/reference/messages.md. Imports nothing from lockstep.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from typing import Self
 
 ADDRESS = "see reference/messages/{}/ on the site, docs/reference/messages.md#{} in a clone"
-VERBOSE = "LOCKSTEP_VERBOSE"  # set: `with_addresses` adds where each code is explained
+VERBOSE = "LOCKSTEP_VERBOSE"  # if set, `with_addresses` adds the documentation address of each code
 _CODE = re.compile(r" \[(LS\d{4})\]")
 
 
 class CodedError(Exception):
-    """An error with a message for the user and the message's code; an error of a plug-in may be a message alone."""
+    """An error with a message for the user and its code. Plug-ins may omit the code."""
 
     def __init__(self, code: str, message: str | None = None) -> None:
         code, message = ("", code) if message is None else (code, message)
@@ -25,7 +25,7 @@ class CodedError(Exception):
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """The error of a text that holds its code, such as one from another process."""
+        """Create the error from a text with its code, for example from another process."""
         return cls(next(iter(codes(text)), ""), text)
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class CodedError(Exception):
 
 
 def coded(code: str, message: str) -> str:
-    """The message with its code. A message of several lines may hold codes of its own, `code` among them."""
+    """Add a code to a message, unless the message contains it already (one of several lines may)."""
     if not code or code in codes(message):
         return message
     first, newline, rest = uncoded(message).partition("\n")
@@ -41,22 +41,22 @@ def coded(code: str, message: str) -> str:
 
 
 def appended(message: str, more: str) -> str:
-    """A coded message with more words before its code."""
+    """Insert text before the code of a message."""
     return coded(next(iter(codes(message)), ""), uncoded(message) + more)
 
 
 def codes(text: str) -> list[str]:
-    """All codes in a text, in order."""
+    """Return all codes in a text, in order."""
     return _CODE.findall(text)
 
 
 def uncoded(text: str) -> str:
-    """The text without its codes."""
+    """Remove the codes from a text."""
     return _CODE.sub("", text)
 
 
 def with_addresses(text: str) -> str:
-    """The text, and under it where each of its codes is explained, if `LOCKSTEP_VERBOSE` is set."""
+    """Append the documentation address of each code in a text, if `LOCKSTEP_VERBOSE` is set."""
     if not os.environ.get(VERBOSE):
         return text
     unique = dict.fromkeys(codes(text))

@@ -18,11 +18,11 @@ from lockstep_trace.errors import TraceError
 from lockstep_trace.redaction import redact
 from lockstep_trace.tracer.settings import LEVELS
 
-WATCH_S = 2.0  # between two looks at a trace that is being written
+WATCH_S = 2.0  # polling interval of a trace that is being written
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; default: this process's. Returns the exit status."""
+    """Run a command line (default: this process's) and return the exit status."""
     streams.make_safe()
     args = _parser().parse_args(arguments)
     try:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def recording_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `record`, which `lockstep trace` has, too."""
+    """Add the options of `record`, shared with `lockstep trace`."""
     parser.add_argument("-o", "--output", metavar="DIR", default=DEFAULT, help="folder of the trace")
     parser.add_argument(
         "--every", type=int, default=1, metavar="N", help="measure tensors at each N-th step (default 1)"
@@ -60,20 +60,20 @@ def verbose_option(parser: argparse.ArgumentParser) -> None:
 
 
 def recording_settings(args: argparse.Namespace) -> dict[str, object]:
-    """The recorder's settings from parsed `recording_options`. Errors: `TraceError`."""
+    """Return the recorder's settings from parsed `recording_options`. Errors: `TraceError`."""
     for name in ("every", "steps"):
         require_positive(f"--{name}", getattr(args, name))
     return {name: getattr(args, name) for name in ("every", "steps", "level", "perturb")}
 
 
 def require_positive(option: str, value: int | None) -> None:
-    """Errors: `TraceError` where a number is given and is less than 1."""
+    """Check that a number, if given, is at least 1. Errors: `TraceError`."""
     if value is not None and value < 1:
         raise TraceError("LS9034", f"{option}: invalid value {value}; expected an integer >= 1")
 
 
 def comparing_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `diff` that apply to traces alone; `lockstep diff` has them, too."""
+    """Add the options of `diff` for traces, shared with `lockstep diff`."""
     parser.add_argument("--exact", action="store_true", help="of traces: ask for the same bits")
     parser.add_argument("--align", action="store_true", help="of traces: compare windows that saw the same examples")
     parser.add_argument("--perturbed", metavar="DIR", help="of traces: A's command traced again with --perturb")
@@ -81,7 +81,7 @@ def comparing_options(parser: argparse.ArgumentParser) -> None:
 
 
 def words_of(option: str, text: str | None) -> list[str]:
-    """The words of a command given as one text. Errors: `TraceError`."""
+    """Split a command into words. Errors: `TraceError`."""
     try:
         words = shlex.split(text or "")
     except ValueError as error:
@@ -170,7 +170,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> int:
-    """Returns the traced command's own status, once it has ended."""
+    """Follow a trace until its command ends, and return the command's exit status."""
     from lockstep_trace.findings import findings, proved
     from lockstep_trace.read import about, is_trace, read
     from lockstep_trace.terminal import finding_lines

@@ -1,8 +1,8 @@
-"""Two traces compared: the first step and, in causal order, the first thing in which they part.
+"""Compares two traces and reports the first difference: the first step and, in causal order, the first quantity.
 
-In: a reference trace and another, of any command or of a run's own steps (tools/verify.py), and what may differ. Out:
+In: a reference trace and another, of any command or of a run's own steps (tools/verify.py), and a tolerance. Out:
 `Comparison`. Order: start weights, scores before training, examples, loss, gradient, clipping, learning rate, update,
-buffers. What follows from the first difference is not looked at.
+buffers. The comparison ends at the first difference.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lockstep_trace.read import Trace
 
 ORDER = ("start weights", "scores", "examples", "loss", "gradient", "clipping", "learning rate", "update", "buffers")
 COLUMNS = ["step", "loss", "differs", "norm", "differs", "gradients", "changes"]
-SAFETY = 10  # times what a perturbed last bit changes
-SMALL = 1e-3  # of the whole gradient's norm: a smaller gradient holds the rounding of larger numbers
-NOTHING = 1e-5  # of the whole gradient's norm: Adam makes whole steps of a gradient that is nothing but rounding
+SAFETY = 10  # tolerance: this multiple of the effect of a perturbed last bit
+SMALL = 1e-3  # of the total gradient norm: smaller gradients contain the rounding of larger numbers
+NOTHING = 1e-5  # of the total gradient norm: Adam turns smaller gradients, pure rounding, into full steps
 FLOORS = {"loss": 1e-6, "gradient": 4e-6, "update": 1e-3, "buffers": 1e-5}
-FLOORS_HALF = {  # products round to this, wherever the batch is cut, and last bits of float32 weights do not show it
+FLOORS_HALF = {  # rounding of half-precision products, which flipping last bits of float32 weights does not show
     "bfloat16": {"loss": 4e-3, "gradient": 4e-2, "update": 0.2, "buffers": 1e-2},
     "float16": {"loss": 4e-3, "gradient": 2e-2, "update": 0.1, "buffers": 2e-3},
 }
@@ -42,8 +42,8 @@ WITHOUT_REFERENCE = {
 
 @dataclass(frozen=True)
 class StepDifferences:
-    """What a step's comparison came to, up to the first difference: the reference's loss and gradient norm, and the
-    largest relative difference of each kind with the parameter that has it; None: not compared."""
+    """Comparison of one step: the reference's loss and gradient norm, and the largest relative difference of each kind
+    with its parameter. None: not compared, for example after the first difference."""
 
     step: int
     losses: float | None = None  # the reference's
@@ -58,7 +58,8 @@ class StepDifferences:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`first`: of `ORDER`, None where nothing differs beyond what may. `lines`: what differs. `cause`: one sentence."""
+    """Result of a comparison. `first`: the first difference, of `ORDER`, or None if all is within the tolerance.
+    `lines`: what differs. `cause`: the likely cause, one sentence."""
 
     optimizer: int
     first: str | None
@@ -70,7 +71,7 @@ class Comparison:
 
     @property
     def exact(self) -> bool:
-        """Whether every number that was compared has the same bits."""
+        """Whether all compared numbers are bitwise equal."""
         return self.first is None and all(not (r.loss or r.gradient or r.update) for r in self.rows)
 
 
@@ -82,7 +83,7 @@ class _Parted(Exception):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What may differ, relatively, by kind, at a step; `words` for the user."""
+    """Largest relative difference allowed, by step and kind. `words`: its description for the user."""
 
     by_step: Mapping[int, Mapping[str, float]]
     default: Mapping[str, float]
@@ -103,9 +104,11 @@ def compare(
     optimizer: int = 0,
     tolerance: Tolerance | None = None,
 ) -> Comparison:
-    """`a`: the reference. `perturbed`: the reference again with weights that differ in their last bit, which says what
-    rounding comes to. `tolerance`: what may differ, where it is known. Errors: `TraceError` where they share no
-    parameter name or no step."""
+    """Compare trace `b` with the reference `a`.
+
+    `perturbed`: the reference traced with weights perturbed in their last bit, to measure the effect of rounding.
+    `exact`: allow no difference. `tolerance`: overrides both. Errors: `TraceError` if the traces have no parameter name
+    or no step in common."""
     names = match(a, b, optimizer)
     steps = [s for s in a.steps(optimizer) if s in set(b.steps(optimizer))]
     if not steps:
@@ -129,7 +132,7 @@ def compare(
 
 
 def gradient_differences(a: Trace, b: Trace, optimizer: int, step: int) -> dict[str, float]:
-    """Relative differences of gradients by parameter of the reference `a`; empty where the step is not measured."""
+    """Return parameter of the reference `a` -> relative gradient difference; empty if the step is not measured."""
     pair = _Pair(a, b, optimizer, step, match(a, b, optimizer))
     if not all(s.measured for side in pair.records() for s in side):
         return {}
@@ -142,7 +145,7 @@ class _Pair:
     b: Trace
     optimizer: int
     step: int
-    names: Mapping[str, str]  # of a -> of b
+    names: Mapping[str, str]  # name in a -> name in b
 
     def both(self, of: str) -> tuple[dict[str, Whole], dict[str, Whole]]:
         one, other = (merged(t, self.optimizer, self.step, lambda s: getattr(s, of)) for t in (self.a, self.b))
@@ -190,7 +193,7 @@ def _measured(pair: _Pair) -> tuple[float | None, float | None, float | None]:
     return tuple(max(d.values(), default=None) for d in (gradient, update, buffers))  # type: ignore[return-value]
 
 
-# -- one thing after another -----------------------------------------------------------------------------------------
+# -- comparisons in causal order -------------------------------------------------------------------------------------
 
 
 def _start(a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], limits: Mapping[str, float]) -> None:
@@ -216,7 +219,7 @@ def _start(a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], limits:
 
 
 def _scores(a: Trace, b: Trace, limit: float) -> None:
-    """Of the model before its first step, without dropout, where both were evaluated."""
+    """Compare the scores before the first step, without dropout, if both traces have them."""
     one, other = (t.about.get("scores") or {} for t in (a, b))
     for name in (n for n in one if n in other):
         x, y = one[name], other[name]
@@ -228,13 +231,13 @@ def _scores(a: Trace, b: Trace, limit: float) -> None:
 
 
 def _ties(trace: Trace, optimizer: int) -> set[str]:
-    """Names of parameters that share a tensor with another name."""
+    """Return the names of tied parameters."""
     steps = (s for rank in trace.ranks for s in list(rank.steps.get(optimizer, {}).values())[:1])
     return {name for step in steps for names in step.layout.ties for name in names}
 
 
 def _step(pair: _Pair, limits: Mapping[str, float], numbers: dict[str, Any]) -> None:
-    """`numbers`: of a `StepDifferences`, as far as the step is compared."""
+    """Compare one step, filling `numbers`, the fields of its `StepDifferences`. Errors: `_Parted` at a difference."""
     _examples(pair)
     losses = _loss(pair, limits["loss"], numbers)
     measured = all(s.measured for side in pair.records() for s in side)
@@ -282,8 +285,8 @@ def _loss(pair: _Pair, limit: float, numbers: dict[str, Any]) -> tuple[Losses, L
 
 
 def _micro_batches(pair: _Pair, limit: float) -> list[tuple[int, int, float, float]] | None:
-    """(number, rank, loss of the reference, loss) of micro-batches whose losses differ; None where it is not known that
-    both cut a step in the same way."""
+    """Return (number, rank, reference loss, loss) of micro-batches whose losses differ, or None if the two traces may
+    split a step differently."""
     sides = []
     for trace in (pair.a, pair.b):
         losses: dict[int, tuple[int, float]] = {}
@@ -297,9 +300,10 @@ def _micro_batches(pair: _Pair, limit: float) -> list[tuple[int, int, float, flo
 
 
 def _first_module(pair: _Pair, limit: float, kind: str, what: str) -> list[str]:
-    """At `--level modules`: the first module whose output (`kind`: modules), or whose output's gradient in backward
-    (returned), differs, where a rank of both computed outputs of the same shapes from the same examples in the same
-    order. Sketches of outputs do not add up over other cuts of a batch."""
+    """Describe the first module whose output (`kind`: modules) or output gradient (returned) differs, or return [].
+
+    Needs `--level modules`, and a rank that computed outputs of equal shapes from the same examples in the same order
+    in both traces: sketches of outputs cannot be merged across different splits of a batch."""
     for one, other in zip(*pair.records(), strict=False):
         calls = [sorted(side.raw.get(f"{kind}_of", [])) for side in (one, other)]
         if not calls[0] or calls[0] != calls[1] or one.examples != other.examples:
@@ -322,7 +326,7 @@ def _stochastic(pair: _Pair) -> bool:
 def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | None, numbers: dict[str, Any]) -> None:
     one, other = pair.both("unclipped")
     absent = [n for n, m in pair.names.items() if (n in one) != (m in other)]
-    real = [n for n in absent if (one.get(n) or other[pair.names[n]]).value.square != 0]  # nan is a gradient, too
+    real = [n for n in absent if (one.get(n) or other[pair.names[n]]).value.square != 0]  # NaN counts as a gradient
     if real:
         text = f"{few(real)}: a gradient on one side alone"
         raise _Parted("gradient", (text,), causes.MISSING_GRADIENT)
@@ -359,12 +363,12 @@ def _clipping(pair: _Pair, limit: float) -> None:
         words = [", ".join(f"{how}({limit})" for how, limit in side) or "none" for side in limits]
         text = f"clipping: {words[0]} in the reference, {words[1]} here"
         raise _Parted("clipping", (text,), causes.of_clip_limits(sides[0], sides[1]))
-    norms = [[c["norm"] for c in side if c.get("whole")] for side in sides]  # as it was reported
+    norms = [[c["norm"] for c in side if c.get("whole")] for side in sides]  # as reported
     if norms[0] and norms[1] and not _relative(norms[0][0], norms[1][0]) <= limit:
         text = f"the gradient norm: {norms[0][0]!r} in the reference, {norms[1][0]!r} here; the gradients agree"
         raise _Parted("clipping", (text,), causes.NORM)
     if any(c.get("unseen") for side in sides for c in side):
-        return  # an engine clips inside of its step
+        return  # an engine clips inside its step
     one, other = pair.both("grads")
     differences = _differences(one, other, pair.names, SMALL)
     wrong = {n: d for n, d in differences.items() if d > 2 * limit}
@@ -444,10 +448,11 @@ def _differences(
     whole: bool = False,
     infinite: bool = False,
 ) -> dict[str, float]:
-    """Of each tensor the 2-norm of the difference, relative to its own norm: 0 for the same bits alone, NaN where a
-    number is not finite. `small`: which counts as at least so much of the norm of all. `whole`: relative to the norm
-    of all, as changes are.
-    `infinite`: infinities that both hold, as masks do, are no difference."""
+    """Return name -> 2-norm of the difference, relative to the tensor's norm: 0 only for equal bits, NaN if a value is
+    not finite.
+
+    `small`: lower bound of the tensor's norm, as a share of the total norm. `whole`: relative to the total norm, used
+    for updates. `infinite`: equal infinities, as in masks, are no difference."""
     pairs = [(n, one[n].value, other[m].value) for n, m in names.items() if n in one and m in other]
     total = math.sqrt(sum(v.square for _, v, _ in pairs if math.isfinite(v.square)))
     differences = {}
@@ -473,7 +478,7 @@ def _norm(tensors: Mapping[str, Whole]) -> float:
 
 
 def _worst(differences: Mapping[str, float]) -> str:
-    """The name that is furthest apart; empty where nothing is."""
+    """Return the name with the largest difference, or an empty text if there is none."""
     name = max(differences, key=lambda n: math.inf if math.isnan(differences[n]) else differences[n], default="")
     return name if name and differences[name] else ""
 
@@ -484,7 +489,7 @@ def _largest(differences: Mapping[str, float]) -> float | None:
 
 
 def factor(one: Whole, other: Whole) -> tuple[float, float]:
-    """(f, cosine) of other = f * one, by sketches."""
+    """Return (f, cosine) of the fit other = f * one, by sketches; (NaN, 0) without sketches."""
     x, y = one.value.sketch, other.value.sketch
     if x is None or y is None or not np.any(x) or not np.any(y):
         return math.nan, 0.0
@@ -493,7 +498,7 @@ def factor(one: Whole, other: Whole) -> tuple[float, float]:
 
 
 def _relative(x: float, y: float) -> float:
-    """NaN where a number is not finite."""
+    """Return the relative difference of two numbers; NaN if one is not finite."""
     if not (math.isfinite(x) and math.isfinite(y)):
         return math.nan
     scale = max(abs(x), abs(y))
@@ -509,7 +514,7 @@ def _listed(differences: Mapping[str, float]) -> str:
 
 
 def row_cells(row: StepDifferences) -> list[str]:
-    """Of a table with `COLUMNS`."""
+    """Return the cells of a table row with `COLUMNS`."""
     numbers = ["" if x is None else f"{x:.6f}" for x in (row.losses, row.norms)]
     cells = [_in_words(x) for x in (row.loss, row.norm, row.gradient, row.update)]
     return [str(row.step), numbers[0], cells[0], numbers[1], *cells[1:]]

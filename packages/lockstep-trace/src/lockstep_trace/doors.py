@@ -1,7 +1,7 @@
-"""Doors into a training that other code runs: a callback for the Trainer of transformers and TRL, and a script that a
-launcher starts by `-m lockstep_trace`.
+"""Tracing of trainings run by other code: a callback for the Trainer of transformers and TRL, and scripts started by
+`-m lockstep_trace`.
 
-Neither library is imported: a callback is whatever has the methods that Trainer calls.
+Imports neither library: any object with the methods that Trainer calls is a callback.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 
 class Callback:
-    """Traces what `Trainer.train` does: `Trainer(..., callbacks=[lockstep_trace.Callback()])`, also TRL's trainers.
+    """Traces `Trainer.train` of transformers and TRL: `Trainer(..., callbacks=[lockstep_trace.Callback()])`.
 
-    `folder`: of the trace (default: LOCKSTEP_TRACE, else lockstep-trace). `level`: losses, gradients or modules. Each
-    process writes a file of its own; none communicates. A process that is traced already goes on into its own folder.
-    Errors: `ValueError` for a level that does not exist."""
+    `folder`: folder of the trace; default: $LOCKSTEP_TRACE, else lockstep-trace; ignored if the process is traced
+    already. `level`: losses, gradients or modules. Each process writes its own file, without communication. Errors:
+    `ValueError` for an unknown level."""
 
     def __init__(self, folder: str | Path | None = None, level: str = "gradients") -> None:
         from lockstep_trace.tracer.settings import LEVELS
@@ -30,7 +30,7 @@ class Callback:
         self._own = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Trainer is about to make its first step."""
+        """Begin the trace before Trainer's first step."""
         from lockstep_trace import _folder, _tracer
         from lockstep_trace.tracer.settings import Settings
 
@@ -40,7 +40,7 @@ class Callback:
             tracer.begin(Settings(_folder(self.folder), level=self.level))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Trainer has made its last step."""
+        """End the trace after Trainer's last step."""
         from lockstep_trace import _tracer
 
         if self._own:
@@ -48,15 +48,17 @@ class Callback:
             _tracer().end()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """The other events of Trainer, of this and of later versions, do nothing."""
+        """Ignore all other events of Trainer, of any version."""
         if not name.startswith("on_"):
             raise AttributeError(name)
         return lambda *args, **kwargs: None
 
 
 def run_script(words: list[str]) -> None:
-    """Run a Python script in this process, traced into LOCKSTEP_TRACE, else lockstep-trace: what `accelerate launch -m
-    lockstep_trace train.py --lr 1e-3` does on each rank. `words`: the script and its arguments."""
+    """Run a Python script in this process, traced into $LOCKSTEP_TRACE, else lockstep-trace.
+
+    `accelerate launch -m lockstep_trace train.py --lr 1e-3` calls this on each rank. `words`: the script and its
+    arguments."""
     from lockstep_trace import _folder, _tracer
     from lockstep_trace.tracer.settings import Settings
 

@@ -1,4 +1,4 @@
-"""What a user did that a trace or a comparison cannot go on with; the command line turns it into status 2."""
+"""The error class for invalid user input; the command line exits with status 2."""
 
 from lockstep_trace.coded import CodedError
 

@@ -1,8 +1,8 @@
-"""Faults that one run shows by itself: contradictions in what a trace holds.
+"""Detects faults in a single trace: contradictions in its records.
 
-In: a trace. Out: `Finding`s, those that are proved first. What follows from a finding is not another one: replicas
-whose gradients are not reduced also come apart, and that is not said. The rules are in `rules/`, each with the argument
-why no right program trips it: docs/reference/trace-findings.md.
+In: a trace. Out: `Finding`s, proved ones first. Consequences of a finding are not reported: replicas whose gradients
+are not reduced also diverge. The rules are in `rules/`, each with the argument why no correct program violates it:
+docs/reference/trace-findings.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OF_ALL: tuple[Callable[[Trace], Iterable[Finding]], ...] = (
     data.evaluations,
     data.workers,
 )
-FOLLOWS = {  # what follows from a finding
+FOLLOWS = {  # finding -> findings that are its consequences
     "stale-optimizer": ("in-no-optimizer", "no-gradient", "all-zero"),
     "frozen-optimizer": ("in-no-optimizer", "no-gradient", "all-zero"),
     "untied": ("in-no-optimizer", "no-gradient"),
@@ -62,7 +62,7 @@ FOLLOWS = {  # what follows from a finding
 
 
 def findings(trace: Trace) -> list[Finding]:
-    """All of a trace, those of the first level (`wrong`) first."""
+    """Return all findings of a trace, level `wrong` first."""
     rows: list[Finding] = []
     for optimizer in trace.optimizers:
         unused = parameters.frozen(trace, optimizer) or parameters.stale(trace, optimizer)
@@ -72,7 +72,7 @@ def findings(trace: Trace) -> list[Finding]:
         for look in LOOKS:
             rows += look(trace, optimizer)
     skipped = next((each for each in rows if each.code == "skipped-some"), None)
-    if skipped is not None:  # from there on ranks count other steps
+    if skipped is not None:  # afterwards, step numbers differ between ranks
         rows = [e for e in rows if e is skipped or e.step is None or e.step < (skipped.step or 0)]
     for look_at_all in OF_ALL:
         rows += look_at_all(trace)
@@ -83,5 +83,5 @@ def findings(trace: Trace) -> list[Finding]:
 
 
 def proved(rows: Sequence[Finding]) -> list[Finding]:
-    """Those of the level `wrong`: what is printed unless more is asked for."""
+    """Return the findings of level `wrong`, which are printed by default."""
     return [each for each in rows if each.level == WRONG]

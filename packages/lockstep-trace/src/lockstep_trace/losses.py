@@ -1,7 +1,7 @@
-"""The losses of a step over micro-batches and ranks, added up in the ways that scripts do.
+"""The loss of a step over micro-batches and ranks, reduced in the ways common in scripts.
 
-In: what `backward` was called on. Out: `Losses`: the mean over ranks of the sum over micro-batches (what gradients
-follow where ranks are averaged), the mean of all, and the mean weighted with targets or examples.
+In: the losses passed to `backward`. Out: `Losses`: the mean over ranks of the sum over micro-batches (whose gradient
+averaged ranks compute), the mean of all, and the mean weighted by targets or examples.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lockstep_trace.read import Step, Trace
 
 @dataclass(frozen=True)
 class Losses:
-    """`counts`: targets, else examples, of each loss; empty where they are not known. `reported`: what a program says
-    that the step's loss is; then nothing else is compared."""
+    """Losses of a step. `counts`: targets, else examples, of each loss; empty if unknown. `reported`: the step's loss
+    as the program reports it; if set, only this is compared."""
 
     each: tuple[tuple[float, ...], ...]  # by rank
     counts: tuple[tuple[int, ...], ...]
@@ -36,7 +36,7 @@ class Losses:
 
     @property
     def weighted(self) -> float | None:
-        """The mean, weighted with the number of targets."""
+        """The mean weighted by `counts`, or None."""
         flat = [
             (x, n) for own, counts in zip(self.each, self.counts, strict=True) for x, n in zip(own, counts, strict=True)
         ]
@@ -57,7 +57,7 @@ class Losses:
 
 
 def losses_of(trace: Trace, optimizer: int, step: int) -> Losses | None:
-    """None where no rank called `backward` on one number."""
+    """Return the losses of a step, or None if no rank called `backward` on a scalar."""
     each, counts, reported = [], [], None
     for rank in _with_loss(trace, optimizer, step):
         record = rank.steps[optimizer][step]
@@ -71,8 +71,8 @@ def losses_of(trace: Trace, optimizer: int, step: int) -> Losses | None:
 
 
 def targets_of_micro(record: Step) -> list[int | None]:
-    """Targets of each micro-batch: of labels that the model is given, else of the loss functions in the graph, where
-    each loss has one."""
+    """Return the number of targets of each micro-batch: from labels passed to the model, else from the loss functions
+    in the graph, if each loss has one."""
     targets: list[int | None] = list(record.targets or [])
     functions = record.objectives or []
     if (not targets or None in targets) and len(functions) == len(record.losses or ()):
@@ -89,7 +89,8 @@ def _with_loss(trace: Trace, optimizer: int, step: int):  # type: ignore[no-unty
 
 
 def agreeing(one: Losses, other: Losses, limit: float) -> tuple[str | None, float]:
-    """In which way both agree ("as summed", else which means do), and the relative difference; (None, ...): in none."""
+    """Return the reduction by which both agree ("as summed", or a pair of means; None: none), and the relative
+    difference."""
     ways = [("as summed", one.summed, other.summed)]
     for x in (one.summed, one.mean, one.weighted) if one.reported is None or other.reported is None else ():
         for name, y in (

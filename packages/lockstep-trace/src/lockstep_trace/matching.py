@@ -1,6 +1,7 @@
-"""Parameters of two traces, matched by name.
+"""Matches the parameters of two traces by name.
 
-Names are the same, or the longer one ends in the shorter one (`net.0.weight` and `0.weight`), with the same shape.
+Two names match if they are equal, or if one is a dotted suffix of the other (`net.0.weight`, `0.weight`), with equal
+shapes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from lockstep_trace.read import Trace
 
 
 def shapes(trace: Trace, optimizer: int) -> dict[str, tuple[int, ...]]:
-    """Of all ranks' parameters of an optimizer."""
+    """Return name -> shape of an optimizer's parameters on all ranks."""
     shapes_by_name: dict[str, tuple[int, ...]] = {}
     for rank in trace.ranks:
         for step in list(rank.steps.get(optimizer, {}).values())[:1]:
@@ -22,8 +23,7 @@ def shapes(trace: Trace, optimizer: int) -> dict[str, tuple[int, ...]]:
 
 
 def match(a: Trace, b: Trace, optimizer: int) -> dict[str, str]:
-    """Names of `a` to names of `b`. Errors: `TraceError` with both lists where none matches, or a matched pair has two
-    shapes."""
+    """Return name in `a` -> name in `b`. Errors: `TraceError` if no name matches, or the shapes of a pair differ."""
     one, other = shapes(a, optimizer), shapes(b, optimizer)
     pairs = {n: n for n in one if n in other}
     left, right = [n for n in one if n not in pairs], [n for n in other if n not in pairs]

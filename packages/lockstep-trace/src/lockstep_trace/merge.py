@@ -1,7 +1,7 @@
-"""Ranks' parts of tensors put together: of each parameter the whole tensor's fingerprint, norm and sketch.
+"""Merges the ranks' shards of tensors: fingerprint, norm and sketch of each full tensor.
 
 In: a trace, an optimizer, a step. Out: `Whole` by name. Different blocks of a tensor are added. Equal blocks are
-replicas: the lowest rank's counts, and replicas that differ are named. Replicas are never averaged.
+replicas: the lowest rank's value is used, and ranks with a different one are listed. Replicas are never averaged.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import numpy as np
 from lockstep_trace.read import Parameter, Step, Trace, Value
 
 _MASK = (1 << 64) - 1
-UNSEEN = 1e-16  # relative: of bits that differ by less than a sketch shows, which is stored in float32
+UNSEEN = 1e-16  # relative difference reported for unequal bits with equal sketches (float32)
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor of all ranks. `value`: of the blocks that were written; `missing`: the number of elements that no rank
-    wrote; `differences`: the ranks whose replica differs from that of the lowest rank, each with the relative
-    difference (None without sketches)."""
+    """A tensor merged over ranks. `value`: of the recorded blocks. `missing`: number of elements that no rank recorded.
+    `differences`: rank -> relative difference of its replica from the lowest rank's (None without sketches), if any."""
 
     value: Value
     shape: tuple[int, ...]
@@ -30,7 +29,7 @@ class Whole:
 
 
 def merged(trace: Trace, optimizer: int, step: int, of: Callable[[Step], Mapping[str, Value]]) -> dict[str, Whole]:
-    """`of`: such as `lambda s: s.grads`."""
+    """Merge the tensors of a step. `of`: selects them, for example `lambda s: s.grads`."""
     parts: dict[str, list[tuple[int, Parameter, Value, bool]]] = {}
     for rank, record in trace.at(optimizer, step):
         values, partial = of(record), {record.layout.parameters[i].name for i in record.raw.get("partial", ())}
@@ -42,7 +41,7 @@ def merged(trace: Trace, optimizer: int, step: int, of: Callable[[Step], Mapping
 
 
 def merged_start(trace: Trace, optimizer: int) -> dict[str, Whole]:
-    """Weights before the first step."""
+    """Merge the weights before the first step."""
     parts: dict[str, list[tuple[int, Parameter, Value, bool]]] = {}
     for rank in trace.ranks:
         if optimizer in rank.starts:
@@ -53,7 +52,7 @@ def merged_start(trace: Trace, optimizer: int) -> dict[str, Whole]:
 
 
 def merged_buffers(trace: Trace, optimizer: int, step: int) -> dict[str, Whole]:
-    """Buffers of all ranks: replicas, each whole."""
+    """Merge the buffers of all ranks, which are full replicas."""
     parts: dict[str, list[tuple[int, Parameter, Value, bool]]] = {}
     for rank, record in trace.at(optimizer, step):
         for name, value in record.buffers.items():
@@ -84,7 +83,8 @@ def _sum(values: list[Value]) -> Value:
 
 
 def difference(a: Value, b: Value) -> float | None:
-    """2-norm of the difference, relative to the larger norm: 0 for the same bits alone; None without sketches."""
+    """Return the 2-norm of the difference, relative to the larger norm: 0 only for equal bits; None without
+    sketches."""
     if a.fingerprint == b.fingerprint:
         return 0.0
     if a.sketch is None or b.sketch is None:

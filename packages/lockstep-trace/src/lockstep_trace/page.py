@@ -1,7 +1,7 @@
-"""What the page of a trace shows.
+"""Values of the page of a trace.
 
-In: a trace, and a reference where there is one. Out: values for `trace.html.jinja`: findings, the verdict, a heat map
-of steps by parameters, and what each rank saw.
+In: a trace, and optionally a reference. Out: values for `trace.html.jinja`: findings, the verdict, a heat map of steps
+by parameters, and the examples of each rank.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LANES = 48  # steps of the ranks' examples
 
 
 def values_of(trace: Trace, reference: Trace | None, verdicts: Sequence[Comparison] = ()) -> dict[str, Any]:
-    """`verdicts`: of the comparison, by optimizer; none: it is made here. Errors: `TraceError` where the two have
-    nothing in common."""
+    """Return the values of the page. `verdicts`: comparisons, one per optimizer; by default they are computed here.
+    Errors: `TraceError` if the traces have nothing in common."""
     known = {verdict.optimizer: verdict for verdict in verdicts}
     if reference is not None and not known:
         known = {o: compare(reference, trace, optimizer=o) for o in trace.optimizers if o in reference.optimizers}
@@ -41,7 +41,7 @@ def values_of(trace: Trace, reference: Trace | None, verdicts: Sequence[Comparis
 
 
 def _part(trace: Trace, reference: Trace | None, verdict: Comparison | None, optimizer: int) -> dict[str, Any]:
-    """What one optimizer did."""
+    """Return the values of one optimizer."""
     kind = next(s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()).layout.optimizer
     heat = _norms(trace, optimizer) if reference is None or verdict is None else None
     return {
@@ -56,7 +56,7 @@ def _part(trace: Trace, reference: Trace | None, verdict: Comparison | None, opt
 
 
 def _evaluations(trace: Trace) -> list[tuple[str, str, str]]:
-    """Of the first rank, in order: steps before it, what was evaluated or by whom, examples and mode or scores."""
+    """Return rows of the first rank's evaluations: steps before it, model or evaluator, examples and mode or scores."""
     rank, rows = trace.ranks[0], []
     for each in rank.evaluations:
         mode = "training mode" if each["training"] else "evaluation mode"
@@ -68,20 +68,21 @@ def _evaluations(trace: Trace) -> list[tuple[str, str, str]]:
 
 
 def _command(trace: Trace) -> str:
-    """What was traced, without the folder of its first word."""
-    words = redact_words(trace.about.get("command") or [])  # older traces hold it as it was
+    """Return the traced command, without the folder of its program."""
+    words = redact_words(trace.about.get("command") or [])  # older traces hold it unredacted
     return " ".join([Path(words[0]).name, *words[1:]]) if words else trace.folder.name
 
 
 def _spread(values: Sequence[Any], count: int) -> list[Any]:
-    """At most `count` of them, the first and the last among them."""
+    """Return at most `count` evenly spaced values, including the first and the last."""
     if len(values) <= count:
         return list(values)
     return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
 
 
 def _differences(reference: Trace, trace: Trace, optimizer: int) -> dict[str, Any]:
-    """Relative differences of gradients, from 1e-8 (no colour) to 1 (full), also after the step in which they part."""
+    """Return the heat map of relative gradient differences, 1e-8 (no colour) to 1 (full), also after the first
+    difference."""
     steps = [s for s in reference.steps(optimizer) if s in set(trace.steps(optimizer))]
     measured = [(s, gradient_differences(reference, trace, optimizer, s)) for s in _spread(steps, COLUMNS)]
     columns = [(step, values) for step, values in measured if values]
@@ -98,7 +99,7 @@ def _differences(reference: Trace, trace: Trace, optimizer: int) -> dict[str, An
 
 
 def _norms(trace: Trace, optimizer: int) -> dict[str, Any]:
-    """Gradient norms, each parameter from its own smallest to its largest."""
+    """Return the heat map of gradient norms, scaled per parameter from its smallest to its largest."""
     steps = [s for s in trace.steps(optimizer) if all(r.measured for _, r in trace.at(optimizer, s))]
     by_step: list[tuple[int, Mapping[str, float]]] = []
     for step in _spread(steps, COLUMNS):
@@ -119,7 +120,7 @@ def _norms(trace: Trace, optimizer: int) -> dict[str, Any]:
 
 
 def _strength(value: float | None, low: float, high: float) -> int:
-    """Per cent of a colour, by the logarithm."""
+    """Return a colour intensity in per cent, on a logarithmic scale."""
     if value is None or value == 0:
         return 0
     if not math.isfinite(value):
@@ -132,8 +133,8 @@ def _text(value: float | None) -> str:
 
 
 def _lanes(trace: Trace, optimizer: int) -> dict[str, Any]:
-    """Of each rank and step the number of examples, and whether another rank had one of them in the same step, or this
-    rank had one before."""
+    """Return for each rank and step the number of examples, and whether one of them is shared with another rank in the
+    same step, or was seen before."""
     ranks = data_ranks(trace, optimizer)
     steps = trace.steps(optimizer)[:LANES]
     before: set[str] = set()
@@ -149,7 +150,7 @@ def _lanes(trace: Trace, optimizer: int) -> dict[str, Any]:
 
 
 def _steps(trace: Trace, optimizer: int) -> list[tuple[str, ...]]:
-    """A few steps in numbers: step, loss of the first rank, learning rate, examples, clipped at, norm."""
+    """Return table rows of some steps: step, first rank's loss, learning rate, examples, clipping limit, norm."""
     rows: list[tuple[str, ...]] = []
     for step in _spread(trace.steps(optimizer), 12):
         record = trace.at(optimizer, step)[0][1]

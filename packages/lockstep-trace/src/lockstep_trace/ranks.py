@@ -1,6 +1,6 @@
-"""Which ranks work on data of their own, and what a step saw over all of them.
+"""Data-parallel ranks, and the examples of a step over all of them.
 
-Ranks of one tensor-parallel group, and the stages of a pipeline, work on the same examples together; they count once.
+Ranks of one tensor-parallel group, and the stages of a pipeline, share examples and count once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ MODEL_AXES = ("tp", "tensor", "cp", "sp", "pp", "ep", "mp", "pipe")
 
 
 def pipelined(trace: Trace, optimizer: int) -> bool:
-    """Whether ranks hold different parameters, whole: stages of a pipeline. Optimizers that are sharded by parameter
-    (ZeroRedundancyOptimizer) hold different ones, too, but every rank calls the whole model."""
+    """Return whether ranks are pipeline stages: they hold different, unsharded parameters.
+
+    Optimizers sharded by parameter (ZeroRedundancyOptimizer) do so, too, but every rank calls the whole model."""
     names = {frozenset(p.name for p in layout.parameters) for _, layout in _layouts(trace, optimizer)}
     models = {layout.models for _, layout in _layouts(trace, optimizer)}
     parameters_of_layouts = [{p.name for p in layout.parameters} for _, layout in _layouts(trace, optimizer)]
@@ -23,7 +24,7 @@ def pipelined(trace: Trace, optimizer: int) -> bool:
 
 
 def _sharded_optimizer(trace: Trace, optimizer: int) -> bool:
-    """Every rank has trainable parameters that another rank's optimizer holds."""
+    """Return whether every rank has trainable parameters that another rank's optimizer holds."""
     layouts = dict(_layouts(trace, optimizer))
     for number, layout in layouts.items():
         others = {p.name for n, other in layouts.items() if n != number for p in other.parameters}
@@ -46,8 +47,8 @@ def _layouts(trace: Trace, optimizer: int):  # type: ignore[no-untyped-def]
 
 
 def model_parallel(trace: Trace, optimizer: int) -> list[int]:
-    """Dimensions of the mesh along which the model is cut, and not the data. A mesh without FSDP cuts the model."""
-    mesh = next((layout.mesh for _, layout in _layouts(trace, optimizer) if layout.mesh), None)  # of all dimensions
+    """Return the mesh dimensions that shard the model, not the data. A mesh without FSDP shards the model."""
+    mesh = next((layout.mesh for _, layout in _layouts(trace, optimizer) if layout.mesh), None)  # with all dimensions
     if mesh is None:
         return []
     names = mesh["names"] or [""] * len(mesh["sizes"])
@@ -60,7 +61,7 @@ def model_parallel(trace: Trace, optimizer: int) -> list[int]:
 
 
 def data_ranks(trace: Trace, optimizer: int) -> list[Rank]:
-    """One rank of each group that works on the same examples."""
+    """Return one rank per group of ranks that share examples."""
     ranks = [rank for rank in trace.ranks if rank.steps.get(optimizer)]
     if pipelined(trace, optimizer):
         first = next((r for r in ranks if _examples(next(iter(r.steps[optimizer].values())))), ranks[0])
@@ -77,8 +78,8 @@ def data_ranks(trace: Trace, optimizer: int) -> list[Rank]:
 
 
 def _examples(step: Step) -> list[str]:
-    """Of a step. A micro-batch that went through the model once more than backward ran does not count again: pipelines
-    ask a stage for its shapes that way."""
+    """Return the hashes of a step's examples, without extra forward passes that have no backward: pipelines use those
+    to infer the shapes of a stage."""
     examples, micro = list(step.examples or []), list(step.micro or [])
     spare = len(micro) - (step.backwards or 0)
     if spare <= 0 or not step.backwards or sum(micro) != len(examples):
@@ -98,7 +99,7 @@ def _examples(step: Step) -> list[str]:
 
 
 def examples_of(trace: Trace, optimizer: int, step: int) -> list[str]:
-    """Hashes of the examples of a step, of all ranks that have data of their own."""
+    """Return the hashes of a step's examples over all data-parallel ranks."""
     return [
         h
         for r in data_ranks(trace, optimizer)
@@ -108,7 +109,7 @@ def examples_of(trace: Trace, optimizer: int, step: int) -> list[str]:
 
 
 def scales_of_clipping(records: Sequence[tuple[Rank, Step]]) -> dict[int, float]:
-    """Of ranks that hold shards, by what clipping by the norm scaled each one's; empty where it is not known."""
+    """Return rank -> factor by which norm clipping scaled its shards; empty if unknown."""
     scales: dict[int, float] = {}
     for rank, step in records:
         clips = [c for c in step.clips or () if not c.get("unseen")]

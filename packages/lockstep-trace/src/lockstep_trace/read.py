@@ -1,7 +1,7 @@
-"""Read a trace: the files of all ranks, as far as they were written.
+"""Reads a trace: the files of all ranks, complete or not.
 
-In: the folder of a trace. Out: `Trace` with its ranks, and of each rank its layouts, steps, epochs and evaluations.
-Lines that a kill cut off are left out.
+In: the folder of a trace. Out: `Trace` with its ranks, and each rank's layouts, steps, epochs and evaluations. Ignores
+lines truncated by a kill.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATTERN = "rank-*.jsonl"
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor, or a rank's part of it: fingerprint (64 bits, unsigned), sum of squares, sketch [P] or None."""
+    """Summary of a tensor or shard: fingerprint (64 bits, unsigned), sum of squares, sketch [P] or None."""
 
     fingerprint: int
     square: float
@@ -39,7 +39,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Parameter:
-    """As an optimizer of a rank holds it. `offset` and `size`: the rank's block of the whole `shape`."""
+    """A parameter in the optimizer of a rank. `offset`, `size`: the rank's block of the full `shape`."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Parameter:
     dtype: str
     device: str
     group: int
-    held: bool  # by a model that was called
+    held: bool  # by a called model
     trained: bool
     partial: str
 
@@ -64,7 +64,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class OptimizerLayout:
-    """The parameters of an optimizer on a rank, in its order."""
+    """The parameters of a rank's optimizer, in its order."""
 
     optimizer: str
     parameters: tuple[Parameter, ...]
@@ -72,12 +72,12 @@ class OptimizerLayout:
     untied: bool
     mesh: Mapping[str, Any] | None
     models: tuple[str, ...]
-    own: bool = False  # a class of the script's or of a library's, and not of torch.optim
+    own: bool = False  # a class outside torch.optim
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank wrote at one step of an optimizer. Tensors are decoded when they are asked for."""
+    """The record of one optimizer step on a rank. Tensors are decoded on first access."""
 
     raw: Mapping[str, Any]
     layout: OptimizerLayout
@@ -93,7 +93,7 @@ class Step:
 
     @cached_property
     def grads(self) -> dict[str, Value]:
-        """As the optimizer got them, unscaled; by name."""
+        """Name -> gradient as passed to the optimizer, without the loss scale."""
         if "grads" not in self.raw:
             return {}
         values = self._values("grads", self._present)
@@ -108,7 +108,7 @@ class Step:
 
     @cached_property
     def unclipped(self) -> dict[str, Value]:
-        """Before clipping; the gradients themselves where nothing was clipped."""
+        """Name -> gradient before clipping; equals `grads` if nothing was clipped."""
         return self._values("unclipped", self._present) if "unclipped" in self.raw else self.grads
 
     @cached_property
@@ -117,17 +117,17 @@ class Step:
 
     @cached_property
     def weights(self) -> dict[str, Value]:
-        """After the step; without sketches."""
+        """Name -> weight after the step, without sketches."""
         return self._values("weights", range(len(self.layout.parameters)), sketch=False)
 
     @cached_property
     def updates(self) -> dict[str, Value]:
-        """Weights after minus weights before."""
+        """Name -> weight after the step minus weight before."""
         return self._values("updates", range(len(self.layout.parameters)))
 
     @cached_property
     def moments(self) -> dict[tuple[str, str], Value]:
-        """By parameter and state."""
+        """(parameter, state) -> optimizer state."""
         keys = [(self.layout.parameters[i].name, name) for i, name in self.raw.get("moments_of", [])]
         widths = [0] * len(keys)
         return dict(zip(keys, decode(self.raw.get("moments"), widths), strict=False))
@@ -144,7 +144,7 @@ class Step:
 
     @cached_property
     def returned(self) -> list[tuple[str, Value]]:
-        """Gradients of modules' outputs, in order of backward."""
+        """(module, gradient of its output), in backward order."""
         return self._of_modules("returned")
 
     def _of_modules(self, kind: str) -> list[tuple[str, Value]]:
@@ -165,23 +165,23 @@ class Step:
 
 @dataclass
 class Rank:
-    """One process that trained."""
+    """The records of one training process."""
 
     head: Mapping[str, Any]
     path: Path
     layouts: dict[int, OptimizerLayout] = field(default_factory=dict)
     starts: dict[int, tuple[OptimizerLayout, dict[str, Value]]] = field(default_factory=dict)  # by optimizer
-    shards: dict[int, dict[str, tuple[int, bool]]] = field(default_factory=dict)  # contents, and whether constant
+    shards: dict[int, dict[str, tuple[int, bool]]] = field(default_factory=dict)  # content hash, whether constant
     steps: dict[int, dict[int, Step]] = field(default_factory=dict)  # by optimizer, by step
     models: list[Mapping[str, Any]] = field(default_factory=list)
-    loaders: list[Mapping[str, Any]] = field(default_factory=list)  # passes that began
-    passed: list[Mapping[str, Any]] = field(default_factory=list)  # and those that ended
+    loaders: list[Mapping[str, Any]] = field(default_factory=list)  # started passes
+    passed: list[Mapping[str, Any]] = field(default_factory=list)  # finished passes
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
-    scores: list[Mapping[str, Any]] = field(default_factory=list)  # that a known evaluator was returned
+    scores: list[Mapping[str, Any]] = field(default_factory=list)  # returned by known evaluators
     skipped: list[Mapping[str, Any]] = field(default_factory=list)
     errors: list[Mapping[str, Any]] = field(default_factory=list)
-    loads: list[Mapping[str, Any]] = field(default_factory=list)  # of a model's own tensors into itself
-    workers: list[Mapping[str, Any]] = field(default_factory=list)  # of data loaders
+    loads: list[Mapping[str, Any]] = field(default_factory=list)  # loads of a model's own tensors into itself
+    workers: list[Mapping[str, Any]] = field(default_factory=list)  # data loader workers
     ended: Mapping[str, Any] | None = None
 
     @property
@@ -191,12 +191,12 @@ class Rank:
 
 @dataclass(frozen=True)
 class Trace:
-    """All ranks of a command, by rank."""
+    """A trace: all ranks of a command, in order."""
 
     folder: Path
     about: Mapping[str, Any]
     ranks: tuple[Rank, ...]
-    others: int  # processes that trained, and are not among `ranks`: of another job of the same command
+    others: int  # training processes not in `ranks`: another job of the command
 
     @property
     def world(self) -> int:
@@ -207,20 +207,20 @@ class Trace:
         return sorted({number for rank in self.ranks for number in rank.steps})
 
     def steps(self, optimizer: int) -> list[int]:
-        """Steps that all ranks which use the optimizer have written."""
+        """Return the steps recorded by all ranks that use the optimizer."""
         sets = [set(rank.steps[optimizer]) for rank in self.ranks if optimizer in rank.steps]
         return sorted(set.intersection(*sets)) if sets else []
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks came to their end by themselves, and every step is recorded."""
+        """Whether all ranks ended normally and every step is recorded."""
         return not self.about.get("steps") and all(
             rank.ended is not None and all(n <= len(rank.steps.get(o, {})) for o, n in enumerate(rank.ended["steps"]))
             for rank in self.ranks
         )
 
     def measured(self, optimizer: int) -> list[int]:
-        """Steps in which every rank measured tensors."""
+        """Return the steps in which every rank measured tensors."""
         return [s for s in self.steps(optimizer) if all(r.measured for _, r in self.at(optimizer, s))]
 
     def at(self, optimizer: int, step: int) -> list[tuple[Rank, Step]]:
@@ -229,7 +229,7 @@ class Trace:
 
 
 def is_trace(folder: Path) -> bool:
-    """Whether a folder holds a trace, of the command or of the other two doors."""
+    """Return whether a folder holds a trace, recorded by the command or from within a script."""
     return (
         folder.is_dir()
         and ((folder / ABOUT).is_file() or any(folder.glob(PATTERN)))
@@ -238,14 +238,14 @@ def is_trace(folder: Path) -> bool:
 
 
 def about(folder: Path) -> dict[str, Any]:
-    """What `trace.json` says: the command, and how it ended; empty where the trace was not made by the command."""
+    """Read `trace.json`: the command and its exit status; empty if the trace was recorded without the command."""
     path = folder / ABOUT
     values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return values
 
 
 def read(folder: Path) -> Trace:
-    """Errors: `TraceError` where the folder holds no trace, or one in which nothing trained."""
+    """Read the trace in a folder. Errors: `TraceError` if there is none, or one without optimizer steps."""
     if not is_trace(folder):
         raise TraceError("LS9020", f"{folder} is not a trace; `lockstep trace -o {folder} -- COMMAND` makes one")
     command = about(folder)
@@ -258,10 +258,10 @@ def read(folder: Path) -> Trace:
     last: dict[int, Rank] = {}
     for rank in sorted(
         same, key=lambda r: (_count(r), r.head["time"])
-    ):  # of a rank that was started again, the longest
+    ):  # of a rank that was restarted, the one with the longest record
         last[rank.number] = rank
     chosen = tuple(last[number] for number in sorted(last))
-    for rank in (r for r in ranks if not r.steps and r.number in last):  # workers write files of their own
+    for rank in (r for r in ranks if not r.steps and r.number in last):  # data loader workers have their own files
         last[rank.number].workers += rank.workers
     return Trace(folder, command, chosen, len(trained) - len(chosen))
 
@@ -299,7 +299,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             try:
                 record = json.loads(line)
-            except ValueError:  # cut off
+            except ValueError:  # truncated
                 continue
             if isinstance(record, dict) and "kind" in record:
                 yield record
@@ -321,7 +321,7 @@ def _take(rank: Rank, kind: str, record: Mapping[str, Any]) -> None:
                 record["opt"], {n: (v.fingerprint, v.fingerprint == r.fingerprint) for n, v, r in pairs}
             )
     elif kind == "step":
-        at = sum(map(len, rank.steps.values()))  # among the steps of all optimizers
+        at = sum(map(len, rank.steps.values()))  # position among all optimizers' steps
         step = Step({**record, "at": at}, rank.layouts[record["layout"]])
         rank.steps.setdefault(record["opt"], {})[record["step"]] = step
     elif kind == "end":
@@ -359,7 +359,7 @@ def _layout(record: Mapping[str, Any]) -> OptimizerLayout:
 
 
 def decode(packed: Mapping[str, str] | None, widths: Sequence[int]) -> list[Value]:
-    """Values of `packed` (recorder.py); `widths`: of the sketches, where there are any."""
+    """Decode values of `packed` (records.py). `widths`: lengths of the sketches, if any."""
     if not packed or not packed["fp"]:
         return []
     prints = np.frombuffer(base64.b64decode(packed["fp"]), dtype="<u8")
@@ -372,7 +372,7 @@ def decode(packed: Mapping[str, str] | None, widths: Sequence[int]) -> list[Valu
 
 
 def width_of(shape: Sequence[int]) -> int:
-    """As in tracer/fingerprint.py, which imports torch."""
+    """Return the sketch length; a copy of tracer/fingerprint.py's, which imports torch."""
     widths = (257, 263, 269, 271, 277, 281, 283, 293)
     return next((p for p in widths if all(n % p for n in shape if n)), widths[-1])
 

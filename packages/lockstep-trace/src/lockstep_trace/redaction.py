@@ -1,9 +1,9 @@
-"""What may leave this process as text: secrets are struck out, and characters that command a terminal are made visible.
+"""Redacts secrets and escapes terminal control characters in all text that leaves this process.
 
-In: any text, such as a person's data, a library's error, a path. Out: the same text without what looks like a token, a
-key or a password, and without what is one in this process's environment. Every sink calls this: the terminal, log.txt,
-tracebacks, events, samples, trackers, the report, the model card; run.yaml is not written with a secret in it. No
-pattern finds a password that looks like a word.
+In: any text, such as user data, a library's error, a path. Out: the text without anything that looks like a token, key
+or password, or is one in this process's environment. Every sink calls this: the terminal, log.txt, tracebacks, events,
+samples, trackers, the report, the model card; run.yaml is never written with a secret. No pattern detects a password
+that looks like a word.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import quote
 
 STRUCK = "***"
-_SHORTEST = 8  # characters of a variable's value that is struck out wherever it is found: shorter ones are words
-_NO_WORD = 16  # and of one with which a run file is refused: a weak password may be the name of a project, too
-# What tokens and keys look like, by who gives them out.
+_SHORTEST = 8  # least length of an environment secret to redact; shorter ones are words
+_NO_WORD = 16  # least length to reject a run file: a weak password may also be a project name
+# Patterns of tokens and keys, by issuer.
 _TOKENS = [
     r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}",  # Hugging Face
     r"sk-[A-Za-z0-9_-]{20,}|[rs]k_(?:live|test)_[A-Za-z0-9]{16,}",  # OpenAI, Anthropic; Stripe
@@ -34,9 +34,9 @@ _TOKENS = [
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:(?!-----END)[\s\S])*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
 ]
 _TOKEN = re.compile("(?<![A-Za-z0-9])(?:" + "|".join(_TOKENS) + ")|-----BEGIN [A-Z ]*PRIVATE KEY")
-# scheme://user:password@host, also with an @ in the password, and a token alone before the @
+# scheme://user:password@host, also with @ in the password; scheme://token@host
 _ADDRESS = re.compile(r"(?P<keep>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^\s/@:\"']*:[^\s/\"']+|[^\s/@:\"']{20,})(?=@)")
-_ADDRESSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/@:\"']*:([^\s/\"']+)@")  # the password alone
+_ADDRESSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/@:\"']*:([^\s/\"']+)@")  # captures the password
 _QUERY = re.compile(
     r"(?P<keep>[?&;](?:access_|auth_|api_?|x-amz-)?(?:token|key|secret|password|passwd|sig|signature|credential"
     r"|security-token)=)(?!\*\*\*)[^\s&#\"'<>]+",
@@ -47,23 +47,23 @@ _WORDS = (
     "|ACCOUNT[_-]?KEY|STORAGE[_-]?KEY|CONNECTION[_-]?STRING"  # Azure's
     "|(?:WANDB|COMET|NEPTUNE|HF|OPENAI|ANTHROPIC|AWS|GITHUB|SIGNING|ENCRYPTION)[_-]?KEY"
 )
-# Whose token it may be: others, such as pad_token, are words of a tokenizer.
+# Prefixes of secret tokens; others, such as pad_token, belong to a tokenizer.
 _WHOSE = "hf|hub|huggingface|auth|access|api|bearer|refresh|session|bot|github|gitlab|wandb|slack"
-_SPECIAL_TOKENS = "pad|eos|bos|unk|sep|cls|mask|start|end|additional_special"  # of a tokenizer
-# NAME=value of a variable or an argument, and 'name': 'value' of a mapping
+_SPECIAL_TOKENS = "pad|eos|bos|unk|sep|cls|mask|start|end|additional_special"  # a tokenizer's
+# NAME=value (variable or argument), 'name': 'value' (mapping)
 _ASSIGNED = re.compile(
     rf"(?P<keep>\b(?:(?-i:(?:[A-Z][A-Z0-9_]*_)?(?:TOKEN|CREDENTIALS?|{_WORDS}))|(?:\w+_)?(?:{_WORDS}|(?:{_WHOSE})_token))"
     r"(?:\s?=\s?|[\"']\s?:\s?(?=[\"'])))(?!\*\*\*|[\"']\*\*\*|\.\.\.)(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\"']+)",
     re.IGNORECASE,
 )
-# name: value of a YAML file or a table of one, where the name is more than a word, in small letters
+# name: value in YAML or a table, for lower-case names of more than one word
 _LISTED = re.compile(
     rf"(?P<keep>(?<![\w.-])(?:[a-z0-9]+[_-])*(?:[a-z0-9]+[_-](?:{_WORDS.lower()})|(?:{_WHOSE})[_-]token|api_?key):\s+)"
     r"(?!\*\*\*|\.\.\.|(?:null|none|true|false)\b)(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\"',;)]+)"
 )
-# Authorization: Bearer value, of a header
+# Authorization: Bearer value (HTTP header)
 _BEARER = re.compile(r"(?P<keep>\bAuthorization:\s*(?:Bearer|Basic|token)\s+)(?!\*\*\*)[^\s\"']+", re.IGNORECASE)
-# --password value and --token=value, of a command line
+# --password value, --token=value (command line)
 _OPTION = re.compile(
     rf"(?P<keep>(?<![\w-])--(?!(?:{_SPECIAL_TOKENS})[_-]token)(?:[a-z0-9]+[_.-])*(?:{_WORDS}|token)(?:\s+|=))"
     r"(?!\*\*\*|(?-i:[A-Z_]+\b)|-)(?:\"[^\"\n]*\"|'[^'\n]*'|\S+)",
@@ -72,15 +72,15 @@ _OPTION = re.compile(
 _PATTERNS = (_ADDRESS, _QUERY, _ASSIGNED, _LISTED, _BEARER, _OPTION)
 _NAME = re.compile(rf"(^|[_.-])(token|credentials?|{_WORDS})$", re.IGNORECASE)
 _SPECIAL = re.compile(rf"(^|[_.-])({_SPECIAL_TOKENS})[_-]token$", re.IGNORECASE)
-# C0 but for tab and newline, DEL, C1; what turns the direction of text; what only some programs take for a line's end;
-# halves of characters, which no file takes
+# C0 except tab and newline, DEL, C1; bidirectional controls; line ends that only some programs recognize; lone
+# surrogates, which no file can contain
 _COMMANDS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
 
 
 def redact(text: str) -> str:
-    """The text with *** instead of secrets."""
+    """Replace secrets in a text by ***."""
     for value in secrets_in_environment():
         text = text.replace(value, STRUCK)
     text = _TOKEN.sub(STRUCK, text)
@@ -90,8 +90,8 @@ def redact(text: str) -> str:
 
 
 def redact_all(values: Any, filtered: Callable[[str], str] = redact) -> Any:
-    """Redact every text in mappings and lists, keys as well, and every value whose key names a secret. `filtered`: the
-    function that is applied to each text, by default `redact`."""
+    """Redact every text in nested mappings and lists, including keys, and every value whose key names a secret.
+    `filtered`: function applied to each text."""
     if isinstance(values, str):
         return filtered(values)
     if isinstance(values, dict):
@@ -103,8 +103,8 @@ def redact_all(values: Any, filtered: Callable[[str], str] = redact) -> Any:
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line without secrets: the value of each option, variable or key whose name says that it
-    is one (`--token VALUE`, `--token=VALUE`, `hub.token=VALUE`), and whatever `redact` finds in a word."""
+    """Redact the words of a command line: values whose option, variable or key names a secret (`--token VALUE`,
+    `--token=VALUE`, `hub.token=VALUE`), and everything that `redact` detects in a word."""
     redacted = []
     for option, word in zip(["", *words], words, strict=False):
         name, equals, value = word.partition("=")
@@ -118,21 +118,21 @@ def redact_words(words: Sequence[str]) -> list[str]:
 
 
 def names_secret(key: str) -> bool:
-    """Whether what a key or variable is called says that it holds a secret."""
+    """Return whether the name of a key or variable indicates a secret."""
     return _NAME.search(key) is not None and _SPECIAL.search(key) is None
 
 
 def kept_secret(key: Any, value: Any) -> bool:
-    """Whether a key says that its value, a text or a number, is a secret. A number of tokens is none."""
+    """Return whether a key indicates that its value, a text or a number, is a secret. Token counts are not."""
     if not isinstance(key, str) or isinstance(value, bool) or not names_secret(key):
         return False
     return bool(value) if isinstance(value, str) else isinstance(value, int | float) and key[-5:].lower() != "token"
 
 
 def holds_secret(text: str, of_environment: tuple[str, ...] | None = None) -> bool:
-    """Whether a text holds what looks like a secret, or a value of this process's environment that is a secret and no
-    plain word. Redacted values do not count. `of_environment`: the result of `secrets_in_environment`, for callers with
-    many texts."""
+    """Return whether a text contains something that looks like a secret, or a secret of this process's environment that
+    is not a plain word. Redacted values do not count. `of_environment`: the result of `secrets_in_environment`, to
+    reuse for many texts."""
     values = secrets_in_environment() if of_environment is None else of_environment
     return (
         _TOKEN.search(text) is not None
@@ -142,22 +142,22 @@ def holds_secret(text: str, of_environment: tuple[str, ...] | None = None) -> bo
 
 
 def visible(text: str) -> str:
-    """The text with control characters written out, `\\x1b` for an escape; tabs and newlines stay."""
+    """Escape control characters in a text (`\\x1b`), except tabs and newlines."""
     return _COMMANDS.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
 
 
 def printable(text: str) -> str:
-    """As a terminal or a log may have it."""
+    """Redact a text and escape control characters, for a terminal or a log."""
     return visible(redact(text))
 
 
 def one_line(text: object, most: int) -> str:
-    """What an error says, on one line of at most `most` characters. Struck first: half a secret looks like none."""
+    """Return a message on one line of at most `most` characters, redacted before it is shortened."""
     return redact(" ".join(str(text).split()))[:most]
 
 
 def secrets_in_environment() -> tuple[str, ...]:
-    """Secrets in this process's environment, longest first, each also as it stands in an address."""
+    """Return the secrets in this process's environment, longest first, also in URL-quoted form."""
     return _secrets_in(tuple(os.environ.items()))
 
 

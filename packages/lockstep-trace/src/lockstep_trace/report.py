@@ -1,6 +1,6 @@
-"""The page of a trace: one HTML file without scripts, which needs no network.
+"""Writes the page of a trace: one HTML file without scripts or network access.
 
-In: the folder of a trace, of a reference where there is one. Out: `report.html` in the trace's folder. Needs jinja2:
+In: the folder of a trace, and optionally of a reference. Out: `report.html` in the trace's folder. Needs jinja2:
 `pip install "lockstep-trace[report]"`.
 """
 
@@ -21,8 +21,9 @@ PAGE = "report.html"
 
 
 def write(folder: Path, reference: Path | None = None, verdicts: Sequence[Comparison] = ()) -> Path:
-    """Write the page of the trace in `folder`, beside a reference if there is one. `verdicts`: those of the
-    comparison, one for each optimizer; none: the two are compared here, without options. Returns the page. Errors:
+    """Write the page of the trace in `folder`, compared with a reference if given, and return its path.
+
+    `verdicts`: comparisons, one per optimizer; by default they are computed here, with default options. Errors:
     `TraceError`, `OSError`."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined

@@ -1,7 +1,7 @@
-"""Run a command with the tracer in every Python process that it starts.
+"""Runs a command with the tracer in every Python process that it starts.
 
-In: a command, a folder for the trace. Out: the command's own exit status; in the folder `trace.json` (the command and
-how it ended), `inject/` (what is on the processes' PYTHONPATH), and a file of each process that trained.
+In: a command, a folder for the trace. Out: the command's exit status; in the folder, `trace.json` (the command and its
+status), `inject/` (added to PYTHONPATH), and one file per training process.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ SOURCES = Path(__file__).parent
 
 
 def run(command: Sequence[str], folder: Path, **settings: Any) -> int:
-    """Trace a command into a new folder. `settings`: of `Settings`, but `folder`. Standard streams are the command's
-    own. Returns its exit status; 128 + N where signal N ended it, 127 where it cannot be started. Errors:
-    `TraceError`."""
+    """Trace a command into a new folder and return its exit status.
+
+    The status is 128 + N if signal N ended the command, 127 if it cannot be started. The command inherits the standard
+    streams. `settings`: fields of `Settings`, except `folder`. Errors: `TraceError`."""
     folder = folder.absolute()
     prepare(folder, command, Settings(str(folder), **settings))
     began = time.time()
@@ -44,7 +45,7 @@ def run(command: Sequence[str], folder: Path, **settings: Any) -> int:
 
 
 def prepare(folder: Path, command: Sequence[str], settings: Settings) -> None:
-    """Make the trace's folder. Errors: `TraceError` where it holds something already."""
+    """Create the trace's folder, replacing an older trace. Errors: `TraceError` if it holds anything else."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if not (folder / ABOUT).is_file():
             raise TraceError("LS9031", f"{folder} exists and is not a trace; give another folder with -o")
@@ -60,14 +61,14 @@ def prepare(folder: Path, command: Sequence[str], settings: Settings) -> None:
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """This process's, with the tracer's folder first on PYTHONPATH. An outer trace's folder is taken off."""
+    """Return this process's environment with the tracer first on PYTHONPATH, without an outer trace's folder."""
     path = [str(folder / INJECT)]
     path += [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p).name != INJECT]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Pass signals on, and wait. The terminal sends Ctrl-C to the command by itself."""
+    """Wait for the process, forwarding signals. The terminal sends Ctrl-C to the command directly."""
     passed = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     try:
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -1,7 +1,6 @@
-"""Writes a trace of steps that a program computes by itself, without an optimizer of torch: whole tensors, in one
-process for all ranks.
+"""Writes a trace of steps computed without a torch optimizer, from one process for all ranks, with full tensors.
 
-In: of each step the names and tensors, and what each rank saw. Out: a folder that `read` reads, as the tracer's.
+In: names and tensors of each step, and the data of each rank. Out: a folder in the tracer's format, for `read`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ EMPTY = {"fp": "", "sq": "", "sk": ""}
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank saw in a step: of each micro-batch its number, its loss and its targets; hashes of examples."""
+    """Data of one rank in a step: number, loss and targets of each micro-batch; hashes of examples."""
 
     micro_batches: Mapping[int, float] = field(default_factory=dict)
     targets: Sequence[float] = ()
@@ -37,17 +36,17 @@ class RankStep:
 
 @dataclass(frozen=True)
 class WholeStep:
-    """A step of all ranks. `loss`: as it is reported. `rates`: options of the update, such as `lr`. `clips`: the limit
-    of the gradient norm, and the norm as it is reported."""
+    """A step of all ranks. `loss`: as reported. `rates`: options of the update, such as `lr`. `clips`: (limit of the
+    gradient norm, reported norm)."""
 
     number: int
     loss: float
     gradients: Mapping[str, Tensor]  # before clipping
-    weights: Mapping[str, Tensor]  # after the step, trained or not, with buffers
+    weights: Mapping[str, Tensor]  # after the step, frozen ones and buffers included
     rates: Mapping[str, Any]
     clips: tuple[float | None, float] | None
     ranks: Sequence[RankStep]
-    targets: float | None = None  # that the step has
+    targets: float | None = None  # number of targets of the step
     autocast: str = ""
 
 
@@ -55,7 +54,7 @@ class StepWriter:
     """Appends steps to a trace's folder. Not collective: one process writes for all ranks."""
 
     def __init__(self, folder: Path, weights: Mapping[str, Tensor], optimizer: str, about: Mapping[str, Any]) -> None:
-        """`weights`: before the first step. `about`: `command`, and what a comparison may use, such as `scores`."""
+        """`weights`: before the first step. `about`: `command`, and values for comparisons, such as `scores`."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.optimizer = folder, optimizer
         self._before = _measured(weights)
@@ -80,7 +79,7 @@ class StepWriter:
             self._write(rank, "end", steps=[self._layout["steps"]], backwards=0)
             file.close()
 
-    # -- records, as tracer/recorder.py has them ---------------------------------------------------------------------
+    # -- records in the format of tracer/recorder.py -----------------------------------------------------------------
 
     def _open(self, world: int, stochastic: bool) -> None:
         for rank in range(world):
@@ -121,7 +120,7 @@ class StepWriter:
     def _record(self, step: WholeStep, own: RankStep) -> dict[str, Any]:
         limit, norm = step.clips or (None, None)
         ranks, total = len(step.ranks), sum(sum(r.targets) for r in step.ranks) or 1
-        losses = [x / total * ranks for x in own.micro_batches.values()]  # whose mean over ranks is the step's loss
+        losses = [x / total * ranks for x in own.micro_batches.values()]  # their mean over ranks is the step's loss
         return {
             "opt": 0,
             "step": step.number,
@@ -158,7 +157,7 @@ class StepWriter:
 
 
 def _measured(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU. Those without elements are left out."""
+    """Measure tensors and return their vectors on the CPU, without empty tensors."""
     detached = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
     vectors = measure(list(detached.values()), [whole(t) for t in detached.values()])
     return {name: vector.cpu() for name, vector in zip(detached, vectors, strict=True)}

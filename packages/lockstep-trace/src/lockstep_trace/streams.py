@@ -1,7 +1,7 @@
-"""Standard streams that never end a program. What a terminal cannot show is replaced; what nobody reads is dropped.
+"""Safe standard streams, which never raise: unencodable characters are replaced, output to a closed pipe is dropped.
 
-In: the standard streams of a process of ours. Out: the same ones, made safe for the whole process (`make_safe`), or
-one text written to a stream of somebody else's (`put`).
+In: the standard streams of this process. Out: the same streams, made safe for the whole process (`make_safe`), or one
+text written to any stream (`put`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import sys
 from contextlib import suppress
 from typing import Any, TextIO
 
-ERRORS = "lockstep"  # the name of the error handler below: `open(..., errors=ERRORS)`
-# What we print ourselves beside ASCII: sparklines of a plan, samples, ellipses
+ERRORS = "lockstep"  # name of the error handler below, for `open(..., errors=ERRORS)`
+# Non-ASCII characters in our own output (sparklines, samples, ellipses) -> ASCII
 _ALIKE = {"\u27f6": "->", "\u2026": "...", "\u2014": "--", "\u2013": "-", "\u00b7": ".", "\u00d7": "x"}
 _ALIKE |= dict(zip("\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588", "_.-=+*#@", strict=True))
 _READER_GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # a closed pipe, a terminal that hung up
 
 
 def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
-    """The character that an encoding lacks: one that looks like it, or its escape; a byte of a file's name that is no
-    text is itself."""
+    """Codec error handler: replace a character that the encoding lacks by a similar one, or its escape. Surrogates of
+    undecodable file names become their bytes."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     character = error.object[error.start]
@@ -40,8 +40,8 @@ codecs.register_error(ERRORS, _replaced)
 
 
 class _SafeFile(io.FileIO):
-    """The descriptor of a standard stream. Writing raises nothing: `failure` is the first error. Once the reader is
-    gone the descriptor is that of /dev/null, also for what other code writes to it."""
+    """File of a standard stream whose writes never raise; `failure` is the first error. When the reader is gone, the
+    descriptor is redirected to /dev/null, also for other code that writes to it."""
 
     failure: OSError | None = None
 
@@ -55,16 +55,18 @@ class _SafeFile(io.FileIO):
                 if error.errno in _READER_GONE:
                     _to_nowhere(self.fileno())
                 break
-            if written is None:  # somebody made the pipe or terminal non-blocking, and it is full
+            if written is None:  # a non-blocking pipe or terminal is full
                 select.select([], [self], [])
             rest = rest[written or 0 :]
         return memoryview(data).nbytes
 
 
 def make_safe() -> None:
-    """Let nothing that this process prints end it, from now on: standard streams that are closed lead to /dev/null (a
-    file that is opened later would get their number), characters that they cannot show are replaced, and errors of
-    writing are kept for `unwritten`. Streams that are not Python's own (a notebook's, a test's) stay as they are."""
+    """Make the standard streams safe, so that printing cannot end this process.
+
+    Closed streams are redirected to /dev/null (otherwise a file opened later would get their descriptor), unencodable
+    characters are replaced, and write errors are kept for `unwritten`. Replaced streams (of a notebook, of a test) stay
+    unchanged."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream, mode = getattr(sys, name), "w" if number else "r"
         try:
@@ -78,13 +80,13 @@ def make_safe() -> None:
 
 
 def reader_is_gone() -> bool:
-    """Whether standard output was closed by whoever read it (`| head`): what follows a log has no purpose any more."""
+    """Return whether the reader of standard output has closed it (`| head`), so that following a log is pointless."""
     failure = _failure(sys.stdout)
     return failure is not None and failure.errno in _READER_GONE
 
 
 def unwritten() -> OSError | None:
-    """The error for which some of what was printed is nowhere, such as a full disk; None also if nobody wants it."""
+    """Return the error that lost printed output, such as a full disk; None if there is none, or the reader is gone."""
     if sys.stdout is not None:
         with suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -92,8 +94,7 @@ def unwritten() -> OSError | None:
 
 
 def put(stream: TextIO | None, text: str, flush: bool = False) -> None:
-    """Write to a stream of any kind, of which nothing is known: what it cannot show is replaced, and one that is closed
-    gets nothing. Raises no error."""
+    """Write to any stream without raising: unencodable characters are replaced, and a closed stream is skipped."""
     if stream is None:
         return
     try:
@@ -104,20 +105,20 @@ def put(stream: TextIO | None, text: str, flush: bool = False) -> None:
         if flush:
             stream.flush()
     except OSError as error:
-        # what waits in its buffer would be written at Python's exit
+        # otherwise Python would write the buffer at exit
         if error.errno in _READER_GONE and (number := _number(stream)) in (1, 2):
             _to_nowhere(number)
-    except ValueError:  # it is closed
+    except ValueError:  # closed
         pass
 
 
 def say(text: str) -> None:
-    """`print`, without errors."""
+    """Print a line without raising."""
     put(sys.stdout, f"{text}\n", flush=True)
 
 
 def encodes(stream: TextIO, text: str) -> bool:
-    """Whether a stream can show a text as it is."""
+    """Return whether a stream can encode a text."""
     try:
         text.encode(getattr(stream, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
@@ -126,7 +127,7 @@ def encodes(stream: TextIO, text: str) -> bool:
 
 
 def _safe(stream: io.TextIOWrapper, number: int) -> io.TextIOWrapper:
-    """In its place; others, such as handlers of logs, may have kept the one that was there."""
+    """Return a safe replacement of a stream. The old one, which log handlers may hold, also gets the error handler."""
     with suppress(OSError):
         stream.flush()
     stream.reconfigure(errors=ERRORS)
@@ -149,7 +150,7 @@ def _number(stream: TextIO) -> int | None:
 
 
 def _file(stream: Any) -> _SafeFile | None:
-    """The descriptor under a stream that `make_safe` has made. rich's progress bars put a proxy over it."""
+    """Return the `_SafeFile` under a stream, or None. rich's progress bars wrap the stream in a proxy."""
     stream = getattr(stream, "rich_proxied_file", stream)
     if not isinstance(stream, io.TextIOWrapper) or stream.closed:
         return None
@@ -169,7 +170,7 @@ def _failure(stream: Any) -> OSError | None:
 def _to_nowhere(number: int) -> None:
     with suppress(OSError):
         nowhere = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nowhere, number)  # also inherited by what is started
+        os.dup2(nowhere, number)  # child processes inherit it
         if nowhere != number:
             os.close(nowhere)
         else:

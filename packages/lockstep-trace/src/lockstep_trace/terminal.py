@@ -1,4 +1,4 @@
-"""What `record`, `diff` and `verify` print: the summary of a trace, the table of a comparison, its first difference.
+"""Output of `record`, `diff` and `verify`: the summary of a trace, the table of a comparison, its first difference.
 
 In: commands, folders, and where to print. Out: lines, and exit statuses. The comparison itself is in `compare.py`.
 """
@@ -25,20 +25,20 @@ from lockstep_trace.report import write
 from lockstep_trace.rules.finding import WRONG
 from lockstep_trace.run import run
 
-ROWS = 12  # of a table
+ROWS = 12  # shown in a table
 
 
 class Output(Protocol):
-    """Where lines and tables are printed."""
+    """Destination of lines and tables."""
 
     def say(self, text: str) -> None:
         """Print one line or more."""
 
     def note(self, text: str) -> None:
-        """Print something that the result depends on."""
+        """Print a note about the result's validity."""
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], key: str) -> None:
-        """Print a table. `key`: its name where the output is read by a program."""
+        """Print a table. `key`: its key in machine-readable output."""
 
 
 class PlainOutput:
@@ -68,7 +68,7 @@ def record(command: Sequence[str], folder: Path, options: Mapping[str, Any], ver
 
 
 def summary(folder: Path, verbose: bool = False) -> list[str]:
-    """What a trace came to, with the findings in it: those that are proved, or all."""
+    """Return the summary of a trace with its findings: the proved ones, or all with `verbose`."""
     try:
         trace = read(folder)
     except TraceError as error:
@@ -83,7 +83,7 @@ def summary(folder: Path, verbose: bool = False) -> list[str]:
 
 
 def counted(rows: Sequence[Finding], verbose: bool) -> str:
-    """The number of findings, and how to see those that are not proved."""
+    """Describe the number of findings, and how to show unproved ones."""
     certain, rest = len(proved(rows)), len(rows) - len(proved(rows))
     head = f"{certain} finding{'s' if certain > 1 else ''}" if certain else "no finding"
     if not rest:
@@ -106,9 +106,10 @@ def diff(
     align: bool = False,
     verbose: bool = False,
 ) -> int:
-    """Compare two traces. `align`: where their steps see other examples, also over the first steps in which both have
-    seen the same. `verbose`: also findings of each that are not proved. Returns 0 where nothing differs beyond rounding
-    (`exact`: at all), else 1. Errors: `TraceError`."""
+    """Compare two traces; return 0 if they agree within rounding (`exact`: bitwise), else 1.
+
+    `align`: if steps have different examples, also compare the first window of steps over the same examples.
+    `verbose`: also print unproved findings of each trace. Errors: `TraceError`."""
     return int(any(v.first is not None for v in compared(a, b, output, exact, perturbed, align, verbose)))
 
 
@@ -121,7 +122,7 @@ def compared(
     align: bool = False,
     verbose: bool = False,
 ) -> list[Comparison]:
-    """Compare two traces. Returns a verdict for each optimizer, after printing it. Errors: `TraceError`."""
+    """Compare two traces; print and return a verdict for each optimizer. Errors: `TraceError`."""
     one, other = read(a), read(b)
     third = read(perturbed) if perturbed is not None else None
     shared = [o for o in one.optimizers if o in other.optimizers]
@@ -194,11 +195,12 @@ def verify(
         return int(any(v.first is not None for v in verdicts))
 
 
-# -- what came of a comparison, as `diff` and `verify` say it, and its page ------------------------------------------
+# -- output of a comparison ------------------------------------------------------------------------------------------
 
 
 def say_numbers(output: Output, verdict: Comparison, title: str = "") -> None:
-    """The table of the steps that were compared, up to the first difference, and where they are furthest apart."""
+    """Print the table of compared steps, up to the first difference, and the parameters with the largest
+    differences."""
     rows = verdict.rows
     rows_shown = rows if len(rows) <= ROWS else (*rows[: ROWS // 2], *rows[-ROWS // 2 :])
     if not rows_shown:
@@ -217,7 +219,7 @@ def _size(value: float | None) -> float:
 
 
 def lines_of(verdict: Comparison) -> list[str]:
-    """The first difference, and its likely cause; none where nothing differs beyond what may."""
+    """Return the lines of the first difference and its likely cause; empty if all is within the tolerance."""
     if verdict.first is None:
         return []
     at = "before the first step" if verdict.step is None else f"in step {verdict.step}"
@@ -226,7 +228,7 @@ def lines_of(verdict: Comparison) -> list[str]:
 
 
 def finding_lines(findings: Sequence[Finding]) -> list[str]:
-    """A line for each finding, one for what to change, and, where it is not proved, one for what else it could be."""
+    """Return lines for findings: the evidence, the change to make, and for unproved ones the alternatives."""
     lines = []
     for each in findings:
         level = "" if each.level == WRONG else f"{each.level}: "

@@ -1,2 +1,2 @@
-"""What is put on the PYTHONPATH of traced processes: `sitecustomize.py` is copied into the trace's folder, beside a
-copy of `tracer/`."""
+"""Files for the PYTHONPATH of traced processes: `sitecustomize.py` is copied into the trace's folder, next to a copy of
+`tracer/`."""

@@ -1,6 +1,6 @@
-"""Python imports this file at its start where its folder is on PYTHONPATH. It waits for torch, and then traces.
+"""Starts the tracer when torch is imported. Python imports this file at startup if its folder is on PYTHONPATH.
 
-It imports nothing of torch by itself, and runs the `sitecustomize` that would have been imported without it.
+It does not import torch itself, and runs the `sitecustomize` that it shadows.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class Tracing:
-    """Finds torch as Python would, and has the tracer begin after its import."""
+    """Import finder that starts the tracer after torch is imported."""
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name != "torch":
@@ -23,7 +23,7 @@ class Tracing:
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            sys.meta_path.insert(0, self)  # who asks whether torch is there does not import it yet
+            sys.meta_path.insert(0, self)  # find_spec may only check for torch, without importing it
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module
@@ -39,7 +39,7 @@ class Tracing:
 
 
 def start():  # type: ignore[no-untyped-def]
-    """Errors are a warning: the script runs all the same."""
+    """Start the tracer. An error is only a warning; the script runs anyway."""
     try:
         spec = importlib.util.spec_from_file_location(
             "lockstep_tracer",
@@ -57,12 +57,12 @@ def start():  # type: ignore[no-untyped-def]
         tracer.begin(settings)
     except Exception as error:
         text = f"lockstep trace: this process is not traced: {type(error).__name__}: {error}\n"
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error may be closed, or not be there
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error may be closed or missing
             sys.stderr.write(text)
 
 
 def chain():  # type: ignore[no-untyped-def]
-    """The next `sitecustomize` on the path."""
+    """Run the next `sitecustomize` on the path."""
     path = [p for p in sys.path if os.path.abspath(p or ".") != HERE]
     spec = PathFinder.find_spec("sitecustomize", path)
     if spec is not None and spec.loader is not None:

@@ -1,8 +1,8 @@
-"""Faults in what is trained and evaluated on: orders that repeat, examples that come too often or never, rows of an
-evaluation that were trained on.
+"""Rules on training and evaluation data: repeated orders, examples repeated or left out, evaluation rows that were
+trained on.
 
-Examples are known by hashes of what the model is given. A size that a loader says is its own data set's: behind a
-partition that is made by hand it is a part, so that nothing here is proved by sizes.
+Examples are identified by hashes of the model's inputs. A loader reports the size of its own data set, which may be a
+manual partition, so sizes prove nothing here.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from lockstep_trace.read import Rank, Trace
 from lockstep_trace.rules.epochs import batches_of_passes, examples_of_passes, first_step, known, passes_of
 from lockstep_trace.rules.finding import INFO, PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
-DISTINCT = 8  # examples, whose order is no chance: 1 in 40,320
+DISTINCT = 8  # examples; they repeat an order by chance in 1 of 40,320 cases
 PLAIN = ("RandomSampler", "SequentialSampler", "DistributedSampler", "SeedableRandomSampler")  # give each once
 TWICE = "ranks that draw from the whole data set each, on purpose"
 
 
 def same_order(trace: Trace) -> Iterator[Finding]:
-    """Two passes of one optimizer over shuffled loaders with the same order. No right program asks for an order that is
-    drawn anew, and gets the same; one that takes a pass back does so from the weights that it began with."""
+    """Report two passes of one optimizer over shuffled loaders in the same order.
+
+    No correct program requests a new shuffle and gets the same order. A pass that is repeated on purpose restarts from
+    its initial weights."""
     for optimizer in trace.optimizers:
         for rank in trace.ranks:
             if (finding := _same_order(rank, optimizer)) is not None:
@@ -66,7 +68,7 @@ def _same_order(rank: Rank, optimizer: int) -> Finding | None:
 
 
 def _taken_back(rank: Rank, optimizer: int, one: str, other: str) -> bool:
-    """Whether a pass begins with the weights that an earlier one began with: it is made again on purpose."""
+    """Return whether a pass starts with the initial weights of an earlier one: it is repeated on purpose."""
     steps = rank.steps[optimizer]
     numbers = [first_step(rank, name, optimizer) for name in (one, other)]
     weights = [steps[n].before for n in numbers if n is not None]
@@ -75,7 +77,7 @@ def _taken_back(rank: Rank, optimizer: int, one: str, other: str) -> bool:
 
 
 def _resumed(rank: Rank, optimizer: int) -> Finding | None:
-    """A pass over the rest of an epoch, and one over a whole epoch that ends in the same order."""
+    """Return a finding if a resumed partial pass is followed by a full epoch that ends in the same order."""
     passes, examples = passes_of(rank), examples_of_passes(rank, optimizer)
     trained = [name for name in passes if name in examples]
     ordered = sorted(trained, key=lambda name: first_step(rank, name, optimizer) or 0)
@@ -98,8 +100,10 @@ def _resumed(rank: Rank, optimizer: int) -> Finding | None:
 
 
 def one_batch(trace: Trace) -> Iterator[Finding]:
-    """A pass begun in each step for its first batch, which is always the same. No right program asks a loader of many
-    batches again and again for the same one; a trial on one batch asks once."""
+    """Report a loader restarted in each step for its first batch, which is always the same.
+
+    No correct program requests the same batch repeatedly from a loader of many; overfitting one batch requests it
+    once."""
     for optimizer, rank in itertools.product(trace.optimizers, trace.ranks[:1]):
         begun = {r["loader"]: r for r in rank.loaders}
         batches = batches_of_passes(rank, optimizer)
@@ -118,8 +122,9 @@ def one_batch(trace: Trace) -> Iterator[Finding]:
 
 
 def whole_stream(trace: Trace) -> Iterator[Finding]:
-    """A stream that every worker of a loader yields whole: each batch comes once from each worker, one after another.
-    No right program repeats each batch at once, as often as there are workers."""
+    """Report a stream that every data loader worker yields completely, so that each batch comes once per worker.
+
+    No correct program repeats each batch immediately, as many times as there are workers."""
     for optimizer, rank in itertools.product(trace.optimizers, trace.ranks[:1]):
         begun = {r["loader"]: r for r in rank.loaders}
         for name, batches in batches_of_passes(rank, optimizer).items():
@@ -140,7 +145,7 @@ def whole_stream(trace: Trace) -> Iterator[Finding]:
 
 
 def counts(trace: Trace) -> Iterator[Finding]:
-    """What an epoch over all ranks has seen."""
+    """Report examples repeated or left out in an epoch over all ranks."""
     optimizer = trace.optimizers[0]
     ranks = data_ranks(trace, optimizer)
     passes = [passes_of(rank) for rank in ranks]
@@ -170,8 +175,10 @@ def _divided_twice(
     lists: Sequence[Sequence[str]],
     at: int | None,
 ) -> Finding | None:
-    """A DistributedSampler gives each rank its share, of which each rank takes every N-th batch, N the number of ranks,
-    or which Accelerate divides again. No right program leaves out just those."""
+    """Return a finding if a rank's DistributedSampler share is divided a second time, else None.
+
+    Each rank takes every N-th batch of its share (N ranks), or Accelerate divides it again. No correct program leaves
+    out exactly those examples."""
     world = len(ranks)
     if world < 2 or any(b["sampler"] != "DistributedSampler" or b["replicas"] != world for b in begins):
         return None
@@ -197,7 +204,7 @@ def _divided_twice(
 
 
 def _often(lists: Sequence[Sequence[str]], at: int | None) -> Finding | None:
-    """Ranks that see the same examples in an epoch, in other orders."""
+    """Return a finding if ranks see the same examples in an epoch, in different orders."""
     if len(lists) < 2:
         return None
     sets = [set(each) for each in lists]
@@ -217,14 +224,16 @@ def _twice(
     lists: Sequence[Sequence[str]],
     at: int | None,
 ) -> Finding | None:
-    """Ranks that share examples though a DistributedSampler divides them. No right program gives its samplers other
-    seeds or epochs; where those agree, rows are equal, or ranks hold the data set in other orders."""
+    """Return a finding if ranks share examples although a DistributedSampler divides them, else None.
+
+    No correct program gives its samplers different seeds or epochs. If those agree, rows are equal, or ranks hold the
+    data set in different orders."""
     world = len(ranks)
     if world < 2 or any(b["sampler"] != "DistributedSampler" or b["replicas"] != world for b in begins):
         return None
     total = sum(map(len, lists))
     every = Counter(h for each in lists for h in each)
-    own = sum(n - 1 for each in lists for n in Counter(each).values())  # equal rows of the data set
+    own = sum(n - 1 for each in lists for n in Counter(each).values())  # duplicate rows of the data set
     twice = sum(n - 1 for n in every.values()) - 2 * own * world
     if twice <= world or twice <= 0.1 * total:
         return None
@@ -245,7 +254,7 @@ def _twice(
 
 
 def _seen_at(ranks: Sequence[Rank], optimizer: int, name: str, every: Counter[str]) -> str:
-    """Where one of the examples that are seen more than once is."""
+    """Describe the positions of an example that is seen more than once."""
     places: dict[str, list[str]] = {}
     for rank in ranks:
         for number, step in sorted(rank.steps[optimizer].items()):
@@ -259,7 +268,7 @@ def _seen_at(ranks: Sequence[Rank], optimizer: int, name: str, every: Counter[st
 def _part(
     trace: Trace, begins: Sequence[Mapping[str, Any]], lists: Sequence[Sequence[str]], at: int | None
 ) -> Finding | None:
-    """Less than the loader's data set: what was left out may have been left out on purpose."""
+    """Return a finding if an epoch covers only a part of the loader's data set, which may be intended."""
     size, total = begins[0]["size"], sum(map(len, lists))
     if not size or begins[0]["sampler"] not in PLAIN or any(rank.skipped for rank in trace.ranks):
         return None
@@ -274,9 +283,10 @@ def _part(
 
 
 def trained_on(trace: Trace) -> Iterator[Finding]:
-    """Rows of an evaluation that the evaluated model was trained on before. All of them may be there to score training
-    itself; no right program has a set of which some rows, and not all, were trained on, unless rows are often equal, or
-    trains on one part of a random split and scores another that it trained on as well."""
+    """Report evaluation rows that the model was trained on before.
+
+    If all were, the evaluation may measure the training set. No correct program evaluates a set of which only some rows
+    were trained on, unless many rows are equal; nor a part of a random split that overlaps the part it trains on."""
     for rank in trace.ranks[:1]:
         passes = {r["loader"]: r for r in rank.loaders}
         for record in rank.evaluations:
@@ -292,7 +302,7 @@ def _overlap(rank: Rank, record: Mapping[str, Any], passes: Mapping[str, Mapping
     final = {h for o in optimizers for s in rank.steps[o].values() for h in known(s)}
     evaluated, trained = record["known"], set(rows)
     if trained != final or not evaluated or not trained:
-        return None  # more is trained on later: what is not trained on yet is no other set
+        return None  # training continues later: rows not trained on yet may belong to the same set
     share = set(evaluated) & trained
     part = len(share) / len(set(evaluated))
     if len(share) < DISTINCT or part < 0.05:
@@ -322,7 +332,7 @@ def _head(finding: Finding) -> tuple[str, str, str, int | None]:
 
 
 def _first_epoch(rank: Rank, optimizers: Sequence[int]) -> list[str]:
-    """The first pass over a training loader, or the first steps until an example comes again."""
+    """Return the examples of the first pass over a training loader, or of the first steps until one repeats."""
     for optimizer in optimizers:
         rows: list[str] = []
         first = None
@@ -337,8 +347,8 @@ def _first_epoch(rank: Rank, optimizers: Sequence[int]) -> list[str]:
 
 
 def evaluations(trace: Trace) -> Iterator[Finding]:
-    """Passes without gradients: examples counted twice or left out. What a script does with them after the forward is
-    not seen: it may take the repeated ones off again."""
+    """Report examples counted twice or left out in passes without gradients. The script may drop repeated ones after
+    the forward pass, which a trace does not show."""
     rows: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
     for rank in trace.ranks:
         passes = passes_of(rank)
@@ -364,10 +374,10 @@ def _evaluation(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) ->
         "LengthGroupedSampler",
     )
     if not size or begun["sampler"] not in plain or "accelerate" in begun["kind_of"]:
-        return None  # Accelerate's gather_for_metrics takes repeated examples off again
+        return None  # Accelerate's gather_for_metrics drops repeated examples
     total = sum(numbers)
     if all(n == size for n in numbers):
-        return None  # by each rank, or by one alone
+        return None  # complete on each rank, or on only one
     after = next((int(n) for record, _ in pairs for n in record["steps"][:1]), None)
     if begun["drop"] and total < size:
         what = f"the evaluation after {after} steps goes over {total} of {size} examples"
@@ -386,9 +396,10 @@ def _evaluation(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) ->
 
 
 def workers(trace: Trace) -> Iterator[Finding]:
-    """Workers of one pass whose generator began in the same state, and was in the same state again after the first
-    examples of each: these were given the same random numbers. No right program draws the same for other examples
-    because another process loads them; one that seeds by the example has other states."""
+    """Report data loader workers that draw the same random numbers: their generators had equal states at the start of a
+    pass and after their first examples.
+
+    No correct program draws equal numbers for different examples; seeding by example gives different states."""
     for rank in trace.ranks[:1]:
         alike: Counter[tuple[str, str, str, str]] = Counter()
         for worker in rank.workers:

@@ -1,6 +1,6 @@
-"""The order of examples: passes over data loaders, and which examples each step was fed from them.
+"""Passes over data loaders and the examples that each step took from them.
 
-In: one rank of a trace. Out: passes and their examples, which the other rules read.
+In: one rank of a trace. Out: passes and their examples, used by the other rules.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from lockstep_trace.read import Rank, Step
 
 
 def passes_of(rank: Rank) -> dict[str, Mapping[str, Any]]:
-    """Passes that ended while steps were recorded, by name, with what they began with."""
+    """Return name -> start record of each pass that ended while steps were recorded."""
     last = {o: max(steps) + 1 for o, steps in rank.steps.items()}
     cut = rank.ended is None or any(n > last.get(o, 0) for o, n in enumerate(rank.ended["steps"]))
-    ended = {  # of a trace that was cut off, not the last one: a loader that reads ahead ends before its last step
+    ended = {  # in a truncated trace without the last one: a prefetching loader ends before its last step
         r["loader"]: r.get("batches")
         for r in rank.passed
         if all(n + cut <= last.get(o, 0) for o, n in enumerate(r["steps"]))
@@ -24,7 +24,7 @@ def passes_of(rank: Rank) -> dict[str, Mapping[str, Any]]:
 
 
 def fed(step: Step) -> Iterator[tuple[str | None, int, list[str]]]:
-    """Of each input of a step: the pass over a loader and the number of its batch, and the hashes of its examples."""
+    """Yield (pass, batch number, hashes of examples) for each input of a step."""
     examples, at = list(step.examples or ()), 0
     for (name, batch), size in zip(step.fed or (), step.micro or (), strict=False):
         yield name, batch, examples[at : at + size]
@@ -32,7 +32,7 @@ def fed(step: Step) -> Iterator[tuple[str | None, int, list[str]]]:
 
 
 def examples_of_passes(rank: Rank, optimizer: int | None = None) -> dict[str, list[str]]:
-    """Training examples by pass, in order. None: of the first optimizer."""
+    """Return pass -> training examples, in order. `optimizer`: None for the first one."""
     by_epoch: dict[str, list[str]] = {}
     for number in sorted(rank.steps)[:1] if optimizer is None else [optimizer]:
         for _, step in sorted(rank.steps.get(number, {}).items()):
@@ -43,7 +43,7 @@ def examples_of_passes(rank: Rank, optimizer: int | None = None) -> dict[str, li
 
 
 def batches_of_passes(rank: Rank, optimizer: int) -> dict[str, dict[int, list[str]]]:
-    """Training examples by pass and number of the batch."""
+    """Return pass -> batch number -> training examples."""
     by_pass: dict[str, dict[int, list[str]]] = {}
     for _, step in sorted(rank.steps.get(optimizer, {}).items()):
         for name, batch, hashes in fed(step):
@@ -53,8 +53,8 @@ def batches_of_passes(rank: Rank, optimizer: int) -> dict[str, dict[int, list[st
 
 
 def repeats(rank: Rank, optimizer: int) -> bool:
-    """Whether a rank has gone once through what it trains on: a pass over a loader ended, or, without a loader, the
-    examples of the first step came again."""
+    """Return whether a rank completed an epoch: a pass over a loader ended, or, without a loader, the first step's
+    examples came again."""
     if loaders := examples_of_passes(rank).keys():
         now = rank.steps[optimizer][max(rank.steps[optimizer])].loader
         return bool(loaders & passes_of(rank).keys() - ({now} if rank.ended is None else set()))
@@ -63,8 +63,7 @@ def repeats(rank: Rank, optimizer: int) -> bool:
 
 
 def rounds(rank: Rank, optimizer: int) -> int:
-    """How often a rank has gone through what it trains on: passes that ended, or the times that the examples of the
-    first step came."""
+    """Return the number of epochs of a rank: finished passes, or occurrences of the first step's examples."""
     if loaders := examples_of_passes(rank, optimizer).keys():
         return len(loaders & passes_of(rank).keys())
     first, *later = [set(s.examples or ()) for _, s in sorted(rank.steps[optimizer].items())]
@@ -72,12 +71,12 @@ def rounds(rank: Rank, optimizer: int) -> int:
 
 
 def first_step(rank: Rank, name: str, optimizer: int | None = None) -> int | None:
-    """The first step of a pass."""
+    """Return the first step of a pass, or None."""
     numbers = sorted(rank.steps)[:1] if optimizer is None else [optimizer]
     steps = (n for o in numbers for n, s in sorted(rank.steps[o].items()) if any(f[0] == name for f in s.fed or ()))
     return next(steps, None)
 
 
 def known(step: Step) -> list[str]:
-    """Hashes of a step's examples without their labels, where labels go through the model."""
+    """Return the hashes of a step's examples, without labels if the model is given labels."""
     return list(step.unlabelled or step.examples or ())

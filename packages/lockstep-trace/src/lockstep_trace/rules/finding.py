@@ -1,4 +1,4 @@
-"""A finding: what was seen, what is likely wrong, and how sure that is."""
+"""A finding: the evidence, the likely fault and its certainty."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 WRONG, SUSPICIOUS, INFO = "wrong", "suspicious", "info"
 LEVELS = (WRONG, SUSPICIOUS, INFO)
-PATIENCE = 3  # steps in which something is so before it is a finding
+PATIENCE = 3  # steps in which a condition must hold before it is a finding
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`code`: of the kind. `what`: the evidence, with step, rank and names. `cause`: what is likely wrong and what to
-    change. `level`: `wrong` (a contradiction that no right program has), `suspicious`, or `info`. `otherwise`: what
-    else it could be, and `decides`: what would tell; both are empty where it is `wrong`."""
+    """A detected fault. `code`: its kind. `what`: the evidence, with step, rank and names. `cause`: the likely fault
+    and its fix. `level`: `wrong` (a contradiction that no correct program has), `suspicious`, or `info`. `otherwise`:
+    other explanations; `decides`: how to decide between them; both are empty for level `wrong`."""
 
     code: str
     what: str
@@ -25,7 +25,7 @@ class Finding:
 
 
 def weakened(finding: Finding, proved: bool, otherwise: str, decides: str) -> Finding:
-    """The finding as `wrong` if it is proved, else as `suspicious` with what else it could be and what would tell."""
+    """Return the finding as `wrong` if proved, else as `suspicious` with other explanations and how to decide."""
     if proved:
         return Finding(finding.code, finding.what, finding.cause, finding.step, WRONG)
     return Finding(finding.code, finding.what, finding.cause, finding.step, SUSPICIOUS, otherwise, decides)

@@ -1,4 +1,4 @@
-"""Gradients between backward and step: kept, not finite, clipped or scaled at the wrong place."""
+"""Rules on gradients between backward and step: not zeroed, not finite, clipped or scaled at the wrong place."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lockstep_trace.read import Rank, Step, Trace
 from lockstep_trace.rules import premises
 from lockstep_trace.rules.finding import PATIENCE, WRONG, Finding, weakened
 
-UNSCALED_LIMIT = 100.0  # a limit that is so many times less than the loss scale was not multiplied by it
+UNSCALED_LIMIT = 100.0  # a limit this many times below the loss scale was not multiplied by it
 
 
 def _first(trace: Trace, optimizer: int, of: Callable[[Step], bool], count: int = 1) -> tuple[Rank, Step] | None:
-    """The first step in which it holds, where it does in at least `count` steps of that rank."""
+    """Return the first (rank, step) where `of` is true, if it is in at least `count` steps of that rank, else None."""
     for rank in trace.ranks:
         steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items()) if of(s)]
         if len(steps) >= count:
@@ -25,9 +25,9 @@ def _first(trace: Trace, optimizer: int, of: Callable[[Step], bool], count: int 
 
 
 def zeroed(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Gradients of the step before that a backward adds to: the same tensors, to which nobody has written, and which
-    are not zero. No right program lets the optimizer apply a gradient twice without a word; one that decays them by
-    hand writes to them."""
+    """Report gradients of the previous step that backward adds to: the same, unmodified, nonzero tensors.
+
+    No correct program applies a gradient twice; one that decays gradients by hand modifies them."""
     if (row := _first(trace, optimizer, lambda s: f"not zeroed: {optimizer}" in (s.notes or ()), 2)) is not None:
         rank, step = row
         cause = "call optimizer.zero_grad() once a step, for the optimizer that holds these parameters"
@@ -36,8 +36,8 @@ def zeroed(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def finite(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Weights that are finite before a step, not after it, and not at the end: no right program ends so. A step whose
-    gradients are not finite and whose weights stay finite was handled by somebody."""
+    """Report weights that are finite before a step, but neither after it nor at the end, as in no correct program. If
+    weights stay finite in a step with nonfinite gradients, the script handled it."""
     row = _first(trace, optimizer, _breaks)
     if row is None:
         return
@@ -62,8 +62,8 @@ def _breaks(step: Step) -> bool:
 
 
 def scaled(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """A step with gradients of a scaled loss: no right program makes it without the scaler, unless it divides them by
-    hand, which writes to them."""
+    """Report steps with gradients of a scaled loss: no correct program makes them without the scaler, unless it
+    unscales by hand, which modifies the gradients."""
 
     def applies(step: Step) -> bool:
         every = all(scale not in (None, 1.0) for _, scale in step.losses or [(None, None)])
@@ -109,8 +109,9 @@ def clipping(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _before_unscale(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """A limit that is far less than the loss scale applies to gradients that are scaled. No right program bounds them
-    to nothing; one that multiplies the limit by the scale, or divides gradients by hand, does not."""
+    """Report a clipping limit far below the loss scale that is applied to scaled gradients, which makes them vanish.
+
+    A correct program multiplies the limit by the scale, or unscales the gradients first."""
 
     def applies(step: Step) -> bool:
         return any(_small(c, step.scale) for c in step.clips or ())
@@ -135,7 +136,7 @@ def _small(clip: dict[str, object], scale: float | None) -> bool:
 
 
 def overflow(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Ranks that skip other steps. No right program lets replicas, or shards of one tensor, make other steps."""
+    """Report ranks that skip different steps. No correct program lets replicas or shards make different steps."""
     by_rank = {r.number: {s["step"] for s in r.skipped if s["opt"] == optimizer} for r in trace.ranks}
     counts = {n: len(each) for n, each in by_rank.items()}
     if trace.world < 2 or len(set(counts.values())) == 1 or model_parallel(trace, optimizer):

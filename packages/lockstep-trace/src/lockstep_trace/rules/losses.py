@@ -1,7 +1,6 @@
-"""What `backward` is called on: losses of unequal targets that weigh alike, and loss functions that are given what they
-do not take.
+"""Rules on losses: equal weights for unequal numbers of targets, and loss functions with wrong inputs.
 
-Read from the graph of the loss (`tracer/graph.py`).
+Evidence: the autograd graph of the loss (`tracer/graph.py`).
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from lockstep_trace.losses import losses_of, targets_of_micro
 from lockstep_trace.read import Trace
 from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding
 
-LAYERS = ("Addmm", "Mm", "Linear", "Convolution")  # whose outputs are no logarithms of probabilities
+LAYERS = ("Addmm", "Mm", "Linear", "Convolution")  # their outputs are not log-probabilities
 REGRESSIONS = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
 
 
 def means(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Losses of ranks or micro-batches that do not grow with their numbers of targets: means over unequal numbers. They
-    may be meant: examples that weigh alike whatever their length."""
-    rows: list[tuple[float, float]] = []  # logarithms of targets and loss, beside the step's
+    """Report losses of ranks or micro-batches that do not grow with their numbers of targets: means over unequal
+    counts. This may be intended, to weigh examples equally whatever their length."""
+    rows: list[tuple[float, float]] = []  # (log targets, log loss), relative to the step's
     unequal: tuple[int, int, int] | None = None
     for step in trace.steps(optimizer):
         losses = losses_of(trace, optimizer, step)
@@ -57,9 +56,10 @@ def _labelled(trace: Trace, optimizer: int, step: int) -> bool:
 
 
 def functions(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Loss functions that are given something they do not take, by the graph of the loss. No right program spreads a
-    batch of predictions over a batch of targets (torch warns of it), or gives a function of logits what has gone
-    through the function that it applies itself."""
+    """Report loss functions with wrong inputs, by the graph of the loss.
+
+    No correct program broadcasts predictions against targets (torch warns about it), or passes probabilities to a loss
+    that expects logits."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -82,7 +82,7 @@ def _misused(objective: dict[str, Any]) -> str | None:
     if of in REGRESSIONS and (expanded := objective.get("expanded")):
         return "loss-broadcast" if _spread(*expanded) else None
     if of.startswith("NllLoss") and before[:1] == ["Softmax"]:
-        return "loss-of-probabilities"  # not of their logarithms
+        return "loss-of-probabilities"  # probabilities instead of log-probabilities
     if of.startswith("NllLoss") and before[0] in LAYERS:
         return "loss-of-logits"
     if of.startswith("NllLoss") and before[:2] == ["LogSoftmax", "Softmax"]:
@@ -93,7 +93,7 @@ def _misused(objective: dict[str, Any]) -> str | None:
 
 
 def _spread(shape: list[int], taken: list[int]) -> bool:
-    """Whether predictions of N examples were spread to N x N (more dimensions may follow)."""
+    """Return whether predictions of N examples were broadcast to N x N (more dimensions may follow)."""
     n = taken[-1] if taken else 0
     return n > 1 and taken[-2:] == [n, n] and (shape == [n, 1] or shape == [n])
 

@@ -1,5 +1,5 @@
-"""Modes: dropout and batch norm that train while a model is evaluated, or are off while it trains; casts that are older
-than the weights; packed rows whose documents see each other."""
+"""Rules on modes: dropout and batch norm active during evaluation or inactive during training; stale autocast casts;
+packed rows without a document mask."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from lockstep_trace.rules.finding import WRONG, Finding, weakened
 
 
 def evaluated(trace: Trace) -> Iterator[Finding]:
-    """A trained model whose dropout, or batch norm, is active while it is evaluated. A pass without gradients may have
-    other ends (statistics of batch norm, labels for training, Monte Carlo dropout, a cache of outputs), so that it is
-    proved only of a whole pass over a loader whose examples are never trained on, once each, and are never evaluated
-    in evaluation mode."""
+    """Report dropout or batch norm in training mode during the evaluation of a trained model.
+
+    A pass without gradients may have other purposes (batch-norm statistics, pseudo-labels, Monte Carlo dropout, cached
+    outputs). It is proved only for a complete pass over a loader whose examples are never trained on, occur once each,
+    and are never evaluated in evaluation mode."""
     for rank in trace.ranks[:1]:
         calm = {h for r in rank.evaluations if r.get("trained") and not r["active"] for h in r["examples"]}
         for record in rank.evaluations:
@@ -35,7 +36,8 @@ def evaluated(trace: Trace) -> Iterator[Finding]:
 
 
 def _held_out(rank: Rank, record: Mapping[str, Any]) -> bool:
-    """Whether a pass without gradients is a whole one over a loader of its own, each example once, never trained on."""
+    """Return whether a pass without gradients covers a loader completely, with each example once and none trained
+    on."""
     name, hashes = record["loader"], record["examples"]
     whole = name is not None and name in {r["loader"] for r in rank.passed}
     trained = {h for steps in rank.steps.values() for s in steps.values() for h in s.examples or ()}
@@ -48,8 +50,8 @@ def _held_out(rank: Rank, record: Mapping[str, Any]) -> bool:
 
 
 def _again(rank: Rank, record: Mapping[str, Any]) -> bool:
-    """Whether the same examples, never trained on and once each, go through the model with its dropout between two
-    stretches of training and after the second one: that is an evaluation, by whatever loop."""
+    """Return whether the same held-out examples, once each, pass through the model with dropout both between two
+    training phases and after the second: an evaluation, by any loop."""
     hashes, mode = record["examples"], record.get("mode") or {}
     dropout, norms = mode.get("dropout", [0, 0]), mode.get("norms", [0, 0])
     alike = [r for r in rank.evaluations if r["examples"] == hashes and r.get("trained") and not r.get("between")]
@@ -61,8 +63,10 @@ def _again(rank: Rank, record: Mapping[str, Any]) -> bool:
 
 
 def trained(trace: Trace) -> Iterator[Finding]:
-    """A model that trains with dropout, or batch norm, off. It may be meant (a frozen body, a last phase); it is proved
-    where the whole model trains in training mode, is evaluated for the first time, and never trains so again."""
+    """Report a model that trains with dropout or batch norm off.
+
+    This may be intended (a frozen body, a final phase). It is proved if the whole model is in training mode until its
+    first evaluation, and never again."""
     for rank in trace.ranks[:1]:
         if not any(m["stochastic"] for m in rank.models):
             continue
@@ -84,7 +88,7 @@ def trained(trace: Trace) -> Iterator[Finding]:
 
 
 def _left(rank: Rank, optimizer: int, off: list[int]) -> bool:
-    """Whether all of a model was in training mode until its first evaluation, which left it in the other."""
+    """Return whether a model was entirely in training mode until its first evaluation, and in evaluation mode after."""
     steps = sorted(rank.steps[optimizer].items())
     modes = {n: s.mode or {} for n, s in steps}
     on = [n for n, _ in steps if n < off[0]]
@@ -95,8 +99,8 @@ def _left(rank: Rank, optimizer: int, off: list[int]) -> bool:
 
 
 def casts(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Weights whose casts are older than their last update: autocast keeps the cast of each weight until its outermost
-    region ends. No right program makes a step inside of a region and goes on in it, unless it clears the cache."""
+    """Report autocast casts older than the last update: autocast caches each weight's cast until its outermost region
+    ends. No correct program steps inside a region and continues in it without clearing the cache."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -116,8 +120,8 @@ def casts(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def packed(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Rows of several documents, by positions that begin anew, in which attention has no mask but a causal one: tokens
-    of different documents with the same position see each other. No right program numbers tokens so."""
+    """Report packed rows (positions restart) whose attention has only a causal mask, so that documents attend to each
+    other. No correct program restarts positions in that case."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return

@@ -1,4 +1,4 @@
-"""Parameters that are not trained: in no optimizer, without a gradient, unchanged, untied, cast."""
+"""Rules on parameters that are not trained: in no optimizer, without gradient, unchanged, untied, cast."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, w
 
 
 def stale(trace: Trace, optimizer: int) -> Finding | None:
-    """An optimizer of parameters that no called model holds. Gradients that arrive at them prove use, whatever was
-    called; no right program steps an optimizer none of whose parameters ever gets one while those of the model that is
-    called get theirs and are in no optimizer."""
+    """Return a finding if no called model holds the optimizer's parameters, else None.
+
+    A gradient at one of them proves use. No correct program steps an optimizer whose parameters never get gradients
+    while the called model's parameters do, and are in no optimizer."""
     records = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
     if not records or any(p.held for s in records for p in s.layout.parameters) or _arrives(records):
         return None
@@ -36,15 +37,16 @@ def stale(trace: Trace, optimizer: int) -> Finding | None:
 
 
 def _arrives(records: list[Step]) -> bool:
-    """Whether a parameter of an optimizer gets a gradient other than zero; True where it is not known."""
+    """Return whether a parameter of an optimizer gets a nonzero gradient; True if unknown."""
     measured = [s for s in records if s.measured]
     return not measured or any(v.square != 0 for s in measured for v in s.grads.values())
 
 
 def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Parameters with gradients that no optimizer has. A body that is left out on purpose, and losses of other
-    networks, look alike; a part that was made after the optimizer, of a model whose other parameters are in it, does
-    not."""
+    """Report parameters with gradients that are in no optimizer.
+
+    A body that is excluded on purpose, or another network's loss, looks the same. A part created after the optimizer,
+    in a model whose other parameters are in it, is a fault."""
     if optimizer != trace.optimizers[0]:
         return
     records = [s for o in trace.optimizers for r in trace.ranks for s in r.steps.get(o, {}).values()]
@@ -74,15 +76,16 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _with_others(trace: Trace, optimizer: int, late: list[str]) -> bool:
-    """Whether late parameters get gradients in nearly every step, beside parameters that an optimizer of torch has."""
+    """Return whether late parameters get gradients in nearly every step, along with parameters in a torch optimizer."""
     steps = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
     always = all(sum(bool((s.outside or {}).get(n)) for s in steps) >= 0.9 * len(steps) for n in late)
     return always and len(steps) >= PATIENCE and any(p.held for s in steps for p in s.layout.parameters)
 
 
 def frozen(trace: Trace, optimizer: int) -> Finding | None:
-    """An optimizer all of whose parameters are frozen from the first to the last step of a run that came to its end.
-    No right program steps it; one that sets gradients by itself (evolution strategies) has gradients."""
+    """Return a finding if all parameters of the optimizer are frozen throughout a completed run, else None.
+
+    No correct program steps such an optimizer; one that sets gradients itself (evolution strategies) has gradients."""
     records = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
     parameters = [p for s in records for p in s.layout.parameters]
     if len(records) < PATIENCE or not parameters or any(p.trained for p in parameters):
@@ -100,7 +103,7 @@ def frozen(trace: Trace, optimizer: int) -> Finding | None:
 
 
 def still(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Parameters that never get a gradient, and those that do not change though they have one."""
+    """Report parameters that never get a gradient, and those that never change although they have one."""
     steps = trace.measured(optimizer)
     if len(steps) < PATIENCE:
         return
@@ -125,8 +128,10 @@ def still(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _unchanged(trace: Trace, optimizer: int, same: set[str], changing: set[str], steps: list[int]) -> Finding:
-    """No right program makes every step of a run with gradients and a rate, and changes no bit of nearly all weights;
-    single tensors in half precision, and optimizers of the script's own, which may take parts in turn, can."""
+    """Return the finding of weights that never change.
+
+    No correct program makes all its steps with gradients and a learning rate without changing a bit of nearly all
+    weights. Single tensors in half precision may stay equal, and custom optimizers may update parts in turn."""
     records = [s for _, s in trace.at(optimizer, steps[0])]
     dtypes = {p.name: p.dtype for s in records for p in s.layout.parameters}
     half = all("16" in dtypes[n] for n in same)
@@ -172,7 +177,7 @@ def _never(trace: Trace, optimizer: int, never: set[str], steps: list[int]) -> F
 
 
 def _why_zero(trace: Trace, optimizer: int) -> tuple[str, str]:
-    """A cause, and what more was seen."""
+    """Return (cause, further evidence) of zero gradients."""
     steps = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
     backwards = any(s.backwards for s in steps)
     losses = [value for s in steps for value, _ in s.losses or () if value is not None]
@@ -200,8 +205,10 @@ def _why_zero(trace: Trace, optimizer: int) -> tuple[str, str]:
 
 
 def self_loads(trace: Trace) -> Iterator[Finding]:
-    """A model that loads its own tensors, after steps were made. No right program does so again and again, or at the
-    end, to get other weights: a state_dict holds the model's tensors, and not copies."""
+    """Report a model that loads its own tensors after some steps.
+
+    A state_dict references the model's tensors, so this changes nothing. No correct program does it repeatedly, or at
+    the end, to restore other weights."""
     for rank in trace.ranks[:1]:
         if not rank.loads:
             continue
@@ -216,7 +223,7 @@ def self_loads(trace: Trace) -> Iterator[Finding]:
 
 
 def dtypes(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Parameters that turn into another dtype while they train."""
+    """Report parameters whose dtype changes during training."""
     for rank in trace.ranks[:1]:
         known: dict[str, str] = {}
         for number, step in sorted(rank.steps.get(optimizer, {}).items()):
@@ -233,8 +240,10 @@ def dtypes(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def ties(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Tied weights that come apart. A model whose config ties its embeddings is saved with one of the two: no right
-    program trains them into different values. Without a config they may be untied on purpose, even in mid-run."""
+    """Report tied weights that become untied.
+
+    A model whose config ties its embeddings is saved with one of the two, so no correct program trains them to
+    different values. Without a config they may be untied on purpose, even during the run."""
     for rank in trace.ranks[:1]:
         steps = sorted(rank.steps.get(optimizer, {}).items())
         first = steps[0][1].layout.ties if steps else ()
@@ -260,8 +269,9 @@ def ties(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def rate_zero(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """A rate of 0 until the end: no right program goes on computing gradients that change nothing. One that recomputes
-    statistics of batch norm, or hands over to another optimizer, may; those are told from it."""
+    """Report a learning rate of 0 until the end: no correct program continues to compute gradients that change nothing.
+
+    Excludes runs that recompute batch-norm statistics, or switch to another optimizer."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None or not trace.complete:
         return

@@ -1,7 +1,7 @@
-"""What a trace shows that ranks are meant to be: replicas of one model, on parts of one data set.
+"""Premises of the rules: evidence in a trace that ranks are replicas of one model, on parts of one data set.
 
-A rule may accuse only where its premise is seen here. In: a trace, an optimizer. Out: names, and whether something
-holds. Ranks may also hold parts of a model that are cut by hand, or models of their own, which no trace can tell apart.
+A rule reports a fault as proved only if its premise holds. In: a trace, an optimizer. Out: names, or whether a premise
+holds. A trace cannot distinguish manually sharded models or independent models from faulty replicas.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from typing import Any
 from lockstep_trace.merge import merged
 from lockstep_trace.read import Rank, Step, Trace
 
-DIFFERENT = 1e-4  # relative: gradients that differ by less are summed in another order
+DIFFERENT = 1e-4  # relative: smaller gradient differences come from summation order
 
 
 def groups(trace: Trace) -> list[Mapping[str, Any]]:
-    """Of each model of each rank in DistributedDataParallel what it says of itself; empty where a model is in none."""
+    """Return the recorded DistributedDataParallel attributes of all models; empty if a model is not wrapped in it."""
     rows = [model.get("group") for rank in trace.ranks for model in rank.models]
     return [row for row in rows if row is not None] if all(rows) else []
 
 
 def declared(trace: Trace) -> bool:
-    """Whether DistributedDataParallel is to keep every model alike on all ranks, with no communication hook, which may
-    leave gradients apart on purpose (post-local SGD)."""
+    """Return whether DistributedDataParallel synchronizes every model over all ranks, without a communication hook,
+    which may leave gradients different on purpose (post-local SGD)."""
     rows = groups(trace)
     return bool(rows) and all(row["ranks"] == trace.world and not row["hooked"] for row in rows)
 
 
 def left_alone(trace: Trace) -> set[str]:
-    """Parameters that DistributedDataParallel is told to leave alone."""
+    """Return the parameters that DistributedDataParallel ignores."""
     return {name for row in groups(trace) for name in row["ignored"]}
 
 
 def reduced(trace: Trace, optimizer: int) -> set[str]:
-    """Parameters whose gradients are the same bits on all ranks in each measured step though ranks have other losses:
-    they are reduced over ranks, by whatever means."""
+    """Return the parameters whose gradients are bitwise equal on all ranks in each measured step although losses
+    differ: they are reduced over ranks, by any means."""
     names: set[str] | None = None
     steps = [s for s in trace.measured(optimizer) if _losses_differ(trace, optimizer, s)]
     for step in steps:
@@ -52,9 +52,10 @@ def _losses_differ(trace: Trace, optimizer: int, step: int) -> bool:
 
 
 def apart_at_end(trace: Trace, optimizer: int) -> bool:
-    """Whether replicas still hold different weights in the last step that was measured. Where they do not, they come
-    together again by design: averaging of weights, local SGD. Where ranks make other numbers of steps (uneven inputs),
-    the end of one is not that of the others, and nobody knows."""
+    """Return whether replicas still have different weights in the last measured step.
+
+    If not, they converge by design: weight averaging, local SGD. With unequal numbers of steps per rank (uneven inputs)
+    this is undecidable."""
     steps = trace.measured(optimizer)
     if len({len(rank.steps.get(optimizer, {})) for rank in trace.ranks}) > 1:
         return False
@@ -62,7 +63,7 @@ def apart_at_end(trace: Trace, optimizer: int) -> bool:
 
 
 def partitioned(trace: Trace) -> bool:
-    """Whether a DistributedSampler divides what is trained on among all ranks."""
+    """Return whether a DistributedSampler partitions the training data over all ranks."""
     return all(
         any(r["sampler"] == "DistributedSampler" and r["replicas"] == trace.world for r in rank.loaders)
         for rank in trace.ranks
@@ -70,7 +71,8 @@ def partitioned(trace: Trace) -> bool:
 
 
 def exchanges(trace: Trace, optimizer: int) -> bool:
-    """Whether collectives between steps carry as much as a model's parameters: then ranks may average something."""
+    """Return whether collectives between steps carry as much as a model's parameters, so that ranks may average
+    them."""
     for rank in trace.ranks:
         steps = rank.steps.get(optimizer, {})
         size = sum(_count(p.size) for s in list(steps.values())[:1] for p in s.layout.parameters)
@@ -88,8 +90,9 @@ def _count(size: tuple[int, ...]) -> int:
 
 
 def same_computation(one: Step, other: Step) -> bool:
-    """Whether two ranks computed the loss of the same examples: with the same targets, or to the same bits. Ranks that
-    share the examples and each take a part of the loss (sequence or class parallelism by hand) do neither."""
+    """Return whether two ranks computed the same loss of the same examples: with equal targets or equal bits.
+
+    Ranks that share examples but compute parts of the loss (manual sequence or class parallelism) do neither."""
     hashes = [[tuple(o.get("hashes", ())) for o in s.objectives or ()] for s in (one, other)]
     if all(hashes) and all(all(each) for each in hashes):
         return hashes[0] == hashes[1]
@@ -98,7 +101,7 @@ def same_computation(one: Step, other: Step) -> bool:
 
 
 def sharded(trace: Trace) -> bool:
-    """Whether FSDP cuts every model, over all ranks."""
+    """Return whether FSDP shards every model over all ranks."""
     models = [m for rank in trace.ranks for m in rank.models]
     if not models or not all(m.get("fsdp") for m in models):
         return False

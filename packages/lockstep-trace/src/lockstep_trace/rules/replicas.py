@@ -1,8 +1,8 @@
-"""Ranks that should be alike and come apart: the first step, and the first thing in it.
+"""Rules on replicas that diverge: the first step and the first quantity that differ between ranks.
 
-What follows from a difference is not looked at. A difference is `wrong` where the trace shows that ranks are meant to
-be replicas (`premises.py`) and where they are still apart at the end; else ranks may hold parts of one model that are
-cut by hand, models of their own (an ensemble, a sweep), or be averaged later (local SGD).
+Consequences of a difference are not reported. A difference is `wrong` if the trace shows that ranks are replicas
+(`premises.py`) and they still differ at the end. Otherwise ranks may hold manually cut parts of a model, independent
+models (an ensemble, a sweep), or be averaged later (local SGD).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PARTS = (
     "ranks may hold parts of one model that are cut by hand, models of their own, or weights that are averaged later"
 )
 MEANT = "whether ranks are meant to hold the same model: then wrap it in DDP, or reduce every gradient"
-DISTINCT = 3  # batches, before ranks that share them share them for a reason
+DISTINCT = 3  # least number of shared batches that is not chance
 
 
 def replicas(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """No right program has replicas that are declared as such, or whose gradients are reduced, and that end apart."""
+    """Report replicas that diverge. No correct program has declared or reduced replicas that differ at the end."""
     if trace.world < 2 or pipelined(trace, optimizer):
         return
     start = {n: w for n, w in merged_start(trace, optimizer).items() if w.differences}
@@ -91,7 +91,7 @@ def _at(trace: Trace, optimizer: int, step: int) -> Finding | None:
 def _judged(
     trace: Trace, optimizer: int, finding: Finding, names: set[str], reduced: set[str] | None = None
 ) -> Finding:
-    """Proved where `names` belong to declared replicas, or their gradients were reduced before, and ranks end apart."""
+    """Set the level: proved if `names` are declared replicas, or were reduced before, and ranks differ at the end."""
     replicated = names - premises.left_alone(trace)
     declared = premises.declared(trace) and bool(replicated)
     alike = bool(replicated & (_reduced_until(trace, optimizer, finding.step) if reduced is None else reduced))
@@ -99,7 +99,7 @@ def _judged(
 
 
 def _reduced_until(trace: Trace, optimizer: int, step: int | None) -> set[str]:
-    """Parameters whose gradients are the same on all ranks in some step up to this one, from other losses."""
+    """Return the parameters with equal gradients on all ranks in some step up to this one, from different losses."""
     names: set[str] = set()
     for number in [s for s in trace.measured(optimizer) if step is None or s <= step]:
         wholes = merged(trace, optimizer, number, lambda s: s.grads)
@@ -155,15 +155,16 @@ def _buffers(names: Mapping[str, Whole], step: int) -> Finding:
 
 
 def _differing_buffers(trace: Trace, optimizer: int, step: int) -> dict[str, Whole]:
-    """Buffers that differ between ranks. Those of batch norm do so under DDP until the next forward."""
+    """Return the buffers that differ between ranks, without those of batch norm, which DDP syncs in the next
+    forward."""
     sent = any("DistributedDataParallel" in m["wrappers"] for r in trace.ranks for m in r.models)
     buffers = {n: w for n, w in merged_buffers(trace, optimizer, step).items() if w.differences}
     return {n: w for n, w in buffers.items() if not sent or not n.rpartition(".")[2].startswith(("running_", "num_ba"))}
 
 
 def _differing_moments(trace: Trace, optimizer: int, step: int) -> tuple[str, dict[str, Whole]] | None:
-    """The first state of an optimizer that differs between ranks, where the step has measured it. A rank that holds
-    zeros leaves the update to others."""
+    """Return (state, name -> values) of the first optimizer state that differs between ranks in a step that measured
+    it, or None. Ranks with zeros leave the update to others."""
     states = {state: None for _, s in trace.at(optimizer, step) for _, state in s.moments}
     for state in states:
         wholes = merged(
@@ -197,8 +198,10 @@ def _unequal_options(records: Sequence[tuple[object, Step]]) -> str | None:
 
 
 def equal_shards(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Shards of different ranks that hold the same numbers. No right program: parts of one tensor that is drawn whole
-    are not equal, and experts that are copied from one layer are a few tensors, not nearly all."""
+    """Report equal shards on different ranks.
+
+    In a correct program, shards of one randomly initialized tensor are not equal; experts copied from one layer are a
+    few tensors, not nearly all."""
     contents: dict[str, set[int]] = {}
     counts: dict[str, int] = {}
     constant: set[str] = set()
@@ -231,9 +234,10 @@ def equal_shards(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def same_examples(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Ranks that train on the same examples. No right program averages gradients over ranks which compute the same
-    loss of the same examples with the same targets in every step: they do one rank's work. Ranks that share the
-    examples and each take a part of the computation have other targets or losses."""
+    """Report ranks that train on the same examples.
+
+    No correct program averages gradients over ranks that compute the same loss of the same examples and targets in
+    every step. Ranks that share examples and divide the computation have different targets or losses."""
     ranks = data_ranks(trace, optimizer)
     if len(ranks) < 2 or (model_parallel(trace, optimizer) and len(ranks) == 1):
         return

@@ -1,4 +1,4 @@
-"""Schedulers of learning rates: stepped too often, too seldom or never, or made after a state was loaded."""
+"""Rules on learning rate schedulers: stepped too often, too rarely or never, or created after a state was loaded."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
 
 LENGTH = "the schedule may be as long as that"
 COUNTS = "what the schedule's length counts: steps of the optimizer, micro-batches, examples or epochs"
-LATER = ("SWALR",)  # that begin at an epoch of the script's choice
+LATER = ("SWALR",)  # schedulers that start at an epoch chosen by the script
 
 
 def often(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """More, or less, than one step of a scheduler for one of its optimizer. A schedule may be made as long as that, so
-    none of these is proved."""
+    """Report schedulers not stepped exactly once per optimizer step. Never proved: the schedule's length may account
+    for it."""
     for rank in trace.ranks[:1]:
         steps = [s for n, s in sorted(rank.steps.get(optimizer, {}).items()) if n > 0]
         if len(steps) < PATIENCE:
@@ -26,7 +26,7 @@ def often(trace: Trace, optimizer: int) -> Iterator[Finding]:
             counts = [(s.schedulers or {}).get(name, 0) for s in steps]
             usual = max(set(counts), key=counts.count)
             if name.endswith(" by accelerate"):
-                continue  # once a process, by design: docs/how-to/trace.md
+                continue  # once per process, by design: docs/how-to/trace.md
             if usual == 0 and (interval := _seldom(rank, optimizer, name)) is not None:
                 why = "step it where the optimizer steps: its length counts the optimizer's steps"
                 what = f"from step {interval[0]} on {name} is stepped once in {interval[1]} steps of the optimizer"
@@ -45,8 +45,8 @@ def often(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _seldom(rank: Rank, optimizer: int, name: str) -> tuple[int, int] | None:
-    """(first step, every how many) where a scheduler is stepped at each N-th step, which is the end of neither an epoch
-    nor an evaluation."""
+    """Return (first step, N) if a scheduler is stepped every N optimizer steps, unrelated to epochs and evaluations,
+    else None."""
     steps = rank.steps[optimizer]
     at = [n for n, s in sorted(steps.items()) if (s.schedulers or {}).get(name)]
     every = {b - a for a, b in itertools.pairwise(at)}
@@ -57,8 +57,10 @@ def _seldom(rank: Rank, optimizer: int, name: str) -> tuple[int, int] | None:
 
 
 def never(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """A scheduler that a whole run goes by without. No right program makes one, never steps it in two epochs or more,
-    and ends with the rate that it set at first; one that begins later may be cut off before."""
+    """Report a scheduler that is never stepped.
+
+    No correct program creates one, never steps it in two or more epochs, and ends with its initial rate. A scheduler
+    with a late start may not have begun yet."""
     for rank in trace.ranks[:1]:
         steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
         if len(steps) < PATIENCE or not epochs.repeats(rank, optimizer):
@@ -78,8 +80,10 @@ def never(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def elsewhere(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """A scheduler that is stepped while another optimizer than its own updates the same parameters. No right program
-    goes on stepping it when its optimizer makes no step any more; two optimizers that take turns both do."""
+    """Report a scheduler that is stepped while another optimizer than its own updates the same parameters.
+
+    No correct program keeps stepping it when its optimizer makes no further steps; optimizers that alternate both
+    do."""
     for rank in trace.ranks[:1]:
         steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
         calls = [s for s in steps if s.elsewhere]
@@ -101,14 +105,15 @@ def elsewhere(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _later(rank: Rank, optimizer: int, step: Step) -> bool:
-    """Whether an optimizer makes a step after one of another was made, by the order of their lines."""
+    """Return whether an optimizer makes a step after `step`, by the order of records."""
     return any(s.raw["at"] > step.raw["at"] for s in rank.steps[optimizer].values())
 
 
 def after_load(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """A scheduler that was made after the optimizer's state was loaded sets the rate of its own first step. No right
-    program then loads the scheduler's state, which says another rate, and steps with the one that was set at first.
-    Without such a state the schedule may begin anew on purpose."""
+    """Report a scheduler created after its optimizer's state was loaded, which resets the learning rate.
+
+    No correct program then loads the scheduler's state, with a different rate, and steps with the reset rate. Without
+    a loaded scheduler state, the schedule may restart on purpose."""
     for rank in trace.ranks[:1]:
         for number, step in sorted(rank.steps.get(optimizer, {}).items()):
             loaded = step.loaded
