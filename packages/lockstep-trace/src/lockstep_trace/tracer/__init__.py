@@ -1,5 +1,5 @@
-"""The tracer: what runs inside of the traced process. Imports torch and the standard library, and nothing else, so
-that it can be copied beside any script. See docs/how-to/trace.md.
+"""The tracer, which runs inside the traced process. Imports only torch and the standard library, so that it can be
+copied next to any script. See docs/how-to/trace.md.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from .recorder import Recorder
     from .settings import Settings
 
-_INSTALLED: list[Hooks] = []  # one a process
+_INSTALLED: list[Hooks] = []  # one per process
 
 
 def begin(settings: Settings) -> Recorder:
-    """Trace this process from now on, into `settings.folder`; what was traced before ends."""
+    """Start to trace this process into `settings.folder`, ending an earlier trace."""
     from .hooks import Hooks
     from .late_imports import watch
     from .recorder import Recorder
@@ -38,12 +38,12 @@ def begin(settings: Settings) -> Recorder:
 
 
 def end() -> None:
-    """Write what is still to be written, and trace no more."""
+    """Write pending records and stop tracing."""
     if _INSTALLED and (recorder := _INSTALLED[0].recorder) is not None:
         _INSTALLED[0].guarded(recorder.end)
         _INSTALLED[0].recorder = None
 
 
 def running() -> Recorder | None:
-    """The recorder of this process, where it is traced."""
+    """Return the recorder of this process, or None if it is not traced."""
     return _INSTALLED[0].recorder if _INSTALLED else None

@@ -1,7 +1,7 @@
-"""DeepSpeed's engines, whose optimizers hold flat partitions: each parameter's part on this rank, by local accessors.
+"""Support for DeepSpeed engines, whose optimizers hold flat partitions: this rank's part of each parameter.
 
-In: an engine at its step. Out: records as of one optimizer. Stages 1 and 2 keep where a partition's pieces come from in
-`_hp_mapping`, for which there is no public name that does not communicate; stage 3 has `safe_get_local_*`.
+In: an engine at its step. Out: records like those of one optimizer. For stages 1 and 2 this reads `_hp_mapping`,
+because no public accessor works without communication; stage 3 has `safe_get_local_*`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .placement import FlatPart
 
 
 class EngineOptimizer:
-    """What the recorder sees in place of the engine's optimizer."""
+    """Stands for the engine's optimizer in the recorder."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -28,7 +28,7 @@ class EngineOptimizer:
         self._parts: dict[int, FlatPart] = {}
 
     def refresh(self, gradients: bool) -> None:
-        """Read the parts that this rank has now."""
+        """Read the present parts of this rank."""
         groups: dict[int, list[FlatPart]] = {}
         for parameter in self.engine.module.parameters():
             gradient_part = _part(parameter, gradients)
@@ -50,7 +50,7 @@ class EngineOptimizer:
 
 
 def _part(parameter: Any, gradients: bool) -> tuple[int, FlatPart] | None:
-    """(parameter group, this rank's part); None: it has none."""
+    """Return (parameter group, this rank's part), or None if it has none."""
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is not None:
         start = mapping.lp_fragment_address.start
@@ -86,7 +86,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def install(hooks: Hooks) -> None:
-    """Called when deepspeed was imported."""
+    """Wrap the engine's step, after deepspeed is imported."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     original = DeepSpeedEngine.step
@@ -122,6 +122,6 @@ def install(hooks: Hooks) -> None:
 
 
 def _after(recorder: Any, optimizer: EngineOptimizer, here: dict[str, Any]) -> None:
-    """Parts are views of flat tensors that an engine may have made anew: read them again."""
+    """Record a step. Reads the parts again: the engine may have recreated the flat tensors that they view."""
     here["locals"] = [(p.tensor, p.block, "") for p, _ in here["parameters"]]
     recorder.after_step(optimizer, here)

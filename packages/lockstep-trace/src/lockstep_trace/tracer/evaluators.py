@@ -1,6 +1,6 @@
-"""Scores that an evaluation comes to, where a function returns them to an evaluator that is known.
+"""Records the scores of known evaluators.
 
-In: what `Trainer.evaluate` of transformers and `compute` of the library evaluate return. Out: a record of its numbers.
+In: results of transformers' `Trainer.evaluate` and of `compute` of the library evaluate. Out: a record of the numbers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .hooks import Hooks
 from .recorder import Recorder
 
 EVALUATORS = {"transformers.trainer": ("Trainer", "evaluate"), "evaluate.module": ("EvaluationModule", "compute")}
-TIMES = ("runtime", "per_second", "compilation_time", "epoch")  # parts of names of what is no score
+TIMES = ("runtime", "per_second", "compilation_time", "epoch")  # parts of names that are not scores
 
 
 def install(hooks: Hooks, module: str) -> None:
-    """Called when the module was imported."""
+    """Wrap the evaluator, after its module is imported."""
     name, method = EVALUATORS[module]
     kind = getattr(sys.modules[module], name)
     original = getattr(kind, method)

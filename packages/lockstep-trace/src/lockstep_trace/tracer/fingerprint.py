@@ -1,20 +1,20 @@
-"""Exact fingerprints and sketches of tensors, both linear in the elements, so that those of shards add up to the
-whole's.
+"""Exact fingerprints and sketches of tensors, both linear in the elements, so that those of shards add up to those of
+the full tensor.
 
-In: local tensors and where they lie in the whole tensor. Out: of each tensor a fingerprint (64 bits), its sum of
-squares and a sketch (`width_of(shape)` float64 numbers). An element's contribution depends on its value and on its
-index in the flattened whole tensor, never on the rank or the cut.
+In: local tensors and their blocks of the full tensors. Out: for each tensor a fingerprint (64 bits), its sum of squares
+and a sketch (`width_of(shape)` float64 numbers). An element's contribution depends on its value and its index in the
+flattened full tensor, never on the rank or the sharding.
 
 **Fingerprint**: the sum of (bits of element i) * k(i) modulo 2^64, k(i) a fixed odd number that mixes i. Equal tensors
 have equal fingerprints. Tensors that differ in one element always have different ones. Tensors that differ in several
 have equal ones with a probability of about 2^-(63 - t), where t is the lowest bit in which any element differs: 2^-63
-for values that differ in their last bit, 2^-32 where float32 values differ in their signs alone.
+for values that differ in their last bit, 2^-32 for float32 values that differ only in sign.
 
 **Sketch**: a count sketch (Charikar, Chen and Farach-Colton, 2002). Element i is added with a fixed sign s(i) to bucket
-i mod P, P prime and no divisor of any dimension. The squared norm of a sketch estimates the squared norm of the tensor
-without bias, with a relative standard deviation of about sqrt(2 / P): 9 % for P = 257, so 4.4 % for the norm; up to
-twice that where parts of a large tensor repeat each other. The sketch of a difference is the difference of two
-sketches, and b = f * a gives sketch(b) = f * sketch(a) to rounding.
+i mod P, where P is a prime that divides no dimension. The squared norm of a sketch estimates the squared norm of the
+tensor without bias, with a relative standard deviation of about sqrt(2 / P): 9 % for P = 257, so 4.4 % for the norm; up
+to twice that if parts of a large tensor repeat. The sketch of a difference is the difference of two sketches, and b = f
+* a gives sketch(b) = f * sketch(a) within rounding.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch import Tensor
 
 WIDTHS = (257, 263, 269, 271, 277, 281, 283, 293)
 ROWS = 256  # of a chunk, which has ROWS * P elements
-BATCH = 1 << 20  # elements of small tensors that are measured together
-UNIT = 32  # rows of a unit, of which a chunk has ROWS // UNIT
-DEVICE_BATCH = 1 << 22  # elements that are measured together on a device, where each launch costs the host some 5 us
+BATCH = 1 << 20  # elements of small tensors measured together
+UNIT = 32  # rows of a unit; a chunk has ROWS // UNIT units
+DEVICE_BATCH = 1 << 22  # elements measured together on a device, where each launch costs about 5 us
 CPU = torch.device("cpu")
 _MASK = (1 << 64) - 1
 GOLDEN, M1, M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -40,8 +40,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Block:
-    """Where a local tensor lies in the whole one: a box of `size` at `offset` of `shape`. With one number each, a
-    range of the flattened whole tensor."""
+    """Position of a local tensor in the full one: the block of `size` at `offset` in `shape`. If offset and size have
+    one number each, a range of the flattened full tensor."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -49,7 +49,7 @@ class Block:
 
     @functools.cached_property
     def flat(self) -> tuple[int, int] | None:
-        """(start, stop) in the flattened whole tensor; None: the box is not contiguous there."""
+        """(start, stop) in the flattened full tensor, or None if the block is not contiguous there."""
         if len(self.offset) == 1:
             return self.offset[0], self.offset[0] + self.size[0]
         start, count, stride, whole = 0, 1, 1, True
@@ -62,7 +62,7 @@ class Block:
 
 
 def whole(tensor: Tensor) -> Block:
-    """The place of a tensor that is not cut."""
+    """Return the block of an unsharded tensor."""
     return _whole(tensor.shape)
 
 
@@ -72,8 +72,9 @@ def _whole(shape: torch.Size) -> Block:
 
 
 def width_of(shape: Sequence[int]) -> int:
-    """The number of buckets: the first prime of `WIDTHS` that divides no dimension. The sketch of a matrix whose rows
-    are a multiple of P long would mix a column with nothing but itself."""
+    """Return the number of buckets: the first prime of `WIDTHS` that divides no dimension.
+
+    If P divided the row length of a matrix, elements of a column would share a bucket."""
     return _width_of(tuple(shape))
 
 
@@ -83,8 +84,8 @@ def _width_of(shape: tuple[int, ...]) -> int:
 
 
 def measure(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool = True) -> list[Tensor]:
-    """Of each tensor one int64 vector on its device: fingerprint, sum of squares (float64 bits), and with `sketch` the
-    P buckets (float64 bits). Tensors may be of any dtype and device, and not contiguous. Not collective."""
+    """Return one int64 vector per tensor, on its device: fingerprint, sum of squares (float64 bits), and with `sketch`
+    the P buckets (float64 bits). Tensors may have any dtype, device and layout. Not collective."""
     here = [i for i, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
     away = [i for i, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
     vectors: dict[int, Tensor] = {}
@@ -96,7 +97,7 @@ def measure(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool = T
 
 
 def _by_chunks(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool) -> list[Tensor]:
-    """On a CPU: small tensors together, large ones by chunks that stay in its cache."""
+    """Measure on a CPU: small tensors together, large ones in chunks that fit its cache."""
     vectors: dict[int, Tensor] = {}
     small: dict[tuple[torch.dtype, int], list[tuple[int, Tensor, int]]] = {}
     for i, (tensor, block) in enumerate(zip(tensors, blocks, strict=True)):
@@ -116,8 +117,8 @@ def _by_chunks(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool)
 
 
 def _by_units(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool) -> list[Tensor]:
-    """On another device, where every operation costs the host some 5 us: all tensors together, by `DEVICE_BATCH`. The
-    sums of squares and of buckets are those of `_by_chunks` in another order."""
+    """Measure on another device, where every operation costs the host about 5 us: all tensors together, in batches of
+    `DEVICE_BATCH` elements. Sums of squares and buckets add up in another order than in `_by_chunks`."""
     vectors: dict[int, Tensor] = {}
     kinds: dict[tuple[torch.device, torch.dtype, int], list[tuple[int, Tensor, int]]] = {}
     for i, (tensor, block) in enumerate(zip(tensors, blocks, strict=True)):
@@ -145,7 +146,7 @@ def _bits(flat: Tensor) -> Tensor:
 
 
 def _numbers(flat: Tensor) -> Tensor:
-    """For sums: integers as float64, eight-bit floats as float32."""
+    """Convert values for sums: integers to float64, eight-bit floats to float32."""
     if not flat.is_floating_point():
         return flat.double()
     return flat.float() if flat.element_size() == 1 else flat
@@ -155,7 +156,7 @@ def _numbers(flat: Tensor) -> Tensor:
 
 
 def heads(vectors: list[Tensor]) -> list[Tensor]:
-    """The fingerprints and sums of squares, without sketches."""
+    """Return the vectors without sketches: fingerprint and sum of squares."""
     results: dict[int, Tensor] = {}
     for numbers in _alike(vectors):
         results |= dict(zip(numbers, torch.stack([vectors[i] for i in numbers])[:, :2].unbind(0), strict=True))
@@ -163,7 +164,7 @@ def heads(vectors: list[Tensor]) -> list[Tensor]:
 
 
 def _alike(vectors: list[Tensor]) -> list[list[int]]:
-    """Which are of one length and device."""
+    """Group indices of vectors by length and device."""
     alike: dict[tuple[int, torch.device], list[int]] = {}
     for i, vector in enumerate(vectors):
         alike.setdefault((vector.numel(), vector.device), []).append(i)
@@ -171,8 +172,8 @@ def _alike(vectors: list[Tensor]) -> list[list[int]]:
 
 
 def differences(after: list[Tensor], before: list[Tensor]) -> list[Tensor]:
-    """Of each pair: sketches subtracted; the fingerprint's difference modulo 2^64; the sum of squares, as the sketch
-    has it."""
+    """Return the vector of each difference: fingerprints modulo 2^64 and sketches subtracted; the sum of squares as
+    estimated by the sketch."""
     results: dict[int, Tensor] = {}
     for numbers in _alike(after):
         new, old = (torch.stack([each[i] for i in numbers]) for each in (after, before))
@@ -183,11 +184,11 @@ def differences(after: list[Tensor], before: list[Tensor]) -> list[Tensor]:
     return [results[i] for i in range(len(after))]
 
 
-# -- fixed numbers of positions --------------------------------------------------------------------------------------
+# -- fixed numbers by index ------------------------------------------------------------------------------------------
 
 
 def mix(index: int) -> int:
-    """splitmix64 (Steele, Lea and Flood, 2014) of an index, from 0 to 2^64 - 1."""
+    """Return splitmix64 (Steele, Lea and Flood, 2014) of an index, from 0 to 2^64 - 1."""
     z = (index + 1) * GOLDEN & _MASK
     z = (z ^ z >> 30) * M1 & _MASK
     z = (z ^ z >> 27) * M2 & _MASK
@@ -203,12 +204,12 @@ def shifted(z: Tensor, by: int) -> Tensor:
 
 
 def mixed(count: int, first: int = 0) -> Tensor:
-    """`mix` of `first` and the next ones, int64 [count]."""
+    """Return `mix` of `count` indices from `first`, int64 [count]."""
     return mixed_of(torch.arange(first, first + count, dtype=torch.int64))
 
 
 def mixed_of(indices: Tensor) -> Tensor:
-    """`mix` of each, int64."""
+    """Return `mix` of each index, int64."""
     z = (indices + 1) * signed(GOLDEN)
     z = (z ^ shifted(z, 30)) * signed(M1)
     z = (z ^ shifted(z, 27)) * signed(M2)
@@ -217,7 +218,7 @@ def mixed_of(indices: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _tables(p: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Signs (float32) and odd numbers (int64) of a chunk's elements, [ROWS * p] each."""
+    """Return signs (float32) and odd numbers (int64) of a chunk's elements, [ROWS * p] each."""
     numbers = mixed(ROWS * p)
     signs = (shifted(numbers, 40) & 1) * 2 - 1
     return signs.float().to(device), (numbers | 1).to(device)
@@ -225,7 +226,7 @@ def _tables(p: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=4096)
 def _chunk_signs(p: int, chunk: int) -> Tensor:
-    """Signs of a chunk's buckets, float64 [p]: with the same table for all chunks, these keep them apart."""
+    """Return the signs of a chunk's buckets, float64 [p], which distinguish chunks: all use the same element table."""
     if chunk == 0:
         return torch.ones(p, dtype=torch.float64)
     numbers = mixed(p, first=(1 << 40) + chunk * 512)
@@ -233,7 +234,7 @@ def _chunk_signs(p: int, chunk: int) -> Tensor:
 
 
 def _chunk_number(chunk: int) -> int:
-    """The odd number that a chunk's sum is multiplied with."""
+    """Return the odd factor of a chunk's sum."""
     return 1 if chunk == 0 else signed(mix((1 << 50) + chunk) | 1)
 
 
@@ -256,13 +257,13 @@ def _batches(items: list[tuple[int, Tensor, int]], most: int) -> Iterator[list[t
 class _Layout:
     signs: Tensor  # [rows * p]
     odd: Tensor  # [rows * p]
-    pads: tuple[tuple[int, int], ...]  # zeros before and behind each tensor
-    owner: Tensor  # [rows]: the tensor of a row
+    pads: tuple[tuple[int, int], ...]  # zeros before and after each tensor
+    owner: Tensor  # [rows]: index of the row's tensor
 
 
 @functools.lru_cache(maxsize=32)
 def _layout(places: tuple[tuple[int, int], ...], p: int) -> _Layout:
-    """Tables for tensors that lie, each within one chunk, at (start, numel)."""
+    """Return tables for tensors at (start, numel), each within one chunk."""
     table_signs, table_odd = _tables(p, CPU)
     signs, odd, pads, owner = [], [], [], []
     for k, (start, count) in enumerate(places):
@@ -302,12 +303,12 @@ def _batch(flats: list[Tensor], places: tuple[tuple[int, int], ...], p: int, ske
     return list(out.unbind(0))
 
 
-# -- on a device, many at a time ---------------------------------------------------------------------------------------
+# -- on a device, in batches -------------------------------------------------------------------------------------------
 
 
 def _pieces(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]]:
-    """Flat parts of at most `DEVICE_BATCH` elements, with their starts in the flattened whole tensor. All but the first
-    begin with a unit."""
+    """Yield (flat part of at most `DEVICE_BATCH` elements, its start in the flattened full tensor). All but the first
+    start at a unit boundary."""
     unit = UNIT * p
     for flat, start in _ranges(tensor, block, p):
         at = 0
@@ -322,19 +323,19 @@ def _pieces(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]
 
 @dataclass(frozen=True)
 class _Units:
-    """What each unit [K] of some pieces is multiplied with, on their device."""
+    """Factors of the K units of some pieces, on their device."""
 
-    inside: Tensor  # int64 [K]: which unit of its chunk it is
-    odd: Tensor  # int64 [K]: the odd number of its chunk
-    signs: Tensor  # float64 [K, p]: of its chunk's buckets
-    owner: Tensor  # int64 [K]: its piece
-    owners: Tensor  # float64 [n, K]: 1 where a piece owns a unit
-    pads: tuple[tuple[Tensor, ...], ...]  # zeros before each piece, and behind the last one
+    inside: Tensor  # int64 [K]: index of the unit in its chunk
+    odd: Tensor  # int64 [K]: odd factor of its chunk
+    signs: Tensor  # float64 [K, p]: signs of its chunk's buckets
+    owner: Tensor  # int64 [K]: index of its piece
+    owners: Tensor  # float64 [n, K]: 1 if the piece owns the unit
+    pads: tuple[tuple[Tensor, ...], ...]  # zeros before each piece, and after the last one
 
 
 @functools.lru_cache(maxsize=64)
 def _units(places: tuple[tuple[int, int], ...], p: int, device: torch.device, dtype: torch.dtype) -> _Units:
-    """For pieces that lie at (start, numel). Does not wait for the device."""
+    """Return the factors for pieces at (start, numel). Does not synchronize with the device."""
     unit, gaps = UNIT * p, [0]
     every: list[int] = []
     owner: list[int] = []
@@ -360,7 +361,7 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _of_units(pieces: list[tuple[Tensor, int]], p: int, sketch: bool) -> list[Tensor]:
-    """The vectors of flat pieces of one device and dtype, with their starts."""
+    """Return the vectors of (flat piece, start) pairs of one device and dtype."""
     device, unit = pieces[0][0].device, UNIT * p
     units = _units(tuple((start, flat.numel()) for flat, start in pieces), p, device, pieces[0][0].dtype)
     signs, odd = _tables(p, device)
@@ -377,7 +378,7 @@ def _of_units(pieces: list[tuple[Tensor, int]], p: int, sketch: bool) -> list[Te
 
 
 def _added(one: Tensor, other: Tensor) -> Tensor:
-    """The vector of two parts of a tensor together."""
+    """Add the vectors of two parts of a tensor."""
     floats = one[1:].view(torch.float64) + other[1:].view(torch.float64)
     return torch.cat([one[:1] + other[:1], floats.view(torch.int64)])
 
@@ -402,14 +403,14 @@ def _large(tensor: Tensor, block: Block, p: int, sketch: bool) -> Tensor:
 
 
 def _ranges(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]]:
-    """Contiguous ranges of the flattened whole tensor that hold the local one, zeros elsewhere, with their starts."""
+    """Yield (range, start): contiguous ranges of the flattened full tensor with the local values, zeros elsewhere."""
     if tensor.numel() == 0:
         return
     place = block.flat
     if place is not None:
         yield from _flat(tensor, place[0], ROWS * p)
         return
-    shape, dim = block.shape, next(d for d, n in enumerate(block.size) if n > 1)  # every dimension before is one thick
+    shape, dim = block.shape, next(d for d, n in enumerate(block.size) if n > 1)  # all earlier dimensions have size 1
     stride = 1
     for n in shape[dim + 1 :]:
         stride *= n
@@ -421,7 +422,7 @@ def _ranges(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]
         start += block.offset[d] * step
     local = tensor.reshape(block.size[dim:])
     inside = tuple(slice(o, o + s) for o, s in zip(block.offset[dim + 1 :], block.size[dim + 1 :], strict=True))
-    slices = max(ROWS * p // stride, 1)  # of the whole tensor at a time
+    slices = max(ROWS * p // stride, 1)  # of the full tensor at a time
     for a in range(0, block.size[dim], slices):
         part = local[a : a + slices]
         room = part.new_zeros((part.shape[0], *shape[dim + 1 :]))
@@ -430,7 +431,7 @@ def _ranges(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]
 
 
 def _flat(tensor: Tensor, start: int, most: int) -> Iterator[tuple[Tensor, int]]:
-    """A tensor's elements in their order: itself where it lies so in memory, else copies of at most `most` elements."""
+    """Yield (flat elements, start) in order: a view if contiguous, else copies of at most `most` elements."""
     if tensor.is_contiguous() or tensor.numel() <= most:
         yield tensor.reshape(-1), start
         return
@@ -443,8 +444,8 @@ def _flat(tensor: Tensor, start: int, most: int) -> Iterator[tuple[Tensor, int]]
 
 @dataclass(frozen=True)
 class _Scratch:
-    """Room for a chunk's numbers. New tensors of this size cost more than what is computed with them: the allocator
-    gives their pages back each time."""
+    """Buffers for a chunk. Allocating them each time would cost more than the computation: the allocator returns pages
+    of this size to the system."""
 
     integers: Tensor  # int64 [ROWS * p]
     doubles: Tensor  # float64 [ROWS * p]

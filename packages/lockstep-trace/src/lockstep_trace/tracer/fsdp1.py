@@ -1,8 +1,7 @@
-"""FSDP1's flat parameters, cut into the parameters that they are made of.
+"""Splits FSDP1's flat parameters into the original parameters.
 
-In: an optimizer's parameters and the models that were called. Out: `FlatPart`s, each with its place in the whole.
-There is no public name for what a rank's shard holds, so this file reads `_handle` and `_shard_param_infos`, which
-torch has had by these names since 2.1.
+In: an optimizer's parameters and the called models. Out: `FlatPart`s with their blocks of the full parameters. No
+public API describes a rank's shard, so this file reads `_handle` and `_shard_param_infos`, in torch since 2.1.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ MODULE = "torch.distributed.fsdp"
 
 
 def wrapper() -> Any:
-    """`FullyShardedDataParallel`, where the script has imported it."""
+    """Return `FullyShardedDataParallel` if the script has imported it, else None."""
     return getattr(sys.modules.get(MODULE), "FullyShardedDataParallel", None)
 
 
 def expanded(parameters: Iterable[Any], roots: Iterable[nn.Module]) -> list[list[Any]]:
-    """Of each parameter what stands for it: itself, or the `FlatPart`s of a rank's shard. One of length 0 stands for a
-    parameter of which the rank has nothing."""
+    """Return for each parameter [itself], or the `FlatPart`s of a rank's shard. A part of length 0 is a parameter that
+    the rank does not hold."""
     known = dict(_known(roots)) if wrapper() is not None else {}
     return [known.get(id(p)) or [p] for p in parameters]
 
 
 def _known(roots: Iterable[nn.Module]) -> Iterator[tuple[int, list[FlatPart]]]:
-    """(id of what an optimizer holds, its parts), of all sharded flat parameters."""
+    """Yield (id of the tensor in the optimizer, its parts) of all sharded flat parameters."""
     for root in roots:
         for name, module in root.named_modules():
             handle = getattr(module, "_handle", None) if isinstance(module, wrapper()) else None
             if handle is None or not handle.uses_sharded_strategy:
-                continue  # without shards, its parameters are views of whole ones
+                continue  # unsharded: its parameters are views of full tensors
             flat, prefix = handle.flat_param, plain_name(name) if name else ""
             infos = list(zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True))
             names = [plain_name(f"{prefix}.{fqn}" if prefix else fqn) for fqn, *_ in infos]
@@ -53,7 +52,7 @@ def _known(roots: Iterable[nn.Module]) -> Iterator[tuple[int, list[FlatPart]]]:
 
 
 def _part(source: Any, name: str, shape: Any, info: Any, flat: bool) -> FlatPart:
-    """`flat`: `source` is the whole shard, else the part itself."""
+    """Return one part. `flat`: `source` is the whole shard, else the part itself."""
     size = info.numel_in_shard if info.in_shard else 0
     start = info.intra_param_start_idx if info.in_shard else 0
     block = Block(tuple(shape), (start,), (size,))
@@ -67,7 +66,7 @@ def _part(source: Any, name: str, shape: Any, info: Any, flat: bool) -> FlatPart
 
 
 def install(hooks: Any) -> None:
-    """Listen to `FullyShardedDataParallel.clip_grad_norm_`, which clips by the norm over all ranks."""
+    """Wrap `FullyShardedDataParallel.clip_grad_norm_`, which clips by the norm over all ranks."""
     kind = wrapper()
     if kind is None or hasattr(kind.clip_grad_norm_, "lockstep"):
         return

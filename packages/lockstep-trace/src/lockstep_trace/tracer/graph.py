@@ -1,8 +1,7 @@
-"""What a loss is made of, read from the graph that autograd keeps: which loss function, of which shape, on how many
-targets, and what stands before it.
+"""Reads the loss functions from the autograd graph of a loss: kind, shape, number of targets, preceding operations.
 
-In: the tensor that `backward` is called on. Out: a `LossFunction` for each one of torch in its graph. Nothing is
-computed but a hash of the targets, on their device.
+In: the tensor passed to `backward`. Out: a `LossFunction` for each torch loss in its graph. Computes only a hash of the
+targets, on their device.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from .inputs import hash_of
 
-NODES = 256  # of a graph that are looked at, from the loss on
+NODES = 256  # nodes of a graph to visit, starting at the loss
 ATTENTION_NODES = 4096
-MOST = 8  # loss functions of one backward
+MOST = 8  # loss functions per backward
 VIEWS = ("View", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Permute", "Alias", "Slice", "ToCopy", "Clone", "T")
 KINDS = {
     "NllLoss": "cross entropy",
@@ -34,15 +33,15 @@ KINDS = {
 
 @dataclass(frozen=True)
 class LossFunction:
-    """`about`: what is known on the host. `targets`: int64 [3]: the number of targets that count, a hash of them in
-    their order, and one without; None: the graph keeps no targets."""
+    """A loss function in a graph. `about`: facts known on the host. `targets`: int64 [3]: number of targets that are
+    not ignored, an order-dependent and an order-independent hash of them; None if the graph does not hold targets."""
 
     about: dict[str, Any]
     targets: Tensor | None
 
 
 def objectives(loss: Any) -> list[LossFunction]:
-    """Of a tensor with a graph, nearest to the loss first."""
+    """Return the loss functions in a tensor's graph, nearest to the loss first."""
     rows: list[LossFunction] = []
     queue: deque[Any] = deque([getattr(loss, "grad_fn", None)])
     known: set[Any] = set()
@@ -61,7 +60,7 @@ def objectives(loss: Any) -> list[LossFunction]:
 
 
 def name_of(node: Any) -> str:
-    """Such as `NllLoss`, without what torch appends."""
+    """Return the name of a node without torch's suffix, such as `NllLoss`."""
     name = str(node.name()).rpartition("::")[2]
     return name.partition("Backward")[0]
 
@@ -103,8 +102,8 @@ def _shape(node: Any) -> list[int]:
 
 
 def unmasked_attention(loss: Any) -> bool | None:
-    """Whether each query sees all tokens before it: the first fused attention in a loss's graph is causal and has no
-    mask. None: the graph has no fused attention."""
+    """Return whether the first fused attention in a loss's graph is causal without a mask, so that each query attends
+    to all earlier tokens. None if the graph has no fused attention."""
     queue: deque[Any] = deque([getattr(loss, "grad_fn", None)])
     known: set[Any] = set()
     while queue and len(known) < ATTENTION_NODES:

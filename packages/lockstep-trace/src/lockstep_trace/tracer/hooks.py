@@ -1,5 +1,5 @@
-"""Where the tracer listens: every wrapper and every hook, in one place. Each calls the recorder and then what it
-wraps, and an error of the recorder becomes a record and a warning, never one of the script.
+"""The tracer's main wrappers and hooks. Each calls the recorder and the wrapped function. An error in the recorder
+becomes a record and a warning, and never propagates to the script.
 
 Wrapped: `Module.__call__`, `torch.autograd.backward`, `GradScaler.scale`, `unscale_` and `step`, `clip_grad_norm_` and
 its like, schedulers' `__init__` and `step`, `DataLoader.__iter__`. Hooks of torch: before and after every optimizer's
@@ -31,19 +31,19 @@ _THREAD = threading.local()
 
 
 class Hooks:
-    """Installed once a process; records into `recorder` while it is set."""
+    """All hooks of a process, installed once; they record into `recorder` while it is set."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         self.backward_depth = 0
         self.failed = False
-        self.engine_steps = False  # an engine makes a step, and its inner optimizers' are parts of it
-        self.at_first_call: list[Callable[[], None]] = []  # of a model
+        self.engine_steps = False  # an engine is in its step, which contains its inner optimizers' steps
+        self.at_first_call: list[Callable[[], None]] = []  # of any model
         self._stepping: dict[int, dict[str, Any]] = {}
         self._scaled: Any = None
 
     def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
-        """The result of `work`; None where it fails."""
+        """Return the result of `work`, or None if it fails."""
         if self.recorder is None:
             return None
         try:
@@ -68,7 +68,7 @@ class Hooks:
 
     @contextlib.contextmanager
     def clipping(self) -> Iterator[None]:
-        """A clipping that is recorded already: what it calls inside is not another one."""
+        """Context manager for a clipping that is recorded already, so that nested calls are not recorded again."""
         _THREAD.clipping = True
         try:
             yield
@@ -88,13 +88,13 @@ class Hooks:
             self._stepping[id(optimizer)] = self.guarded(self.recorder.before_step, optimizer) or {}
             return None
 
-        def wrapped() -> Any:  # gradients are there when it returns; of several calls the last one counts
+        def wrapped() -> Any:  # gradients exist after the closure; the last of several calls counts
             result = closure()
             if self.recorder is not None:
                 first = self._stepping.get(id(optimizer)) or {}
                 here = self.guarded(self.recorder.before_step, optimizer) or {}
                 at_first = {name: first[name] for name in ("before", "start", "shards") if name in first}
-                self._stepping[id(optimizer)] = here | at_first  # weights before the step are those of the first call
+                self._stepping[id(optimizer)] = here | at_first  # weights before the step come from the first call
             return result
 
         if "closure" in kwargs:
@@ -102,9 +102,9 @@ class Hooks:
         return (args[0], wrapped, *args[2:]), kwargs
 
     def _makes_state(self, optimizer: Any) -> bool:
-        """Whether a step only lets the optimizer make its state: the first one, before any backward, at the rate 0, as
-        `torch.distributed.checkpoint` has it before it loads, or with gradients of zeros before the model was called,
-        as Megatron-FSDP has it."""
+        """Return whether a step only initializes the optimizer's state: the first step, before any backward, with a
+        rate of 0 (`torch.distributed.checkpoint` before loading), or with zero gradients before the model was called
+        (Megatron-FSDP)."""
         if optimizer.state or self.recorder is None or self.recorder.since.backwards:
             return False
         if all("lr" in group and float(group["lr"]) == 0 for group in optimizer.param_groups):
@@ -149,7 +149,7 @@ def _wrap_call(hooks: Hooks) -> None:
 
 
 def _observed(hooks: Hooks, module: nn.Module, output: Any) -> Any:
-    """At the level of modules: the sketch of a module's first output, and of its gradient in backward."""
+    """Record the sketch of a module's first output and of its gradient (`--level modules`)."""
     recorder = hooks.recorder
     assert recorder is not None
 
@@ -195,7 +195,7 @@ def _wrap_backward(hooks: Hooks) -> None:
             hooks.backward_depth -= 1
             if not hooks.backward_depth:
                 hooks.guarded(recorder.after_backward)
-            _THREAD.depth = depth  # checkpointing leaves a forward by an exception
+            _THREAD.depth = depth  # checkpointing ends a forward by an exception
 
     torch.autograd.backward = backward
 
@@ -243,7 +243,7 @@ def _wrap_scaler(hooks: Hooks) -> None:
     def scale_(self: Any, outputs: Any) -> Any:
         result = scale(self, outputs)
         if hooks.recorder is not None and self.is_enabled():
-            hooks.recorder.since.scale = self._scale.detach().clone()  # `get_scale` would wait for the device
+            hooks.recorder.since.scale = self._scale.detach().clone()  # `get_scale` would synchronize
             hooks._scaled = result
         return result
 
@@ -282,7 +282,7 @@ def _wrap_schedulers(hooks: Hooks) -> None:
 
     @functools.wraps(original_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        for kind in type(self).__mro__:  # classes of the script's own, which may not call torch's `step`
+        for kind in type(self).__mro__:  # custom classes may not call torch's `step`
             if isinstance(vars(kind).get("step"), types.FunctionType):
                 _wrap_step(hooks, kind)
             if isinstance(vars(kind).get("load_state_dict"), types.FunctionType):
@@ -298,7 +298,7 @@ OWNERS = ("lightning", "pytorch_lightning", "transformers.trainer")
 
 
 def _by_a_trainer(frame: Any) -> bool:
-    """Whether a loop that steps schedulers by itself, at steps or epochs of its own choice, has one made."""
+    """Return whether a trainer that steps schedulers at times of its own choice creates this one."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if name in OWNERS or name.startswith(tuple(f"{owner}." for owner in OWNERS)):
@@ -359,7 +359,7 @@ def _wrap_loader(hooks: Hooks) -> None:
         own = getattr(self, "worker_init_fn", None)
         watched = hooks.guarded(_watched, hooks, self)
         if watched is not None:
-            self.worker_init_fn = watched  # while the workers are started
+            self.worker_init_fn = watched  # while workers start
         try:
             iterator = original(self)
         finally:
@@ -404,7 +404,7 @@ def _wrap_next(hooks: Hooks, kind: Any) -> None:
 
 
 def _began(recorder: Recorder, loader: Any, iterator: Any) -> None:
-    """A pass over a data loader begins."""
+    """Record the start of a pass over a data loader."""
     number = getattr(loader, "lockstep_number", None)
     if number is None:
         number = recorder.loaders = recorder.loaders + 1
@@ -415,7 +415,7 @@ def _began(recorder: Recorder, loader: Any, iterator: Any) -> None:
     sampler = getattr(loader, "sampler", None)
     batches: Any = getattr(loader, "batch_sampler", None)
     skips = bool(getattr(loader, "skip_batches", 0))
-    while getattr(batches, "batch_sampler", None) is not None:  # Accelerate wraps it, for each rank's share and to skip
+    while getattr(batches, "batch_sampler", None) is not None:  # Accelerate wraps it to shard and to skip batches
         skips = skips or bool(getattr(batches, "skip_batches", 0))
         batches = batches.batch_sampler
     inner = getattr(batches, "sampler", sampler)

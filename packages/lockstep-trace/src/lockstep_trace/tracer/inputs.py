@@ -1,8 +1,8 @@
-"""What an outermost module is called with, as one hash an example. Padding does not count.
+"""Hashes the inputs of an outermost module, one hash per example, without padding.
 
-In: positional and named inputs. Out: int64 hashes [B] on the inputs' device, and the number of targets where labels are
-among them. The hash of an example does not depend on its batch: neither on the order of inputs nor on padding that an
-attention mask, zeros at the end or -100 mark.
+In: positional and named inputs. Out: int64 hashes [B] on the inputs' device, and the number of targets if there are
+labels. An example's hash is independent of its batch: of the order of inputs, and of padding marked by an attention
+mask, trailing zeros or -100.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .placement import is_plain_tensor
 
 MASK = "attention_mask"
 IGNORED = (MASK, "position_ids", "cache_position", "num_items_in_batch", "past_key_values")
-HASHED = 1 << 20  # elements of a tensor that `hash_of` looks at
+HASHED = 1 << 20  # most elements of a tensor that `hash_of` reads
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LABELS = ("labels", "label", "label_ids", "start_positions")
 
 
 class CallInputs(NamedTuple):
-    """What one call was given: hashes [B] of all inputs and of those that are no labels, and the number of targets
-    (None: no labels among the inputs). `restarts`: rows in which position_ids begin anew, with no mask beside them."""
+    """Inputs of one call: hashes [B] of all inputs and of those without labels, and the number of targets (None without
+    labels). `restarts`: number of rows in which position_ids restart, without an attention mask."""
 
     hashes: Tensor
     unlabelled: Tensor | None
@@ -51,7 +51,7 @@ def _tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, 
 
 
 def call_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallInputs | None:
-    """None where no input has a batch."""
+    """Hash the inputs of a call; None if no input has a batch dimension."""
     tensors = [(n, t) for n, t in [*_tensors(args), *_tensors(kwargs)] if t.dim() and t.numel()]
     if not tensors:
         return None
@@ -73,8 +73,8 @@ def call_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallInputs 
 
 
 def _restarts(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | None:
-    """The number of rows whose positions begin anew behind a run of more than two, as those of packed rows do. With a
-    mask the restart may be that of padding."""
+    """Return the number of rows whose positions restart after a run of more than two, as in packed rows; None with a
+    mask, where the restart may be padding."""
     positions = next((t for n, t in tensors if n == "position_ids" and t.dim() == 2), None)
     if positions is None or mask is not None or positions.shape[1] < 4:
         return None
@@ -83,14 +83,14 @@ def _restarts(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor 
 
 
 def hash_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Hashes of all elements of a tensor, in their order and in any."""
+    """Return two hashes of a tensor: one that depends on the order of elements, and one that does not."""
     flat = plain(tensor.detach()).reshape(1, -1)[:, :HASHED]
     bits = flat.view(INTEGERS[flat.element_size()]).long() if flat.is_floating_point() else flat.long()
     return (bits * _odd(bits.shape[1], bits.device)).sum(), _scrambled(bits).sum()
 
 
 def _rows(tensor: Tensor, mask: Tensor | None) -> Tensor:
-    """Of each row a number that is linear in its elements' bits, [B]."""
+    """Return one number per row that is linear in its elements' bits, [B]."""
     tensor = plain(tensor.detach())
     rows = tensor.reshape(tensor.shape[0], -1)
     if rows.is_floating_point():
@@ -106,7 +106,7 @@ def _rows(tensor: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _scrambled(numbers: Tensor) -> Tensor:
-    """So that inputs can be added up without cancelling each other."""
+    """Scramble numbers so that sums of inputs do not cancel."""
     z = (numbers ^ shifted(numbers, 29)) * signed(GOLDEN)
     z = (z ^ shifted(z, 32)) * signed(M1)
     return z ^ shifted(z, 31)

@@ -1,4 +1,4 @@
-"""Waits for an engine or an evaluator to be imported, and installs what listens to it then."""
+"""Installs the wrappers of an engine or evaluator when its module is imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENGINE = "deepspeed"
 
 
 class Finder:
-    """Finds a module as Python would, and calls `install` after its import."""
+    """Import finder that calls `install` after a module is imported."""
 
     def __init__(self, hooks: Hooks, module: str) -> None:
         self.hooks, self.module = hooks, module
@@ -29,7 +29,7 @@ class Finder:
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            sys.meta_path.insert(0, self)  # who asks whether it is there does not import it yet
+            sys.meta_path.insert(0, self)  # find_spec may only check for the module, without importing it
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module
@@ -54,7 +54,7 @@ def install(hooks: Hooks, module: str) -> None:
 
 
 def watch(hooks: Hooks) -> None:
-    """Listen to each now, or when it is imported."""
+    """Install the wrappers of each module now, or when it is imported."""
     for name in (ENGINE, *EVALUATORS):
         module = sys.modules.get(name)
         if getattr(getattr(module, "__spec__", None), "_initializing", False):

@@ -1,5 +1,4 @@
-"""Smaller things that the tracer listens to: collectives, the cache of autocast, parameters that are made late, states
-that are loaded, and splits of data sets.
+"""Further wrappers of the tracer: collectives, autocast's cache, late parameters, loaded states, random splits.
 
 In: `Hooks`. Out: calls of its recorder.
 """
@@ -31,7 +30,7 @@ COLLECTIVES = (
     "isend",
     "irecv",
 )
-DEPTH = 3  # of data sets inside of data sets
+DEPTH = 3  # nesting depth of data sets
 
 
 def install(hooks: Any) -> None:
@@ -68,7 +67,7 @@ def _counting(hooks: Any, name: str, original: Any) -> Any:
 
 
 def _elements(value: Any) -> int:
-    """The largest number of elements of a tensor, or of a list of tensors, among arguments."""
+    """Return the largest number of elements of a tensor, or of a list of tensors, in the arguments."""
     if isinstance(value, Tensor):
         return value.numel()
     if isinstance(value, list | tuple) and value:
@@ -79,7 +78,7 @@ def _elements(value: Any) -> int:
 
 
 def _wrap_cache(hooks: Any) -> None:
-    """Of weights that autocast has cast: it is cleared where the outermost region of autocast ends."""
+    """Wrap `clear_autocast_cache`, which torch calls at the end of the outermost autocast region."""
     original = torch.clear_autocast_cache
 
     @functools.wraps(original)
@@ -112,7 +111,7 @@ def _wrap_optimizers(hooks: Any) -> None:
 
 
 def _registered(hooks: Any, module: nn.Module, name: str, parameter: Any) -> None:
-    """A parameter is given to a module: after an optimizer was made, it is late."""
+    """Mark a parameter registered after an optimizer was created as late."""
     recorder = hooks.recorder
     if recorder is not None and parameter is not None and recorder.optimizers_made:
         recorder.late[id(parameter)] = weakref.ref(parameter)
@@ -132,7 +131,7 @@ def _wrap_replicas(hooks: Any) -> None:
 
 
 def _wrap_loads(hooks: Any) -> None:
-    """A module that loads its own tensors: nothing is copied."""
+    """Wrap `load_state_dict` to detect a module that loads its own tensors, which changes nothing."""
     load = nn.Module.load_state_dict
 
     @functools.wraps(load)
@@ -153,7 +152,7 @@ def _loads(recorder: Any, module: nn.Module, state: Any) -> None:
 
 
 def _wrap_checkpoint(hooks: Any) -> None:
-    """Of the reentrant kind, which computes no gradients where none of its inputs has one."""
+    """Wrap reentrant checkpointing, which computes no gradients if no input requires one."""
     module: Any = torch.utils.checkpoint
     original = getattr(module, "check_backward_validity", None)
     if original is None:
@@ -162,7 +161,7 @@ def _wrap_checkpoint(hooks: Any) -> None:
     @functools.wraps(original)
     def check(inputs: Any) -> Any:
         inputs = list(inputs)
-        if hooks.recorder is not None and hooks.recorder.with_gradients:  # off inside of the checkpoint itself
+        if hooks.recorder is not None and hooks.recorder.with_gradients:  # off inside the checkpoint itself
             hooks.recorder.since.cut |= not any(isinstance(i, Tensor) and i.requires_grad for i in inputs)
         return original(inputs)
 
@@ -173,11 +172,11 @@ def _wrap_checkpoint(hooks: Any) -> None:
 
 
 def _wrap_split() -> None:
-    """Parts of one `random_split` are meant to have no example in common. The class is wrapped, as the function may
-    have been imported before."""
+    """Wrap `Subset` to number the parts of a `random_split`, which must be disjoint. The function itself may have been
+    imported before."""
     kind: Any = torch.utils.data.Subset
     init = kind.__init__
-    last: dict[str, Any] = {"number": -1, "part": 0, "base": None, "rows": set()}  # of the split that is made
+    last: dict[str, Any] = {"number": -1, "part": 0, "base": None, "rows": set()}  # the current split
 
     @functools.wraps(init)
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -186,7 +185,7 @@ def _wrap_split() -> None:
         names = {frame.f_code.co_name, frame.f_back.f_code.co_name if frame.f_back else ""}
         if "random_split" in names:
             rows = set(self.indices)
-            if last["base"] != id(self.dataset) or rows & last["rows"]:  # another one
+            if last["base"] != id(self.dataset) or rows & last["rows"]:  # a new split
                 last.update(number=last["number"] + 1, part=0, base=id(self.dataset), rows=set())
             self.lockstep_split = [last["number"], last["part"]]
             last["part"] += 1
@@ -196,7 +195,7 @@ def _wrap_split() -> None:
 
 
 def split_of(data: Any, depth: int = DEPTH) -> list[int] | None:
-    """[number of the split, of the part] where a data set is a part of a random split, or wraps one."""
+    """Return [split number, part number] if a data set is, or wraps, a part of a random split, else None."""
     values = getattr(data, "__dict__", None)
     if not isinstance(values, dict):
         return None
@@ -207,7 +206,7 @@ def split_of(data: Any, depth: int = DEPTH) -> list[int] | None:
 
 
 def number_of_data(recorder: Any, data: Any) -> int:
-    """Number a data set: one number for each object."""
+    """Return the number of a data set, one per object."""
     for i, (key, ref) in enumerate(recorder.datasets):
         if key == id(data) and (ref is None or ref() is data):
             return i

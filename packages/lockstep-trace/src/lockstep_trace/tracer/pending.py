@@ -1,7 +1,7 @@
-"""The numbers of a step on their way from a device to the host: one asynchronous copy for all of them.
+"""Asynchronous copy of a step's numbers from a device to the host: one copy for all.
 
-In: int64 tensors by name, on any device. Out: the same on the CPU, when the next step is made. Nothing here waits for a
-device while a step is measured.
+In: int64 tensors by name, on any device. Out: the same on the CPU, at the next step. Measuring a step never waits for
+the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Pending:
-    """`record`: what the numbers belong to. `on_device`: whether a copy is on its way."""
+    """A pending copy of the numbers of `record`. `on_device`: whether a copy is in progress."""
 
     def __init__(self, record: dict[str, Any], since: Any, numbers: Mapping[str, Sequence[Tensor]]) -> None:
         self.record, self.since, self.numbers = record, since, numbers
@@ -28,7 +28,7 @@ class Pending:
             self._parts = list(host.split([v.numel() for v in away]))
 
     def host(self) -> dict[str, list[Tensor]]:
-        """All numbers on the CPU. Waits for the copy, which began a step before."""
+        """Return all numbers on the CPU, waiting for the copy, which began one step earlier."""
         if self._wait is not None:
             self._wait()
         parts = iter(self._parts)
@@ -39,7 +39,7 @@ class Pending:
 
 
 def transfer(joined: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """A tensor of a device on the CPU, and what waits until it has arrived. The only copy of a step."""
+    """Copy a device tensor to the CPU; return it with a function that waits for the copy. Called once per step."""
     if joined.device.type != "cuda":
         return joined.cpu(), lambda: None
     host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
@@ -50,11 +50,11 @@ def transfer(joined: Tensor) -> tuple[Tensor, Callable[[], None]]:
 
 
 def bits_of(number: Tensor) -> Tensor:
-    """One number as the bits of a float64, int64 [1], on its device."""
+    """Return a scalar as float64 bits, int64 [1], on its device."""
     number = number.detach()
     return (number.real if number.is_complex() else number).double().reshape(1).view(torch.int64)
 
 
 def number_of(bits: Tensor) -> float:
-    """What `bits_of` was given. Of the CPU."""
+    """Return the number of CPU bits from `bits_of`."""
     return float(bits.view(torch.float64))

@@ -1,4 +1,4 @@
-"""The smallest change of a model: the last bit of half of its weights, for a reference of what rounding comes to."""
+"""The smallest perturbation of a model: the last bit of half of its weights, to measure the effect of rounding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTEGERS = {
 
 
 def perturb(module: nn.Module) -> None:
-    """Flip the last bit of half of the weights, by a fixed pattern: as far apart as rounding is."""
+    """Flip the last bit of half of the weights, by a fixed pattern: a change of the size of rounding."""
     with torch.no_grad():
         for parameter in module.parameters():
             tensor, _, _ = placement.local(parameter.detach())

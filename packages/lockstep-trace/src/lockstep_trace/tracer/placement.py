@@ -1,4 +1,4 @@
-"""Names of parameters without the prefixes of wrappers, and where a rank's part of a tensor lies in the whole.
+"""Parameter names without wrapper prefixes, and the blocks of the full tensors that a rank holds.
 
 In: modules, parameters, gradients. Out: names, local tensors and `Block`s. No communication.
 """
@@ -17,9 +17,8 @@ WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 
 
 class FlatPart:
-    """A rank's part of a parameter, or of its gradient, that an engine keeps in a flat tensor of its own. Stands for
-    the parameter `source` where the recorder reads an optimizer's parameters. `name`: where `source` is a flat tensor
-    of several parameters."""
+    """A rank's part of a parameter, or of its gradient, inside an engine's flat tensor. Represents the parameter
+    `source` in the recorder. `name`: set if `source` is a flat tensor of several parameters."""
 
     def __init__(
         self, source: Tensor, tensor: Tensor, block: Block, grad: FlatPart | None = None, name: str | None = None
@@ -30,29 +29,29 @@ class FlatPart:
 
 
 def key(parameter: Any) -> Any:
-    """What parameters are told apart by, also where several are parts of one flat tensor."""
+    """Return a key that identifies a parameter, also among several parts of one flat tensor."""
     if not isinstance(parameter, FlatPart):
         return id(parameter)
     return id(parameter.source) if parameter.name is None else (id(parameter.source), parameter.name)
 
 
 def name_of(parameter: Any, names: dict[int, str]) -> str | None:
-    """`names`: by `id`, of models' parameters."""
+    """Return the name of a parameter, or None. `names`: id -> name of the models' parameters."""
     if isinstance(parameter, FlatPart):
         return parameter.name or names.get(id(parameter.source))
     return names.get(id(parameter))
 
 
 def plain_name(name: str) -> str:
-    """Without what DDP, FSDP, torch.compile, checkpointing and Lightning put in front. `module` is taken off at the
-    front alone, as models have parts of that name."""
+    """Remove the prefixes of DDP, FSDP, torch.compile, checkpointing and Lightning. `module` is removed only at the
+    front, because models may have parts of that name."""
     parts = name.split(".")
     while len(parts) > 1 and parts[0] in WRAPPERS:
         parts = parts[1:]
     return ".".join(part for part in parts if part not in WRAPPERS[1:])
 
 
-DTENSOR = ("torch.distributed.tensor", "torch.distributed._tensor")  # the second one until torch 2.4
+DTENSOR = ("torch.distributed.tensor", "torch.distributed._tensor")  # the second until torch 2.4
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -64,7 +63,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def local(tensor: Any) -> tuple[Tensor, Block, str]:
-    """The rank's part, its block, and "partial" where the parts are summands of the whole, else ""."""
+    """Return (local tensor, its block, "partial" if the full tensor is the sum of the local ones, else "")."""
     if isinstance(tensor, FlatPart):
         return tensor.tensor, tensor.block, ""
     if not is_dtensor(tensor):
@@ -72,14 +71,14 @@ def local(tensor: Any) -> tuple[Tensor, Block, str]:
     part: Any = tensor
     kinds = [type(p).__name__ for p in part.placements]
     inner = part.to_local()
-    if hasattr(inner, "wait"):  # an asynchronous collective of the script's own
+    if hasattr(inner, "wait"):  # result of an asynchronous collective
         inner = inner.wait()
     return inner, block_of(part), "partial" if any("Partial" in kind for kind in kinds) else ""
 
 
 def block_of(tensor: Any) -> Block:
-    """Of a DTensor. Each mesh dimension that shards a tensor's dimension cuts what the ones before left, as torch.chunk
-    does; a strided shard (FSDP over tensor parallel) cuts last."""
+    """Return the local block of a DTensor. Mesh dimensions split a tensor dimension in order, each like torch.chunk; a
+    strided shard (FSDP over tensor parallel) splits last."""
     shape = tuple(tensor.shape)
     offset, size = [0] * len(shape), list(shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -98,7 +97,8 @@ def block_of(tensor: Any) -> Block:
 
 
 def mesh_of(tensor: Any) -> dict[str, Any] | None:
-    """Names, sizes and this rank's coordinate of a DTensor's mesh, and the placements' names."""
+    """Return names, sizes and this rank's coordinate of a DTensor's mesh, and its placements; None for other
+    tensors."""
     if not is_dtensor(tensor):
         return None
     mesh = tensor.device_mesh
@@ -111,8 +111,8 @@ def mesh_of(tensor: Any) -> dict[str, Any] | None:
 
 
 def named_parameters(roots: list[nn.Module]) -> tuple[dict[int, str], list[list[str]]]:
-    """Of all roots: id -> name (the first of its names), and the names that one parameter shares. A name that two
-    roots have is prefixed with the class of each."""
+    """Return id -> name (the first one) over all roots, and the groups of names of tied parameters. Names that occur in
+    two roots are prefixed with the root's class."""
     names: dict[int, str] = {}
     ids: dict[str, int] = {}
     aliases: dict[int, list[str]] = {}
@@ -120,7 +120,7 @@ def named_parameters(roots: list[nn.Module]) -> tuple[dict[int, str], list[list[
         for full, parameter in root.named_parameters(remove_duplicate=False):
             name = plain_name(full)
             if id(parameter) in names and names[id(parameter)] in ids and number and name not in ids:
-                continue  # a part of a larger root, called by itself
+                continue  # a part of a larger root, called directly
             if ids.get(name, id(parameter)) != id(parameter):
                 name = f"{type(root).__name__}{number}.{name}"
             ids[name] = id(parameter)
@@ -141,7 +141,7 @@ def is_fsdp(root: nn.Module) -> bool:
 
 
 def kinds_of(root: nn.Module) -> list[str]:
-    """The wrappers around a model, from the outside."""
+    """Return the wrappers around a model, outermost first."""
     kinds = []
     module = root
     while [name for name, _ in module.named_children()] in [[w] for w in WRAPPERS]:
@@ -156,8 +156,7 @@ BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def stochastic(root: nn.Module) -> list[str]:
-    """Names of the modules that are in training mode and compute something else there: dropout, statistics of
-    batches."""
+    """Return the names of modules in training mode whose output depends on the mode: dropout, batch norm."""
     modules = []
     for name, module in root.named_modules():
         if not module.training:
@@ -170,8 +169,8 @@ def stochastic(root: nn.Module) -> list[str]:
 
 
 def deciding(root: nn.Module) -> list[nn.Module]:
-    """The modules whose `training` decides whether a model trains: those that compute something else then, else the
-    innermost of wrappers. A wrapper's own flag may say something else than its model's (Lightning around DDP)."""
+    """Return the modules whose `training` flag defines the model's mode: dropout and batch norm, else the innermost
+    module. A wrapper's flag may differ from its model's (Lightning around DDP)."""
     modules: list[nn.Module] = [
         m for m in root.modules() if isinstance(m, BATCH_NORM) or (isinstance(m, DROPOUT) and m.p > 0)
     ]
@@ -183,7 +182,7 @@ def deciding(root: nn.Module) -> list[nn.Module]:
 
 
 def has_stochastic(root: nn.Module) -> bool:
-    """Whether training mode computes something else than evaluation mode."""
+    """Return whether the model's output depends on the mode."""
     return any(isinstance(m, BATCH_NORM) or (isinstance(m, DROPOUT) and m.p > 0) for m in root.modules())
 
 
@@ -192,16 +191,16 @@ def has_dropout(root: nn.Module) -> bool:
 
 
 def unwrapped(root: nn.Module) -> nn.Module:
-    """The innermost of wrappers."""
+    """Return the model inside all wrappers."""
     while [name for name, _ in root.named_children()] in [[w] for w in WRAPPERS]:
         root = next(root.children())
     return root
 
 
 def replicas_of(root: nn.Module, wrappers: list[Any]) -> dict[str, Any] | None:
-    """Of a model in DistributedDataParallel: the number of ranks that it keeps alike, the parameters that it is told to
-    leave alone, whether it stands inside of the root, and whether the root is its inside. None: it is in none.
-    `wrappers`: weak references to all that were made."""
+    """Return the attributes of a model's DistributedDataParallel, or None: number of ranks, ignored parameters, whether
+    the wrapper is inside the root, and whether the root is inside the wrapper. `wrappers`: weak references to all
+    wrappers created."""
     for module in root.modules():
         if any(t.__name__ == "DistributedDataParallel" for t in type(module).__mro__):
             return _group(module) | {"part": module is not root, "around": False}
@@ -221,11 +220,11 @@ CASTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.Conv
 
 
 def cast_weights(roots: list[nn.Module]) -> list[str]:
-    """Names of a few weights of float32 that autocast casts, and keeps the casts of."""
+    """Return the names of a few float32 weights whose casts autocast caches."""
     names = []
     for root in roots:
         if any(type(m).__name__ == "OptimizedModule" for m in root.modules()):
-            continue  # its casts are in its own graph
+            continue  # compiled: casts are inside its graph
         for name, module in root.named_modules():
             weight: Any = getattr(module, "weight", None)
             casts = isinstance(module, CASTS) and type(weight) is nn.Parameter and weight.requires_grad

@@ -1,7 +1,7 @@
-"""Collects what a process does between two steps of an optimizer, and writes it down after each.
+"""Records the events of a process between optimizer steps, and writes one record per step.
 
-In: the calls of `hooks.py`. Out: records (`writer.py`): process, layout, start, step, skipped, epoch, evaluation, note,
-error, end. Never communicates. What lies on a device is copied once a step and written at the next one.
+In: calls from `hooks.py`. Out: records (`writer.py`): process, layout, start, step, skipped, epoch, evaluation, note,
+error, end. Never communicates. Device data is copied once per step and written at the next step.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from .settings import Settings
 from .versions import GradientVersion, gradient_versions, has_gradient, local_shape, touched, untouched, written
 from .writer import Writer
 
-SPARSE = 8  # steps after which moments, and weights that nobody seems to have written to, are measured again
-HASHES = 200_000  # of an evaluation pass that are written down
-LOOKED_AT = 8  # first steps in which values are looked at, which waits for a device
+SPARSE = 8  # measure moments, and weights that seem unmodified, every so many steps
+HASHES = 200_000  # most hashes recorded per evaluation pass
+LOOKED_AT = 8  # first steps in which values are read, which synchronizes with the device
 
 
 @dataclass
 class SketchedLayout:
-    """The parameters of an optimizer, as written down last."""
+    """The parameters of an optimizer, as last recorded."""
 
     signature: tuple[Any, ...]
     number: int
     sketches: list[Tensor] | None = None  # of the weights after the last step
-    versions: list[tuple[int, int]] | None = None  # of the weights then: count of writes, address
+    versions: list[tuple[int, int]] | None = None  # (version, address) of the weights then
 
 
 @dataclass
 class Evaluation:
-    """Forward passes without gradients, until training goes on."""
+    """Forward passes without gradients, until training continues."""
 
     root: str
     loader: str | None
@@ -59,7 +59,7 @@ class Evaluation:
 
 
 class Recorder:
-    """Of this process. Methods are called from hooks and may raise; hooks turn that into records."""
+    """Recorder of this process. Methods are called from hooks, which turn exceptions into records."""
 
     def __init__(self, settings: Settings, writer: Writer) -> None:
         self.settings = settings
@@ -74,7 +74,7 @@ class Recorder:
         self.evaluation: Evaluation | None = None
         self.loader: str | None = None
         self.last_grads: dict[int, list[GradientVersion]] = {}
-        self.after: list[GradientVersion] = []  # gradients as the last backward, or clipping, left them
+        self.after: list[GradientVersion] = []  # gradients after the last backward or clipping
         self.clipped_now: list[tuple[dict[str, Any], list[GradientVersion]]] = []  # since the last step
         self.zeroed: dict[int, bool] = {}  # by optimizer, since its last step
         self.pending: list[Any] = []
@@ -82,12 +82,12 @@ class Recorder:
         self.loaders = 0
         self.batch = 0  # of `loader`
         self.datasets: list[tuple[int, Any]] = []
-        self.wrappers: list[weakref.ref[Any]] = []  # of DistributedDataParallel
-        self.with_gradients = False  # the last call of a model from outside
-        self.by_scaler = False  # a scaler makes the step
+        self.wrappers: list[weakref.ref[Any]] = []  # DistributedDataParallel objects
+        self.with_gradients = False  # in the last outermost call of a model
+        self.by_scaler = False  # whether a scaler makes the step
         self.optimizers_made = 0
-        self.late: dict[int, weakref.ref[Any]] = {}  # parameters that were made after an optimizer
-        self.cleared = 0  # how often torch's cache of cast weights was
+        self.late: dict[int, weakref.ref[Any]] = {}  # parameters created after an optimizer
+        self.cleared = 0  # how often autocast's cache was cleared
         self.cast_at = self.stepped_at = -1  # `cleared` at the last forward under autocast, and at a step after it
         self.packed_looks = 0
         self._names: tuple[dict[int, str], list[list[str]]] = ({}, [])
@@ -98,7 +98,7 @@ class Recorder:
     # -- forward and backward ----------------------------------------------------------------------------------------
 
     def entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The outermost module that holds parameters is about to be called, outside backward."""
+        """Record that the outermost module with parameters is about to be called, outside backward."""
         gradients = self.with_gradients = torch.is_grad_enabled()
         if self.settings.perturb and not self.perturbed:
             self.perturbed = True
@@ -119,7 +119,7 @@ class Recorder:
             self.since.fed.append((self.loader, self.batch))
 
     def inside(self, module: nn.Module) -> None:
-        """The first module inside of the outermost one is called: wrappers switch autocast on in between."""
+        """Record the autocast state at the first inner module: wrappers enable autocast before it."""
         device = "cuda" if torch.cuda.is_available() and torch.is_autocast_enabled("cuda") else "cpu"
         on = torch.is_autocast_enabled(device)
         self.since.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if on else ""
@@ -147,7 +147,7 @@ class Recorder:
             )
 
     def trains(self, module: nn.Module) -> bool:
-        """Whether a model that is called is in training mode."""
+        """Return whether a model is in training mode."""
         return any(m.training for m in self._decide(module))
 
     def _decide(self, module: nn.Module) -> list[nn.Module]:
@@ -156,7 +156,7 @@ class Recorder:
         return [m for ref in self._deciding[module] if (m := ref()) is not None]
 
     def mode(self, module: nn.Module) -> dict[str, Any]:
-        """Whether the model is in training mode, and how many modules of dropout and of batch norm are, of how many."""
+        """Return the model's mode, and [in training mode, total] for its dropout and batch norm modules."""
         dropout = [m for m in self._decide(module) if isinstance(m, placement.DROPOUT)]
         norms = [m for m in self._decide(module) if isinstance(m, placement.BATCH_NORM)]
         counts = {k: [sum(m.training for m in ms), len(ms)] for k, ms in (("dropout", dropout), ("norms", norms))}
@@ -187,7 +187,7 @@ class Recorder:
                 now.known.append(batch.hashes if batch.unlabelled is None else batch.unlabelled)
 
     def _trainers(self, module: nn.Module) -> list[int]:
-        """Numbers of the optimizers that hold a model's parameters."""
+        """Return the numbers of the optimizers that hold a model's parameters."""
         own = {id(p) for p in module.parameters()}
         optimizers = ((n, o) for n, ref in enumerate(self.optimizers) if (o := ref()) is not None)
         return [n for n, o in optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
@@ -212,7 +212,7 @@ class Recorder:
             )
 
     def backward(self, tensors: Any, scaled: bool) -> None:
-        """`backward` is about to be called on tensors."""
+        """Record that `backward` is about to be called on tensors."""
         if self.evaluation is not None and self.since.inputs:
             self.end_evaluation()
         self._look_for_zeroed_gradients()
@@ -227,9 +227,10 @@ class Recorder:
             self.since.unmasked = unmasked_attention(loss)
 
     def _look_for_zeroed_gradients(self) -> None:
-        """Whether anybody has zeroed gradients since the last step of each optimizer: they are None, other objects, or
-        were written to. `grad.data.zero_()` writes without being counted, so that it takes a look at values to know
-        that gradients are still there: in the first steps alone."""
+        """Check whether gradients were zeroed since each optimizer's last step: they are None, new objects, or
+        modified.
+
+        torch does not count writes by `grad.data.zero_()`, so the first steps also read the values."""
         for number, grads in self.last_grads.items():
             if self.zeroed.get(number, True):
                 continue
@@ -239,11 +240,11 @@ class Recorder:
                 self.zeroed[number] = True
 
     def after_backward(self) -> None:
-        """The gradients as this backward left them: what is written to them from now on is somebody else's."""
+        """Store the gradients' versions after backward, to detect later modifications."""
         for number, grads in self.last_grads.items():
             if not self.zeroed.get(number, True):
                 self.last_grads[number] = gradient_versions(p for ref, _, _ in grads if (p := ref()) is not None)
-        for clip, rows in self.clipped_now:  # gradients that were there, clipped, before this backward
+        for clip, rows in self.clipped_now:  # gradients clipped before this backward
             if any(has_gradient(row) and untouched(row) is None for row in rows):
                 clip["early"] = True
         self.clipped_now = []
@@ -251,7 +252,7 @@ class Recorder:
         self.after = gradient_versions(p for root in roots for p in root.parameters())
 
     def collective(self, name: str, elements: int) -> None:
-        """A collective operation of torch.distributed was called."""
+        """Count a call of a torch.distributed collective."""
         row = self.since.collectives.setdefault(name, [0, 0])
         row[0] += 1
         row[1] += elements
@@ -259,7 +260,7 @@ class Recorder:
     # -- clipping, scaling, schedules --------------------------------------------------------------------------------
 
     def clipping(self, parameters: list[Tensor], how: str, limit: Any) -> dict[str, Any]:
-        """Before gradients are clipped. The record is completed by the caller with `norm`."""
+        """Record a clipping before it runs, and return the record, to which the caller adds `norm`."""
         grads = [p for p in self.parts(parameters) if p.grad is not None]
         clip: dict[str, Any] = {"how": how, "limit": _number(limit), "backwards": self.since.backwards}
         clip["of"] = len(grads)
@@ -275,14 +276,14 @@ class Recorder:
         return clip
 
     def has_clipped(self, clip: dict[str, Any], parameters: list[Tensor]) -> None:
-        """After gradients are clipped."""
+        """Record the gradients' versions after clipping."""
         self.after = gradient_versions(ref for row in self.after if (ref := row[0]()) is not None)
         self.clipped_now.append((clip, gradient_versions(parameters)))
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def measures(self, step: int | None = None) -> bool:
-        """Whether tensors of a step are measured. None: of the next one of any optimizer."""
+        """Return whether tensors of a step are measured. `step`: None for the next step of any optimizer."""
         step = min(self.steps, default=0) if step is None else step
         return self.settings.level != "losses" and step % self.settings.every == 0
 
@@ -295,7 +296,7 @@ class Recorder:
         return len(self.optimizers) - 1
 
     def parts(self, parameters: Iterable[Any]) -> list[Any]:
-        """What stands for parameters: themselves, or the parts that a rank's shard holds of them."""
+        """Return the parameters themselves, or the parts of them in a rank's shard."""
         roots = [r for ref in self.roots if (r := ref()) is not None]
         return [part for parts in fsdp1.expanded(parameters, roots) for part in parts]
 
@@ -305,7 +306,7 @@ class Recorder:
         return self._names
 
     def before_step(self, optimizer: Any) -> dict[str, Any]:
-        """Gradients as the optimizer gets them, and weights before. Returns what `after_step` needs."""
+        """Measure gradients and weights before a step, and return the values that `after_step` needs."""
         number = self.number_of(optimizer)
         step = self.steps[number]
         if self.settings.steps is not None and step >= self.settings.steps:
@@ -332,9 +333,9 @@ class Recorder:
         here["locals"] = locals_
         versions = [written(p) for p in params]
         if layout.sketches is not None and versions == layout.versions and step % SPARSE:
-            weights = layout.sketches  # nobody has written to them since
+            weights = layout.sketches  # unmodified since
         else:
-            sketch = layout.sketches is None or self.settings.every > 1  # of this step, not of those since the last one
+            sketch = layout.sketches is None or self.settings.every > 1  # measured now: not every step is recorded
             weights = measure([t for t, _, _ in locals_], [b for _, b, _ in locals_], sketch=sketch)
         if layout.sketches is None:
             layout.sketches = here["start"] = weights
@@ -395,7 +396,7 @@ class Recorder:
         for root in (r for ref in self.roots if (r := ref()) is not None):
             for parameter in root.parameters():
                 if parameter.requires_grad and id(parameter) not in optimized:
-                    if id(parameter) not in names:  # made or replaced since
+                    if id(parameter) not in names:  # created or replaced since
                         names = self.names(fresh=True)[0]
                     name = names.get(id(parameter), "?")
                     outside[name] = parameter.grad is not None
@@ -522,7 +523,7 @@ class Recorder:
                 }
             )
         meshes = [m for p, _ in parameters if (m := placement.mesh_of(p)) is not None]
-        mesh = max(meshes, key=lambda m: len(m["sizes"]), default=None)  # a layer may lie on a part of the mesh alone
+        mesh = max(meshes, key=lambda m: len(m["sizes"]), default=None)  # a layer may use only a part of the mesh
         roots = [type(r).__name__ for ref in self.roots if (r := ref()) is not None]
         self.write(
             "layout",
@@ -540,7 +541,7 @@ class Recorder:
         return layout
 
     def _untied(self) -> bool:
-        """Whether a model of transformers says that its embeddings are tied, and they are two parameters."""
+        """Return whether a transformers model declares tied embeddings that are two parameters."""
         for root in (r for ref in self.roots if (r := ref()) is not None):
             module: Any
             for module in root.modules():
@@ -549,15 +550,15 @@ class Recorder:
                     one, other = module.get_input_embeddings(), module.get_output_embeddings()
                     weights = [getattr(m, "weight", None) for m in (one, other)]
                     if not getattr(module, "_tied_weights_keys", None):
-                        return False  # the config of a model that has nothing to tie
+                        return False  # the model has nothing to tie
                     return all(w is not None for w in weights) and weights[0] is not weights[1]
         return False
 
     def skipped(self, optimizer: Any) -> None:
-        """A scaler found gradients that are not finite, and the optimizer made no step."""
+        """Record a step skipped by a scaler because of nonfinite gradients."""
         number = self.number_of(optimizer)
         self.flush()
-        scale = None if self.since.scale is None else float(self.since.scale)  # the scaler has waited for the device
+        scale = None if self.since.scale is None else float(self.since.scale)  # the scaler has synchronized already
         examples = hexed([s.hashes for s in self.since.inputs])
         self.write("skipped", opt=number, step=self.steps[number], scale=scale, examples=examples)
         self.last_grads = {}
@@ -570,7 +571,7 @@ class Recorder:
             self.writer.write(kind, **values)
 
     def flush(self) -> None:
-        """Write the records whose numbers were on their way."""
+        """Write the records whose device copies are pending."""
         pending, self.pending = self.pending, []
         for each in pending:
             record, numbers = each.record, each.host()
@@ -584,7 +585,7 @@ class Recorder:
             self.write("step", **record)
 
     def end(self) -> None:
-        """The process ends by itself."""
+        """Write pending records and the end record, at a normal exit."""
         self.flush()
         self.end_evaluation()
         if self.steps:
@@ -593,8 +594,8 @@ class Recorder:
 
 
 def _contents(tensors: list[Tensor]) -> list[Tensor]:
-    """Of each local tensor what tells its contents wherever it lies, and the same of its elements rotated by one:
-    equal where all elements are."""
+    """Return position-independent measures of each local tensor, followed by those of the tensors rotated by one
+    element, which are equal if all elements are."""
     tensors = [t.detach() for t in tensors]
     rotated = [t.reshape(-1).roll(1).view(t.shape) for t in tensors]
     blocks = [whole(t) for t in tensors]

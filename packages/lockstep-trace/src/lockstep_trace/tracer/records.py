@@ -1,6 +1,6 @@
-"""What is kept between two steps, and the record that it becomes: numbers that may lie on a device are packed apart.
+"""State collected between two steps, and its conversion to a record. Numbers that may be on a device are kept apart.
 
-In: a `Since`, vectors of measured tensors. Out: values that a line of JSON holds.
+In: a `Since`, vectors of measured tensors. Out: JSON values.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from .writer import blob
 
 @dataclass
 class Since:
-    """What happened since the last step of an optimizer."""
+    """Events since the last optimizer step."""
 
     inputs: list[CallInputs] = field(default_factory=list)
-    losses: list[tuple[Tensor, bool]] = field(default_factory=list)  # value, whether it is scaled
+    losses: list[tuple[Tensor, bool]] = field(default_factory=list)  # (value, whether scaled)
     backwards: int = 0
     clips: list[dict[str, Any]] = field(default_factory=list)
-    norms: list[tuple[dict[str, Any], Tensor]] = field(default_factory=list)  # clip, the norm before it
+    norms: list[tuple[dict[str, Any], Tensor]] = field(default_factory=list)  # (clip, norm before it)
     clipped: dict[int, Tensor] = field(default_factory=dict)  # id of parameter -> measured before clipping
     notes: list[str] = field(default_factory=list)
     scale: Tensor | None = None
     unscaled: bool = False
     training: bool | None = None
-    mode: dict[str, Any] | None = None  # which modules are in training mode, of the first forward
-    fed: list[tuple[str | None, int]] = field(default_factory=list)  # loader's pass and number of its batch, by input
+    mode: dict[str, Any] | None = None  # modules in training mode, at the first forward
+    fed: list[tuple[str | None, int]] = field(default_factory=list)  # (loader pass, batch number) of each input
     objectives: list[LossFunction] = field(default_factory=list)
-    rewritten: bool = False  # gradients were written to between backward and the step, and not by clipping
-    collectives: dict[str, list[int]] = field(default_factory=dict)  # by name: calls, elements
-    stale_casts: list[str] = field(default_factory=list)  # modules whose cast weights are older than the last step
+    rewritten: bool = False  # gradients were modified after backward, other than by clipping
+    collectives: dict[str, list[int]] = field(default_factory=dict)  # name -> [calls, elements]
+    stale_casts: list[str] = field(default_factory=list)  # modules whose autocast casts predate the last step
     cut: bool = False  # a reentrant checkpoint computes no gradients
-    unmasked: bool | None = None  # packed rows, and attention without a mask
-    autocast: str | None = None  # dtype that products are computed in, "" where autocast is off
-    modules: list[tuple[str, Tensor, tuple[int, ...]]] = field(default_factory=list)  # outputs, in order of forward
-    returned: list[tuple[str, Tensor, tuple[int, ...]]] = field(default_factory=list)  # their gradients, of backward
+    unmasked: bool | None = None  # packed rows without an attention mask
+    autocast: str | None = None  # autocast dtype, "" if off
+    modules: list[tuple[str, Tensor, tuple[int, ...]]] = field(default_factory=list)  # outputs, in forward order
+    returned: list[tuple[str, Tensor, tuple[int, ...]]] = field(default_factory=list)  # their gradients, likewise
 
 
 def packed(vectors: list[Tensor]) -> dict[str, str]:
-    """Fingerprints (int64), sums of squares (float64) and sketches (float32), one after another, in base64."""
+    """Pack fingerprints (int64), sums of squares (float64) and sketches (float32), each concatenated, in base64."""
     if not vectors:
         return {"fp": "", "sq": "", "sk": ""}
     vectors = [v if v.numel() > 1 else torch.cat([v, v]) for v in vectors]
-    if len({v.numel() for v in vectors}) == 1:  # the usual, and 600 operations less for 300 tensors
+    if len({v.numel() for v in vectors}) == 1:  # the usual case: saves 600 operations for 300 tensors
         joined = torch.stack(vectors)
         fingerprints, squares, sketches = joined[:, 0], joined[:, 1], joined[:, 2:].reshape(-1)
     else:
@@ -84,7 +84,7 @@ OF_STEP = (  # of `numbers_of`
 
 
 def numbers_of(since: Since, groups: list[dict[str, Any]]) -> dict[str, list[Tensor]]:
-    """What was kept since the last step and may lie on a device. `fill_in` reads it a step later."""
+    """Return the collected tensors that may be on a device. `fill_in` reads them one step later."""
     return {
         "examples": [s.hashes for s in since.inputs],
         "unlabelled": [s.unlabelled for s in since.inputs if s.unlabelled is not None],
@@ -99,7 +99,7 @@ def numbers_of(since: Since, groups: list[dict[str, Any]]) -> dict[str, list[Ten
 
 
 def fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tensor]]) -> None:
-    """Put what `numbers_of` kept into a step's record."""
+    """Add the values of `numbers_of` to a step's record."""
     scale = record["scale"] = next((number_of(v) for v in numbers["scale"]), None)
     record["examples"] = hexed(numbers["examples"])
     if len(numbers["unlabelled"]) == len(since.inputs):
@@ -130,13 +130,13 @@ def _targets(objective: LossFunction, numbers: Iterator[Tensor]) -> dict[str, An
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a parameter group; tensors of one number are still tensors."""
+    """Return the options of a parameter group; scalar tensors stay tensors."""
     options: dict[str, Any] = {"of": len(group["params"])}
     for name, value in group.items():
         if name == "params":
             continue
         if isinstance(value, Tensor) and value.numel() == 1:
-            options[name] = value.detach().clone()  # a number later: it may lie on a device
+            options[name] = value.detach().clone()  # converted later: it may be on a device
         elif isinstance(value, bool | int | float | str) or value is None:
             options[name] = value
         elif isinstance(value, tuple | list) and all(isinstance(v, int | float) for v in value):

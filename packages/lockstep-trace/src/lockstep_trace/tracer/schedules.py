@@ -1,7 +1,7 @@
-"""Schedulers of learning rates and states that are loaded: which scheduler steps which optimizer, how often, and
-whether one was made after the optimizer's state was loaded.
+"""Tracks learning rate schedulers and loaded states: which scheduler steps which optimizer, how often, and whether it
+was created after the optimizer's state was loaded.
 
-In: calls of `hooks.py`. Out: counts for a step's record.
+In: calls from `hooks.py`. Out: counts for a step's record.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class Scheduler:
-    """From when it is made on. `foreign`: a trainer made it, which steps it at times of its own choice."""
+    """A scheduler since its creation. `foreign`: created by a trainer, which steps it at times of its own choice."""
 
     ref: weakref.ref[Any]
     optimizer: weakref.ref[Any]
@@ -21,13 +21,13 @@ class Scheduler:
     foreign: bool = False
     stepped: bool = False
     fresh: bool = False  # stepped since the last step of any optimizer
-    counts: dict[str, int] = field(default_factory=dict)  # of steps, by who called
+    counts: dict[str, int] = field(default_factory=dict)  # caller -> number of steps
 
 
 @dataclass
 class Loaded:
-    """What became of an optimizer whose state was loaded: its learning rates then, and the scheduler that was made
-    after it. `set_to`: the rates as that scheduler set them; `resumed`: those of its own loaded state."""
+    """An optimizer whose state was loaded: its learning rates then, and the scheduler created afterwards. `set_to`:
+    rates that this scheduler set. `resumed`: rates of the scheduler's own loaded state."""
 
     rates: list[float]
     scheduler: str | None = None
@@ -36,15 +36,15 @@ class Loaded:
 
 
 class Schedules:
-    """Of one process."""
+    """All schedulers of a process."""
 
     def __init__(self) -> None:
         self.schedulers: list[Scheduler] = []
-        self._counted: dict[tuple[int, int, str], int] = {}  # optimizer, scheduler, who: at its last step
+        self._counted: dict[tuple[int, int, str], int] = {}  # (optimizer, scheduler, caller) -> count at its last step
         self._loaded: dict[int, tuple[weakref.ref[Any], Loaded]] = {}  # by id of the optimizer
 
     def register(self, scheduler: Any, foreign: bool) -> None:
-        """A scheduler was made: it has set the learning rates of its first step."""
+        """Add a new scheduler, which has set the learning rates of its first step."""
         optimizer = scheduler.optimizer
         name = type(scheduler).__name__
         self.schedulers.append(Scheduler(weakref.ref(scheduler), weakref.ref(optimizer), name, foreign))
@@ -52,7 +52,7 @@ class Schedules:
             loaded.scheduler, loaded.set_to, loaded.resumed = name, rates_of(optimizer), None
 
     def stepped(self, scheduler: Any, by: str, counted: bool) -> None:
-        """`counted`: it is not a part of another scheduler's step."""
+        """Record a step of a scheduler. `counted`: not part of another scheduler's step."""
         known = next((s for s in self.schedulers if s.ref() is scheduler), None)
         if known is None:
             known = Scheduler(weakref.ref(scheduler), weakref.ref(scheduler.optimizer), type(scheduler).__name__, True)
@@ -64,7 +64,7 @@ class Schedules:
             known.counts[by] = known.counts.get(by, 0) + 1
 
     def since(self, optimizer: Any, number: int) -> dict[str, int]:
-        """How often each scheduler of an optimizer was stepped since its last step, by name."""
+        """Return name -> number of steps of an optimizer's schedulers since the optimizer's last step."""
         members, rows = inside(optimizer), {}
         for i, each in enumerate(self.schedulers):
             if not members & inside(each.optimizer()):
@@ -80,7 +80,7 @@ class Schedules:
         return rows
 
     def elsewhere(self, optimizer: Any) -> list[str]:
-        """Schedulers that were stepped since the last step of any optimizer, and whose optimizer is another object with
+        """Return the schedulers stepped since the last step of any optimizer whose optimizer is another object with
         parameters of this one."""
         members, own = inside(optimizer), _parameters(optimizer)
         names = []
@@ -92,7 +92,7 @@ class Schedules:
         return names
 
     def idle(self, optimizer: Any) -> list[tuple[int, str]]:
-        """Number and name of the schedulers of an optimizer of which none was ever stepped."""
+        """Return (number, name) of an optimizer's schedulers that were never stepped."""
         members = inside(optimizer)
         return [
             (i, each.name)
@@ -101,13 +101,13 @@ class Schedules:
         ]
 
     def loads(self, optimizer: Any) -> None:
-        """An optimizer's state was loaded. One without moments is that of an optimizer that has made no step."""
+        """Record that an optimizer's state was loaded, unless it is empty: of an optimizer without steps."""
         if optimizer.state:
             row = weakref.ref(optimizer), Loaded(rates_of(optimizer))
             self._loaded[id(optimizer)] = row
 
     def resumes(self, scheduler: Any) -> None:
-        """A scheduler's state was loaded."""
+        """Record that a scheduler's state was loaded."""
         loaded = self.loaded_of(getattr(scheduler, "optimizer", None))
         if loaded is not None and loaded.scheduler == type(scheduler).__name__:
             loaded.resumed = [float(rate) for rate in getattr(scheduler, "_last_lr", None) or []]
@@ -117,7 +117,7 @@ class Schedules:
         return loaded if ref is not None and ref() is optimizer else None
 
     def pop_loaded(self, optimizer: Any) -> dict[str, Any] | None:
-        """What became of a loaded optimizer before the step that it makes now; once."""
+        """Return and forget the record of a loaded optimizer at its first step after loading, or None."""
         loaded = self.loaded_of(optimizer)
         if loaded is None:
             return None
@@ -134,7 +134,7 @@ def rates_of(optimizer: Any) -> list[float]:
 
 
 def inside(optimizer: Any) -> set[int]:
-    """An optimizer and those that it wraps, as Accelerate's and DeepSpeed's do."""
+    """Return the ids of an optimizer and of those that it wraps, as in Accelerate and DeepSpeed."""
     ids: set[int] = set()
     while optimizer is not None and id(optimizer) not in ids:
         ids.add(id(optimizer))

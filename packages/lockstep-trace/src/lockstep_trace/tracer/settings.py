@@ -1,4 +1,4 @@
-"""What a traced process is told, in a file beside `sitecustomize.py`: some launchers pass on few variables."""
+"""Settings of a traced process, in a file next to `sitecustomize.py`: some launchers drop environment variables."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ LEVELS = ("losses", "gradients", "modules")
 
 @dataclass(frozen=True)
 class Settings:
-    """`folder`: of the trace. `every`: measure each N-th step; `steps`: stop after as many, None: never. `perturb`:
-    flip the last bit of half of the weights before the first forward."""
+    """Settings of the recorder. `folder`: folder of the trace. `every`: measure each N-th step. `steps`: stop after so
+    many steps; None: never. `perturb`: flip the last bit of half of the weights before the first forward."""
 
     folder: str
     every: int = 1

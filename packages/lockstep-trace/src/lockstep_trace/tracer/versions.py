@@ -1,6 +1,6 @@
-"""Whether anybody wrote to a tensor: counts of writes that torch keeps, and identities.
+"""Detects modified tensors by torch's version counters and object identity.
 
-In: parameters and their gradients. Out: references that tell later whether the gradient is still the one it was.
+In: parameters and their gradients. Out: references that show later whether a gradient is unchanged.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from . import placement
 
-FIRST = 8  # parameters that are looked at
+FIRST = 8  # parameters to check
 
-GradientVersion = tuple[weakref.ref[Any], weakref.ref[Any], int]  # of a parameter, of its gradient, count of writes
+GradientVersion = tuple[weakref.ref[Any], weakref.ref[Any], int]  # (parameter, its gradient, version)
 
 
 def gradient_versions(parameters: Iterable[Any]) -> list[GradientVersion]:
-    """Of the first few parameters with gradients, what tells whether the gradient is written to."""
+    """Return the gradient versions of the first `FIRST` parameters with gradients."""
     references = ((weakref.ref(p), weakref.ref(p.grad), version(p.grad)) for p in parameters if p.grad is not None)
     return list(itertools.islice(references, FIRST))
 
@@ -33,30 +33,30 @@ def untouched(row: GradientVersion) -> Tensor | None:
 
 
 def has_gradient(row: GradientVersion) -> bool:
-    """Whether a parameter still has a gradient."""
+    """Return whether a parameter still has a gradient."""
     parameter = row[0]()
     return parameter is not None and parameter.grad is not None
 
 
 def touched(rows: Sequence[GradientVersion]) -> bool:
-    """Whether any of the gradients was written to or replaced."""
+    """Return whether any of the gradients was modified or replaced."""
     return any(untouched(row) is None for row in rows)
 
 
 def local_shape(parameter: Any) -> Any:
-    """What a state of its optimizer has as its shape where it holds a number for each element."""
+    """Return the shape of elementwise optimizer state for a parameter."""
     return parameter.tensor.shape if isinstance(parameter, placement.FlatPart) else parameter.shape
 
 
 def version(tensor: Any) -> int:
-    """The count of writes that torch keeps; `tensor.data` has one of its own, so writes through it do not count."""
+    """Return torch's version counter of a tensor. Writes through `tensor.data` are not counted."""
     if placement.is_dtensor(tensor):
         tensor = tensor.to_local()
     return int(getattr(tensor, "_version", 0))
 
 
 def written(parameter: Any) -> tuple[int, int]:
-    """What changes where a parameter's values do: its count of writes, and its address."""
+    """Return (version, address) of a parameter, which change when its values are modified or replaced."""
     if isinstance(parameter, placement.FlatPart):
         parameter = parameter.tensor
     plain = isinstance(parameter, Tensor) and not placement.is_dtensor(parameter)

@@ -1,8 +1,8 @@
-"""Generators of random numbers in the worker processes of a data loader: whether workers draw the same numbers.
+"""Random number generators in data loader workers: records whether workers draw the same numbers.
 
-In: a data loader whose pass begins. Out: a record of each worker at its end, with hashes of the states of generators
-at its beginning and at its end: torch's, numpy's and Python's own, and those that its data set holds. Workers that are
-forked alone: nothing has to be pickled then.
+In: a data loader whose pass begins. Out: one record per worker at its end, with hashes of the generators' states at its
+start, after its first examples and at its end: torch's, numpy's, Python's, and those in the data set. Only for forked
+workers, where nothing has to be pickled.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any
 
 import torch
 
-LOOKED_AT = 300  # objects of a data set
+LOOKED_AT = 300  # most objects of a data set to search
 
 
 def watched(loader: Any, write: Callable[..., None], name: str) -> Any:
-    """What the loader's `worker_init_fn` is to be for a pass that begins; None: its workers cannot be watched."""
+    """Return the `worker_init_fn` that records a loader's workers in a new pass, or None if that is not possible."""
     context = loader.multiprocessing_context
     method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
     if loader.num_workers < 2 or method != "fork" or isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        return None  # workers over a stream may shuffle it alike on purpose, and take a share each
+        return None  # workers may shuffle a stream equally on purpose, and take a share each
     return functools.partial(_begin, loader.worker_init_fn, write, name)
 
 
 def _begin(init: Any, write: Callable[..., None], loader: str, number: int) -> None:
-    """In a worker, as its `worker_init_fn`. An error of this file stays here."""
+    """Run in a worker as its `worker_init_fn`. Errors of the tracer do not propagate."""
     if init is not None:
         init(number)
     info = torch.utils.data.get_worker_info()
@@ -48,8 +48,7 @@ def _begin(init: Any, write: Callable[..., None], loader: str, number: int) -> N
 
 
 def _after_first(data: Any, first: dict[str, str]) -> None:
-    """Keep the states after the first examples that a worker is asked for. The class is changed in this worker's
-    process alone."""
+    """Record the states after a worker's first examples, by patching the data set's class in the worker process."""
     kind: Any = type(data)
     name = "__getitems__" if hasattr(kind, "__getitems__") else "__getitem__"
     original = getattr(kind, name)
@@ -73,7 +72,7 @@ def _end(
 
 
 def states(data: Any = None) -> dict[str, str]:
-    """Hashes by name: `torch`, `numpy`, `random`, and `dataset.PATH` of what a data set holds."""
+    """Return name -> hash of generator states: `torch`, `numpy`, `random`, and `dataset.PATH` for a data set's own."""
     digests = {"torch": _hash(bytes(torch.random.get_rng_state().tolist())), "random": _hash(random.getstate())}
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
@@ -101,7 +100,7 @@ def _inside(value: Any) -> list[tuple[str, Any]]:
 
 
 def _state(value: Any, numpy: Any) -> Any:
-    """Of a generator; None: it is none."""
+    """Return the state of a generator, or None if `value` is not one."""
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):

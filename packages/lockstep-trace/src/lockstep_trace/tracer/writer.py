@@ -1,5 +1,6 @@
-"""The files of a traced process: one JSON value a line, appended and flushed, so that a killed process leaves all that
-it wrote. In: records. Out: `rank-RRRRR-HOST-PID.jsonl` in the trace's folder.
+"""Writes the file of a traced process: one JSON value per line, flushed at once, so that a kill loses nothing written.
+
+In: records. Out: `rank-RRRRR-HOST-PID.jsonl` in the trace's folder.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ FORMAT = 1
 
 
 class Writer:
-    """Appends the records of this process. The file begins with the first record, when the rank is known. Errors never
-    reach the script: a full disk ends the trace with a warning."""
+    """Appends the records of this process to its file, which is created with the first record, when the rank is known.
+    Errors do not propagate to the script: a full disk ends the trace with a warning."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -64,7 +65,7 @@ class Writer:
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Of the process group where there is one, else of the environment."""
+    """Return (rank, world size) from the process group, else from the environment."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     for rank, world in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
@@ -74,12 +75,12 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def warn(text: str) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # standard error may be closed, or not be there
+    with suppress(OSError, ValueError, AttributeError):  # standard error may be closed or missing
         sys.stderr.write(f"lockstep trace: {text}\n")
         sys.stderr.flush()
 
 
 def blob(tensor: Tensor) -> str:
-    """The bytes of a tensor on the CPU, in base64. numpy may not be there."""
+    """Encode the bytes of a CPU tensor in base64, without numpy, which may be missing."""
     tensor = tensor.contiguous()
     return base64.b64encode(ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())).decode()
