@@ -32,7 +32,7 @@ _POINTED = re.compile(rf"({_DIGITS})\.0")  # as written by tables with missing v
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.0*)?")
 
 
-# -- of values -------------------------------------------------------------------------------------------------------
+# -- types of values -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -163,7 +163,7 @@ def _stored(feature: Any) -> pa.DataType:
     return feature() if inner is None else pa.list_(_stored(inner))
 
 
-# -- of several files ------------------------------------------------------------------------------------------------
+# -- types across files ----------------------------------------------------------------------------------------------
 
 
 def common(features: Sequence[Any]) -> Any:
@@ -227,7 +227,7 @@ class ColumnUse:
 ALL = ColumnUse()
 
 
-# -- numbers that are texts ------------------------------------------------------------------------------------------
+# -- numbers as texts ------------------------------------------------------------------------------------------------
 
 
 def whole_numbers(texts: Collection[str], strict: bool = False) -> bool:
@@ -255,7 +255,7 @@ def label_note(column: str, texts: Collection[str]) -> list[str]:
     ]
 
 
-# -- as the run file says --------------------------------------------------------------------------------------------
+# -- declared types --------------------------------------------------------------------------------------------------
 
 
 def declared(rows: Dataset, types: Mapping[str, str] | None, split: str, name: str) -> Dataset:

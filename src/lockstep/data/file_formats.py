@@ -565,7 +565,7 @@ def converters(
     return readers
 
 
-# -- which dialect ---------------------------------------------------------------------------------------------------
+# -- dialect detection -----------------------------------------------------------------------------------------------
 
 
 def detected(file: Path, data: DataSection, is_name: Callable[[str], bool]) -> list[dict[str, str]]:

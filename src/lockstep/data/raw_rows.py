@@ -73,7 +73,7 @@ _TYPES = {str(kind): kind for kind in (pa.int32(), pa.int64(), pa.float32(), pa.
 _TYPES |= {f"list<{kind}>": pa.list_(kind) for kind in list(_TYPES.values())}
 
 
-# -- when data are prepared ------------------------------------------------------------------------------------------
+# -- preparation -----------------------------------------------------------------------------------------------------
 
 
 def fact(splits: Mapping[str, Dataset], columns: Sequence[str], run: Run) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def with_examples(prepared: Prepared, run: Run, task: type[Makes]) -> Prepared:
     return replace(prepared, facts=facts | ({FACT: content} if len(batch) else {}))
 
 
-# -- which of them are looked at -------------------------------------------------------------------------------------
+# -- selection -------------------------------------------------------------------------------------------------------
 
 
 def groups(lengths: Sequence[int], most: int) -> dict[str, list[int]]:

@@ -342,7 +342,7 @@ def _unchanged_files(data: DataSection, splits: Splits) -> _RemoteFiles:
     return files
 
 
-# -- what there is ---------------------------------------------------------------------------------------------------
+# -- listing ---------------------------------------------------------------------------------------------------------
 
 
 def _addresses(data: DataSection) -> list[tuple[str, str]]:
@@ -444,7 +444,7 @@ def _local(data: DataSection, paths: Mapping[str, str], root: Path) -> DataSecti
     return with_paths(data, lambda text: str(root / paths[text]) if text in paths else text)
 
 
-# -- a copy ----------------------------------------------------------------------------------------------------------
+# -- download --------------------------------------------------------------------------------------------------------
 
 
 def _fetch(files: _RemoteFiles, folder: Path, data: DataSection) -> None:

@@ -1,9 +1,9 @@
 """Hub id, local files, the built-in set, or several of them -> one `datasets.Dataset` a split, under the names train,
 validation and test.
 
-In: the `data` section of the run. Out: a `Source`, or a `RunError` that names the key, the source or the file and what
-is there instead; links that lead out of their folders are refused. Sources of a mixture follow each other; a column
-says which one a row is from. Imports `datasets` only when called.
+In: the `data` section of the run. Out: a `Source`, or a `RunError` that names the key, the source or file, and the
+existing alternatives; links that lead out of their folders are refused. Sources of a mixture are concatenated, with a
+column for each row's source. Imports `datasets` only when called.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 def check_links(data: DataSection, files: Mapping[str, list[Path]]) -> None:
-    """`files`: split -> those that were looked for in folders, or named. Errors: `RunError`, where one lies outside of
-    all that the section names, and `data.follow_links` is not set."""
+    """Refuse links that lead out of the named folders. `files`: split -> files, listed or named. Errors: `RunError` if
+    one lies outside everything the section names and `data.follow_links` is not set."""
     if data.follow_links:
         return
     named = set(_named_places(data))
@@ -66,7 +66,7 @@ def _is_below(path: Path, named: set[Path]) -> bool:
 
 
 def _named_places(data: DataSection) -> Iterator[Path]:
-    """Where the files and folders really are that the section names, and those that its globs begin in."""
+    """Resolved paths of the files, folders and glob roots that the section names."""
     root = Path(data.source).expanduser() if data.source is not None else None
     texts = itertools.chain(*row_files.splits_named(data).values())
     for text in (*texts, *([data.source] if data.source is not None else [])):
@@ -81,29 +81,29 @@ def _named_places(data: DataSection) -> Iterator[Path]:
             real = place.resolve()
             yield real
             for folder in real.parents:
-                if folder.name == "snapshots":  # the Hub's cache, whose files are links into the folder beside it
+                if folder.name == "snapshots":  # the Hub's cache: files are links to a sibling folder
                     yield folder.parent / "blobs"
 
 
-SOURCE = "source of the mixture"  # the column of which source of a mixture a row is from
+SOURCE = "source of the mixture"  # column of source numbers
 _PAIR = "translation"  # the Hub's column of {language: text}
 
 
 @dataclass(frozen=True)
 class Source:
-    """The splits of a data set; `validation` is absent when none was given or found."""
+    """The splits of a data set; `validation` is absent if the data has none."""
 
     name: str
     splits: dict[str, Dataset]
-    left_out: dict[str, int] = field(default_factory=dict)  # split -> rows that `data.filter` left out
-    sources: list[str] = field(default_factory=list)  # names of those of a mixture, by their numbers in `SOURCE`
-    columns: tuple[str, ...] = ()  # that the task reads
-    notes: list[str] = field(default_factory=list)  # about how its columns were read
-    of_texts: frozenset[str] = frozenset()  # splits of files in which all is text, whatever it looks like
+    left_out: dict[str, int] = field(default_factory=dict)  # split -> rows removed by `data.filter`
+    sources: list[str] = field(default_factory=list)  # mixture: names by number in `SOURCE`
+    columns: tuple[str, ...] = ()  # columns that the task reads
+    notes: list[str] = field(default_factory=list)  # on how columns were read
+    of_texts: frozenset[str] = frozenset()  # splits whose files hold untyped text
 
 
 def sections(data: DataSection) -> list[DataSection]:
-    """The section of each source of a mixture; `data` itself where it is none."""
+    """The section of each source of a mixture, or `data` itself for a single source."""
     if data.sources is None:
         return [data]
     common = data.model_dump(
@@ -120,8 +120,7 @@ def load_mixture(
     tokens: TokenCounts | None,
     kinds: Mapping[str, Kind],
 ) -> Source:
-    """Read every source. `columns`: those that are read, by their keys in the run file; none: all. Errors:
-    `RunError`."""
+    """Read every source. `columns`: key of the run file -> column to read; empty: all. Errors: `RunError`."""
     assert data.sources is not None
     parts: dict[str, list[tuple[str, Dataset]]] = {}
     fewer: Counter[str] = Counter()
@@ -141,7 +140,7 @@ def load_mixture(
         of_texts |= {(entry.name, split) for split in source.of_texts}
         for split, rows in source.splits.items():
             rows = with_task_columns(rows, entry, columns, split, source.name)
-            rows = with_names(rows) if data.stream else rows  # of train no label is known yet
+            rows = with_names(rows) if data.stream else rows  # train's labels are still unknown
             rows = rows.add_column(SOURCE, np.full(len(rows), number, dtype=np.int8))
             parts.setdefault(split, []).append((entry.name, rows))
     splits = {}
@@ -158,8 +157,8 @@ def load_mixture(
 def _numbers_as_texts(
     some: list[tuple[str, Dataset]], loose: list[bool], labels: list[str]
 ) -> list[tuple[str, Dataset]]:
-    """Labels that are numbers in tables and lines as the texts that they are there (`loose`), where other sources have
-    texts."""
+    """Convert integer labels of tables and lines (`loose`) back to the original texts if other sources have text
+    labels."""
     for column in labels:
         if any(column_types.is_text(rows, column) for _, rows in some):
             some = [
@@ -170,8 +169,8 @@ def _numbers_as_texts(
 
 
 def encode_by_source(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]) -> tuple[str, list[int]]:
-    """The file that `encode` makes of a split, with this key, and nothing; of a mixture each source on its own, so that
-    no block of tokens holds texts of two, in one file, and how many examples each has. Errors: `RunError`."""
+    """Encode a split with `encode` under this key. A mixture is encoded source by source, so that no block of tokens
+    mixes sources, and concatenated, with the number of examples per source. Errors: `RunError`."""
     if SOURCE not in dataset.column_names:
         return encode(dataset, key), []
     of = usable_rows.numbers(dataset, SOURCE)
@@ -186,7 +185,7 @@ def encode_by_source(dataset: Dataset, key: str, encode: Callable[[Dataset, str]
 def map_rows(
     rows: Dataset, convert: Callable[[dict[str, list]], dict[str, list]], features: Mapping[str, Any]
 ) -> Dataset:
-    """Rows with the columns that `convert` makes of some of them at a time; of a mixture with their source, too."""
+    """Map batches of rows with `convert`, replacing their columns; a mixture keeps its source column."""
     import datasets
 
     others = [column for column in rows.column_names if column != SOURCE]
@@ -195,7 +194,7 @@ def map_rows(
 
 
 def source_columns(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str]:
-    """The columns that the task reads, by their keys in the run file, as a source calls them. Errors: `RunError`."""
+    """Key of the run file -> column, as named in this source. Errors: `RunError`."""
     if entry is None:
         return dict(columns)
     if unknown := [ours for ours in entry.rename if ours not in columns.values()]:
@@ -208,9 +207,9 @@ def source_columns(entry: OneSource | None, columns: Mapping[str, str]) -> dict[
 
 
 def with_task_columns(rows: Dataset, entry: OneSource, columns: Mapping[str, str], split: str, name: str) -> Dataset:
-    """The columns that the task reads, under the names that it has for them. Errors: `RunError`."""
+    """Select the task's columns and rename them to the task's names. Errors: `RunError`."""
     names = source_columns(entry, columns)
-    for key, column in names.items():  # languages of a column of translations
+    for key, column in names.items():  # languages of a `translation` column
         if column not in rows.column_names and isinstance(inner := rows.features.get(_PAIR), Mapping):
             names[key] = f"{_PAIR}.{column}" if column in inner else column
     rows = usable_rows.added(rows, names, split, name)
@@ -227,14 +226,14 @@ def with_task_columns(rows: Dataset, entry: OneSource, columns: Mapping[str, str
 
 
 def with_names(rows: Dataset) -> Dataset:
-    """Labels with names as these names."""
+    """Replace label codes by their names."""
     for column in rows.column_names:
         rows = _as_texts(rows, column)
     return rows
 
 
 def _named_mixed(some: list[tuple[str, Dataset]]) -> list[tuple[str, Dataset]]:
-    """Labels with names as these names, where not all sources have the same ones."""
+    """Replace label codes by their names if sources differ in their names."""
     for column in some[0][1].column_names:
         features = [rows.features.get(column) for _, rows in some]
         if any(getattr(each, "names", None) for each in features) and any(each != features[0] for each in features):
@@ -255,9 +254,9 @@ def _as_texts(rows: Dataset, column: str) -> Dataset:
 
 
 BUILTIN = "builtin/emotion"
-# layout -> which files a split has, where names of files say that otherwise than of rows
+# layout -> function that lists a split's files, for layouts with their own naming
 _FILES = {"class_folders": row_files.class_files, "parallel": row_files.parallel_files}
-# layout -> how they are read
+# layout -> reader
 _READERS = {
     "class_folders": row_files.read_classes,
     "parallel": row_files.read_parallel,
@@ -267,8 +266,8 @@ _READERS = {
 
 
 def files_of(data: DataSection) -> list[Path]:
-    """The local files a source is read from, in order; empty for a Hub id, for what is elsewhere, for the built-in set,
-    and for a task that makes its data by itself."""
+    """Local files of a source, in order. Empty for a Hub id, remote files, the built-in set, and tasks that create
+    their own data."""
     if data.sources is not None:
         return [file for section in sections(data) for file in files_of(section)]
     if not names_data(data) or remote.has_address(data):
@@ -277,32 +276,31 @@ def files_of(data: DataSection) -> list[Path]:
 
 
 def names_data(data: DataSection) -> bool:
-    """Whether the run file says where data are."""
+    """Whether the run file names any data."""
     return any(getattr(data, key) is not None for key in ("source", "sources", *USUAL))
 
 
 def is_local(data: DataSection) -> bool:
-    """Whether nothing of it is on the Hub. Errors: `RunError` for local files that are not there."""
+    """Whether no data is on the Hub. Errors: `RunError` for missing local files."""
     return all(
         each.source in (BUILTIN, None) or remote.has_address(each) or bool(files_of(each)) for each in sections(data)
     )
 
 
 def check_document(data: DataSection, document: str | None) -> None:
-    """Errors: `RunError` for `task.document` where no local file is a .txt file."""
+    """Errors: `RunError` if `task.document` is set but no local file is a .txt file."""
     local = document == "line" and is_local(data) and not any(remote.has_address(each) for each in sections(data))
     if local and not any(file_formats.plain(file).suffix == ".txt" for file in files_of(data)):
         raise RunError("LS2256", "task.document: applies to .txt files only, and data names none; remove it")
 
 
 def remote_facts(data: DataSection) -> list[list[remote.Fact]]:
-    """Address, size and tag of every file that each source reads from an object store or another server. Asks them.
-    Errors: `RunError`."""
+    """Address, size and tag of every remote file, per source; queries the stores. Errors: `RunError`."""
     return [remote.facts(section, local_splits) for section in sections(data) if remote.has_address(section)]
 
 
 def pinned(data: DataSection) -> DataSection:
-    """A stream's with a commit wherever it reads from the Hub; asks it. Errors: `RunError`."""
+    """Add the current commit to every Hub address of a stream; queries the Hub. Errors: `RunError`."""
     if not data.stream:
         return data
     if data.sources is not None:
@@ -322,19 +320,18 @@ def load(
     tokens: TokenCounts | None = None,
     kinds: Mapping[str, Kind] | None = None,
 ) -> Source:
-    """Read all splits. `plain`: a .txt file is text and nothing else, each `line` or the whole `file` an example.
-    `columns`: those that are read, by their keys in the run file; others are left out, and dotted paths become columns;
-    None: all. `tokens`: counts them for `data.filter`. `kinds`: what the task reads columns as. Of a stream all splits
-    but train.
+    """Read all splits; for a stream, all but train.
 
-    Errors: `RunError`."""
+    `plain`: .txt files are unlabeled text, one example per `line` or per `file`. `columns`: key of the run file ->
+    column to read, where dotted paths become columns; None: all. `tokens`: counts tokens for `data.filter`. `kinds`:
+    kinds of columns, as the task reads them. Errors: `RunError`."""
     if data.sources is not None:
         return load_mixture(data, seed, plain, columns or {}, tokens, kinds or {})
     return _load(data, seed, plain, columns or {}, tokens, _use_of(data, columns, kinds))
 
 
 def _use_of(data: DataSection, columns: Mapping[str, str] | None, kinds: Mapping[str, Kind] | None) -> ColumnUse:
-    """The columns of a source that are read, and those beside labels that may name them."""
+    """The columns of a source to read, and columns that may name labels."""
     if columns is None:
         return ColumnUse(None, kinds or {})
     also = [f"{column}{suffix}" for column in kinds or () for suffix in labels.NAME_SUFFIXES]
@@ -351,7 +348,7 @@ def _load(
     tokens: TokenCounts | None,
     use: ColumnUse,
 ) -> Source:
-    """One source. Errors: `RunError`."""
+    """Read one source. Errors: `RunError`."""
     if remote.has_address(data):
         with remote.downloaded(data, local_splits) as local:
             return replace(_load(local, seed, plain, columns, tokens, use), name=remote.display_name(data))
@@ -390,7 +387,7 @@ def _load(
 
 
 def _typed(source: Source, data: DataSection, use: ColumnUse) -> Source:
-    """With columns as `data.types` says, and labels of tables and lines as numbers, where all of them are. Errors:
+    """Apply `data.types`, and convert labels of tables and lines to integers if all are integers. Errors:
     `RunError`."""
     splits, notes = dict(source.splits), []
     for split, rows in splits.items():
@@ -405,7 +402,7 @@ def _typed(source: Source, data: DataSection, use: ColumnUse) -> Source:
         splits |= dict(zip(loose, numbered, strict=True))
         if kind == "number":
             for split in loose:
-                with suppress(RunError):  # whoever reads the numbers names the row that holds none
+                with suppress(RunError):  # the label reader names an invalid row
                     splits[split] = column_types.declared(splits[split], {column: "number"}, split, source.name)
         elif column_types.is_text(splits[loose[0]], column):
             texts = set().union(*(usable_rows.distinct(splits[split], column) for split in loose))
@@ -414,7 +411,7 @@ def _typed(source: Source, data: DataSection, use: ColumnUse) -> Source:
 
 
 def _check_kind(data: DataSection, is_local: bool) -> None:
-    """Errors: `RunError` for keys that have no effect on data of this kind: files, a data set of the Hub, built in."""
+    """Errors: `RunError` for keys that do not apply to this kind of data: files, Hub data set, built-in set."""
     for key in ("columns", "separator", "quote", "layout", "encoding"):
         if not is_local and key in data.changed_keys:
             name = data.source
@@ -438,7 +435,7 @@ def _check_kind(data: DataSection, is_local: bool) -> None:
 def _looks_local(text: str) -> bool:
     return (
         text.startswith((".", "/", "~"))
-        or text.endswith("/")  # an id of the Hub has one slash at most, within it
+        or text.endswith("/")  # a Hub id has at most one slash, inside
         or text.count("/") > 1
         or row_files.format_of(Path(text)) is not None
         or any(c in text for c in "*?[")
@@ -446,8 +443,8 @@ def _looks_local(text: str) -> bool:
 
 
 def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
-    """Split -> files, or None when the source is not local. Errors: `RunError`, naming what is not there, or a link
-    that leads elsewhere."""
+    """Split -> files, or None if the source is not local. Errors: `RunError` for missing files and for links that lead
+    elsewhere."""
     if remote.has_address(data):
         return None
     if (splits := _local_splits(data)) is not None:
@@ -492,9 +489,9 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
 
 
 def in_folder(root: Path, split: str, layout: str) -> list[Path]:
-    """The files of a folder whose names, or whose folder's, say that they are of this split. Errors: `RunError` for
-    files of a split that are named in two ways, of which one alone may be meant, or both."""
-    groups = []  # by the way in which they are named
+    """Files of a folder that belong to a split by their name or subfolder. Errors: `RunError` if files of the split
+    follow two naming schemes, so that the choice is ambiguous."""
+    groups = []  # by naming scheme
     for word in USUAL[split]:
         groups.append([f for f in root.iterdir() if f.name.split(".")[0] == word])
         groups += [list(root.glob(pattern)) for pattern in (f"{word}[-_]*", f"{word}/*")]
@@ -511,7 +508,7 @@ def in_folder(root: Path, split: str, layout: str) -> list[Path]:
 
 
 def is_rows(file: Path, layout: str) -> bool:
-    """Whether a file of a folder is one of the data set, by its name."""
+    """Whether a file of a folder belongs to the data set, by its name."""
     if not file.is_file():
         return False
     if layout != "rows":
@@ -520,7 +517,7 @@ def is_rows(file: Path, layout: str) -> bool:
 
 
 def _check_keys(files: dict[str, list[Path]], data: DataSection) -> None:
-    """Errors: `RunError` for keys about tables that these files are not."""
+    """Errors: `RunError` for table keys that do not apply to these files."""
     if data.layout == "rows":
         row_files.check_columns(files, data)
         return
@@ -530,7 +527,7 @@ def _check_keys(files: dict[str, list[Path]], data: DataSection) -> None:
 
 
 def _near(path: Path) -> str:
-    """A file that a person may have meant."""
+    """Suggest a similar existing file, for a message."""
     with suppress(OSError):
         if near := difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()], 1):
             return f"; did you mean {path.with_name(near[0])}?"
@@ -567,12 +564,12 @@ def _read(files: list[Path], key: str, plain: str | None, data: DataSection, use
     return row_files.read(files, key, plain, data, use)
 
 
-# -- elsewhere -------------------------------------------------------------------------------------------------------
+# -- Hub and built-in data -------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
 def _emotion(seed: int) -> dict[str, Dataset]:
-    """Made once: a tenth of a second, and preparations of one process mostly ask for the same."""
+    """Generate the built-in set, cached: it takes 0.1 s and is usually requested repeatedly."""
     import datasets
 
     from lockstep.data import builtin
@@ -595,14 +592,14 @@ def _from_hub(data: DataSection) -> Source:
     try:
         with downloading(data.source, "dataset"):
             dataset = datasets.load_dataset(data.source, data.config, revision=data.revision)
-    except Exception as error:  # network, permission, no such data set, a config to choose: all the user's to mend
+    except Exception as error:  # network, permission, missing data set or config: user errors
         raise RunError(
             "LS2252",
             f"data.source: {data.source!r} is not a local file or folder, and loading it from the Hub failed: "
             f"{explained(error, data.revision)}",
         ) from error
     for name, rows in dataset.items():
-        if row_files.INDEX in rows.column_names and rows.info.builder_name == "csv":  # as pandas reads wider rows
+        if row_files.INDEX in rows.column_names and rows.info.builder_name == "csv":  # rows wider than the header
             raise RunError(
                 "LS2253",
                 f"data.source: the {name} split of {data.source} is a table whose rows have more cells than its "
@@ -629,4 +626,4 @@ def _quiet() -> None:
     import datasets
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what its readers raise is told once, by us
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # reader errors are reported by us, once

@@ -1,10 +1,10 @@
 """The splits of a run: duplicates are left out, validation and test are cut off train, and examples that stand in two
 splits are counted or left out.
 
-In: whole splits, and the columns that their task reads. Out: the splits as training has them, and facts for whoever
-reads about the run: how many rows were left out and why, and how many examples stand in train and elsewhere. For a
-stream `EvalHashes` has the hashes of validation and test, with which rows of train are compared a chunk at a time, so
-that memory grows with these and not with train.
+In: whole splits, and the columns that their task reads. Out: the final splits, and facts for reports: how many rows
+were removed and why, and how many examples occur in train and another split. For a stream, `EvalHashes` holds the
+hashes of validation and test; train rows are compared with them chunk by chunk, so memory grows with these splits and
+not with train.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-# Cut a share off train, with a seed, for the key of the run file that asks for it -> the rest, and what was cut off.
+# (train, share, seed, key of the run file that requests it) -> remaining and held-out rows.
 Cut = Callable[["Dataset", float, Any, str], tuple["Dataset", "Dataset"]]
-_ROWS = 10_000  # looked at together
+_ROWS = 10_000  # rows per batch
 EXCERPT_CHARS = 60  # characters of an example in messages
 
 
 def deduplicate_and_split(
     read: Source, splits: dict[str, Dataset], run: Run, texts: Sequence[str], label: Sequence[str], cut: Cut
 ) -> tuple[dict[str, Dataset], dict[str, Any]]:
-    """Splits and facts. `splits`: the rows of `read` that lack nothing; `texts`: the columns that make two examples the
-    same for an evaluation; `label`: what must be equal, too, where one of them is left out. Of a stream `splits` has no
-    train. Errors: `RunError`."""
+    """Deduplicate, hold out validation and test, and detect overlaps; return splits and facts.
+
+    `splits`: complete rows of `read`; without train for a stream. `texts`: columns that identify an example for
+    evaluation. `label`: columns that must also be equal for a duplicate to be removed. Errors: `RunError`."""
     facts: dict[str, Any] = usable_rows.left_out(read.splits, splits)
     facts |= {"filtered": read.left_out} if read.left_out else {}
     columns = [*texts, *label, *read.columns]
@@ -89,13 +90,13 @@ def _of_sources(read: Source, splits: Mapping[str, Dataset]) -> dict[str, Any]:
 
 
 def _counts(rows: Dataset, read: Source) -> list[int]:
-    """Examples of each source."""
+    """Number of examples per source."""
     return np.bincount(usable_rows.numbers(rows, SOURCE), minlength=len(read.sources)).tolist()
 
 
 def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> dict[str, Dataset]:
-    """Cut a validation split, and a test split where one is asked for, off the training split; in a mixture off each
-    source that came without one. One that lost all of its rows of a split has none there: they are not replaced."""
+    """Hold out validation, and test if requested, from train; in a mixture from each source that has none. A source
+    whose rows of a split were all removed does not get new ones."""
     import datasets
 
     if not read.sources:
@@ -112,13 +113,13 @@ def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> di
 
 
 def _came_with_validation(read: Source, splits: Mapping[str, Dataset]) -> bool:
-    """Whether nothing is cut off for it: the data, or every source of a mixture, brings some."""
+    """Whether the data, or every source of a mixture, has its own validation split."""
     return "validation" in splits and (not read.sources or all(_counts(read.splits["validation"], read)))
 
 
 def _cut_one(splits: dict[str, Dataset], run: Run, cut: Cut, name: str, alone: bool) -> dict[str, Dataset]:
-    """Both are shares of the same whole. `alone`: it is no source of a mixture, of which others may have a test split
-    where this one has none."""
+    """Hold out validation and test, both as shares of the same whole. `alone`: not a source of a mixture, in which
+    other sources may have a test split."""
     splits, share = dict(splits), run.data.test_fraction
     if share and "test" in splits and alone:
         raise RunError("LS2263", f"data.test_fraction: {name} has a test split already; remove data.test_fraction")
@@ -131,11 +132,11 @@ def _cut_one(splits: dict[str, Dataset], run: Run, cut: Cut, name: str, alone: b
     return splits
 
 
-# -- what is the same ------------------------------------------------------------------------------------------------
+# -- duplicates ------------------------------------------------------------------------------------------------------
 
 
 def hashes(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
-    """A hash of each row's content in `columns`, without white space: uint64 [rows, 2]. Uses all cores."""
+    """Hash of each row's content in `columns`, ignoring white space: uint64 [rows, 2]. Uses all cores."""
     some = dataset.select_columns(list(columns))
     pairs = np.frombuffer(mmap.mmap(-1, max(1, 16 * len(dataset))), np.uint64, 2 * len(dataset)).reshape(-1, 2)
 
@@ -149,7 +150,7 @@ def hashes(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
 
 
 def hashed(rows: Mapping[str, Sequence[Any]], columns: Sequence[str]) -> np.ndarray:
-    """Hashes of some rows, given as columns."""
+    """Hashes of rows given as columns."""
     digests = (
         hashlib.blake2b("\x1f".join(map(_normal, row)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         for row in zip(*(rows[column] for column in columns), strict=True)
@@ -158,7 +159,7 @@ def hashed(rows: Mapping[str, Sequence[Any]], columns: Sequence[str]) -> np.ndar
 
 
 def _normal(value: Any) -> str:
-    """A value as a text; of texts within it white space counts as one space, or as nothing at the ends."""
+    """Serialize a value to text. White space in texts is collapsed and stripped."""
     if isinstance(value, str):
         return " ".join(value.split())
     if isinstance(value, Mapping):
@@ -167,8 +168,8 @@ def _normal(value: Any) -> str:
 
 
 def first_of(pairs: np.ndarray) -> np.ndarray:
-    """The first row of each distinct hash, in order: int64."""
-    order = np.lexsort((pairs[:, 1], pairs[:, 0]))  # stable: of equal ones the first row comes first
+    """First row of each distinct hash, in order: int64."""
+    order = np.lexsort((pairs[:, 1], pairs[:, 0]))  # stable: the first of equal rows comes first
     ordered = pairs[order]
     new = np.ones(len(order), dtype=bool)
     new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
@@ -176,8 +177,8 @@ def first_of(pairs: np.ndarray) -> np.ndarray:
 
 
 def overlap(splits: Mapping[str, Dataset], texts: Sequence[str]) -> tuple[dict[str, dict[str, Any]], np.ndarray]:
-    """Split -> how many of its examples stand in train, and the first of them; and the rows of train that stand in
-    another split, in order."""
+    """Overlap with train: split -> number of its examples in train, and the first one; and the rows of train that occur
+    in another split, in order."""
     train = hashes(splits["train"], texts)
     overlaps: dict[str, dict[str, Any]] = {}
     overlapping = np.zeros(len(train), dtype=bool)
@@ -185,9 +186,9 @@ def overlap(splits: Mapping[str, Dataset], texts: Sequence[str]) -> tuple[dict[s
         if split == "train":
             continue
         other = hashes(dataset, texts)
-        near = _among(train, other[:, 0])  # rows of train that may be in it: few, or it is large itself
+        near = _among(train, other[:, 0])  # candidate rows of train
         both = np.concatenate([other, train[near]])
-        groups = np.empty(len(both), dtype=np.int64)  # rows that are the same have the same number
+        groups = np.empty(len(both), dtype=np.int64)  # equal rows have equal numbers
         sort = np.lexsort((both[:, 1], both[:, 0]))
         groups[sort] = np.cumsum(np.r_[True, (both[sort][1:] != both[sort][:-1]).any(axis=1)])
         here, there = groups[: len(other)], groups[len(other) :]
@@ -206,7 +207,7 @@ def overlap(splits: Mapping[str, Dataset], texts: Sequence[str]) -> tuple[dict[s
 
 
 def _among(pairs: np.ndarray, some: np.ndarray) -> np.ndarray:
-    """The rows of hashes whose first half is one of `some`, in order: int64. Takes no memory that grows with them."""
+    """Sorted rows whose first hash half is in `some`: int64. Processes `pairs` in parts, in constant extra memory."""
     sample = np.unique(some)
     rows = [np.empty(0, dtype=np.int64)]
     for start in range(0, len(pairs), arrow_cache.ROWS):
@@ -216,11 +217,11 @@ def _among(pairs: np.ndarray, some: np.ndarray) -> np.ndarray:
     return np.concatenate(rows)
 
 
-# -- what is said ----------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------------------------
 
 
 def left_out(facts: Mapping[str, Any]) -> str:
-    """Counts of rows that are not used, for the end of a line about the data; empty where all are."""
+    """Describe the numbers of unused rows, as the end of a line about the data; empty if all are used."""
     why = {
         "left_out": "for want of a text or label",
         "lacking_or_unusable": "for want of a text or label, or as unusable",
@@ -238,8 +239,8 @@ def left_out(facts: Mapping[str, Any]) -> str:
 
 
 def warnings(facts: Mapping[str, Any]) -> list[str]:
-    """Warnings about the data: texts that were cut, labels that may be the same, `notes` of the task, and examples that
-    are both trained and scored on."""
+    """Warnings about the data: truncated texts, similar labels, `notes` of the task, and examples that are both trained
+    and evaluated on."""
     messages = [
         f"{counts['texts']:,} of {counts['of']:,} {split} texts are longer than {counts['most']:,} tokens, and their "
         f"ends ({counts['tokens']:,} tokens) are cut off"
@@ -270,15 +271,15 @@ FILE = "held-out.npy"  # in the folder of an index
 
 @dataclass(frozen=True)
 class EvalHashes:
-    """Hashes of examples that are not to be trained on. Its number in `hashes` stands for an example."""
+    """Hashes of evaluation examples, for decontamination of train. An example's number is its index in `hashes`."""
 
     columns: tuple[str, ...]
-    hashes: np.ndarray  # uint64 [examples, 2], in order, each once
-    drop: bool  # rows of train that are one of them are not used
+    hashes: np.ndarray  # uint64 [examples, 2], sorted, distinct
+    drop: bool  # exclude them from train
 
     @staticmethod
     def of(splits: Mapping[str, Dataset], columns: Sequence[str], drop: bool) -> EvalHashes:
-        """The hashes of all splits but train. Uses all cores."""
+        """Hash all splits but train. Uses all cores."""
         arrays = [hashes(rows, columns) for split, rows in splits.items() if split != "train"]
         return EvalHashes(
             tuple(columns), np.unique(np.concatenate([np.empty((0, 2), np.uint64), *arrays]), axis=0), drop
@@ -286,7 +287,7 @@ class EvalHashes:
 
     @staticmethod
     def read(folder: Path, columns: Sequence[str]) -> EvalHashes | None:
-        """Those that an index leaves out of train; None: it leaves none out."""
+        """The hashes of an index that excludes evaluation examples from train; None if it excludes none."""
         path = folder / FILE
         return EvalHashes(tuple(columns), np.load(path), True) if path.exists() else None
 
@@ -297,7 +298,7 @@ class EvalHashes:
 
     @property
     def content(self) -> list[Any]:
-        """The part of a cache key that stands for it."""
+        """Its part of a cache key."""
         return [self.columns, hashlib.sha256(self.hashes.tobytes()).hexdigest(), self.drop]
 
     @cached_property
@@ -305,19 +306,19 @@ class EvalHashes:
         return {(int(a), int(b)): number for number, (a, b) in enumerate(self.hashes.tolist())}
 
     def example_numbers(self, rows: Dataset) -> np.ndarray:
-        """For each row the number of the evaluation example that it equals, or -1: int64 [rows]."""
+        """Number of the evaluation example that equals each row, or -1: int64 [rows]."""
         numbers = np.full(len(rows), -1, dtype=np.int64)
         if not len(self.hashes):
             return numbers
         hashes = hashed(rows[:], self.columns)
         at = np.minimum(np.searchsorted(self.hashes[:, 0], hashes[:, 0]), len(self.hashes) - 1)
-        for row in np.flatnonzero(self.hashes[at, 0] == hashes[:, 0]):  # few, or the split is of no use
+        for row in np.flatnonzero(self.hashes[at, 0] == hashes[:, 0]):  # few candidates
             numbers[row] = self._numbers.get((int(hashes[row, 0]), int(hashes[row, 1])), -1)
         return numbers
 
     def overlap(self, splits: Mapping[str, Dataset], places: Mapping[int, str]) -> dict[str, dict[str, Any]]:
-        """Examples of train that occur in other splits, as `splitting.overlap` counts them. `places`: of examples that
-        stand in train, by their numbers, where the first one does."""
+        """Evaluation examples that occur in train, counted as in `splitting.overlap`. `places`: example number ->
+        location of its first occurrence in train."""
         overlaps = {}
         for split, rows in splits.items():
             if split == "train":

@@ -1,12 +1,12 @@
 """The rows of a training split that is larger than the cache, of one source or of several, and the index of them, which
 is all that is stored.
 
-In: the files of `data.train`, the columns that a task reads, and a function that encodes some of their rows. Out: the
-usable rows of a file a chunk at a time; where each chunk begins, how many examples it makes and a hash of these, in the
-cache; or a `RunError` that names the source, the file and its rows.
+In: the files of `data.train`, the columns that a task reads, and a function that encodes rows. Out: the usable rows of
+a file, one chunk at a time; in the cache, an index with each chunk's location, number of examples and hash; or a
+`RunError` that names the source, the file and its rows.
 
-All cores make the index, a shard each, and a shard that is done stays done when the rest is killed: every row is read,
-checked, encoded and counted once.
+All cores build the index, one shard each. Finished shards survive a kill. Every row is read, checked, encoded and
+counted once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 Identity = tuple[str, int, int | str]
-Whole = Callable[["Dataset", str], "Dataset"]  # of rows of a file of this name those that lack nothing
+Whole = Callable[["Dataset", str], "Dataset"]  # (rows, file name) -> complete rows
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Used:
     """The rows of a chunk that are used."""
 
     rows: Dataset
-    filtered: int  # others, which `data.filter` leaves out
-    dropped: int  # and those that stand in validation or test
-    held_out_numbers: np.ndarray  # numbers of the examples of these that it has, int64, each once
+    filtered: int  # rows removed by `data.filter`
+    dropped: int  # rows that occur in validation or test
+    held_out_numbers: np.ndarray  # their distinct example numbers, int64
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class StreamingSource:
     among: int = 1  # sources of it
     held_out: EvalHashes | None = None
     files: list[Path] = field(default_factory=list)
-    copies: ShardCache | None = None  # of files that are elsewhere: then `files` are where their copies lie
+    copies: ShardCache | None = None  # for remote files: `files` are then the local copies
 
     def with_files(self) -> StreamingSource:
-        """A copy that lists the source's files. Errors: `RunError` where there are none, or one that cannot be
+        """Return a copy that lists the source's files. Errors: `RunError` if there are none, or if one cannot be
         streamed."""
         with self.named():
             source.source_columns(self.entry, self.columns)
@@ -87,7 +87,7 @@ class StreamingSource:
         return replace(self, files=files, copies=copies)
 
     def of_index(self, facts: Sequence[Identity]) -> StreamingSource:
-        """A copy whose files are those of an index."""
+        """Return a copy with the files of an index."""
         if not any(is_address(name) for name, _, _ in facts):
             return replace(self, files=[Path(name) for name, _, _ in facts])
         identities = [(name, size, str(tag)) for name, size, tag in facts]
@@ -96,7 +96,7 @@ class StreamingSource:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Errors that are raised in here name the source, where there are several."""
+        """Prefix errors raised in this context with the source's name, in a mixture."""
         try:
             yield
         except Unfetched as error:
@@ -107,27 +107,27 @@ class StreamingSource:
             raise RunError(error.code, self.with_source(error.message)) from error
 
     def with_source(self, text: str) -> str:
-        """A message that names the source, where there are several."""
+        """Prefix a message with the source's name, in a mixture."""
         begins = "data.sources: "
         return text if self.entry is None or text.startswith(begins) else f"{begins}{self.entry.name}: {text}"
 
     def display_name(self, file: Path) -> str:
-        """A shard, for a person."""
+        """Readable name of a shard."""
         return with_addresses(str(file)) if self.copies else str(file)
 
     def opened(self, file: Path) -> RowReader:
-        """A shard. Errors: `RunError` where it is none that can be streamed."""
+        """The reader of a shard. Errors: `RunError` if the file cannot be streamed."""
         how = self.copies.opened if self.copies else row_reader.opened
         return row_reader.reader(file, self.plain, self.column_paths, how)
 
     @property
     def column_paths(self) -> list[str]:
-        """All columns, or paths, that are looked at, as they are called in the files."""
+        """All columns, or paths, to read, as named in the files."""
         read = source.source_columns(self.entry, self.columns).values()
         return list(dict.fromkeys([*read, *self.data.filter, *(self.data.types or ())]))
 
     def usable(self, chunk_rows: Rows, file: Path) -> Used:
-        """Errors: `RunError`."""
+        """Select the usable rows of a chunk. Errors: `RunError`."""
         rows = _dataset(chunk_rows, self.column_paths, file, self.data.drop_missing, self.within)
         rows = column_types.declared(rows, self.data.types, "train", file.name)
         _, holds = usable_rows.holding(rows, self.data, "train", file.name, None)
@@ -149,13 +149,13 @@ class StreamingSource:
         return Used(some, int(len(holds) - holds.sum()), dropped, numbers)
 
     def examples(self, rows: Rows, file: Path, chunk: Chunk, make: Make) -> tuple[pa.RecordBatch | None, Used]:
-        """The examples of a chunk, and the rows that they are made of. Errors: `RunError`."""
+        """Encode a chunk; return its examples and its used rows. Errors: `RunError`."""
         with self.counting(file, chunk):
             used = self.usable(rows, file)
             return make(used.rows) if len(used.rows) else None, used
 
     def of(self, file: Path) -> Iterator[Dataset]:
-        """The rows that are used of a shard, a chunk at a time. Errors: `RunError`."""
+        """Yield the used rows of a shard, one chunk at a time. Errors: `RunError`."""
         with self.named():
             for chunk, rows_read in self.opened(file).walk():
                 with self.counting(file, chunk):
@@ -164,7 +164,7 @@ class StreamingSource:
 
     @contextmanager
     def counting(self, file: Path, chunk: Chunk) -> Iterator[None]:
-        """Errors that are raised in here name the file, and from which of its rows on they count."""
+        """Add the file, and the row from which rows are counted, to errors raised in this context."""
         try:
             yield
         except RunError as error:
@@ -179,13 +179,13 @@ class StreamingSource:
 
     @property
     def identities(self) -> list[Identity]:
-        """Path, size and time of each file, whatever revision of the Hub's an address names."""
+        """`facts` without Hub revisions in addresses."""
         return [(unpinned(name), size, tag) for name, size, tag in self.facts]
 
 
 def _dataset(rows: Rows, column_paths: list[str], file: Path, lenient: bool, within: str | None) -> Dataset:
-    """The columns of a chunk that are read, or that the paths among `column_paths` lead into. `lenient`: one that is
-    not there has nothing in every row. Errors: `RunError`."""
+    """The columns of a chunk that are read directly or through paths. `lenient`: missing columns are null. Errors:
+    `RunError`."""
     import datasets
 
     names = rows.column_names if isinstance(rows, pa.Table) else list(rows)
@@ -221,7 +221,7 @@ def _dataset(rows: Rows, column_paths: list[str], file: Path, lenient: bool, wit
     return chunk
 
 
-VERSION = 3  # of what an index holds
+VERSION = 3  # version of the index format
 ENDING = ".stream"  # of an index in the cache
 CHUNKS, ABOUT = "chunks.arrow", "about.json"
 _KINDS = {"row": "int64", "rows": "int32", "at": "int64", "size": "int64", "examples": "int32", "tokens": "int64"}
@@ -230,19 +230,19 @@ _SCHEMA = pa.schema(_KINDS | {"longest": "int32", "hash": "uint64"})
 
 @dataclass(frozen=True)
 class Stream:
-    """The rows of the training split, of one source or of several that follow each other."""
+    """The rows of the training split, of one source or several in sequence."""
 
     data: DataSection
     columns: Mapping[str, str]  # that the task reads, by their keys in the run file
     whole: Whole
     plain: str | None = None  # as `row_reader.reader` has it
     within: str | None = None  # the column that those may be in which are not there
-    parts: tuple[StreamingSource, ...] = ()  # a source each
+    parts: tuple[StreamingSource, ...] = ()  # one per source
     held_out: EvalHashes | None = None
     splits: Mapping[str, Dataset] = field(default_factory=dict)  # of which that is made
 
     def _sources(self) -> list[StreamingSource]:
-        """Without their files."""
+        """The sources, without their files."""
         sections: list[DataSection] = source.sections(self.data)
         entries: Sequence[OneSource | None] = self.data.sources or [None]
         how = self.columns, self.whole, self.plain, self.within
@@ -251,16 +251,17 @@ class Stream:
         ]
 
     def with_files(self, splits: Mapping[str, Dataset], texts: Sequence[str]) -> Stream:
-        """A copy that lists the files of all sources. `splits`: the other splits, whose rows are searched for in the
-        stream by their content in the columns `texts`. Errors: `RunError` where there are no files, or one that cannot
-        be streamed."""
+        """Return a copy that lists the files of all sources.
+
+        `splits`: other splits, whose examples are looked up in the stream by their content in the columns `texts`.
+        Errors: `RunError` if there are no files, or if one cannot be streamed."""
         parts = [each.with_files() for each in self._sources()]
         held_out = EvalHashes.of(splits, texts, self.data.decontaminate)
         parts_with_hashes = tuple(replace(each, held_out=held_out if held_out.drop else None) for each in parts)
         return replace(self, parts=parts_with_hashes, held_out=held_out, splits=splits)
 
     def of_index(self, folder: Path) -> Stream:
-        """A copy whose files are those of an index."""
+        """Return a copy with the files of an index."""
         index = read_index(folder)
         held_out = EvalHashes.read(folder, index["texts"])
         ends = np.cumsum(index["sources"]).tolist()
@@ -270,36 +271,36 @@ class Stream:
 
     @property
     def files(self) -> list[Path]:
-        """The files of all sources."""
+        """Files of all sources."""
         return [file for each in self.parts for file in each.files]
 
     def part(self, number: int) -> int:
-        """The source that a file is of."""
+        """Index of the source of a file."""
         return int(np.searchsorted(np.cumsum([len(each.files) for each in self.parts]), number, side="right"))
 
     def texts(self, batches: Callable[[Dataset], Iterator[list[str]]]) -> Iterator[list[str]]:
-        """What `batches` makes of all rows that are used, shard by shard. Errors: `RunError`."""
+        """Yield the results of `batches` for all used rows, shard by shard. Errors: `RunError`."""
         for each in self.parts:
             for file in each.files:
                 for rows in each.of(file):
                     yield from batches(rows)
 
     def walk(self) -> Iterator[tuple[StreamingSource, Path, Chunk, Dataset]]:
-        """The rows that are used of each chunk, in order, and where it is. Errors: `RunError`."""
+        """Yield source, file, chunk and used rows of each chunk, in order. Errors: `RunError`."""
         for each in self.parts:
             for file in each.files:
                 for chunk, rows in each.opened(file).walk():
                     yield each, file, chunk, each.usable(rows, file).rows
 
     def tokenizer(self, run: Run, batches: Callable[[Dataset], Iterator[list[str]]], generative: bool = False) -> Path:
-        """Prepare the tokenizer of the run. `batches`: the texts of some rows. Errors: `RunError`."""
+        """Prepare the tokenizer of the run. `batches`: yields the texts of rows. Errors: `RunError`."""
         content = "" if run.tokenizer.train is None else self.content
         return tokenizer.prepare(run, self.texts(batches), content, generative)
 
     @property
     def content(self) -> str:
-        """A hash of the files' bytes, in order, whatever they are called, and of what is read and left out of them.
-        The caller holds the lock."""
+        """Hash of the files' bytes, in order and regardless of names, and of the selection of rows and columns. The
+        caller holds the lock."""
 
         def one(numbers: range, path: Path, done: Callable[[int], None]) -> None:
             each = hashlib.sha256()
@@ -317,7 +318,7 @@ class Stream:
 
     @property
     def _chosen(self) -> list[Any]:
-        """What decides which rows of the files are used, and which columns."""
+        """Everything that decides which rows and columns are used."""
         choices: list[Any] = []
         for each in self.parts:
             rename = None if each.entry is None else each.entry.rename
@@ -334,7 +335,7 @@ class Stream:
         return digest("stream", VERSION, [each.identities for each in self.parts], self._chosen, *texts, *more)
 
     def gather(self, tell: Callable[[Dataset], Any], key: str, doing: str) -> list[Any]:
-        """The results of `tell` for the rows of each chunk, as JSON, in order. `key` stands for `tell`. The caller
+        """Results of `tell` for the used rows of each chunk, as JSON, in order. `key` identifies `tell`. The caller
         holds the lock. Errors: `RunError`."""
 
         def one(numbers: range, path: Path, done: Callable[[int], None]) -> None:
@@ -352,7 +353,7 @@ class Stream:
         return values_of_chunks
 
     def _at(self, numbers: range) -> tuple[StreamingSource, Path]:
-        """The one file of these numbers, and its source."""
+        """Source and file of a one-number range."""
         return self.parts[self.part(numbers[0])], self.files[numbers[0]]
 
     @staticmethod
@@ -363,7 +364,7 @@ class Stream:
             )
 
     def index(self, make: Make, key: str) -> Path:
-        """The folder of the index, made if it is not in the cache, or not as it was. `key` stands for `make`. The
+        """Return the folder of the index, building it if it is not cached or damaged. `key` identifies `make`. The
         caller holds the lock. Errors: `RunError`."""
         assert self.held_out is not None
         held_out = self.held_out
@@ -399,7 +400,7 @@ class Stream:
         doing: str,
         together: Callable[[Path], None],
     ) -> Path:
-        """A folder of the cache with one file for each shard, from which `together` makes the final content."""
+        """Create a cache folder with one file per shard, from which `together` builds the final content."""
 
         def each(shard: range, path: Path, done: Callable[[int], None]) -> None:
             one(shard, path, done)
@@ -417,14 +418,14 @@ class Stream:
         return cached(path, fill, path.with_name(f"{path.name}.parts"))
 
     def _fetched(self, number: int) -> None:
-        """Errors: `RunError`."""
+        """Fetch a shard, if it is remote. Errors: `RunError`."""
         part = self.parts[self.part(number)]
         if part.copies is not None:
             with part.named():
                 part.copies.fetch(self.files[number])
 
     def _together(self, folder: Path) -> None:
-        """One index of those of all shards. Errors: `RunError` where there is no example."""
+        """Merge the shards' indexes. Errors: `RunError` if there is no example."""
         files = sorted(folder.glob("*.shard"))
         tables = [table_of(file) for file in files]
         whole = pa.concat_tables([each.replace_schema_metadata(None) for each in tables]).combine_chunks()
@@ -458,7 +459,7 @@ class Stream:
             "overlap": self.held_out.overlap(self.splits, places),
             "texts": self.held_out.columns,
             "tokens": int(numbers_of(whole, "tokens").sum()),
-            "longest": int(numbers_of(whole, "longest").argmax()),  # the chunk that has it
+            "longest": int(numbers_of(whole, "longest").argmax()),  # chunk with the longest example
             "names": names,
             "content": hashlib.sha256(numbers_of(whole, "hash").tobytes() + examples.tobytes()).hexdigest()[:24],
         }
@@ -470,7 +471,7 @@ class Stream:
 
 
 def maker(encoder: Callable[[dict[str, list]], dict[str, Any]], features: Features) -> Make:
-    """The function that makes examples of rows by `encoder`, without the texts that evaluations read."""
+    """Return the function that encodes rows with `encoder`, without text columns, which only evaluations read."""
     schema = pa.schema(
         field
         for field in features.arrow_schema
@@ -480,13 +481,13 @@ def maker(encoder: Callable[[dict[str, list]], dict[str, Any]], features: Featur
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The index of a stream without its chunks."""
+    """Metadata of a stream's index, without its chunks."""
     return dict(json.loads((folder / ABOUT).read_text(encoding="utf-8")))
 
 
 def facts(folder: Path, others: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts about a streamed train split, together with those of the other splits: rows that are left out, examples
-    of other splits that occur in train, and examples of each source."""
+    """Facts about a streamed train split, merged with those of other splits: removed rows, evaluation examples in
+    train, and examples per source."""
     index = read_index(folder)
     result = dict(others)
     for key in ("left_out", "filtered", "dropped"):
@@ -500,7 +501,7 @@ def facts(folder: Path, others: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_of(files: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The part of a key that stands for each split, by the folder that `encode` or `Stream.index` made."""
+    """Content identifiers of each split, for a key, from the folder that `encode` or `Stream.index` returned."""
     return sorted(
         (split, read_index(Path(file))["content"] if file.endswith(ENDING) else Path(file).name)
         for split, file in files.items()
@@ -508,7 +509,7 @@ def names_of(files: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def counted(batch: pa.RecordBatch | None) -> dict[str, int]:
-    """The entry of the index for the examples of a chunk."""
+    """Index entry for the examples of a chunk."""
     if batch is None:
         return {"examples": 0, "tokens": 0, "longest": 0, "hash": 0}
     sides = [np.diff(np.from_dlpack(batch.column(name).offsets)) for name in SIDES if name in batch.schema.names]
@@ -529,6 +530,6 @@ def counted(batch: pa.RecordBatch | None) -> dict[str, int]:
 
 
 def numbers_of(table: pa.Table, name: str) -> np.ndarray:
-    """A column of numbers of an index."""
+    """A numeric column of an index."""
     parts = [np.from_dlpack(chunk) for chunk in table.column(name).chunks]
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])

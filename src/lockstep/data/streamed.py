@@ -1,8 +1,8 @@
 """A streamed training split, as training sees it: examples by their numbers, those of a few chunks in memory.
 
-In: the index that `Stream` has made, and what encodes rows. Out: `Columns`, in which `hold` decides what stays: the
-windows at hand and the part of the next ones that was read beside. What a chunk holds is compared with the index each
-time it is read.
+In: the index of a `Stream`, and the encoding function. Out: `Columns`, in which `hold` decides which chunks stay in
+memory: the current windows and the prefetched part of the next ones. A chunk is compared with the index whenever it is
+read.
 """
 
 from __future__ import annotations
@@ -26,39 +26,38 @@ from lockstep.data.stream import Identity, Stream
 _LATER = "Once it can be had, the same command goes on"
 _MEND = "Put it back as it was, and the same command goes on; with other data begin anew, with another output"
 
-Opened = Callable[[], tuple[Stream, Make]]  # how rows are read, and what makes examples of them
+Opened = Callable[[], tuple[Stream, Make]]  # -> stream of rows, encoding function
 
 
 class Unreadable(RunError):
-    """A shard that cannot be read any more, or holds other rows than it did."""
+    """A shard is no longer readable, or its rows have changed."""
 
 
 class _Chunks(Shards):
-    """The record batches of the chunks, made when one of their rows is asked for."""
+    """The record batches of the chunks, encoded on first access."""
 
     def __init__(self, folder: Path, how: Opened) -> None:
         about, table = stream.read_index(folder), table_of(folder / stream.CHUNKS)
         self.folder = folder
         self.files: list[Identity] = [tuple(file) for file in about["files"]]
-        self.ends = np.cumsum(about["chunks"])  # chunks of each file and all before
+        self.ends = np.cumsum(about["chunks"])  # cumulative chunks per file
         self.chunks = {name: stream.numbers_of(table, name) for name in table.schema.names}  # memory-mapped
         self.first = np.concatenate([[0], np.cumsum(self.chunks["examples"], dtype=np.int64)])  # 8 bytes a chunk
         self.index, self.names = about, about["names"]
         self._opened, self._lists = {}, {}
         self._how = how
         self._parts: tuple[Stream, Make] | None = None
-        self._lock = threading.Lock()  # of the open file; the thread that collates ahead is not the only reader
-        self._open: dict[int, tuple[int, RowReader]] = {}  # of each source a file, by its number
+        self._lock = threading.Lock()  # for the open file: several threads read
+        self._open: dict[int, tuple[int, RowReader]] = {}  # source -> (file number, reader)
 
     def column(self, shard: int, name: str) -> pa.Array:
-        batch = self._opened.get(shard)  # another thread may let it go meanwhile
+        batch = self._opened.get(shard)  # another thread may evict it
         if batch is None:
             self._opened[shard] = batch = self._read(shard)
         return batch.column(name)
 
     def hold(self, current: Sequence[int], behind: Sequence[int]) -> None:
-        """These chunks are in memory afterwards, and no others. `behind`: shards that come next, to be fetched where
-        they are elsewhere."""
+        """Keep exactly these chunks in memory. `behind`: next shards, to prefetch if remote."""
         chunks = self._opened
         rows_of, _ = self.how
         of = np.searchsorted(self.ends, [chunk for chunk in current if chunk not in chunks], side="right")
@@ -73,14 +72,14 @@ class _Chunks(Shards):
 
     @property
     def how(self) -> tuple[Stream, Make]:
-        """How the rows of the files are read, and what makes examples of them."""
+        """The stream that reads rows, and the function that encodes them."""
         if self._parts is None:
             rows_of, make = self._how()
             self._parts = rows_of.of_index(self.folder), make
         return self._parts
 
     def _read(self, number: int) -> pa.RecordBatch:
-        """Errors: `Unreadable`."""
+        """Read and encode a chunk. Errors: `Unreadable`."""
         with self._lock:
             of = int(np.searchsorted(self.ends, number, side="right"))
             path, size, _ = self.files[of]
@@ -112,7 +111,7 @@ class _Chunks(Shards):
 
 
 def _since(path: str, size: int) -> str:
-    """How a shard differs from before, as its size shows."""
+    """Describe how a shard's size has changed."""
     if is_address(path):
         return ""
     try:
@@ -123,7 +122,7 @@ def _since(path: str, size: int) -> str:
 
 
 class Streamed(Columns):
-    """A training split that is read in chunks; a few of them are in memory."""
+    """A training split that is read in chunks, with few of them in memory."""
 
     def __init__(self, folder: str | Path, how: Opened) -> None:
         self._shards: _Chunks
@@ -138,17 +137,16 @@ class Streamed(Columns):
 
     @property
     def sizes_of_sources(self) -> list[np.ndarray]:
-        """Examples of each shard by source: [sources]."""
+        """Examples of each shard, grouped by source: [sources]."""
         return np.split(self.shard_sizes, np.cumsum((self._shards.index or {})["sources"])[:-1])
 
     @property
     def elsewhere(self) -> bool:
-        """Whether shards are fetched."""
+        """Whether shards are remote."""
         return any(each.copies is not None for each in self._shards.how[0].parts)
 
     def hold(self, near: Sequence[range], behind: Sequence[int] = ()) -> None:
-        """Have these examples at hand, in this order of reading, and let all others go. `behind`: the shards that come
-        next."""
+        """Keep only these examples in memory, in reading order. `behind`: next shards."""
         chunks: dict[int, None] = {}
         for some in near:
             first, last = self._shards.of(np.array([some.start, some.stop - 1]))
@@ -158,13 +156,14 @@ class Streamed(Columns):
         self._shards.hold(list(chunks), behind)
 
     def longest(self, count: int) -> np.ndarray:
-        """The longest example, so many times: no others take more memory, and one chunk is read for it."""
+        """The longest example, repeated up to `count` times: no example needs more memory, and only one chunk is
+        read."""
         chunk = int(self._shards.index["longest"]) if self._shards.index else 0
         rows = np.arange(self._shards.first[chunk], self._shards.first[chunk + 1])
         return np.full(min(count, len(self)), rows[int(np.argmax(self.lengths[rows]))], dtype=np.int64)
 
     def place(self, example: int) -> str:
-        """Where an example comes from, for a person."""
+        """Describe where an example comes from."""
         chunks, number = self._shards, int(self._shards.of(example))
         path, _, _ = chunks.files[int(np.searchsorted(chunks.ends, number, side="right"))]
         row, rows = int(chunks.chunks["row"][number]), int(chunks.chunks["rows"][number])
@@ -172,5 +171,5 @@ class Streamed(Columns):
 
 
 def opened(path: str, how: Callable[[], tuple[Stream, Make]]) -> Any:
-    """A split, streamed or not."""
+    """Open a split, streamed or not."""
     return Streamed(path, how) if path.endswith(stream.ENDING) else Columns(path)

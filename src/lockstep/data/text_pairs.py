@@ -1,8 +1,7 @@
 """Texts that go together, for embeddings: two columns and more of texts, or two and a score -> tokens in the cache.
 
-In: rows of a data set and a tokenizer. Out: a row's texts one after the other in `input_ids`, `sizes` says where each
-ends. Each text has a number, the same for the same text anywhere in its split: what stands in two rows is not told
-apart from itself.
+In: rows of a data set and a tokenizer. Out: a row's texts concatenated in `input_ids`, with their lengths in `sizes`.
+Equal texts of a split have equal ids, so that copies of a text in other rows are not used as its negatives.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from lockstep.data.batch import IGNORED
 if TYPE_CHECKING:
     from datasets import Dataset
 
-ONE = 2**30  # what a score of 1 is kept as: targets are whole numbers
-_NUMBERS = "numbers of the texts"  # a column of ours
+ONE = 2**30  # fixed-point representation of a score of 1: targets are integers
+_NUMBERS = "numbers of the texts"  # internal column
 
 
 def number(targets: Any) -> Any:
-    """The numbers of texts that are no anchors, from their targets."""
+    """Text ids of non-anchor texts, from their targets."""
     return IGNORED - 1 - targets
 
 
@@ -38,8 +37,8 @@ def whole(
     name: str,
     drop: bool,
 ) -> Dataset:
-    """The rows that have all texts, and a score. Errors: `RunError` for those that lack one, where they are not to be
-    left out, and for scores that are no numbers, or not between the `ends`."""
+    """Rows that have all texts, and a score if there is a score column. Errors: `RunError` for incomplete rows unless
+    `drop` is set, and for scores that are not numbers within `ends`."""
     rows = usable_rows.texts(dataset, columns, split, name, drop)
     if score is None:
         return rows
@@ -59,7 +58,7 @@ def whole(
 
 
 def without_own_negatives(dataset: Dataset, columns: list[str]) -> Dataset:
-    """The rows none of whose negatives is their anchor or positive, up to white space."""
+    """Rows whose negatives all differ from their anchor and positive, ignoring white space."""
     anchor, positive, *negatives = (splitting.hashes(dataset, [column]) for column in columns)
     own = np.zeros(len(dataset), dtype=bool)
     for negative in negatives:
@@ -70,7 +69,7 @@ def without_own_negatives(dataset: Dataset, columns: list[str]) -> Dataset:
 def refuse_own_negatives(
     dataset: Dataset, columns: Mapping[str, str], numbers: Sequence[np.ndarray], split: str, name: str
 ) -> None:
-    """Refuse a negative that is its row's anchor or positive. Errors: `RunError`."""
+    """Errors: `RunError` if a negative equals its row's anchor or positive."""
     keys = list(columns)
     for key, negative in zip(keys[2:], numbers[2:], strict=True):
         for other, theirs in zip(keys[:2], numbers[:2], strict=True):
@@ -85,7 +84,7 @@ def refuse_own_negatives(
 
 
 def read(tokenizer: Any, texts: list[str], most: int) -> list[list[int]]:
-    """The tokens of each text, one at least."""
+    """Tokens of each text, at least one."""
     instead = lm_documents.end_or_padding(tokenizer)
     token_ids = tokenizer(texts, truncation=True, max_length=most, return_attention_mask=False)["input_ids"]
     return [ids or [instead] for ids in token_ids]
@@ -101,7 +100,7 @@ def encoded(
     most: int,
     key: str,
 ) -> str:
-    """The shards of a split. `numbers`: of each row's texts, int64 [N, sides]."""
+    """Encode a split to shards. `numbers`: ids of each row's texts, int64 [N, sides]."""
     import datasets
 
     lists = datasets.List(datasets.Value("int32"))
@@ -131,16 +130,16 @@ def encoded(
 
 
 def true_of(columns: Columns, rows: np.ndarray) -> np.ndarray:
-    """The scores of these pairs, from 0 to 1: float64 [B]; or the numbers of their texts: int64 [B, sides]."""
+    """Scores of these pairs, from 0 to 1: float64 [B]; or the ids of their texts: int64 [B, sides]."""
     if "score" in columns.names:
         return np.asarray(columns.flat("score")[rows], dtype=np.float64) / ONE
     return np.asarray(columns.ragged("numbers").padded(rows, 0)[0], dtype=np.int64)
 
 
 def inputs_of(columns: Columns, rows: np.ndarray, pad: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The texts of these rows as inputs of a model, int64 [sides x B, T] each: the first of every row, then the second,
-    ...; and targets, int64 [sides x B]. The target of a first text is its score, or its number; that of another, below
-    the one that counts for nothing, its number."""
+    """Model inputs of these rows' texts, int64 [sides x B, T] each: all first texts, then all second texts, ...; and
+    targets, int64 [sides x B]. The target of a first text is its score or id; other texts have their id, mapped below
+    IGNORED."""
     sizes, _ = columns.ragged("sizes").padded(rows, 0)  # [B, sides]
     numbers, _ = columns.ragged("numbers").padded(rows, 0)
     tokens = columns.ragged("input_ids")

@@ -1,6 +1,6 @@
 """Whether a tokenizer makes something of the texts: looked at once they are encoded, before any process starts.
 
-In: rows, their examples and the tokenizer. Out: notes with numbers, or a `RunError` where nothing could be learned.
+In: rows, their examples and the tokenizer. Out: notes with counts, or a `RunError` if nothing could be learned.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from lockstep.data.arrow_cache import Columns
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_ROWS = 2_000  # rows whose texts are compared with what they became
-_TOKENS = 1_000_000  # tokens that are counted, about
+_ROWS = 2_000  # rows whose texts are compared with their tokens
+_TOKENS = 1_000_000  # approximate number of tokens counted
 _MANY_UNKNOWN = 0.25  # share of tokens
 _FEW_DIFFERENT = 0.5  # of the texts
-_LEAST = 8  # rows of which shares are told
+_LEAST = 8  # minimum number of rows for reporting shares
 
 
 class Limit(NamedTuple):
-    """How many tokens of something are kept."""
+    """Maximum number of tokens of an example."""
 
-    key: str  # that says so
+    key: str  # key of the run file
     tokens: int
-    special: int  # of them the tokenizer's own, around the texts
-    texts: int = 1  # that share the rest
+    special: int  # special tokens among them
+    texts: int = 1  # texts that share the rest
 
 
 def check_limits(limits: Sequence[Limit]) -> None:
-    """Errors: `RunError` for a limit that leaves no token of a text. The tokenizers library would cut nothing below the
-    number of special tokens, and at that number leave these alone."""
+    """Errors: `RunError` for a limit that leaves no token of a text. The tokenizers library does not truncate below the
+    number of special tokens, and at exactly that number keeps only these."""
     for key, tokens, special, texts in limits:
         if tokens < special + texts:
             each = "the text" if texts == 1 else f"each of the {texts} texts"
@@ -48,20 +48,20 @@ def check_limits(limits: Sequence[Limit]) -> None:
 def check(
     rows: Dataset, texts: Sequence[str], split: str, columns: Columns, side: str, tokenizer: Any, limit: Limit | None
 ) -> list[str]:
-    """Notes on the tokens of a split in the column `side`, made of the columns `texts` of `rows`. `limit`: by which
-    they were cut. Errors: `RunError` where no token stands for any text, or all different texts became the same."""
+    """Notes on the tokens in the column `side` of a split, encoded from the columns `texts` of `rows`. `limit`: the
+    truncation limit. Errors: `RunError` if no token represents any text, or if different texts all became equal."""
     sample, more = _sample(columns, side)
     if not sample:
         return []
     counts = np.unique(np.concatenate(sample), return_counts=True)
     notes = _unknown(counts, tokenizer, split, side, len(columns), more)
-    if len(columns) != len(rows):  # an example is no row: packed texts, windows
+    if len(columns) != len(rows):  # examples are not rows: packed texts, windows
         return notes
     return notes + _alike(rows, texts, split, sample[:_ROWS], limit)
 
 
 def _sample(columns: Columns, side: str) -> tuple[list[np.ndarray], bool]:
-    """Examples from the first on, [T] each, and whether there are more."""
+    """The first examples, [T] each, and whether there are more."""
     examples: list[np.ndarray] = []
     tokens, ragged = 0, columns.ragged(side)
     for row in range(len(columns)):
@@ -75,7 +75,7 @@ def _sample(columns: Columns, side: str) -> tuple[list[np.ndarray], bool]:
 def _unknown(
     counts: tuple[np.ndarray, np.ndarray], tokenizer: Any, split: str, side: str, examples: int, more: bool
 ) -> list[str]:
-    """A note on many unknown tokens. `counts`: ids, and how often each is there. Errors: `RunError`."""
+    """A note on many unknown tokens. `counts`: token ids and their frequencies. Errors: `RunError`."""
     ids, numbers = counts
     unknown = tokenizer.unk_token_id
     around = [id_ for id_ in tokenizer.all_special_ids if id_ != unknown]
@@ -106,7 +106,7 @@ def _unknown(
 def _alike(
     rows: Dataset, texts: Sequence[str], split: str, sample: Sequence[np.ndarray], limit: Limit | None
 ) -> list[str]:
-    """A note where few token sequences stand for many texts. Errors: `RunError`, where one stands for all."""
+    """A note if few token sequences represent many texts. Errors: `RunError` if one represents all."""
     if len(sample) < 2:
         return []
     different = len({repr(each) for each in _texts(rows, texts, len(sample))})
@@ -132,6 +132,6 @@ def _alike(
 
 
 def _texts(rows: Dataset, texts: Sequence[str], count: int) -> Iterator[tuple[Any, ...]]:
-    """The values of the columns `texts` in the first rows."""
+    """Values of the columns `texts` in the first rows."""
     first = rows.select_columns(list(texts))[:count]
     return zip(*(first[name] for name in texts), strict=True)

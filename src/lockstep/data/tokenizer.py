@@ -25,23 +25,23 @@ from lockstep.distributed.activity import ACTIVITY
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TARGET = "target"  # folder of the targets' tokenizer, where it is another one than the sources'
-# Kinds that the library trains in the order of a hash table, another one each time (of wordpiece `_inner` takes most of
-# it away): their folders are named by what came out.
+TARGET = "target"  # subfolder of a separate target tokenizer
+# Kinds whose training depends on hash-table order and is not reproducible (`_inner` removes most of this for
+# wordpiece): their folders are named by their content.
 _DRAWN = ("wordpiece", "unigram")
 _SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 
 
 def load(folder: str, trusted: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a prepared folder. `trusted`: it may come with code of its own, which is run."""
+    """Load the tokenizer of a prepared folder. `trusted`: allow it to run its own code."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
 
 
 def save(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer so that `from_pretrained` loads it, also one with code of its own: transformers writes the name
-    of its class alone, and reads a pair of names (of the slow class and the fast one)."""
+    """Save a tokenizer so that `from_pretrained` loads it, even with its own code: transformers writes only its class
+    name but reads a pair of names (slow and fast class)."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -54,9 +54,11 @@ def save(tokenizer: Any, folder: Path) -> None:
 def prepare(
     run: Run, texts: Iterator[list[str]], content: str, generative: bool = False, of_target: bool = False
 ) -> Path:
-    """The folder of the run's tokenizer, with a padding token. The caller holds the lock. `content` stands for the
-    texts. `generative`: a trained one ends every text with its end token, and puts nothing before it. `of_target`: it
-    is one of two, and `model.config.vocab_size` is not about it. Errors: `RunError`."""
+    """Return the folder of the run's tokenizer, with a padding token.
+
+    The caller holds the lock. `content` identifies the texts. `generative`: a trained tokenizer appends its end token
+    to every text and prepends nothing. `of_target`: one of two tokenizers, to which `model.config.vocab_size` does not
+    apply. Errors: `RunError`."""
     folder = _folder(run, texts, content, generative)
     if not of_target and run.model.type is not None and "vocab_size" in (run.model.config or {}):
         embeddings_of(run, load(str(folder), run.model.trust_remote_code))
@@ -64,13 +66,13 @@ def prepare(
 
 
 def highest_id(tokenizer: Any) -> int:
-    """The highest id that a tokenizer makes. It may be more than its tokens less one: ids may have gaps."""
+    """The highest id of a tokenizer; at least its number of tokens less one, as ids may have gaps."""
     return max(len(tokenizer) - 1, *tokenizer.get_vocab().values())
 
 
 def embeddings_of(run: Run, tokenizer: Any) -> int:
-    """Embeddings of a model from scratch: one for each id up to the highest of its tokenizer, or more, which are room.
-    Errors: `RunError` where `model.config` asks for fewer."""
+    """Number of embeddings of a model from scratch: one per id up to the tokenizer's highest, or more if configured.
+    Errors: `RunError` if `model.config` requests fewer."""
     vocab_size, needed = (run.model.config or {}).get("vocab_size"), highest_id(tokenizer) + 1
     if vocab_size is None:
         return needed
@@ -90,7 +92,7 @@ def _folder(run: Run, texts: Iterator[list[str]], content: str, generative: bool
         drawn = run.tokenizer.train in _DRAWN
         key = digest("tokenizer", 2, key) if drawn else key
         folder = cached(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
-        return _in_cache(load(str(folder)), "tokenizer.train") if drawn else folder  # named by what it came to
+        return _in_cache(load(str(folder)), "tokenizer.train") if drawn else folder  # named by its content
     source = run.tokenizer.source or run.model.source
     if source is None:
         raise RunError(
@@ -102,8 +104,8 @@ def _folder(run: Run, texts: Iterator[list[str]], content: str, generative: bool
 
 
 def of_targets(run: Run) -> Path | None:
-    """The folder of the targets' tokenizer, where the run's model or tokenizer came with one of its own beside the
-    sources', as exports of lockstep do; else None. The caller holds the lock. Errors: `RunError`."""
+    """Folder of a separate target tokenizer that came with the run's model or tokenizer, as in lockstep's exports; None
+    if there is none. The caller holds the lock. Errors: `RunError`."""
     source = run.tokenizer.source or run.model.source
     if run.tokenizer.train is not None or source is None:
         return None
@@ -113,7 +115,7 @@ def of_targets(run: Run) -> Path | None:
 
 
 def _in_cache(tokenizer: Any, source: str) -> Path:
-    """The folder in the cache of a tokenizer loaded from `source`, with a padding token. Errors: `RunError`."""
+    """Cache a tokenizer loaded from `source`, with a padding token; return its folder. Errors: `RunError`."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token is None:
@@ -124,7 +126,7 @@ def _in_cache(tokenizer: Any, source: str) -> Path:
         )
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
     parts = [hashlib.sha256(state.encode()).hexdigest(), str(tokenizer.special_tokens_map)]
-    if "auto_map" in tokenizer.init_kwargs:  # code of its own, which is saved with it
+    if "auto_map" in tokenizer.init_kwargs:  # custom code, saved with it
         parts.append(Path(inspect.getfile(type(tokenizer))).read_text(encoding="utf-8"))
     parts += [f"{key}={getattr(tokenizer, key)}" for key in _CHANGING if _differs(tokenizer, key)]
     key = digest("tokenizer", 1, *parts)
@@ -134,7 +136,7 @@ def _in_cache(tokenizer: Any, source: str) -> Path:
     return cached(folder_of("tokenizers") / key, lambda aside: save(tokenizer, aside))
 
 
-# What changes tokens, and is no part of a fast tokenizer's own state.
+# Settings that affect tokens but are not part of a fast tokenizer's state.
 _CHANGING = {"truncation_side": "right", "split_special_tokens": False, "model_input_names": None}
 
 
@@ -144,14 +146,14 @@ def _differs(tokenizer: Any, key: str) -> bool:
 
 
 def _content(folder: Path) -> str:
-    """A hash of the files of a tokenizer, its chat template among them."""
+    """Hash of a tokenizer's files, including its chat template."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return digest([(str(f.relative_to(folder)), hashlib.sha256(f.read_bytes()).hexdigest()) for f in files])
 
 
 def written_by(usage: str, tokenizer: Any, template: str | None, talks: bool, most: int, room: int) -> str:
-    """Lines of Python that ask a model for text. `talks`: in a conversation, by the chat template (None: the
-    tokenizer's). `most`: tokens that the model writes, if the `room` tokens that it takes hold the question, too."""
+    """Python code that generates text with a model. `talks`: in a conversation, with the chat template (None: the
+    tokenizer's). `most`: tokens to generate, if the model's `room` tokens must also hold the question."""
     question = [{"role": "user", "content": "some text"}]
     text = '"some text"'
     question_length = room // 2
@@ -159,7 +161,7 @@ def written_by(usage: str, tokenizer: Any, template: str | None, talks: bool, mo
         question_length = len(tokenizer("some text")["input_ids"])
     else:
         text = json.dumps(question)
-        with suppress(Exception):  # a template is a program of its own, and may want other messages
+        with suppress(Exception):  # templates may raise anything
             question_length = len(
                 tokenizer.apply_chat_template(
                     question, chat_template=template, add_generation_prompt=True, return_dict=False
@@ -171,15 +173,14 @@ def written_by(usage: str, tokenizer: Any, template: str | None, talks: bool, mo
 
 
 def template_of(tokenizer: Any, run_file_template: str | None) -> list[Any]:
-    """What stands for the chat template in the key of what it has written: nothing where the run file gives one, for
-    then that is in the key by itself."""
+    """The chat template's part of a key; empty if the run file sets one, because the key then contains it already."""
     if run_file_template is not None:
         return []
     return [hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()]
 
 
 def pair(source: Path, target: Path) -> Path:
-    """One folder for two tokenizers: the one of targets is in its folder `target`."""
+    """Create one folder for two tokenizers, the target's in its subfolder `target`."""
 
     def make(aside: Path) -> None:
         shutil.copytree(source, aside)
@@ -198,14 +199,14 @@ def _load_source(run: Run, source: str, **place: str) -> Any:
     try:
         with downloading(source, "model"):
             return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trusted, **place)
-    except Exception as error:  # a missing file, a Hub out of reach, an unknown type: all are the user's to mend
+    except Exception as error:  # missing file, unreachable Hub, unknown type: user errors
         raise RunError(
             "LS2303", f"{key}: cannot load a tokenizer from {source!r}: {explained(error, revision)}"
         ) from error
 
 
 def _refuse_folder(folder: Path, key: str) -> None:
-    """Refuse a local folder that holds no model, or no tokenizer. Errors: `RunError`."""
+    """Refuse a local folder without a model or tokenizer. Errors: `RunError`."""
     names = {file.name for file in folder.iterdir()}
     if key == "model.source" and not names & {"config.json", "adapter_config.json"}:
         file_names = ", ".join(sorted(names)[:5]) or "nothing"
@@ -224,7 +225,7 @@ def _refuse_folder(folder: Path, key: str) -> None:
 
 
 def _local(source: str) -> str:
-    """The folder, or the Hub id."""
+    """The local folder, or the Hub id."""
     source = model_folder(source, "tokenizer.source or model.source")
     path = Path(source).expanduser()
     return str(path) if path.is_dir() else source
@@ -235,7 +236,7 @@ def _revision(run: Run) -> str:
 
 
 def _causal(run: Run) -> bool:
-    """Whether the model only looks back, and so is read at its last token rather than its first."""
+    """Whether the model is causal, and is therefore read at its last token rather than its first."""
     from transformers.models.auto import modeling_auto
 
     kind = run.model.type
@@ -244,7 +245,7 @@ def _causal(run: Run) -> bool:
 
 
 def _train(run: Run, texts: Iterator[list[str]], generative: bool) -> Any:
-    """Train a tokenizer; encoders get `[CLS] text [SEP]`, decoders `text [SEP]`, on which they are read."""
+    """Train a tokenizer. Encoders get `[CLS] text [SEP]`; decoders get `text [SEP]` and are read at [SEP]."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -295,8 +296,8 @@ def _train(run: Run, texts: Iterator[list[str]], generative: bool) -> Any:
 
 
 def _inner(tokenizer: Any, texts: Iterator[list[str]]) -> tuple[Iterator[list[str]], list[str]]:
-    """The texts again, and the pieces of one character that continue a word in them, in order: the library numbers
-    these as a hash table has them, and which pieces are joined hangs on the numbers."""
+    """The texts again, and the sorted one-character pieces that continue a word in them. The library would number these
+    in hash-table order, and merges depend on the numbers."""
     from tokenizers import models, trainers
 
     kept_texts = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  # closed when they have been read
@@ -317,7 +318,7 @@ def _inner(tokenizer: Any, texts: Iterator[list[str]]) -> tuple[Iterator[list[st
 
 
 def _with_model(tokenizer: Any, model: Any) -> Any:
-    """Another tokenizer that takes texts apart in the same way."""
+    """A tokenizer with another model and the same text processing."""
     from tokenizers import Tokenizer
 
     new_tokenizer = Tokenizer(model)

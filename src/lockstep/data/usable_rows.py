@@ -1,8 +1,8 @@
 """Which rows of a split can be used: columns within columns, rows that lack something, and `data.filter`.
 
-In: a split and the columns that a task reads, by their keys in the run file. Out: the split with these columns and the
-rows that hold something in each, or a `RunError` that says where something is missing, how often, and what to do.
-Columns are scanned in parts: no column is ever a list.
+In: a split and the columns that a task reads, by key of the run file. Out: the split with these columns, limited to
+complete rows; or a `RunError` that says where values are missing, how often, and what to do. Columns are scanned in
+parts, never loaded as a whole list.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-ROWS = 10_000  # of a part
-_NEW = "read-by-parts"  # given, for what is only read: `datasets` would pickle functions and hash them to make one
+ROWS = 10_000  # rows per part
+_NEW = "read-by-parts"  # fingerprint of read-only copies: `datasets` would pickle and hash functions to compute one
 
 
 def arrays(dataset: Dataset, column: str) -> Iterator[pa.ChunkedArray]:
-    """The column in parts, as Arrow holds it."""
+    """Yield a column in parts, as Arrow arrays."""
     selected = dataset.select_columns([column], new_fingerprint=_NEW)
-    selected.set_format("arrow")  # of this copy; `with_format` would make another one
+    selected.set_format("arrow")  # in place; `with_format` would copy
     for start in range(0, len(selected), ROWS):
         yield selected[start : start + ROWS].column(0)
 
 
 def lists(dataset: Dataset, *columns: str) -> Iterator[tuple[int, list[Any]]]:
-    """Parts of a column as Python's values, or of several as tuples of them, each with the number of its first row."""
+    """Yield parts of a column as Python values, or of several columns as tuples, each with the number of its first
+    row."""
     selected = dataset.select_columns(list(dict.fromkeys(columns)), new_fingerprint=_NEW)
     selected.set_format(None)
     for start in range(0, len(selected), ROWS):
@@ -50,13 +51,13 @@ def lists(dataset: Dataset, *columns: str) -> Iterator[tuple[int, list[Any]]]:
 
 
 def numbers(dataset: Dataset, column: str) -> np.ndarray:
-    """A column of whole numbers without nulls: as small in memory as Arrow holds it."""
+    """An integer column without nulls, in its Arrow dtype."""
     parts = [np.asarray(part.combine_chunks()) for part in arrays(dataset, column)]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
 def plain(dataset: Dataset, column: str) -> bool:
-    """Whether Arrow holds whole numbers or texts in it, and nothing that Python would see otherwise."""
+    """Whether a column holds integers or texts whose Arrow and Python values agree."""
     kind = dataset.features[column]
     dtype = str(getattr(kind, "dtype", None))
     return type(kind).__name__ in ("Value", "ClassLabel") and dtype.startswith(
@@ -65,7 +66,7 @@ def plain(dataset: Dataset, column: str) -> bool:
 
 
 def distinct(dataset: Dataset, column: str) -> set[Any]:
-    """The distinct values of a column."""
+    """Distinct values of a column."""
     values_seen: set[Any] = set()
     if plain(dataset, column):
         for part in arrays(dataset, column):
@@ -77,7 +78,7 @@ def distinct(dataset: Dataset, column: str) -> set[Any]:
 
 
 def replaced(dataset: Dataset, column: str, convert: Callable[[list[Any]], list[Any]], dtype: str) -> Dataset:
-    """The rows with what `convert` makes of a column, some values at a time, in its place."""
+    """Replace a column by the results of `convert`, applied to batches of values."""
     import datasets
 
     only = dataset.select_columns([column]).map(
@@ -91,7 +92,7 @@ def replaced(dataset: Dataset, column: str, convert: Callable[[list[Any]], list[
 
 
 def with_column(dataset: Dataset, column: str, only: Dataset) -> Dataset:
-    """The rows with a column of another data set in place of their own."""
+    """Replace a column by that of another data set."""
     import datasets
 
     others = [name for name in dataset.column_names if name != column]
@@ -102,8 +103,8 @@ def with_column(dataset: Dataset, column: str, only: Dataset) -> Dataset:
 
 
 def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -> Dataset:
-    """Add a column for each path that `columns` (by their keys in the run file) names and that leads into a
-    column which is there. Errors: `RunError`."""
+    """Add a column for each path in `columns` (key of the run file -> path) that leads into an existing column. Errors:
+    `RunError`."""
     import datasets
 
     for key, path in columns.items():
@@ -134,7 +135,7 @@ def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -
 
 
 def values(dataset: Dataset, key: str, path: str, split: str, name: str) -> Iterator[pa.Array]:
-    """The values of a column or a path, some rows at a time. Errors: `RunError`, also where there is no such column."""
+    """Yield the values of a column or path in batches. Errors: `RunError`, also if there is no such column."""
     column_and_path = (path, ()) if path in dataset.column_names else _parted(dataset, path)
     if column_and_path is None:
         raise RunError(
@@ -150,8 +151,8 @@ def values(dataset: Dataset, key: str, path: str, split: str, name: str) -> Iter
 
 
 def _parted(dataset: Dataset, path: str) -> tuple[str, tuple[str, ...]] | None:
-    """The column that a path begins with, by its longest name, and the parts that lead into it; None where the whole is
-    a column, or none is."""
+    """Split a path into its column (the longest matching name) and the remaining parts; None if the whole path is a
+    column, or if no column matches."""
     if path in dataset.column_names:
         return None
     parts = path.split(".")
@@ -162,7 +163,7 @@ def _parted(dataset: Dataset, path: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 def within(path: str, value: Any) -> str:
-    """A path within a value that leads to a text, for the end of a message."""
+    """Suggest a path within a value that leads to a text, as the end of a message."""
     steps = [path]
     while isinstance(value, list | dict) and value:
         steps.append("0" if isinstance(value, list) else str(next(iter(value))))
@@ -172,7 +173,7 @@ def within(path: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class _PathOrigin:
-    """Where a path was given, for messages."""
+    """Origin of a path, for messages."""
 
     key: str
     path: str
@@ -180,7 +181,7 @@ class _PathOrigin:
     name: str
 
     def wrong(self, parts: tuple[str, ...], why: str) -> RunError:
-        """`parts`: what of the path is left to go."""
+        """The error for a path. `parts`: the unresolved rest of the path."""
         before = self.path.removesuffix("." + ".".join(parts)) if parts else self.path
         return RunError("LS2311", f"{self.key}: {self.path}: {before!r} of the {self.split} split of {self.name} {why}")
 
@@ -212,16 +213,16 @@ def _reach(column: pa.Array, parts: tuple[str, ...], origin: _PathOrigin) -> pa.
 
 
 def _item(lists: pa.Array, place: int) -> pa.Array:
-    """The item of each list at a place, from its end where that is negative; null where a list is too short."""
+    """Item of each list at an index, negative from the end; null if a list is too short."""
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-    starts = np.cumsum(lengths) - lengths  # in what `flatten` gives, which leaves out null lists
+    starts = np.cumsum(lengths) - lengths  # offsets after `flatten`, which skips null lists
     there = lengths >= (place + 1 if place >= 0 else -place)
     at = starts + (place if place >= 0 else lengths + place)
     return pc.list_flatten(lists).take(pa.array(np.where(there, at, 0), mask=~there))
 
 
 def _feature(dataset: Dataset, root: str, parts: Iterable[str], origin: _PathOrigin) -> Any:
-    """The type of what a path leads to, as `datasets` has it: names of labels are kept."""
+    """The `datasets` type at a path; names of labels are kept."""
     from datasets.features.features import generate_from_arrow_type
 
     feature: Any = dataset.features[root]
@@ -235,11 +236,11 @@ def _feature(dataset: Dataset, root: str, parts: Iterable[str], origin: _PathOri
 
 
 class NothingLeft(RunError):
-    """Every row lacks something, and such rows are left out."""
+    """Every row is incomplete, and incomplete rows are dropped."""
 
 
 def check_columns(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -> None:
-    """Every column is there. Errors: `RunError`."""
+    """Check that every column exists. Errors: `RunError`."""
     for key, column in columns.items():
         if column not in dataset.column_names:
             raise RunError(
@@ -250,15 +251,15 @@ def check_columns(dataset: Dataset, columns: Mapping[str, str], split: str, name
 
 
 def _other_separator(names: list[str]) -> str:
-    """The separator to set for a table whose header was read as one cell."""
+    """Suggest a separator for a table whose header was read as one cell."""
     marks = [mark for mark in (";", "\t", "|") if len(names) == 1 and mark in names[0]]
     name = {"\t": "tab"}.get(marks[0], marks[0]) if marks else ""
     return f". Cells seem to have {name!r} between them: set data.separator={name!r}" if marks else ""
 
 
 def complete(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, drop: bool) -> Dataset:
-    """The rows that have something in every column: not null, no empty or blank text, no label -1 of a data set that
-    names its labels. Errors: `RunError` when there are others and `drop` is not set, or no row is left."""
+    """Rows with a value in every column: not null, not blank, not -1 with named labels. Errors: `RunError` if there are
+    incomplete rows and `drop` is not set, or if no row is left."""
     return without(
         dataset, {key: (column, lacking(dataset, column)) for key, column in columns.items()}, split, name, drop
     )
@@ -267,7 +268,7 @@ def complete(dataset: Dataset, columns: Mapping[str, str], split: str, name: str
 def without(
     dataset: Dataset, lacks: Mapping[str, tuple[str, np.ndarray]], split: str, name: str, drop: bool
 ) -> Dataset:
-    """The rows that lack nothing; `lacks` is column and bool [rows] by key. Errors: as those of `complete`."""
+    """Rows that are not marked in any of `lacks`: key -> (column, bool [rows]). Errors: as in `complete`."""
     lacks = {key: lack for key, lack in lacks.items() if lack[1].any()}
     if not lacks:
         return dataset
@@ -287,8 +288,8 @@ def without(
 
 
 def texts(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, drop: bool) -> Dataset:
-    """The rows whose columns all hold a text. Errors: `RunError` when a column is not there or holds something else,
-    and as those of `complete`."""
+    """Rows whose columns all hold texts. Errors: `RunError` if a column is missing or holds other values, and as in
+    `complete`."""
     check_columns(dataset, columns, split, name)
     dataset = complete(dataset, columns, split, name, drop)
     for key, column in columns.items():
@@ -305,8 +306,7 @@ def texts(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, d
 
 
 def left_out(read: Mapping[str, Dataset], used: Mapping[str, Dataset]) -> dict[str, Any]:
-    """The fact, for those who read about the run, of how many rows of each split were left out, or all of one whose
-    labels are hidden; nothing where none."""
+    """The fact `left_out`: number of removed rows per split (all rows of one with hidden labels); empty if none."""
     fewer = {split: len(rows) - len(used.get(split, ())) for split, rows in read.items()}
     counts = {split: count for split, count in fewer.items() if count}
     return {"left_out": counts} if counts else {}
@@ -315,8 +315,8 @@ def left_out(read: Mapping[str, Dataset], used: Mapping[str, Dataset]) -> dict[s
 def with_unusable(
     facts: dict[str, Any], usable: Mapping[str, Dataset], used: Mapping[str, Dataset], name: str
 ) -> dict[str, Any]:
-    """The facts with the rows of `usable` that are not `used` counted by themselves, and not among those that lack
-    something. Errors: `RunError` where a split has none left."""
+    """Count rows of `usable` that are not in `used` separately from incomplete rows, in the facts. Errors: `RunError`
+    if a split has no row left."""
     counts = {split: fewer for split, rows in usable.items() if (fewer := len(rows) - len(used[split]))}
     for split in counts:
         if not len(used[split]):
@@ -332,7 +332,7 @@ def with_unusable(
 
 
 def lacking(dataset: Dataset, column: str) -> np.ndarray:
-    """Whether each row has nothing in a column: bool [rows]."""
+    """Whether each row lacks a value in a column: bool [rows]."""
     label_names = getattr(dataset.features[column], "names", None)
 
     def has_nothing(values: pa.ChunkedArray) -> np.ndarray:
@@ -357,22 +357,22 @@ def _describe(dataset: Dataset, key: str, column: str, lacks: np.ndarray, split:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Counts by the run's tokenizer. The caller holds the lock of its preparation."""
+    """Token counts by the run's tokenizer. The caller holds the lock of its preparation."""
 
     run: Run
-    targets: frozenset[str] = frozenset()  # columns that the tokenizer of targets is for, where that is another one
+    targets: frozenset[str] = frozenset()  # columns with a separate target tokenizer
 
     @classmethod
     def of(cls, run: Run, targets: Iterable[str] = ()) -> TokenCounts:
-        """`targets`: columns of what a model is to write, also within the Hub's column of translations."""
+        """`targets`: columns that the model learns to write, also as languages of the Hub's `translation` column."""
         return cls(run, frozenset(name for target in targets for name in (target, f"translation.{target}")))
 
     def renamed(self, rename: Mapping[str, str]) -> TokenCounts:
-        """A copy for a source whose columns have other names than the task's."""
+        """Return a copy for a source that names the task's columns differently."""
         return replace(self, targets=frozenset(rename.get(target, target) for target in self.targets))
 
     def __call__(self, dataset: Dataset, path: str, split: str, name: str) -> np.ndarray:
-        """The number of tokens of each row's text: int32 [rows], -1 where a row has no text. Errors: `RunError`."""
+        """Number of tokens of each row's text: int32 [rows], -1 for rows without text. Errors: `RunError`."""
         import datasets
 
         if self.run.tokenizer.train is not None:
@@ -410,14 +410,14 @@ class TokenCounts:
 FilterValue = Scalar | list[Scalar] | Condition
 
 
-# -- by conditions ---------------------------------------------------------------------------------------------------
+# -- filter conditions -----------------------------------------------------------------------------------------------
 
 
 def filtered(
     splits: dict[str, Dataset], data: DataSection, name: str, tokens: TokenCounts | None
 ) -> tuple[dict[str, Dataset], dict[str, int]]:
-    """The rows for which every condition of `data.filter` holds, and how many others each split had. `tokens`: counts
-    them, where there is a tokenizer. Errors: `RunError`, also where a split has none left."""
+    """Rows that satisfy every condition of `data.filter`, and the number of removed rows per split. `tokens`: counts
+    tokens, if there is a tokenizer. Errors: `RunError`, also if a split has no row left."""
     remaining, fewer = {}, {}
     for split, dataset in splits.items():
         masks, selected = holding(dataset, data, split, name, tokens)
@@ -436,7 +436,7 @@ def filtered(
 def holding(
     dataset: Dataset, data: DataSection, split: str, name: str, tokens: TokenCounts | None
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Whether each condition of `data.filter`, by its column, holds for each row, and whether all do: bool [rows].
+    """Whether each row satisfies each condition of `data.filter`, by column, and whether it satisfies all: bool [rows].
     Errors: `RunError`."""
     masks = {c: _mask(dataset, c, condition, split, name, tokens) for c, condition in data.filter.items()}
     return masks, np.logical_and.reduce([np.ones(len(dataset), dtype=bool), *masks.values()])
@@ -451,7 +451,7 @@ def _format_condition(condition: FilterValue) -> str:
 def _mask(
     dataset: Dataset, path: str, condition: FilterValue, split: str, name: str, tokens: TokenCounts | None
 ) -> np.ndarray:
-    """Whether a condition holds for each row: bool [rows]. A row that has nothing there is left out."""
+    """Whether each row satisfies a condition: bool [rows]; False for rows without a value."""
     names = getattr(dataset.features.get(path), "names", None)
     parts = [np.empty(0, dtype=bool)]
     for column in values(dataset, "data.filter", path, split, name):
@@ -474,29 +474,29 @@ def _mask(
 
 
 class _Unlike(ValueError):
-    """A condition that makes no sense for what a column holds."""
+    """A condition does not apply to a column's type."""
 
 
 def _with_names(column: pa.Array, names: list[str] | None) -> pa.Array:
-    """Labels that a data set names, as these names."""
+    """Replace label codes by their names."""
     if names is None:
         return column
     return pa.array(names).take(pc.if_else(pc.greater_equal(column, 0), column, pa.scalar(None, column.type)))
 
 
 def _holds(column: pa.Array, condition: FilterValue) -> pa.Array:
-    """Bool [rows], null where the column is. Errors: `_Unlike`."""
+    """Evaluate a condition: bool [rows], null where the column is. Errors: `_Unlike`."""
     if not isinstance(condition, Condition):
         return _among(column, condition if isinstance(condition, list) else [condition])
     masks = [pc.is_valid(column)]
     for key, value in condition.conditions.items():
         if key.endswith("_tokens"):
-            continue  # of all rows at once, by `_mask`
+            continue  # evaluated for all rows by `_mask`
         if key == "none_of":
             masks.append(pc.invert(_among(column, value)))
         else:
             measured = _measured(column, key.partition("_")[2])
-            if pa.types.is_float32(measured.type):  # in which 0.7 is another number
+            if pa.types.is_float32(measured.type):  # 0.7 differs in float32
                 value = pa.scalar(value, pa.float32())
             masks.append((pc.greater_equal if key.startswith("min") else pc.less_equal)(measured, value))
     return reduce(pc.and_, masks)
@@ -515,13 +515,13 @@ def _among(column: pa.Array, values: list[Scalar]) -> pa.Array:
         column = column.cast(pa.float64())
     try:
         is_member = pc.is_in(column, value_set=pa.array(values).cast(column.type))
-    except pa.ArrowInvalid as error:  # a number that the column's type has no room for
+    except pa.ArrowInvalid as error:  # a number beyond the column's type
         raise _Unlike(f"{kind} there: {error}") from None
     return pc.if_else(pc.is_null(column), pa.scalar(None, pa.bool_()), is_member)
 
 
 def _measured(column: pa.Array, what: str) -> pa.Array:
-    """Numbers as they are, or lengths of texts and lists: null where there is nothing."""
+    """Numbers unchanged, or lengths of texts and lists; null for missing values."""
     kind = column.type
     if pa.types.is_null(kind):
         return pa.nulls(len(column), pa.int64())
@@ -550,11 +550,11 @@ def _several(kind: pa.DataType) -> str:
     return {"true or false": "true and false", "a text": "texts", "a number": "numbers"}.get(_kind(kind), str(kind))
 
 
-# -- by a column -----------------------------------------------------------------------------------------------------
+# -- split column ----------------------------------------------------------------------------------------------------
 
 
 def by_split_column(splits: dict[str, Dataset], data: DataSection, name: str) -> dict[str, Dataset]:
-    """The splits that `data.split_column` tells apart. Errors: `RunError`."""
+    """Split rows by `data.split_column`. Errors: `RunError`."""
     assert data.split_column is not None
     if list(splits) != ["train"]:
         raise RunError(
@@ -566,8 +566,8 @@ def by_split_column(splits: dict[str, Dataset], data: DataSection, name: str) ->
     names = getattr(train.features.get(column), "names", None)
     split_names = {word: split for split, words in USUAL.items() for word in words}
     order, others, first = list(USUAL), Counter[Any](), None
-    places = [np.empty(0, dtype=np.int8)]  # of each row's split in `order`
-    there: list[Any] = []  # values that are known
+    places = [np.empty(0, dtype=np.int8)]  # index of each row's split in `order`
+    there: list[Any] = []  # known values
     for part in values(train, "data.split_column", column, "train", name):
         in_part = _with_names(part, names).to_pylist()
         to = {value: split_names.get(str(value).strip().lower()) for value in set(in_part)}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lockstep.data.arrow_cache import Columns
 
 
-# -- rows that can be gathered: as wide in every batch ---------------------------------------------------------------
+# -- gathered rows: equal width in every batch -----------------------------------------------------------------------
 
 NOTHING = -1  # marks positions without a token
 
@@ -93,7 +93,7 @@ def in_order(title: str, of: str, values: np.ndarray) -> dict[str, Any]:
     return {"plots": [{"title": title, "x": "share that is below", "lines": {of: line}}]}
 
 
-# -- functions of the user's -----------------------------------------------------------------------------------------
+# -- user functions --------------------------------------------------------------------------------------------------
 
 Metric = Callable[[np.ndarray, np.ndarray], float | Mapping[str, float]]
 

@@ -444,7 +444,7 @@ def settle_block_sparse(model: nn.Module) -> None:
                 switch("original_full")  # idempotent
 
 
-# -- special tokens by which a family knows its place in a text ------------------------------------------------------
+# -- special tokens that mark positions in a text --------------------------------------------------------------------
 
 # Encoder-decoder families whose classifiers read at the last end token and need the same number of them in each text.
 _CLASSIFIED_AT_END = ("bart", "bigbird_pegasus", "mbart", "mt5", "mvp", "plbart", "t5", "umt5")

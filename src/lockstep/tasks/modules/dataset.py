@@ -449,7 +449,7 @@ def placed(columns: Items, rows: np.ndarray, index: int, bundle: Bundle) -> Micr
     return MicroBatch(index, {INPUT: bundle}, targets.to(torch.int8))  # type: ignore[dict-item]
 
 
-# -- what items hold -------------------------------------------------------------------------------------------------
+# -- content of items ------------------------------------------------------------------------------------------------
 
 
 def seal(run: Run, data: Any, places: np.ndarray, most: int) -> str:

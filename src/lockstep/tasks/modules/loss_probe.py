@@ -446,7 +446,7 @@ def _kind_of_metric(trial: _Trial, name: str, values: Mapping[str, Any]) -> str:
 METRICS = "return one number an example (a tensor), or a pair (sum, count)"
 
 
-# -- what would depend on the number of processes --------------------------------------------------------------------
+# -- dependence on the number of processes ---------------------------------------------------------------------------
 
 
 def _unsteady(run: Run, data: Any, chosen: np.ndarray, read: list[Any]) -> list[str]:
