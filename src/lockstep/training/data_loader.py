@@ -1,7 +1,7 @@
-"""This rank's StepBatches, made ahead of time by a thread where the task allows it; the position is the step number.
+"""Load this rank's training batches, prefetched by a thread if the task allows it; the position is the step number.
 
-In: a task, the order and this rank's indices. Out: one `StepBatch` a step, on the device, with the counts of the
-whole step.
+In: a task, the order of the examples, and the micro-batch indices of this rank. Out: one `StepBatch` per step, on the
+device, with the counts of the whole step.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from lockstep.strategies.exact.reduction import Shares
 from lockstep.tasks.task import Task
 from lockstep.track.console import error
 
-AHEAD = 2  # steps made before they are asked for
-FORESEEN = 2  # of a stream, steps made before one is given out: ranks agree on a stop a step after it is asked for
+AHEAD = 2  # steps to prefetch
+FORESEEN = 2  # steps of a stream prepared before one is yielded: ranks agree on a stop one step after the request
 
 
 def stopping(world: World) -> Callable[[Unreadable], None]:
-    """A function that asks all ranks to stop before a shard is needed that cannot be read, and prints why."""
+    """Return a function that stops all ranks before an unreadable shard is needed, and prints the reason."""
 
     def ends(caught: Unreadable) -> None:
-        if world.local_rank == 0:  # the ranks of a machine read the same files
+        if world.local_rank == 0:  # ranks on a machine read the same files
             error(coded("LS5020", f"{caught}\nTraining stops before it needs that data"), world.log)
         world.stop.came = True
 
@@ -45,11 +45,11 @@ def stopping(world: World) -> Callable[[Unreadable], None]:
 
 
 class StepLoader:
-    """The training batches of one rank."""
+    """Training batches of one rank."""
 
     def __init__(self, run: Run, task: Task, indices: Iterable[int], device: torch.device) -> None:
         self.task, self.indices, self.device = task, list(indices), device
-        self.shares: Shares | None = None  # of all ranks, where they are not even
+        self.shares: Shares | None = None  # micro-batches of all ranks, if shared unevenly
         self.columns = task.splits["train"]
         self.sources = task.sources(self.columns)
         self.order = self._order(run)
@@ -76,7 +76,7 @@ class StepLoader:
 
     @property
     def mixture(self) -> dict[str, str]:
-        """Opening lines about several sources, and about shards; none of one source that is no stream."""
+        """Opening lines about a mixture's sources and a stream's shards; empty for one source that is not streamed."""
         lines = {} if self.mixed is None else {"mixture": self.mixed.summary(list(self.sources), self.total)}
         if isinstance(self.columns, Streamed):
             most = len(self.columns) if self.mixed is None else int(self.mixed.sizes.max())
@@ -86,29 +86,29 @@ class StepLoader:
         return lines
 
     def deal(self, shares: Shares, rank: int) -> None:
-        """From the next batch that `steps` gives on, ranks run these micro-batches; `rank` is this one."""
+        """Set which micro-batches each rank runs, from the next batch that `steps` yields; `rank` is this rank."""
         self.shares, self.indices = shares, list(shares[rank])
 
     def interval(self, every: int | Literal["epoch"]) -> int:
-        """In steps."""
+        """Convert an interval to steps."""
         return self.order.steps_per_epoch if every == "epoch" else every
 
     def make(self, step: int, from_workers: Iterator[MicroBatch] | None = None) -> StepBatch:
-        """One step's batch: every rank cuts the same micro-batches and collates its own, or takes those that workers
-        have `from_workers`."""
+        """Create one step's batch: every rank cuts the same micro-batches and collates its own, or takes collated ones
+        `from_workers`."""
         if isinstance(self.columns, Streamed) and isinstance(self.order, ByShard | MixedShards):
             behind = self.order.behind(step, remote.AHEAD) if self.columns.elsewhere else []
             self.columns.hold(self.order.near(step), behind)
         return self._batch(step, self.order.step(step), from_workers)
 
     def one(self, step: int, index: int) -> MicroBatch:
-        """A micro-batch of a step, whoever's it is; on the host."""
+        """One micro-batch of a step, of any rank, in host memory."""
         rows = self.order.step(step)
         return self._collated(step, rows[self.task.cut(self.columns, rows)[index]], index)
 
     def longest(self, count: int | None = None) -> StepBatch:
-        """The longest examples of all, as a step that is none of the run's: no step needs more memory. `count`: only so
-        many of them."""
+        """Batch of the longest examples, not a step of the run: no step needs more memory. `count`: number of examples,
+        if not the batch size."""
         return self._batch(0, np.sort(self.columns.longest(count or self.order.batch_size)))
 
     def _batch(self, step: int, rows: np.ndarray, from_workers: Iterator[MicroBatch] | None = None) -> StepBatch:
@@ -138,52 +138,53 @@ class StepLoader:
         )
 
     def _tokens(self, rows: np.ndarray, groups: Sequence[np.ndarray]) -> int:
-        """That go through the model for these micro-batches of a step."""
+        """Tokens computed for these micro-batches of a step, including padding if there is any."""
         if self.pads:
             return self.task.padded(self.columns, rows, groups)
         return int(self.columns.lengths[rows[np.concatenate(groups)]].sum()) if len(groups) else 0
 
     def _source_of(self, rows: np.ndarray) -> np.ndarray:
-        """Which source of the mixture each is from: int64, same shape."""
+        """Index of the mixture source of each row: int64, same shape."""
         return np.searchsorted([span.stop for span in self.sources.values()], rows, side="right")
 
     def _targets_of(self, rows: np.ndarray, step: int) -> np.ndarray:
-        """Of each source of the mixture: float64 [S]."""
+        """Targets of each mixture source: float64 [S]."""
         of = self._source_of(rows)
         some = [rows[of == source] for source in range(len(self.sources))]
         counts = [self.task.count_targets_at(self.columns, r, step) if len(r) else 0 for r in some]
         return np.array(counts, dtype=np.float64)
 
     def _collated(self, step: int, rows: np.ndarray, index: int) -> MicroBatch:
-        if not self.task.collates_in_thread():  # it may draw; in a thread, beside the model's numbers, it does not
+        if not self.task.collates_in_thread():  # may use random numbers; a collate in a thread does not
             seed_everything(self.seed, step, index, 1)
         micro = self.task.collate_at(self.columns, rows, index, step)
         if self.mixed is None:
             return micro
-        of = self._source_of(rows if len(rows) else np.zeros(1, dtype=np.int64))  # blank: of one example
+        of = self._source_of(rows if len(rows) else np.zeros(1, dtype=np.int64))  # a padding micro-batch has one row
         return replace(micro, sources=torch.from_numpy(of))
 
     def _jobs(self, after: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """This rank's micro-batches of the steps from `after` on: step, index and rows."""
+        """Iterate over this rank's micro-batches from step `after` on: (step, index, rows)."""
         for step in range(after, self.total):
             rows = self.order.step(step)
             groups = self.task.cut(self.columns, rows)
             yield from ((step, k, rows[groups[k]]) for k in self.indices)
 
     def steps(self, after: int, ends: Callable[[Unreadable], None] = lambda error: None) -> Generator[StepBatch]:
-        """The batches of steps `after`, `after + 1`, ... to the run's last. `ends` is told of a shard that cannot be
-        read while there are steps to stop at before it is needed. Errors: `Unreadable` when it is."""
+        """Yield the batches of steps `after`, `after + 1`, ... to the end of the run. `ends` is called with the error
+        of an unreadable shard while there are still steps to stop at. Errors: `Unreadable`, when the shard is needed.
+        """
         while after < self.total:
             shares = self.shares
             with closing(self._dealt(after, ends)) as batches:
                 for batch in batches:
                     after += 1
                     yield batch
-                    if self.shares is not shares:  # those that were made ahead are of other micro-batches
+                    if self.shares is not shares:  # prefetched batches have the old micro-batches
                         break
 
     def _dealt(self, after: int, ends: Callable[[Unreadable], None]) -> Generator[StepBatch]:
-        """Batches of the steps after `after`, by the present shares."""
+        """Yield the batches from step `after` on, with the present shares."""
         if self.task.collates_in_thread():
             yield from self._foreseen(self._made_ahead(after), ends)
         else:
@@ -197,7 +198,7 @@ class StepLoader:
     def _foreseen(
         self, ahead: Generator[StepBatch | BaseException], ends: Callable[[Unreadable], None]
     ) -> Iterator[StepBatch]:
-        """Yield batches when they are needed; of a stream, prepare several in advance."""
+        """Yield batches on demand; for a stream, prepare several in advance."""
         foreseen = FORESEEN if isinstance(self.columns, Streamed) else 0
         waiting: deque[StepBatch | BaseException] = deque()
         over = False
@@ -235,7 +236,7 @@ class StepLoader:
                 for step in range(after, self.total):
                     if not put(self.make(step)):
                         return
-            except BaseException as error:  # raised where the batch is wanted
+            except BaseException as error:  # re-raised by the consumer
                 put(error)
 
         thread = threading.Thread(target=produce, name="lockstep-feed", daemon=True)

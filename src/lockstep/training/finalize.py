@@ -1,7 +1,7 @@
-"""The end of training: which model is exported, and what it scores.
+"""End of training: choose the exported model and evaluate it.
 
-In: a session whose last step is done. Out: the strategy holds the model that is exported (the last, the best, or an
-average), and its metrics and tables of each split.
+In: a session whose last step is done. Out: the strategy holds the exported model (last, best, or an average); its
+metrics and tables by split.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from lockstep.training.session import Session, Sinks
 from lockstep.training.summary import precisions
 from lockstep.training.train_state import TrainState
 
-Final = tuple[dict[str, float], dict[str, Any]]  # metrics and tables of a split
+Final = tuple[dict[str, float], dict[str, Any]]  # (metrics, tables) of a split
 
 
 def final_scores(
     session: Session, console: Console, sinks: Sinks, state: TrainState
 ) -> tuple[int, dict[str, Final]] | None:
-    """Which step's model is exported, which the strategy holds from here on, and its metrics and tables of each split.
-    None when all were asked to stop, and the next start can go on from the last step. Collective."""
+    """Load the exported model into the strategy and evaluate it. Returns its step, and metrics and tables by split.
+    None if all ranks were asked to stop and the next start can resume from the last step. Collective."""
     run, world, task, strategy, step = session.run, session.world, session.task, session.strategy, state.step
     console.detail({"precision": precisions(run, strategy)})
 
@@ -50,7 +50,7 @@ def final_scores(
                 exported, finals = best_model(session, console, state, final)
                 if exported != step and finals:
                     sinks.log(step, "validation", finals.pop("validation")[0])
-            for split in splits:  # validation first, which decides what others are scored with
+            for split in splits:  # validation first: it calibrates the scores of the others
                 finals[split] = finals[split] if split in finals else final(split)
                 if split == "validation" and isinstance(task, Calibrates):
                     task.calibrate(finals[split][0])
@@ -63,10 +63,10 @@ def best_model(
     session: Session, console: Console, state: TrainState, final: Callable[[str], Final]
 ) -> tuple[int, dict[str, Final]]:
     """Load the best evaluated model that has a checkpoint into the strategy, unless the last model is better. Returns
-    the model's step, and the last model's score if it was evaluated. Collective. Errors: `EvaluationInterrupted`."""
+    its step, and the last model's score if it was evaluated. Collective. Errors: `EvaluationInterrupted`."""
     run, checkpoints, progress, step = session.run, session.checkpoints, state.progress, state.step
     finals = {}
-    if state.over:  # the last one was evaluated already
+    if state.over:  # the last model was evaluated already
         by = f" by more than {run.evaluate.min_delta:g}" if run.evaluate.min_delta else ""
         console.say(
             f"training ends after step {step} of {session.feed.total}: {progress.since} evaluations since step "
@@ -77,7 +77,7 @@ def best_model(
     last = score_of(run, finals["validation"][0]) if finals else None
     exported, notes = checkpoints.take_best(session.averaged, step, last)
     if exported != step:
-        session.averaged.exchange()  # what was loaded is in its own place
+        session.averaged.exchange()  # swap: the loaded average is in the average's buffers
     for text in notes:
         console.note(text)
     which = "that of the last step" if exported == step else f"that of step {exported} of {step}"

@@ -1,8 +1,8 @@
-"""`OUTPUT/fingerprints.jsonl`: what every step came to, in a few digits, so that runs can be compared step by step.
+"""`OUTPUT/fingerprints.jsonl`: a short record of every step, so that runs can be compared step by step.
 
-In: the result of every step, and now and then the state after it. Out: a line a step: loss and gradient norm in full,
-and the hash of their bits; where the state was hashed, `weights` and `optimizer` beside. Runs of the same bits have the
-same lines, whatever the number of processes. What is on a device is read where the log waits for it anyway.
+In: the result of every step and, occasionally, the state after it. Out: one line per step with loss and gradient norm
+in full and a hash of their bits; if the state was hashed, also `weights` and `optimizer`. Bitwise equal runs have equal
+lines, whatever the number of processes. Values on a device are read when the log synchronizes anyway.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.track.jsonl import Lines
 
 FILE = "fingerprints.jsonl"
-_MOST = 1000  # steps whose results wait to be read
+_MOST = 1000  # maximum steps whose results are not read yet
 
-# Step, loss and gradient norm (maybe still on the device), and hashes of the state where it was hashed.
+# Step, loss and gradient norm (may still be on the device), hashes of the state if computed.
 Entry = tuple[int, Tensor | float, Tensor | float, dict[str, str]]
 
 
 class Fingerprints:
-    """The fingerprints of one run, from `after` updates on; lines of later steps are dropped with the first new one."""
+    """Fingerprints of one run, from `after` updates on. The first new line removes lines of later steps."""
 
     def __init__(self, world: World | None = None, folder: Path | None = None, after: int = 0) -> None:
-        """`folder`: OUTPUT. Without them nothing is written, and nothing hashed."""
+        """`folder`: OUTPUT. Without arguments, nothing is written or hashed."""
         self._hash = StateHash(world) if world is not None else None
         self._lines = (
             Lines(folder / FILE, after) if folder is not None and world is not None and world.is_main else None
         )
         self._waiting: list[Entry] = []
-        self._written: list[Entry] = []  # last: a rank that is lost may not have
+        self._written: list[Entry] = []  # last entries written; a failed rank may not have written them
         self._folder = folder
 
     def regroup(self, world: World, step: int, back: bool = False) -> None:
-        """Other ranks are left, after `step` updates, and another one may write. `back`: more updates had been made."""
+        """Adapt to a new set of ranks after `step` updates; another rank may write from now on. `back`: recovery went
+        back some updates."""
         if self._hash is not None:
             self._hash = StateHash(world)
         if back and self._lines is not None:
@@ -54,11 +55,10 @@ class Fingerprints:
             self._lines = None
         if self._folder is not None and self._lines is None and world.is_main:
             self._lines = Lines(self._folder / FILE, step)
-            self._waiting = self._written + self._waiting  # those that are there already are left out
+            self._waiting = self._written + self._waiting  # lines already in the file are skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """The entries that are not written, and those that were written last: plain data. The host waits for the
-        device."""
+        """Return unwritten entries and the last written ones as plain data. Synchronizes with the device."""
         entries_of = {"written": self._written, "waiting": self._waiting}
         return {
             name: [(step, float(loss), float(norm), dict(state)) for step, loss, norm, state in entries]
@@ -66,44 +66,44 @@ class Fingerprints:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over another rank's."""
+        """Load another rank's `state_dict`."""
         self._written = [(*numbers, dict(hashes)) for *numbers, hashes in state["written"]]
         self._waiting = [(*numbers, dict(hashes)) for *numbers, hashes in state["waiting"]]
 
     def step(self, step: int, result: StepResult) -> None:
-        """Keep the result of the step after which `step` updates are done."""
+        """Record the result of the step that completes update number `step`."""
         if self._hash is not None:
             self._waiting.append((step, result.loss, result.grad_norm, {}))
             if len(self._waiting) >= _MOST:
                 self.write()
 
     def state(self, strategy: Strategy) -> None:
-        """The state as it is after the last step. Collective; the host waits for the device."""
-        lines = self._waiting or self._written  # the latter where this is done once more, after a loss
+        """Hash the state after the last recorded step. Collective; synchronizes with the device."""
+        lines = self._waiting or self._written  # _written: a repetition after a rank failure
         if self._hash is not None and lines:
             step, loss, norm, _ = lines[-1]
             lines[-1] = (step, loss, norm, dict(self._hash.of(strategy.sharded_state_dict())))
             self.write()
 
     def write(self) -> None:
-        """The lines of the steps so far. The host waits for the device."""
+        """Write the lines of the recorded steps. Synchronizes with the device."""
         waiting, self._waiting = self._waiting, []
         self._written = waiting or self._written
         for step, loss, norm, state in waiting:
             if self._lines is not None:
-                with suppress(OSError):  # it is kept, and tried again with the next line
+                with suppress(OSError):  # kept, and retried with the next line
                     self._lines.add(line(step, float(loss), float(norm)) | state)
 
     def close(self) -> None:
-        with suppress(OSError, RuntimeError):  # where training failed, a device may give nothing any more
+        with suppress(OSError, RuntimeError):  # after a failure the device may be unreadable
             self.write()
             if self._lines is not None:
                 self._lines.close()
 
 
 def fault(entry: Mapping[str, Any], skips: bool) -> str | None:
-    """Describe the fault of a line by itself: its hash is not that of its numbers, or these are not finite.
-    `skips`: whether the run leaves out such steps."""
+    """Describe the fault of a single line (hash and numbers disagree, or numbers are not finite), or return None.
+    `skips`: whether the run skips non-finite steps."""
     if not {"loss", "grad_norm", "hash"} <= entry.keys():
         return None
     loss, norm = entry["loss"], entry["grad_norm"]
@@ -115,12 +115,13 @@ def fault(entry: Mapping[str, Any], skips: bool) -> str | None:
 
 
 def skips(run: Run) -> bool:
-    """Whether steps that are not finite are left out, as the run file says, or as a loss scale does."""
+    """Whether the run skips non-finite steps, because of `on_nonfinite` or a loss scale."""
     return run.on_nonfinite == "skip" or run.precision == "fp16"
 
 
 def line(step: int, loss: float, norm: float) -> dict[str, Any]:
-    """The line of a step; JSON has no word for what is not finite, and the hash tells such apart."""
+    """Line of a step. Non-finite numbers become null, because JSON cannot represent them; the hash distinguishes
+    them."""
     numbers = {name: value if math.isfinite(value) else None for name, value in (("loss", loss), ("grad_norm", norm))}
     digest = hashlib.blake2b(struct.pack("<dd", loss, norm), digest_size=8).hexdigest()
     return {"step": step, **numbers, "hash": digest}

@@ -1,9 +1,9 @@
-"""`launch.rebalance_every`: a rank that is slow for a while hands micro-batches over to others; the bits stay.
+"""`launch.rebalance_every`: move micro-batches from slow ranks to faster ones, without changing the bits.
 
-In: how long each rank took for the tokens that it computed, every few steps. Out: which micro-batches each rank runs
-from the next step on. Micro-batches belong to the step and not to the rank, and the tree adds them up in one order
-whoever ran them (`strategies/exact/reduction.py`), so this is a matter of time and of nothing else. What is decided is
-a pure function of numbers that all ranks have been sent. It takes strategies that hold a whole copy of the model.
+In: the time of each rank per computed token, every few steps. Out: the micro-batches that each rank runs from the next
+step on. Micro-batches belong to the step, not to a rank, and the reduction tree adds them in one order whoever ran them
+(`strategies/exact/reduction.py`), so only the time changes. The decision is a pure function of numbers that all ranks
+have. Requires a strategy whose ranks hold the whole model.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from lockstep.strategies.native import Native
 from lockstep.training.resolve import WHOLE_COPIES
 from lockstep.training.session import Session
 
-PAYS = 0.10  # of the time of computing: what other shares must be expected to save
-BACK = 0.05  # the same, where they are the even ones
-NEAR = 0.05  # how much longer than with the best shares even ones may take, and be preferred
-# how much longer than the quickest rank all may take, and share evenly again: short texts cost more a token
+PAYS = 0.10  # minimum expected saving, as a fraction of compute time, to change shares
+BACK = 0.05  # as PAYS, for a return to equal shares
+NEAR = 0.05  # equal shares are preferred if they take at most this much longer than the best shares
+# share equally if no rank is slower than the fastest by more than this: short texts cost more per token
 ALIKE = 0.10
 
 
 class LoadBalancer:
-    """Hands out a session's batches, and looks every few steps at who computes how fast."""
+    """Yield a session's batches and measure every few steps how fast each rank computes."""
 
     def __init__(self, session: Session) -> None:
         """Errors: `RunError` for a strategy whose ranks hold parts of the model."""
@@ -38,7 +38,7 @@ class LoadBalancer:
         self._every = session.run.launch.rebalance_every
         self._even: Shares = even(session.run.micro_batches, session.world.size)
         self._shares = self._even
-        self._rates: deque[list[float]] = deque(maxlen=2)  # seconds a token of each rank, of the last two looks
+        self._rates: deque[list[float]] = deque(maxlen=2)  # seconds per token of each rank, last two measurements
         self._pending: Callable[[], list[list[float]]] | None = None
         self._tokens, self._seconds = 0, 0.0
         if not isinstance(session.strategy, Native):
@@ -48,8 +48,8 @@ class LoadBalancer:
             )
 
     def steps(self, after: int, ends: Callable[[Unreadable], None]) -> Iterator[StepBatch]:
-        """`StepLoader.steps`. A step is over when the next batch is asked for. Collective."""
-        if self._feed.shares is not None:  # those of ranks that trained before
+        """As `StepLoader.steps`. A step ends when the next batch is requested. Collective."""
+        if self._feed.shares is not None:  # left over from an earlier group of ranks
             self._feed.deal(self._even, self._world.rank)
         self._seconds = self._session.strategy.phases.computed()
         with closing(self._feed.steps(after, ends)) as batches:
@@ -58,9 +58,8 @@ class LoadBalancer:
                 self._look(batch)
 
     def _look(self, batch: StepBatch) -> None:
-        """Called after each step: read the numbers that were requested after the last look, decide on new shares, and
-        request numbers again at every `rebalance_every`-th step. Collective; does not wait for ranks that are still in
-        the step."""
+        """Called after each step: read the measurements requested last time, decide on new shares, and request
+        measurements at every `rebalance_every`-th step. Collective; does not wait for ranks still in the step."""
         answer, self._pending = self._pending, None
         if answer is not None:
             self._hear(answer(), batch.step + 1)
@@ -71,17 +70,17 @@ class LoadBalancer:
             self._seconds, self._tokens = computed, 0
 
     def _hear(self, reports: Sequence[Sequence[float]], step: int) -> None:
-        """Seconds and tokens of each rank."""
+        """Decide on new shares from the seconds and tokens of each rank."""
         rates = [seconds / tokens if tokens > 0 else math.nan for seconds, tokens in reports]
-        if not all(0 < rate < math.inf for rate in rates):  # a rank had blank micro-batches only
+        if not all(0 < rate < math.inf for rate in rates):  # a rank had only padding micro-batches
             return
         self._rates.append(rates)
         if len(self._rates) < 2:
             return
-        lasting = [min(both) for both in zip(*self._rates, strict=True)]  # slow once is not slow for a while
+        lasting = [min(both) for both in zip(*self._rates, strict=True)]  # ignore a rank that was slow only once
         shares = decided(self._shares, self._even, lasting)
         if shares != self._shares:
-            self._rates.clear()  # two looks at the new shares come first
+            self._rates.clear()  # measure the new shares twice first
             self._deal(shares, lasting, step)
 
     def _deal(self, shares: Shares, rates: Sequence[float], step: int) -> None:
@@ -99,8 +98,8 @@ class LoadBalancer:
 
 
 def decided(now: Shares, equal: Shares, rates: Sequence[float]) -> Shares:
-    """The shares of the steps that come: those of now, unless others are expected to save time. `equal`: the even ones;
-    `rates`: seconds a token, by rank. A pure function."""
+    """Shares of the next steps: the present ones (`now`), unless others are expected to save time. `equal`: equal
+    shares; `rates`: seconds per token, by rank. A pure function."""
     if max(rates) <= (1 + ALIKE) * min(rates):
         return equal
     best = quickest(rates, now[-1].stop)
@@ -111,16 +110,16 @@ def decided(now: Shares, equal: Shares, rates: Sequence[float]) -> Shares:
 
 
 def expected(shares: Shares, rates: Sequence[float]) -> float:
-    """Seconds of the slowest rank, with one token a micro-batch: they cost about the same."""
+    """Expected seconds of the slowest rank, at one token per micro-batch: micro-batches cost about the same."""
     return max(len(each) * rate for each, rate in zip(shares, rates, strict=True))
 
 
 def quickest(rates: Sequence[float], leaves: int) -> tuple[range, ...]:
-    """Shares of one leaf or more a rank with which the slowest is through as early as can be; among them those that
-    leave fewest partial sums to send."""
+    """Shares, at least one leaf per rank, that minimize the time of the slowest rank; among those, the ones with the
+    fewest partial sums to send."""
     most = _most(rates, leaves)
-    after = [sum(most[rank + 1 :]) for rank in range(len(most))]  # leaves that later ranks can take
-    best: dict[int, tuple[int, tuple[range, ...]]] = {0: (0, ())}  # first leaf that is left -> sums to send, shares
+    after = [sum(most[rank + 1 :]) for rank in range(len(most))]  # leaves that the later ranks can take
+    best: dict[int, tuple[int, tuple[range, ...]]] = {0: (0, ())}  # first remaining leaf -> (sums to send, shares)
     for rank, can in enumerate(most):
         later = len(most) - rank - 1
         longer: dict[int, tuple[int, tuple[range, ...]]] = {}
@@ -134,8 +133,8 @@ def quickest(rates: Sequence[float], leaves: int) -> tuple[range, ...]:
 
 
 def _most(rates: Sequence[float], leaves: int) -> list[int]:
-    """The number of leaves that each rank can take, where all are through as early as can be and each takes one or
-    more."""
+    """Maximum number of leaves for each rank, at the shortest possible time of the slowest rank with at least one leaf
+    each."""
 
     def can(limit: float) -> list[int]:
         return [int(limit * (1 + 1e-9) / rate) for rate in rates]
@@ -150,9 +149,9 @@ def _most(rates: Sequence[float], leaves: int) -> list[int]:
 
 
 def partial_sums(first: int, end: int, leaves: int) -> int:
-    """The number of partial sums that the leaves `first..end-1` leave: the length of `reduction.partial_nodes`, at
-    once."""
-    room = 1 << (leaves - 1).bit_length() if end == leaves else end  # beside the tree's last nodes there is nothing
+    """Number of partial sums of the leaves `first..end-1`: the length of `reduction.partial_nodes`, without building
+    it."""
+    room = 1 << (leaves - 1).bit_length() if end == leaves else end  # the tree's last nodes have no right neighbour
     count = 0
     while first < end:
         size = first & -first or 1 << room.bit_length()
@@ -163,7 +162,7 @@ def partial_sums(first: int, end: int, leaves: int) -> int:
 
 
 def rebalance_message(shares: Shares, equal: Shares, rates: Sequence[float], hosts: Sequence[str], step: int) -> str:
-    """The note for a person."""
+    """Message about new shares."""
     if shares == equal:
         return f"hand over: from step {step + 1} on ranks share micro-batches equally again; they compute alike"
     usual = statistics.median_low(rates)

@@ -1,9 +1,8 @@
-"""The outputs of the untrained model for every example, for a task that `UsesReference`: the reference of
-preference learning, without a second copy of the model.
+"""Compute the reference outputs of the untrained model for every example, as needed for preference learning.
 
-In: a built strategy whose weights are those that training starts from. Out: numbers by split in the task, the same on
-every rank and at any number of them, and a file in OUTPUT: a run that goes on, or a model that is evaluated, takes them
-from there.
+For tasks with `UsesReference`, without a second copy of the model. In: a built strategy with the initial weights. Out:
+numbers by split in the task, equal on every rank and at any number of ranks, and a file in OUTPUT from which a resumed
+run or an evaluation reads them.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ FILE = "reference.safetensors"
 
 
 def provide(run: Run, world: World, task: Task, strategy: Strategy, prepared: Prepared, trained: bool) -> None:
-    """Fill `task.reference_outputs`. `trained`: the model at hand is not the one that training started from, so the
-    numbers must be in OUTPUT. Collective. Errors: `RunError` on every rank when they are not."""
+    """Fill `task.reference_outputs`. `trained`: the model is already trained, so the numbers must be in OUTPUT.
+    Collective. Errors: `RunError` on every rank if they are not."""
     if not isinstance(task, UsesReference) or not task.needs_reference:
         return
     path, known = run.folder / FILE, None
@@ -63,10 +62,10 @@ def _read(path: Path, key: str) -> dict[str, np.ndarray] | None:
 
 
 def _scores_of_split(run: Run, world: World, task: UsesReference, strategy: Strategy, split: str) -> np.ndarray:
-    """Of each example of a split: float64 [N, `reference_size`]. Collective.
+    """Reference outputs of each example of a split: float64 [N, `reference_size`]. Collective.
 
-    The weights depend on how batches are cut, through the last bits of these numbers: `evaluate` has no part in it.
-    Ranks take turns, and each row is filled in by one of them, so that the sum over ranks is what that one said."""
+    Batches do not depend on `evaluate`, because their cut affects the last bits of these numbers and through them the
+    weights. Ranks take turns, and one rank fills in each row, so that the sum over ranks is exact."""
     columns, size = task.splits[split], task.reference_batch_size or usual_batch(run)
     order = np.argsort(-np.asarray(columns.lengths), kind="stable")
     reference = torch.zeros(len(columns), task.reference_size, dtype=torch.float64, device=world.device)

@@ -1,18 +1,18 @@
-"""`sdc_check`: a processor, a memory or a link that changes bits in silence is caught in the step in which it does.
+"""`sdc_check`: detect silent data corruption by a processor, memory or link in the step in which it occurs.
 
-In: a step that is about to be trained. Out: the same result, or, before anything is updated, which micro-batch, which
-ranks and which hosts did not come to the same bits, and which ranks leave (`sdc_check.on_difference`).
+In: a step to train. Out: the step's result; or, before anything is updated, an error that names the micro-batch, ranks
+and hosts that disagree, and the ranks to evict (`sdc_check.on_difference`).
 
-At every `sdc_check.every`-th step one micro-batch, drawn from seed and step, is computed twice: by the rank whose it
-is, as part of the step, and by the next one (where there is one rank, by itself). Their gradients must have the same
-bits; no tolerance is needed, because a micro-batch has the same bits wherever it runs. A third computation decides who
-was wrong. At these steps the weights of all ranks are compared, too; before every checkpoint the weights and, where all
-hold it, the state of the optimizer: what a run goes on from is what its ranks agreed on. It takes strategies that can
-compute a micro-batch again (`Recomputes`).
+Every `sdc_check.every` steps, one micro-batch, drawn from seed and step, is computed twice: by its own rank as part of
+the step, and by the next rank (by the same rank, if there is only one). The gradients must be bitwise equal; no
+tolerance is needed, because a micro-batch has the same bits wherever it runs. A third computation decides which one was
+wrong. At these steps the weights of all ranks are compared as well; before every checkpoint the weights and, if each
+rank holds all of it, the optimizer state. A run therefore resumes only from a state that its ranks agreed on. Requires
+a strategy that can recompute a micro-batch (`Recomputes`).
 
-It takes three to tell who is wrong: three machines where machines leave (torchrun with `launch.machines` as
-fewest:most), three ranks on one machine (`launch.on_rank_failure: continue`). With two, the one that is wrong every
-time would decide against the other.
+Identifying the wrong one takes three: three machines if machines are evicted (torchrun with `launch.machines` as
+fewest:most), three ranks on one machine (`launch.on_rank_failure: continue`). With two, a permanently faulty one would
+vote against the other.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from lockstep.training.train_state import TrainState
 
 
 class SdcCheck:
-    """Trains a session's steps, and compares a second computation of some of them."""
+    """Train a session's steps and verify some of them by a second computation."""
 
     def __init__(self, session: Session) -> None:
-        """Errors: `RunError` for what cannot be guarded. Collective."""
+        """Collective. Errors: `RunError` if the run cannot be checked."""
         self._run, self._world, self._feed = session.run, session.world, session.feed
         self._session = session
         strategy: Any = session.strategy
@@ -59,7 +59,7 @@ class SdcCheck:
             )
 
     def train_step(self, batch: StepBatch, rate: float) -> StepResult:
-        """One update. Collective. Errors: `CorruptionDetected`, on every rank, before anything is updated."""
+        """Make one update. Collective. Errors: `CorruptionDetected`, on every rank, before anything is updated."""
         if (batch.step + 1) % self._run.sdc_check.every:
             return self._strategy.train_step(batch, rate)
         try:
@@ -90,7 +90,7 @@ class SdcCheck:
             return strategy.train_step(batch, rate)
 
     def _decide(self, batch: StepBatch, chosen: int, owner: int, witness: int, hashes: tuple[Any, Any]) -> None:
-        """Let a third rank compute the micro-batch too. Collective. Errors: `CorruptionDetected`."""
+        """Decide with a third computation of the micro-batch. Collective. Errors: `CorruptionDetected`."""
         world, hosts = self._world, self._world.hosts
         third = third_of(owner, witness, hosts)
         decided = world.all_gather(self._recompute(batch, chosen, third))[third]
@@ -113,8 +113,8 @@ class SdcCheck:
         )
 
     def _recompute(self, batch: StepBatch, chosen: int, rank: int) -> str | None:
-        """The hash of a micro-batch's gradient, which `rank` computes beside the step, and the others where they have
-        to; None elsewhere. Collective."""
+        """Hash of a micro-batch's gradient, computed by `rank` outside the step (by all ranks, if the strategy requires
+        that). None on other ranks. Collective."""
         if self._world.rank != rank and not self._strategy.recomputes_together:
             return None
         micro = self._feed.one(batch.step, chosen).to(self._world.device)
@@ -125,12 +125,12 @@ class SdcCheck:
         return gradient.hash()
 
     def agree(self, step: int) -> None:
-        """After `step` updates, whether all ranks hold the same weights and, where each has all of it, optimizer.
-        Collective. Errors: `CorruptionDetected`."""
+        """Check after `step` updates that all ranks hold the same weights and, if each holds all of it, optimizer
+        state. Collective. Errors: `CorruptionDetected`."""
         self._agree(f"after step {step}", self._strategy.replicated_state())
 
     def agrees(self, step: int) -> bool:
-        """`agree` as an answer. Collective."""
+        """Whether `agree` passes. Collective."""
         try:
             self.agree(step)
         except CorruptionDetected:
@@ -138,7 +138,7 @@ class SdcCheck:
         return True
 
     def _agree(self, when: str, tensors: list[Tensor]) -> None:
-        """Whether all ranks hold the same. Collective. Errors: `CorruptionDetected`."""
+        """Check that all ranks hold the same tensors. Collective. Errors: `CorruptionDetected`."""
         world = self._world
         if world.size == 1:
             return
@@ -161,7 +161,7 @@ class SdcCheck:
 
 
 def third_of(owner: int, witness: int, hosts: Sequence[str]) -> int:
-    """The rank that decides between two: on a third host if there is one, else any third; of two ranks the owner."""
+    """Rank that decides between two: on a third host if possible, else any third rank; with two ranks, the owner."""
     after = [(witness + place) % len(hosts) for place in range(1, len(hosts))]
     others = [rank for rank in after if rank != owner]
     elsewhere = [rank for rank in others if hosts[rank] not in (hosts[owner], hosts[witness])]
@@ -169,16 +169,16 @@ def third_of(owner: int, witness: int, hosts: Sequence[str]) -> int:
 
 
 def drawn(run: Run, step: int) -> int:
-    """The micro-batch of a step that is computed twice: from the seed and the step alone."""
+    """Index of the micro-batch of a step to compute twice; depends only on seed and step."""
     digest = hashlib.blake2b(f"guard {run.seed} {step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % run.micro_batches
 
 
 class GradientHash(StepObserver):
-    """Hashes of what one micro-batch gives each parameter as its gradient, before it is added to anything."""
+    """Hash one micro-batch's gradient of each parameter, before accumulation."""
 
     def __init__(self, chosen: int, compare: Callable[[str], None] | None = None) -> None:
-        """`compare` is called with the hash once the step's gradient is whole. Collective then."""
+        """`compare` is called with the hash once the step's gradient is complete; it is collective."""
         self._chosen, self._compare = chosen, compare
         self._sums: dict[str, list[Tensor]] = {}  # by parameter name; may still be on the device
 
@@ -194,7 +194,7 @@ class GradientHash(StepObserver):
             self._compare(self.hash())
 
     def hash(self) -> str:
-        """The host waits for the device here."""
+        """Return the hash. Synchronizes with the device."""
         numbers = {name: [int(each) for each in sums] for name, sums in sorted(self._sums.items())}
         return hashlib.blake2b(str(numbers).encode(), digest_size=8).hexdigest()
 
@@ -207,8 +207,8 @@ def _hashed(tensors: list[Tensor]) -> str:
 def decide_eviction(
     run: Run, hosts: Sequence[str], wrong: Collection[int], voters: Collection[int]
 ) -> tuple[str, list[int]]:
-    """Decide which ranks to evict. `wrong`: ranks that were outvoted (empty if undecided); `voters`: ranks that
-    computed; `hosts`: those of all ranks. Returns a message and the ranks to evict."""
+    """Decide which ranks to evict. `wrong`: outvoted ranks (empty if undecided); `voters`: ranks that computed;
+    `hosts`: host of each rank. Returns a message and the ranks to evict."""
     if run.sdc_check.on_difference != "evict":
         return "remove that machine from the job", []
     least, kind = launcher_class(run).fewest_machines(run.launch), "machines"
@@ -228,8 +228,8 @@ def decide_eviction(
 
 
 def check_eviction(run: Run, why: str | None) -> None:
-    """Machines, or ranks, can be taken out of this job. `why`: why single ranks cannot be lost here. Errors:
-    `RunError`, before the first step."""
+    """Check, before the first step, that machines or ranks can be evicted from this job. `why`: why single ranks cannot
+    be removed. Errors: `RunError`."""
     if run.sdc_check.on_difference != "evict" or not run.sdc_check.every:
         return
     how = launched_by(run)
@@ -246,8 +246,8 @@ def check_eviction(run: Run, why: str | None) -> None:
 def evict(
     session: Session, state: TrainState, caught: CorruptionDetected, agrees: Callable[[int], bool]
 ) -> TrainingFailed | Regroup:
-    """Carry out what follows a difference in the step after `state`. `agrees`: whether all ranks hold the same state.
-    Returns the error that this rank raises: `Regroup` where it goes on in the same process. Collective."""
+    """Handle a difference in the step after `state`: evict ranks, or stop. `agrees`: checks whether all ranks hold the
+    same state. Returns the error that this rank raises: `Regroup` if it continues in the same process. Collective."""
     run, world, out, step = session.run, session.world, caught.leaves, state.step
     left = [rank for rank in range(world.size) if rank not in out]
     single = launcher_class(run).fewest_machines(run.launch) is None

@@ -1,7 +1,7 @@
-"""The first steps that two runs have in common, which one of them need not compute again.
+"""Determine the first steps that two runs share, which one of them need not compute again.
 
-In: two runs and their data. Out: the first step whose learning rate or examples are not the same in both, or the key
-that decides the arithmetic of all steps and differs. Rates and examples are computed and compared, step by step.
+In: two runs and their data. Out: the first step whose learning rate or examples differ, or the key that changes the
+arithmetic of all steps. Rates and examples are computed and compared step by step.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from lockstep.training.data_loader import StepLoader
 _OF_RATES: tuple[str, ...] = ("learning_rate", "schedule", "warmup_steps", "warmup_fraction", "min_lr_ratio", "power")
 _OF_RATES += ("decay_fraction", "decay_steps", "decay_shape")
 OF_RATES = {"epochs", "steps", *(f"optim.{key}" for key in _OF_RATES)}
-OF_STEPS = OF_RATES | {"optim.groups", "data.sources"}  # and its examples: keys that are answered by comparing steps
+OF_STEPS = OF_RATES | {"optim.groups", "data.sources"}  # keys that affect rates or examples: decided by comparing steps
 
 
 @dataclass(frozen=True)
 class Course:
-    """The inputs of a run's steps that may differ between them: learning rates and examples."""
+    """Inputs of a run's steps that may differ between runs: learning rates and examples."""
 
     rates: np.ndarray  # float64 [steps]
-    scales: tuple[tuple[Any, ...], ...]  # of the rates of `optim.groups`
+    scales: tuple[tuple[Any, ...], ...]  # learning-rate scales of `optim.groups`
     order: Order
     weights: tuple[Any, ...]  # of `data.sources`
 
 
 def course(run: Run, prepared: Prepared) -> Course:
-    """Errors: `RunError`."""
+    """Compute the course of a run. Errors: `RunError`."""
     task: Task = plugins.find("tasks", run.task.name)(run, prepared)
     feed = StepLoader(run, task, range(run.micro_batches), torch.device("cpu"))
     rates = np.array([learning_rate(run.optim, step, feed.total) for step in range(feed.total)])
@@ -53,8 +53,8 @@ def course(run: Run, prepared: Prepared) -> Course:
 
 
 def parting(a: Course, b: Course) -> tuple[int, str]:
-    """The number of first steps that are equal in two courses, and what is not in the next one; empty where one of them
-    ends there."""
+    """Number of leading steps that are equal in two courses, and a description of the first difference; empty if one
+    course ends there."""
     most = min(len(a.rates), len(b.rates))
     if a.scales != b.scales:
         return 0, "the rates of optim.groups, beside optim.learning_rate, are not the same"
@@ -70,8 +70,8 @@ def parting(a: Course, b: Course) -> tuple[int, str]:
 
 
 def shares_nothing(run: Run, differing: Mapping[str, Any]) -> str | None:
-    """Why a run cannot begin with another one's steps, whatever these are; None: it can. `differing`: the keys in which
-    their arithmetic is not the same."""
+    """Explain why a run cannot reuse another's steps at all, or return None. `differing`: keys in which their
+    arithmetic differs."""
     if not strategy_class(run).gives_bits(run):
         return f"strategy.name: {run.strategy.name} promises no bits with these options, so nothing can be shared"
     for key, kind, name in (

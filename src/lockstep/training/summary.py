@@ -1,6 +1,6 @@
-"""The opening lines of a run, and its closing table.
+"""Opening lines and closing table of a run.
 
-In: what a rank has built, and what came of it. Out: facts and tables for the console.
+In: the objects that a rank has built, and the results. Out: facts and tables for the console.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoader) -> dict[str, str]:
-    """The opening lines."""
+    """Opening lines of a run."""
     cuda = world.device.type == "cuda"
     device = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {world.threads} thread(s) each"
     choice = strategy.summary_suffix if isinstance(strategy, ChoosesByMemory) else ""
@@ -57,7 +57,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoad
 
 
 def parameters(strategy: Strategy) -> str:
-    """The number of parameters, and of those that are trained where that is not all of them, as with an adapter."""
+    """Describe the number of parameters, and of trained ones if fewer, as with an adapter."""
     whole, trained = strategy.parameter_count, strategy.trained_count
     text = f"{_millions(whole)} parameters"
     if trained < whole:
@@ -70,8 +70,8 @@ def _millions(count: int) -> str:
 
 
 def precisions(run: Run, strategy: Strategy) -> str:
-    """The dtypes that the run actually computes with and stores, as opposed to the requested ones; moments are known
-    after a step."""
+    """Describe the dtypes that the run actually computes with and stores, as opposed to the requested ones; those of
+    optimizer moments are known after a step."""
     optimizer: Any = getattr(strategy, "optimizer", None)
     states = optimizer.state.values() if optimizer is not None else ()
     moments = [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
@@ -98,7 +98,8 @@ def closing(
     promised: Promised,
     better: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """The closing table, where the results are, and what to try next. `better`: `better_step`."""
+    """Print the closing table, the location of the results, and suggested next commands. `better`: from
+    `better_step`."""
     if counts.steps:
         rate = f", {counts.tokens / counts.seconds:,.0f} {task.unit}/s" if task.unit else ""
         speed = f"{clock(counts.seconds)} for {counts.steps:,} steps, {counts.examples / counts.seconds:.0f} examples/s"
@@ -111,17 +112,17 @@ def closing(
     command, does = the_same_elsewhere(run, world, promised)
     console.facts({"model": f"{run.folder}/export ({task.loader} loads it)"} | ({"sha256": weights} if weights else {}))
     if (page := run.folder / "report.html").is_file():
-        console.facts({"report": page.resolve().as_uri()}, whole=True)  # a browser opens it
+        console.facts({"report": page.resolve().as_uri()}, whole=True)  # a link that opens in a browser
     console.facts(
         {"repeat": f"{command}  # {does.removeprefix('gives ')}", "next": what_next(task, console.samples)}, whole=True
     )
 
 
 def better_step(run: Run, best: Best, exported: int, scores: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
-    """Describe the evaluation that was better than that of the exported model, and the command whose export is its
-    model; empty if there is none. By the loss, a score such as accuracy stands beside it; where the export has the
-    better score no command is recommended. `best`: of all evaluations of the run. `exported`: the step whose model is
-    exported."""
+    """Describe an evaluation that was better than that of the exported model, and the command that exports its model;
+    empty if there is none. If it is better by loss, the text also gives a score such as accuracy; if the exported model
+    has the better score, no command is recommended. `best`: of all evaluations of the run. `exported`: step of the
+    exported model."""
     final = scores.get("validation", {})
     value = final.get(best.name)
     if best.step in (None, exported) or value is None or not best.beats(value) or f"{value:.4g}" == f"{best.value:.4g}":
@@ -134,7 +135,7 @@ def better_step(run: Run, best: Best, exported: int, scores: Mapping[str, Mappin
         f"{best.name} {value:.4g}{both[1]}"
     )
     if run.average.last is not None or (score is not None and final[score] > best.numbers[score]):
-        return {"better": text}  # a mean is exported, and no single step can be; or the step is better by loss alone
+        return {"better": text}  # a mean is exported, so a single step cannot be; or the step is better by loss alone
     if run.launch.name != "local":  # this shell may not be able to start its ranks
         return {"better": f"{text}; export: best in the run file exports the best step"}
     words = ["lockstep", "train", str(run.folder / "run.yaml"), "export=best", *_in_a_folder_of_its_own(run, "best")]
@@ -142,7 +143,7 @@ def better_step(run: Run, best: Best, exported: int, scores: Mapping[str, Mappin
 
 
 def padding_ratio(task: Task, counts: Counts) -> str:
-    """The number of computed tokens for each real token, and what random micro-batches would have had."""
+    """Describe the number of computed tokens per real token, and that of random micro-batches."""
     if not task.unit:
         return ""
     padding, by_chance = counts.padded / counts.tokens, counts.padded_by_chance / counts.tokens
@@ -150,14 +151,14 @@ def padding_ratio(task: Task, counts: Counts) -> str:
 
 
 LINE = 80  # columns of a narrow terminal
-ACROSS = 68  # columns of a terminal beside the names of splits: as many metrics as fit stand side by side
+ACROSS = 68  # terminal columns available for metrics, next to the split names
 
 
 def score_rows(scores: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
-    """Metrics by split: a row for each split, or for each metric where these are many."""
+    """Table of metrics by split: one row per split, or one per metric if there are many."""
 
     def cell(split: str, name: str) -> str:
-        value = scores[split].get(name)  # of a source of a mixture, that a split may have nothing of
+        value = scores[split].get(name)  # missing if the split has no examples of that mixture source
         return "" if value is None else f"{value:,.0f}" if name == "examples" else f"{value:.4f}"
 
     names = list(dict.fromkeys(name for metrics in scores.values() for name in metrics))
@@ -168,7 +169,7 @@ def score_rows(scores: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
 
 
 def best_possible(task: Task, splits: Sequence[str]) -> dict[str, str]:
-    """Metric -> the highest value that any model can reach, by split; of generated data alone."""
+    """Highest value that any model can reach, by metric and split; known only for generated data."""
     limits = {split: task.best_possible(split) for split in splits}
     names = dict.fromkeys(name for metrics in limits.values() for name in metrics)
     return {
@@ -178,7 +179,7 @@ def best_possible(task: Task, splits: Sequence[str]) -> dict[str, str]:
 
 
 def what_next(task: Task, samples: Sequence[Mapping[str, str]]) -> str:
-    """A command for the shell that asks the model something: what the first sample was about, its first words."""
+    """Shell command that queries the model with the first words of the first sample."""
     output = str(task.run.folder)
     if not isinstance(task, Predicts):
         return shlex.join(["lockstep", "evaluate", output])
@@ -191,22 +192,22 @@ def what_next(task: Task, samples: Sequence[Mapping[str, str]]) -> str:
 
 
 class Promised(StrEnum):
-    """Whether another number of processes gives the same weights."""
+    """Whether a different number of processes gives the same weights."""
 
     YES = "yes"
-    NOT_CHECKED = "not checked"  # there was a doubt about the user's code
-    ONE_PROCESS = "one process"  # the model keeps something that no strategy brings together
+    NOT_CHECKED = "not checked"  # there are warnings about the user's code
+    ONE_PROCESS = "one process"  # the model keeps state that no strategy synchronizes
 
 
 def promised(strategy: Strategy, doubts: Sequence[str]) -> Promised:
-    """The promises of a run that a strategy trained. `doubts`: about the user's code."""
+    """Reproducibility of a run trained by a strategy. `doubts`: warnings about the user's code."""
     if strategy.effects.per_process or strategy.effects.new_memory:
         return Promised.ONE_PROCESS
     return Promised.NOT_CHECKED if doubts else Promised.YES
 
 
 def the_same_elsewhere(run: Run, world: World, promised: Promised = Promised.YES) -> tuple[str, str]:
-    """A command for the shell and the folder that this run was started in, and what it does."""
+    """Shell command to reproduce this run from the folder where it was started, and a description of its effect."""
     file = str(run.folder / "run.yaml")
     if run.launch.name != "local" or promised == Promised.ONE_PROCESS:  # this shell may not be able to start its ranks
         return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model once more"
@@ -231,7 +232,7 @@ def the_same_elsewhere(run: Run, world: World, promised: Promised = Promised.YES
 
 
 def _in_a_folder_of_its_own(run: Run, ending: str) -> list[str]:
-    """Overrides for a run like this one: another output folder, and nothing of what belongs to this run alone."""
+    """Overrides for a run like this one in another output folder, without keys specific to this run."""
     words = [override_of("output", f"{run.folder}-{ending}")]
     words += ["max_time=null"] if run.max_time else []
     words += ["hub.push_to=null"] if run.hub.push_to else []
@@ -239,9 +240,8 @@ def _in_a_folder_of_its_own(run: Run, ending: str) -> list[str]:
 
 
 def digest_of(folder: Path, weights: Mapping[str, torch.Tensor] | None) -> str | None:
-    """SHA-256 over the exported weights: an adapter's, or all parts of a large model's. Of an export in another format,
-    which may hold a date or be pickled, over the weights that it was written of: name, type, shape and numbers; None
-    where those are not at hand."""
+    """SHA-256 of the exported weights: an adapter's, or all files of a large model's. For another export format, which
+    may contain a date or a pickle, hashes name, dtype, shape and values of `weights`; None if those are not given."""
     digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors"))
     for path in files:

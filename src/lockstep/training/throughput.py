@@ -1,7 +1,7 @@
-"""Throughput: examples, tokens and seconds of steps, and the numbers of a line of the log.
+"""Throughput: count examples, tokens and seconds of steps, and compute the numbers of a log line.
 
-In: every step's batch and result. Out: a line's numbers, the totals of a run, and what the next line needs to know of
-the steps before a checkpoint.
+In: every step's batch and result. Out: a line's numbers, a run's totals, and the state that the next line needs from
+steps before a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.strategies.exact.gradient import LossScale
 
 @dataclass(frozen=True)
 class Counts:
-    """The cost of a stretch of training: over the whole job, in seconds of the wall clock."""
+    """Cost of a stretch of training over the whole job, in wall-clock seconds."""
 
     steps: int = 0
     examples: int = 0
@@ -30,15 +30,15 @@ class Counts:
     padded: int = 0
     padded_by_chance: int = 0
     seconds: float = 0.0
-    skipped: int = 0  # steps whose update was left out: not finite
-    overflowed: int = 0  # those left out because fp16 overflowed at their loss scale
+    skipped: int = 0  # steps without an update, because of a non-finite loss or gradient
+    overflowed: int = 0  # steps without an update, because fp16 overflowed at the loss scale
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Spikes:
-    """Tells a loss that jumps from one that wanders: running mean and variance, in which a jump does not count."""
+    """Detect loss spikes with a running mean and variance that exclude spikes."""
 
     def __init__(self, count: int = 0, mean: float = 0.0, variance: float = 0.0) -> None:
         self._count, self._mean, self._variance = count, mean, variance
@@ -48,7 +48,7 @@ class Spikes:
         return self._count, self._mean, self._variance
 
     def is_spike(self, loss: float) -> bool:
-        """Whether this one is more than six standard deviations above those before it."""
+        """Whether this loss is more than six standard deviations above earlier ones."""
         deviation = loss - self._mean
         if not math.isfinite(loss) or (self._count >= 20 and deviation > 6 * self._variance**0.5):
             return True
@@ -60,11 +60,11 @@ class Spikes:
 
 
 class SourceLosses:
-    """The training loss of each source of a mixture, over the steps since the last line of the log: a source may have
-    few examples in one step. Sums of losses and of targets, equal on every rank and at every number of processes."""
+    """Training loss of each mixture source since the last log line (a source may have few examples in one step). Sums
+    losses and targets; equal on every rank and at every number of processes."""
 
     def __init__(self, names: Sequence[str], state: Mapping[str, Any] | None = None) -> None:
-        """`state`: what `state` gave when the checkpoint was made that the run goes on from."""
+        """`state`: the `state` stored in the checkpoint that the run resumes from."""
         self.names = list(names)
         known = state if state and state["names"] == self.names else None
         self._sums = np.array(known["sums"] if known else [0.0] * len(self.names), dtype=np.float64)
@@ -72,12 +72,12 @@ class SourceLosses:
         self._waiting: list[tuple[Tensor, np.ndarray]] = []  # may still be on the device
 
     def add(self, batch: StepBatch, result: StepResult) -> None:
-        """One step more."""
+        """Add one step."""
         if result.loss_sums_of is not None and batch.targets_of is not None:
             self._waiting.append((result.loss_sums_of, batch.targets_of))
 
     def take(self) -> dict[str, float]:
-        """`loss_NAME` of each source that had targets; what comes is counted anew. The host waits for the device."""
+        """Return `loss_NAME` of each source that had targets, and reset. Synchronizes with the device."""
         self._fetch()
         means = {
             f"loss_{name}": float(total / count)
@@ -89,7 +89,7 @@ class SourceLosses:
 
     @property
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, under `sources`; nothing where there are none. The host waits for the device."""
+        """State for a checkpoint, under `sources`; empty without sources. Synchronizes with the device."""
         self._fetch()
         state = {"names": self.names, "sums": self._sums.tolist(), "targets": self._targets.tolist()}
         return {"sources": state} if self.names else {}
@@ -97,32 +97,33 @@ class SourceLosses:
     def _fetch(self) -> None:
         for sums, targets in self._waiting:
             losses = np.array(sums.tolist())
-            if np.isfinite(losses).all():  # else such steps would hide all others; the log counts them
+            if np.isfinite(losses).all():  # one non-finite step would hide all others; the log counts such steps
                 self._sums, self._targets = self._sums + losses, self._targets + targets
         self._waiting.clear()
 
 
 class Meter:
-    """Counts examples, tokens and seconds of steps; evaluation and checkpoints do not count as time."""
+    """Count examples, tokens and seconds of steps; evaluations and checkpoints do not count as time."""
 
     def __init__(self, state: Mapping[str, Any] | None = None, sources: Iterable[str] = ()) -> None:
-        """`state`: what `state` gave at the checkpoint that the run goes on from. `sources`: names, of a mixture."""
+        """`state`: the `state` stored in the checkpoint that the run resumes from. `sources`: names of a mixture's
+        sources."""
         began = Counts(**state["line"]) if state else Counts()
-        self.total = Counts(*(-number for number in astuple(began)))  # what was done before does not count
+        self.total = Counts(*(-number for number in astuple(began)))  # exclude steps before this start
         self._line = began
         self._spikes = Spikes(*state["spikes"]) if state else Spikes()
-        self._used: list[Tensor | bool] = []  # of the steps since the last line; may still be on the device
-        self._overflowed: list[Tensor] = []  # the same: by the loss scale of fp16
+        self._used: list[Tensor | bool] = []  # per step since the last line; may still be on the device
+        self._overflowed: list[Tensor] = []  # as _used, for overflow at the fp16 loss scale
         self._of_sources = SourceLosses(list(sources), (state or {}).get("sources"))
         self._since = time.perf_counter()
 
     def state(self) -> dict[str, Any]:
-        """The steps so far of the next line of the log; the same on every rank but for seconds."""
+        """Counts since the last log line; equal on every rank except for seconds."""
         self._count_skipped()
         return {"line": asdict(self._line), "spikes": self._spikes.state} | self._of_sources.state
 
     def add(self, batch: StepBatch, result: StepResult, scaling: LossScale | None = None) -> None:
-        """One step more; `scaling`: of the loss, after it."""
+        """Add one step. `scaling`: loss scale after it."""
         counts = (batch.examples, batch.tokens, batch.padded, batch.padded_by_chance)
         self._line += Counts(1, *counts)
         self._used.append(result.used)
@@ -132,8 +133,8 @@ class Meter:
     def line(
         self, result: StepResult, rate: float, lengths: bool = True, scaling: LossScale | None = None
     ) -> dict[str, float]:
-        """The numbers of a line of the log: this step's, and rates since the last line. `lengths`: whether examples
-        have any. `scaling`: of the loss. The host waits for the device here."""
+        """Numbers of a log line: this step's, and rates since the last line. `lengths`: whether examples have lengths.
+        `scaling`: loss scale. Synchronizes with the device."""
         numbers = {"loss": float(result.loss), "learning_rate": rate, "grad_norm": float(result.grad_norm)}
         self._stop_clock()
         self._count_skipped()
@@ -160,18 +161,18 @@ class Meter:
         }
 
     def restart_clock(self) -> None:
-        """Forget the time since the clock was stopped or begun."""
+        """Discard the time since the clock was last stopped or started."""
         self._since = time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in here does not count."""
+        """Context whose time does not count."""
         self._stop_clock()
         yield
         self._since = time.perf_counter()
 
     def _count_skipped(self) -> None:
-        """The host waits for the device here."""
+        """Count skipped steps. Synchronizes with the device."""
         overflowed = sum(bool(each) for each in self._overflowed)
         skipped = sum(not used for used in self._used) - overflowed
         self._line += Counts(skipped=skipped, overflowed=overflowed)

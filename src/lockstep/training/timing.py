@@ -1,4 +1,4 @@
-"""The job that `lockstep bench` starts: the speed of a job's own loop, and the memory of its ranks.
+"""Measure speed and memory of a job, with its own training loop; started by `lockstep bench`.
 
 In: a run, in every rank of the job. Out: `OUTPUT/timing.json`, written by rank 0.
 """
@@ -34,43 +34,43 @@ FILE = "timing.json"
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank."""
+    """Memory of one rank, in bytes."""
 
     host: str
     device: str
-    peak_resident: int  # the most of the host's memory this process ever held; 0 where the system does not tell
-    peak_device: int  # the most the GPU's allocator handed out; 0 on a CPU
-    at_rest: int  # of tensors between steps: weights and optimizer state
-    at_update: int  # of tensors when the optimizer steps: the same and the gradients
+    peak_resident: int  # peak host memory of this process; 0 if the system does not report it
+    peak_device: int  # peak allocated GPU memory; 0 on a CPU
+    at_rest: int  # tensors between steps: weights and optimizer state
+    at_update: int  # tensors during the optimizer step: also gradients
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The measurements of one job."""
+    """Measurements of one job."""
 
     processes: int
-    threads: int  # of each process
+    threads: int  # per process
     steps: int
     examples: int
     tokens: int  # without padding
     padded: int  # with padding
     seconds: float
-    step_seconds: list[float]  # as rank 0 saw them
-    whole_steps: int  # steps of the whole run, as the run file gives its length
+    step_seconds: list[float]  # measured on rank 0
+    whole_steps: int  # steps of the whole run, by the run file
     parameters: int
     ranks: list[RankMemory]
     versions: dict[str, str]
 
 
 class _NoCheckpoints(Checkpoints):
-    """Checkpoints are written beside training; here none is."""
+    """Checkpoints that are never written."""
 
     def save(self, step: int, strategy: ShardedState, scores: Any = None, state: Any = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class _Moments(Sinks):
-    """Notes when each step ended; lines of the log are not kept."""
+    """Record when each step ended; discard log lines."""
 
     def __init__(self, moments: list[float]) -> None:
         self.moments = moments
@@ -80,8 +80,8 @@ class _Moments(Sinks):
 
 
 def measure(job: Job, world: World, steps: str, skip: str) -> int:
-    """Train `skip` steps that are not counted and `steps` that are, in the product's own loop, without evaluations and
-    checkpoints; then one more to look at memory. Collective. Returns the exit status."""
+    """Train `skip` warm-up steps and `steps` measured ones, in the regular loop without evaluations and checkpoints,
+    then one more to measure memory. Collective. Returns the exit status."""
     run, prepared = job.run, job.data
     join_ranks(job, world)
     session = build_session(job, world)
@@ -107,8 +107,8 @@ def measure(job: Job, world: World, steps: str, skip: str) -> int:
 
 
 def _timed(session: Session, prepared: Prepared, ends: tuple[int, int]) -> tuple[Counts, list[float]] | None:
-    """The cost of the steps between `ends`, and the moments at which they ended, after the one at which they began;
-    None when it was asked to stop. Collective."""
+    """Counts of the steps between `ends`, and the times at which these steps began and ended. None if asked to stop.
+    Collective."""
     run, world, feed = session.run, session.world, session.feed
     sections = {"evaluate": {"every": 0}, "checkpoint": {"every": 0, "best": None}, "track": {"every": 10**9}}
     quiet = run.model_copy(update={n: getattr(run, n).model_copy(update=v) for n, v in sections.items()})
@@ -129,11 +129,11 @@ def _timed(session: Session, prepared: Prepared, ends: tuple[int, int]) -> tuple
 
 
 def _memory(session: Session) -> RankMemory:
-    """This rank's, after a step that is looked at. Collective."""
+    """Memory of this rank, from one instrumented step. Collective."""
     world, strategy = session.world, session.strategy
     cuda = world.device.type == "cuda"
     peak_device = torch.cuda.max_memory_allocated(world.device) if cuda else 0
-    peak_resident = system_metrics.peak_resident()  # before the look, which takes memory itself
+    peak_resident = system_metrics.peak_resident()  # before the measurement, which takes memory itself
     batch = session.feed.make(0).to(world.device)
     with system_metrics.measured(session.bytes_before) as memory:
         strategy.train_step(batch, strategy.run.optim.learning_rate)
@@ -146,7 +146,7 @@ def _versions() -> dict[str, str]:
 
 
 def read(folder: Path) -> Timing | None:
-    """Read the file of a job; None where it wrote none."""
+    """Read a job's measurements; None if it wrote none."""
     path = folder / FILE
     if not path.exists():
         return None

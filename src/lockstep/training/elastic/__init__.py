@@ -1,2 +1,1 @@
-"""Training that outlives the loss of its ranks, in the same processes; used only for `launch.on_rank_failure:
-continue`."""
+"""Recovery from rank failures in the surviving processes; used only with `launch.on_rank_failure: continue`."""

@@ -1,14 +1,14 @@
-"""Copies of the state in the memory of ranks, taken every `launch.replicate_every` steps beside training: what a rank
-that is lost has held is in the memory of another one.
+"""Peer checkpoints: copies of the state in other ranks' memory, every `launch.replicate_every` steps.
 
-In: each rank's share of the state after some step, cut as a checkpoint cuts it, so that all together have everything
-once. Out: versions of the state, of which each rank has its own share and that of the rank before it. A step waits for
-the copy into host memory; sending goes on beside training, over connections of its own.
+In: each rank's share of the state after some step, cut as for a checkpoint, so that the shares together contain
+everything once. Out: versions of the state; of each, a rank holds its own share and that of the preceding rank, so that
+the share of a failed rank survives. A step waits for the copy into host memory; sending continues during training, over
+separate connections.
 
-A copy is used only where all shares of it can be brought together. The one before it is let go of once all ranks have
-said that the new one has arrived: at rest a rank has two shares, while a copy travels four. A rank that is alone makes
-no copies beside training, which nobody could use after its loss; only one for itself, before others come in, of a state
-that it cannot read any more once it has left its group.
+A copy is used only if all its shares are available. The previous one is freed once all ranks confirm that the new one
+has arrived: a rank normally holds two shares, and four while a copy is in flight. A single rank makes no periodic
+copies, because nobody could use them after its failure; before other ranks join, it makes one for itself, of a state
+that it can no longer read after leaving its group.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from lockstep.distributed.sharded import TensorSlice, local
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
 
-Key = tuple[int, int, str]  # updates made, generation of the ranks it was cut for, and `live` or `copied`
+Key = tuple[int, int, str]  # updates made, generation that the shares were cut for, `live` or `copied`
 
 
 @dataclass
 class Version:
-    """A rank's shares of the state after some step."""
+    """Shares of the state after some step that this rank holds."""
 
     key: Key
-    shares: dict[int, dict[TensorSlice, Tensor]]  # by number
-    count: int  # shares that make up the whole
+    shares: dict[int, dict[TensorSlice, Tensor]]  # share number -> slices
+    count: int  # number of shares of the whole state
     train_state: dict[str, Any]  # `TrainState.state_dict`
 
 
 @dataclass
 class _Flight:
-    """A copy that travels."""
+    """A copy in flight."""
 
     version: Version
-    arriving: tuple[int, dict[TensorSlice, Tensor]] | None  # number and pieces of the share of the rank before
+    arriving: tuple[int, dict[TensorSlice, Tensor]] | None  # share of the preceding rank: number and slices
     work: Background
-    answer: Callable[[], int] | None = None  # whether any rank was still at it a step ago
+    answer: Callable[[], int] | None = None  # whether any rank was still transferring one step ago
 
 
 @dataclass
 class _Layout:
-    """Where each piece lies in a buffer."""
+    """Layout of slices in a buffer."""
 
     places: list[TensorSlice] = field(default_factory=list)
 
@@ -60,20 +60,19 @@ class _Layout:
         return sum(place.bytes for place in self.places)
 
     def room(self) -> tuple[Tensor, dict[TensorSlice, Tensor]]:
-        """A buffer, and the pieces in it."""
+        """Allocate a buffer, with a view for each slice."""
         buffer, views, end = torch.empty(self.bytes, dtype=torch.uint8), {}, 0
-        for place in self.places:  # wide types first: all are aligned
+        for place in self.places:  # wide dtypes first, so that all are aligned
             start, end = end, end + place.bytes
             views[place] = buffer[start:end].view(place.dtype).view(place.sizes)
         return buffer, views
 
 
 class PeerCheckpoints:
-    """The copies of training state in the memory of the ranks of one generation, and those left from generations
-    before."""
+    """Copies of the training state in the memory of one generation's ranks, and those left from earlier generations."""
 
     def __init__(self, session: Session) -> None:
-        """Nothing is copied where `launch.replicate_every` is 0."""
+        """Makes no copies if `launch.replicate_every` is 0."""
         self._session = session
         self.every = session.run.launch.replicate_every
         self.versions: list[Version] = []  # newest last
@@ -81,7 +80,7 @@ class PeerCheckpoints:
         self._shapes: Any = None
 
     def form(self, session: Session, state: TrainState) -> None:
-        """The ranks have met: connections of their own, and a first copy. Collective."""
+        """Connect to the ranks of a new group and make a first copy. Collective."""
         self._session, self._shapes, world = session, None, session.world
         self._next, self._before = neighbours(world.hosts, world.rank)
         if not self.every or world.size == 1:
@@ -92,8 +91,8 @@ class PeerCheckpoints:
         self._take(state)
 
     def after_step(self, state: TrainState) -> None:
-        """Everything is done that is due after an update. Collective. Errors: what a collective raises where a rank is
-        lost."""
+        """Advance a copy in flight and start a new one if due. Collective. Errors: those of a collective when a rank
+        fails."""
         if not self.every or self._session.world.size == 1:
             return
         self._advance()
@@ -101,15 +100,15 @@ class PeerCheckpoints:
             self._take(state)
 
     def before_join(self, state: TrainState) -> None:
-        """Others are to come in: where a rank's part can be read with all ranks of this group only, a copy of the
-        present step, once it has arrived. Collective. Errors: as `after_step`."""
+        """Copy the present state before other ranks join, if a rank's part can be read only with all ranks of this
+        group; waits for its arrival. Collective. Errors: as `after_step`."""
         strategy: Any = self._session.strategy
         if self.every and strategy.state_needs_all_ranks:
             self._take(state)
             self._land()
 
     def detach_group(self) -> list[Version]:
-        """The group is gone: nothing travels any more. Returns what has arrived, newest last."""
+        """Stop copying, because the group is gone. Returns the versions that have arrived, newest last."""
         if (flight := self._flight) is not None:
             flight.work.wait()
             self._arrived(flight)
@@ -120,7 +119,7 @@ class PeerCheckpoints:
     # -- a copy ------------------------------------------------------------------------------------------------------
 
     def _take(self, state: TrainState) -> None:
-        """Begin one; waits for the one before. Collective."""
+        """Start a copy, after waiting for the previous one. Collective."""
         self._land()
         session, world = self._session, self._session.world
         parts = session.strategy.sharded_state_dict()
@@ -145,18 +144,18 @@ class PeerCheckpoints:
             for each in work:
                 assert each is not None
                 each.wait()
-            return buffer  # which must not be let go of before
+            return buffer  # keeps the buffer alive until sent
 
         self._flight = _Flight(version, arriving, Background(wait))
 
     def _land(self) -> None:
-        """Wait for what travels, until all ranks have it. Collective."""
+        """Wait until all ranks have the copy in flight. Collective."""
         while self._flight is not None:
-            self._flight.work.wait(1.0)  # shorter than a collective may take
+            self._flight.work.wait(1.0)  # shorter than a collective's timeout
             self._advance()
 
     def _lay_out(self, parts: Mapping[str, Tensor]) -> None:
-        """See who holds what. Collective."""
+        """Compute which rank holds which slices. Collective."""
         world = self._session.world
         shapes = {name: (tensor.shape, local(tensor).shape, tensor.dtype) for name, tensor in parts.items()}
         if not any(world.all_gather(shapes != self._shapes)):
@@ -167,7 +166,7 @@ class PeerCheckpoints:
         self._own, self._theirs, self._shapes = _Layout(places), _Layout(places_of_ranks[self._before]), shapes
 
     def _advance(self) -> None:
-        """Find out whether all ranks have what travels. Waits for nobody who has not. Collective."""
+        """Check, without waiting, whether all ranks have the copy in flight. Collective."""
         if (flight := self._flight) is None:
             return
         if flight.answer is None or flight.answer():
@@ -187,8 +186,8 @@ class PeerCheckpoints:
 
 
 def neighbours(hosts: Sequence[str], rank: int) -> tuple[int, int]:
-    """The rank that keeps a copy of this one's share, and the one whose copy this one keeps: on another host, unless
-    more than half of all ranks are on one."""
+    """(rank that keeps a copy of this rank's share, rank whose share this rank keeps): on another host, unless one host
+    has more than half of all ranks."""
     order = sorted(range(len(hosts)), key=lambda each: (hosts[each], each))
     most = max(list(hosts).count(host) for host in hosts)
     shift = most if most < len(hosts) else 1

@@ -1,24 +1,23 @@
-"""Training that outlives its ranks: those that are left finish the step in which one was lost, with the same bits.
+"""Recovery from rank failures: the surviving ranks complete the interrupted step, bitwise equal.
 
-In: a session whose launcher keeps a roster of ranks (`distributed/membership.py`). Out: the same as `train` gives,
-however many ranks were killed or came on the way. What happens, in this order, on every rank that is left:
+In: a session whose launcher keeps a roster of ranks (`distributed/membership.py`). Out: the result of `train`, however
+many ranks fail or join on the way. Every surviving rank does the following:
 
-  1. It notices: a collective fails because a connection was closed, or the launcher posts the next generation, and
-     what waits is cut off. It cuts off and destroys its group, so that whoever waits for it does not wait for ever.
-  2. It waits for the newest generation that it is in, and until all members of that one have come to it.
-  3. They form a group, and each says after how many updates its state is. Updates are atomic on a rank, and none can be
-     made without the gradients of all: these numbers differ by one at most.
-  4. Ranks that are behind, and those that are new, take weights, optimizer state and counters from one that is not. All
-     compare the hash of all of it: where one differs, the job starts again from its checkpoint.
-  5. Micro-batches are dealt anew. What was due after the last update is done once more where somebody had not done it,
-     or where rank 0, which writes it down, was lost; lines that are there already are not written twice.
-  6. They train on: the step that was broken off is computed from its beginning.
+  1. Notice the failure: a collective fails because a connection closed, or the launcher posts the next generation,
+  which aborts pending collectives. Abort and destroy the process group, so that ranks waiting for this one do not hang.
+  2. Wait for the newest generation that includes this rank, until all its members have arrived.
+  3. Form a group and exchange the number of updates made. An update is atomic on a rank and needs the gradients of all
+  ranks, so these numbers differ by at most one.
+  4. Ranks that are behind or new receive weights, optimizer state and counters from one that is up to date. All compare
+  a hash of the whole state; if one differs, the job restarts from its checkpoint.
+  5. Deal micro-batches again. Run the hooks of the last update again if some rank had not run them, or if rank 0, which
+  writes the results, failed; lines already written are not repeated.
+  6. Continue training: the interrupted step is computed from its beginning.
 
-A rank that is lost meanwhile makes all of them begin again at 1, with the generation after. Nothing is written into a
-rank's state before all of what it is to hold has arrived. Where ranks share the state out, `reshard.py` takes the
-place of 4: it brings the newest state together that those that are left hold, and they may go back some steps. Anything
-else that fails ends the rank, and with it this formation of the job: the launcher starts all of them again from the
-last checkpoint.
+If another rank fails meanwhile, all start over at 1 with the next generation. A rank's state changes only after all its
+new content has arrived. For sharded state, `reshard.py` replaces 4: it assembles the newest state that the survivors
+hold, which may be some steps back. Any other failure ends the rank and the current job: the launcher restarts all ranks
+from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ from lockstep.training.train_state import TrainState
 def recovery_for(
     session: Session, state: TrainState, watch: Watchdog, on_regroup: Callable[[int, str], None]
 ) -> Recovery | None:
-    """A `Recovery` that trains a session whose ranks may be lost; None, and a note, where that is not possible. Errors:
-    `RunError`, where the run asks for evictions that are not possible either."""
+    """Return a `Recovery` for a session whose ranks may fail; None, with a note, if recovery is not possible. Errors:
+    `RunError`, if the run also requests evictions, which are not possible then."""
     run, members = session.run, session.world.members
     why = (
         unsupported_reason(session) if members else "it takes launch.name=local, torchrun, or slurm with ranks=elastic"
@@ -71,20 +70,21 @@ def recovery_for(
 
 
 class Recovery:
-    """Trains one session, and replaces parts of it when ranks fail or join."""
+    """Train one session, and replace parts of it when ranks fail or join."""
 
     def __init__(
         self, session: Session, state: TrainState, watch: Watchdog, on_regroup: Callable[[int, str], None]
     ) -> None:
-        """`on_regroup` is called once ranks have met again: after so many updates, and what happened, in words."""
+        """`on_regroup` is called after the ranks have formed a new group, with the number of updates and a
+        description."""
         self.session = replace(session, between_steps=self._between_steps)
         self._state, self._watch, self._on_regroup = state, watch, on_regroup
         self._resharder = Resharder(session) if reshards(session.strategy) else None
-        self._trained = Generation(-1, ())  # the last in which this rank was training
+        self._trained = Generation(-1, ())  # last generation in which this rank trained
 
     def run(self, train: Callable[[Session, TrainState], TrainState]) -> None:
-        """Call `train` until it comes to its end, and bring the ranks together in between. Collective. Errors: what it
-        raises of another kind than the loss of a rank; `TrainingFailed`."""
+        """Call `train` until it finishes, re-forming the group after failures. Collective. Errors: those of `train`
+        that are not rank failures; `TrainingFailed`."""
         members = self.session.world.members
         assert members is not None
         members.ready()
@@ -107,11 +107,11 @@ class Recovery:
             self._meet(members.place.soon_s)
 
     def stop(self) -> None:
-        """Watch over nobody any more."""
+        """Stop the watchdog."""
         self._watch.stop()
 
     def _between_steps(self, state: TrainState) -> None:
-        """All hooks have run, and a step follows: copy the state, or let another rank in. Collective. Errors:
+        """Replicate the state, or admit a joining rank, after all hooks and before the next step. Collective. Errors:
         `Regroup`."""
         session = self.session
         if session.world.grows:
@@ -125,26 +125,26 @@ class Recovery:
                 self._resharder.after_step(state)
 
     def _lost(self, caught: RuntimeError | Unreached) -> bool:
-        """Whether this is what a collective says when a rank is gone."""
+        """Whether an error of a collective means that a rank failed."""
         members = self.session.world.members
         assert members is not None
         if lost_contact(caught):
             return True
-        until = time.monotonic() + 2.0  # some words of gloo's that are not known here: the launcher is about to tell
+        until = time.monotonic() + 2.0  # unknown gloo message: wait for the launcher to report a failure
         theirs = "gloo" in str(caught) or isinstance(caught, dist.DistError | Unreached)
         while theirs and not members.lost and time.monotonic() < until:
             time.sleep(0.01)
         return members.lost
 
     def _meet(self, limit_s: float) -> None:
-        """Meet the others again, until that has gone well. Errors: whatever made it impossible."""
+        """Re-form the process group, retrying until it succeeds. Errors: whatever made that impossible."""
         world, members = self.session.world, self.session.world.members
         assert members is not None
         patience_s = self.session.run.launch.timeout_s
         ACTIVITY.at("meeting the other ranks again")
         self._watch.stop()
         while True:
-            members.cut()  # nobody waits from here on
+            members.cut()  # no rank waits for this one from here on
             if self._resharder is not None:
                 self._resharder.detach_group(self.session, self._state)
             else:
@@ -153,7 +153,7 @@ class Recovery:
             world.detach_group()
             generation = members.awaited(limit_s, lambda: world.joining and world.stop.came and members.withdraw())
             if generation is None and world.joining and not members.given_up:
-                raise SystemExit(STOPPED)  # by which its launcher knows that all are asked to stop
+                raise SystemExit(STOPPED)  # tells the launcher that all ranks are to stop
             if generation is None and members.given_up:
                 raise TrainingFailed(
                     "LS5030",
@@ -163,7 +163,7 @@ class Recovery:
                 raise TrainingFailed(
                     "LS5031", f"rank {world.rank}: a collective failed, but the launcher reported no failed rank"
                 )
-            if not members.all_come(generation, patience_s):  # one may be in the middle of a long micro-batch
+            if not members.all_come(generation, patience_s):  # a rank may be computing a long micro-batch
                 if members.newest() == generation:
                     raise TrainingFailed(
                         "LS5032", f"the surviving ranks did not form a new group within {patience_s:g} s"
@@ -179,7 +179,7 @@ class Recovery:
             limit_s = members.place.soon_s
 
     def _agree(self) -> None:
-        """Settle where all go on, and go there. Collective."""
+        """Agree on the state to continue from, and load it. Collective."""
         session, state, world = self.session, self._state, self.session.world
         assert world.members is not None
         generation = world.members.generation
@@ -200,7 +200,7 @@ class Recovery:
             self.session, key = self._resharder.restore(session, state)
             strategy: Any = session.strategy
             strategy.discard()
-            back = key[0] < newest  # steps are made again
+            back = key[0] < newest  # some steps are repeated
         else:
             self._level([step for step, *_ in positions])
         session = self.session
@@ -208,7 +208,7 @@ class Recovery:
             state.rerun_hooks()
         if isinstance(session.strategy, WholeStateRecovery):
             session.strategy.attach_group()
-        session.feed.shares, session.feed.indices = None, list(session.strategy.own_micro_batches())  # even ones
+        session.feed.shares, session.feed.indices = None, list(session.strategy.own_micro_batches())  # equal shares
         if session.checkpoints.regroup(state.step):
             state.rerun_hooks(checkpoint=True)
         self._compare()
@@ -221,7 +221,7 @@ class Recovery:
         self._watch = self._watch.anew()
 
     def _level(self, steps: list[int]) -> None:
-        """Where each rank holds the whole state: those that are behind take it from one that is not. Collective."""
+        """Bring ranks that are behind up to date, if each rank holds the whole state. Collective."""
         newest = max(steps)
         if newest < 0:
             raise TrainingFailed("LS5034", "no surviving rank has the training state")
@@ -233,7 +233,7 @@ class Recovery:
             self._hand_on(steps.index(newest), steps[self.session.world.rank] < newest)
 
     def _hand_on(self, source: int, behind: bool) -> None:
-        """Tensors and training state of one rank to those that are behind. Collective."""
+        """Send the tensors and training state of rank `source` to the ranks that are behind. Collective."""
         session, state, world = self.session, self._state, self.session.world
         mine, tensors = None, dict[str, Tensor]()
         if world.rank == source:
@@ -243,7 +243,7 @@ class Recovery:
         assert sent is not None
         theirs, names = sent
         arrived = {}
-        for name, shape, dtype in names:  # in host memory, one after another
+        for name, shape, dtype in names:  # one at a time, in host memory
             tensor = tensors[name].detach().cpu().contiguous() if tensors else torch.empty(shape, dtype=dtype)
             world.send_round(tensor.reshape(-1).view(torch.uint8), source)
             if behind:
@@ -253,10 +253,12 @@ class Recovery:
             state.load_state_dict(theirs)
 
     def _compare(self) -> None:
-        """Every rank holds the same bits, or the job starts again. Collective. Errors: `TrainingFailed`."""
+        """Check that every rank holds the same bits. Collective. Errors: `TrainingFailed`, which restarts the job."""
         session, state = self.session, self._state
         digest = hashlib.sha256(state.digest().encode())
-        tensors = session.averaged.sharded_state_dict() if self._resharder is None else {}  # else it has compared them
+        tensors = (
+            session.averaged.sharded_state_dict() if self._resharder is None else {}
+        )  # otherwise the resharder has compared them
         for name, tensor in sorted(tensors.items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {int(summed(tensor.detach()))}\n".encode())
         if len(set(session.world.all_gather(digest.hexdigest()))) > 1:
@@ -266,15 +268,15 @@ class Recovery:
 
 
 def reshards(strategy: Strategy) -> TypeGuard[ShardedRecovery]:
-    """Whether the state of a strategy is cut anew for the ranks that are left."""
+    """Whether recovery reshards this strategy's state."""
     return isinstance(strategy, ShardedRecovery) and strategy.supports_reshard
 
 
 def unsupported_reason(session: Session) -> str | None:
-    """Why the loss of a rank starts this job again; None: the others go on without it."""
+    """Explain why a rank failure restarts this job, or return None if the other ranks continue."""
     run, strategy = session.run, session.strategy
     if session.world.joining and reshards(strategy):
-        return None  # those that it comes to have answered
+        return None  # the running ranks have checked this
     if reshards(strategy) and strategy.survives_rank_failure(run):
         if not run.launch.replicate_every and not strategy.keeps_copies:
             return (

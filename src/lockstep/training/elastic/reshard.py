@@ -1,8 +1,8 @@
-"""The state brought together from what the ranks that are left hold in memory, and cut anew for as many as there are.
+"""Assemble the training state from the surviving ranks' memory and reshard it for the new world size.
 
-In: what each rank has of the state: its part as it is, where the step that was broken off has left it whole, and copies
-(`peer_checkpoints.py`). Out: the newest state of which all is there, in a strategy that is built for these ranks. Its
-hash is that of what was held, or the job starts again.
+In: each rank's part of the state, if the interrupted step left it consistent, and peer copies (`peer_checkpoints.py`).
+Out: a strategy for the current world size, loaded with the newest state for which every shard is available. Its hash
+must equal that of the held state; otherwise the job restarts.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from lockstep.training.train_state import TrainState
 
 
 class Resharder:
-    """Brings the training state of one rank into a strategy for another number of ranks."""
+    """Move the training state of one rank into a strategy for another number of ranks."""
 
     def __init__(self, session: Session) -> None:
         self.copies = PeerCheckpoints(session)
-        self.options: dict[str, Any] | None = None  # of the strategy, as the job began: sent to a joining rank
+        self.options: dict[str, Any] | None = None  # strategy options at the start of the job; sent to joining ranks
         if not session.world.joining:
             self.options = dict(session.strategy.run.strategy.options)
-        self._formed = 0  # the generation that this rank's part is cut for
-        self._versions: list[Version] = []  # while ranks meet, all that this one has
-        self._live: Version | None = None  # the same: its part as it is
-        self._before: Version | None = None  # its part as it was, until all ranks train with the new one
+        self._formed = 0  # generation that this rank's part is sharded for
+        self._versions: list[Version] = []  # during regrouping, every version that this rank holds
+        self._live: Version | None = None  # during regrouping, its present part
+        self._before: Version | None = None  # its previous part, until all ranks train with the new one
 
     def after_step(self, state: TrainState) -> None:
-        """Collective."""
+        """Free the previous part, and advance peer copies. Collective."""
         self._before = None
         self.copies.after_step(state)
 
     def detach_group(self, session: Session, state: TrainState) -> None:
-        """The group is about to go: note what this rank has. Once only, however often ranks meet until that has gone
-        well: where a part belongs is a matter of the ranks that it was cut for."""
+        """Record what this rank holds before its group is destroyed. Only the first call of a regrouping counts,
+        however often regrouping is retried: slices belong to the ranks they were cut for."""
         copied = self.copies.detach_group()
         strategy: Any = session.strategy
         readable = not (strategy.state_needs_all_ranks or strategy.update_incomplete)
@@ -57,9 +57,9 @@ class Resharder:
         self._versions = [*copied, *(each for each in (self._before, self._live) if each is not None)]
 
     def restore(self, session: Session, state: TrainState) -> tuple[Session, Key]:
-        """A session with a strategy for the present ranks, loaded with the newest state for which every shard is
-        available, and the key of that state; `state` becomes the training state that belongs to it. The shards that
-        ranks hold do not change, except by a deferred update. Collective. Errors: `TrainingFailed`."""
+        """Load the newest state for which every shard is available into a strategy for the current ranks. Returns a
+        session with that strategy and the key of the state; `state` becomes its training state. The shards that ranks
+        hold do not change, except by a deferred update. Collective. Errors: `TrainingFailed`."""
         world, strategy = session.world, session.strategy
         self._apply_deferred_update(session, state)
         offers = world.all_gather(
@@ -97,7 +97,7 @@ class Resharder:
         return replace(session, strategy=strategy, averaged=Averaged(session.run, strategy)), key
 
     def _apply_deferred_update(self, session: Session, state: TrainState) -> None:
-        """An update that others have made, and this rank has all it needs for. Collective."""
+        """Apply an update that other ranks have made and for which this rank has all the data. Collective."""
         strategy: Any = session.strategy
         steps = session.world.all_gather(state.step)
         newest = session.world.all_gather(state.state_dict() if state.step == max(steps) else None)
@@ -113,7 +113,7 @@ class Resharder:
 
 
 def build_strategy(session: Session, run: Run) -> Any:
-    """A strategy for the ranks that there are, without weights. Collective. Errors: `TrainingFailed`."""
+    """Build a strategy for the current ranks, without weights. Collective. Errors: `TrainingFailed`."""
     world = session.world
     whole = strategies.strategy_class(run).fit_options(run, world.size)  # type: ignore[attr-defined]
     kind: Any = strategies.strategy_class(whole)
@@ -153,14 +153,16 @@ def newest_complete(offers: list[list[tuple[Key, list[int], int]]]) -> Key:
 
 
 def _compare(strategy: Any, world: World) -> None:
-    """Each part of a tensor is where it belongs: on as many ranks as hold copies, with the same bits. Collective.
-    Errors: `TrainingFailed`."""
+    """Check that each slice is on as many ranks as hold copies, with the same bits. Collective. Errors:
+    `TrainingFailed`."""
     state = strategy.own_state()
     cut = {place: t for place, t in held_here(state).items() if isinstance(state[place.name], DTensor)}
     every = world.all_gather({place: int(summed(t.detach(), place.whole, place.offsets)) for place, t in cut.items()})
     for place in {place for each in every for place in each}:
         sums = [each[place] for each in every if place in each]
-        holders = world.size // cuts(state[place.name])  # tensor ranks hold what they do not share as often as they are
+        holders = world.size // cuts(
+            state[place.name]
+        )  # tensor-parallel ranks each hold a copy of tensors that are not sharded
         if len(sums) != holders or len(set(sums)) > 1:
             raise TrainingFailed("LS5043", f"internal error: {place.name} was not resharded correctly")
 
@@ -170,7 +172,8 @@ def _slices_of(mine: Version | None) -> SliceMap:
 
 
 def _hash_of_held(saved: PeerReader, mine: Version | None, session: Session) -> Mapping[str, str]:
-    """Of what is held. Collective. Errors: `TrainingFailed`, where two ranks hold other bits of the same."""
+    """Hash of the held state. Collective. Errors: `TrainingFailed`, if two ranks hold different bits of the same
+    slice."""
     own = {place: int(summed(piece.detach(), place.whole, place.offsets)) for place, piece in _slices_of(mine).items()}
     every = session.world.all_gather(own)
     sums: dict[str, int] = {}
@@ -186,5 +189,5 @@ def _hash_of_held(saved: PeerReader, mine: Version | None, session: Session) -> 
 
 
 def _signed(value: int) -> int:
-    """Modulo 2^64, as int64 has it."""
+    """Reduce modulo 2^64 to the int64 range."""
     return (value + 2**63) % 2**64 - 2**63
