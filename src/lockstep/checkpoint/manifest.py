@@ -129,9 +129,7 @@ class Manifest:
     format: int = FORMAT
     hosts: list[str] = field(default_factory=list)  # of each rank
     launch: str = ""  # how the ranks were started
-    meter: dict[str, Any] = field(
-        default_factory=dict
-    )  # `Meter` state: what the next log line reports of earlier steps
+    meter: dict[str, Any] = field(default_factory=dict)  # `Meter` state for the next log line
     code: dict[str, str] = field(default_factory=dict)  # hashes of the user's files that determine the weights
     progress: dict[str, Any] = field(default_factory=dict)  # evaluations so far: `Progress`
     every: int = 0  # steps between checkpoints, if the run averages checkpoints (average.last)

@@ -217,9 +217,7 @@ class Shard:
         """Compute the layout and allocate the buffer. Collective. Errors: `OSError`, as `share_out`."""
         self.name = f"shard-{world.rank + 1:05d}-of-{world.size:05d}.safetensors"
         items = share_out(parts, world, writes)
-        items.sort(
-            key=lambda item: (-parts[item.index.fqn].element_size(), item.index.fqn)
-        )  # keeps every tensor aligned
+        items.sort(key=lambda item: (-parts[item.index.fqn].element_size(), item.index.fqn))  # for alignment
         header: dict[str, Any] = {}
         offsets, end = {}, 0
         for item in items:

@@ -1,6 +1,6 @@
-"""The model of a checkpoint as an export of it would be: for `predict`, `evaluate` and `model.source`.
+"""Convert a checkpoint to an export, cached, for `predict`, `evaluate` and `model.source`.
 
-In: OUTPUT/checkpoints/step-N. Out: a folder in the cache that `from_pretrained` loads, made once.
+In: OUTPUT/checkpoints/step-N. Out: a folder in the cache that `from_pretrained` loads, created once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def fetch(run: Run) -> None:
-    """See that the model is there, where `model.source` names a checkpoint, and that it is as it was written, where it
-    names an export. Errors: `RunError`."""
+    """Ensure that the model exists if `model.source` names a checkpoint, and is undamaged if it names an export; same
+    for `tokenizer.source`. Errors: `RunError`."""
     for source in {run.model.source, run.tokenizer.source} - {None}:
         output, checkpoint = hub.parts(Path(str(source)).expanduser())
         if checkpoint is not None and (output / "run.yaml").is_file():
@@ -40,13 +40,14 @@ def fetch(run: Run) -> None:
 
 
 def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -> Path:
-    """The folder of its model. The data that it was trained on are prepared for that, where they are not: they say what
-    its labels and tokens are. `trusted`: code that its run file asks for may run. Errors: `RunError`."""
+    """Return the folder of the checkpoint's model. Prepares its training data if necessary, because they define its
+    labels and tokens. `trusted`: custom code that its run file needs may run. Errors: `RunError`."""
     manifest = read_manifest(checkpoint)
     fault = manifest if isinstance(manifest, str) else broken(checkpoint, manifest)
     if fault is not None or isinstance(manifest, str):
         raise RunError("LS5010", f"{checkpoint} cannot be used: {fault}")
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # or DeepSpeed asks aloud
+    # otherwise DeepSpeed prints messages
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     run = load(output / "run.yaml", [])
     if run.model.trust_remote_code and not trusted:
         raise RunError(
@@ -55,7 +56,7 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
             "set it too: read the code, then add model.trust_remote_code=true",
         )
     task_class: Any = plugins.find("tasks", run.task.name)
-    fetch(run)  # it may itself have begun from a checkpoint
+    fetch(run)  # that run may itself start from a checkpoint
     prepared = prepare(run, task_class)
     if manifest.data != prepared.key:
         raise RunError(
@@ -65,14 +66,14 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
         )
 
     def make(aside: Path) -> None:
-        from lockstep.checkpoint.storage import Files  # with torch.distributed.checkpoint
+        from lockstep.checkpoint.storage import Files  # imports torch.distributed.checkpoint
 
         files = Files(checkpoint, manifest.hashes)
         task: Task = task_class(run, prepared)
         if isinstance(task, Calibrates):
             task.calibrate(manifest.scores)
         saved = [name.removeprefix("model.") for name in files.names if name.startswith("model.")]
-        # the average of a weight, where there is one, as in an export
+        # the moving average of a weight, if there is one, as in an export
         of = {name: f"ema.{name}" if f"ema.{name}" in files else f"model.{name}" for name in saved}
         weights = {name: files.whole(each) for name, each in of.items()}
         names = _under_all_names(task.model(empty=True), evaluated(run, files, weights))
@@ -83,7 +84,7 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
 
 
 def evaluated(run: Run, files: Files, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights that are evaluated, where the optimizer keeps an average of those that it trains."""
+    """Weights used for evaluation, if the optimizer keeps an average of the trained ones."""
     rule = optimizers.rule(run.optim)
     state: dict[str, dict[str, Tensor]] = {}
     for whole in (each for each in files.names if rule.averages and each.startswith("optimizer.")):
@@ -93,8 +94,8 @@ def evaluated(run: Run, files: Files, weights: dict[str, Tensor]) -> dict[str, T
 
 
 def _under_all_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights as a state dict has them: under each of their names, where several share one. A buffer that checkpoints
-    leave out is the model's own."""
+    """Weights as in a state dict: tied ones under each of their names. Buffers missing from checkpoints are the model's
+    own."""
     places: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         places.setdefault(id(tensor), []).append(name)

@@ -1,8 +1,8 @@
-"""At the end of a run: a few examples through the export as others load it, beside what the run itself says of them.
+"""Check the export at the end of a run: compare a few examples' losses with the run's own.
 
-In: a strategy that holds the model which is exported, and later the export. Out: what is said of it. The export is
-loaded by transformers' `from_pretrained`, with the tokenizer as it was saved; examples begin at the raw rows that were
-kept when the data were prepared, and their losses are computed by `lockstep.plain`.
+In: a strategy that holds the exported model, and later the export. Out: the outcome, for a message. The export is
+loaded with transformers' `from_pretrained` and the saved tokenizer; examples start from raw rows kept by data
+preparation, and `lockstep.plain` computes their losses.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from lockstep.training import plain_check, plain_sides
 from lockstep.training.evaluation import evaluate
 
 EXAMPLES = 3
-# Of a loss, relatively: both in float32; docs/how-to/verify.md says how far healthy ones are apart.
+# Allowed relative differences of a loss. Both in float32; docs/how-to/verify.md has typical values.
 SAME_PRECISION = 1e-4
-ROUNDED_BASE = 1e-2  # an adapter beside a model that is loaded in bfloat16 whole; here its linear layers alone are
-ROUNDING, DRAWS = 1e-6, 8  # of outputs, relatively to the largest; draws that show which scores it moves
-LOW_PRECISION = 2e-3  # both in half precision, or what that makes of the export's own losses, FACTOR times
+ROUNDED_BASE = 1e-2  # an adapter's base is loaded wholly in bfloat16; in the run only its linear layers are
+ROUNDING, DRAWS = 1e-6, 8  # noise relative to the largest output; number of draws that test which scores it changes
+LOW_PRECISION = 2e-3  # both in half precision; or FACTOR times its effect on the export's own losses
 
 
 @dataclass(frozen=True)
 class Evaluated:
     """The run's own losses of a few examples."""
 
-    places: list[int]  # among the raw rows' examples
-    losses: list[float]  # mean over its targets, of each
-    why_not: str = ""  # where nothing is compared
-    scores: dict[str, float] = field(default_factory=dict)  # of all together, where rounding moves none of them
+    places: list[int]  # indices into the examples of the raw rows
+    losses: list[float]  # per example, mean over its targets
+    why_not: str = ""  # why nothing is compared; empty if it is
+    scores: dict[str, float] = field(default_factory=dict)  # scores of all examples together
 
 
 @dataclass(frozen=True)
 class ExportComparison:
-    """The outcome for a person, and whether it is an error."""
+    """Outcome of the comparison for the user, and whether it is an error."""
 
     text: str
     agrees: bool = True
 
 
 def evaluated(run: Run, task: Task, strategy: Strategy) -> Evaluated:
-    """The losses of a few examples by the model that is exported, as evaluations compute them. Collective."""
+    """Evaluate a few examples with the exported model, as evaluations do. Collective."""
     why = _why_not(run, task)
     raw_rows = RawRows.of(task.prepared.facts)
     if why or raw_rows is None:
@@ -78,8 +78,9 @@ def evaluated(run: Run, task: Task, strategy: Strategy) -> Evaluated:
             losses.append(float(loss) / task.count_targets(columns, rows))
     scored: dict[str, float] = {}
     if raw_rows.examples is None and not low_precision(run):
-        few = columns.select(raw_rows.at[places])  # by themselves: of a large split tasks score evenly spread rows
-        # in one batch, as the export: padding moves what a family without a mask computes (FNet)
+        # as a split of their own: tasks score only evenly spread rows of a large split
+        few = columns.select(raw_rows.at[places])
+        # in one batch, as the export: padding changes the outputs of models without a mask (FNet)
         section = run.evaluate.model_copy(update={"batch_size": len(places)})
         at_once = run.model_copy(update={"evaluate": section})
         scored = evaluate(at_once, strategy.world, task, strategy, few, texts=False)
@@ -87,7 +88,7 @@ def evaluated(run: Run, task: Task, strategy: Strategy) -> Evaluated:
 
 
 def low_precision(run: Run) -> bool:
-    """Whether the run computes in bfloat16 or float16, whose rounding may move an answer."""
+    """Whether the run computes in bfloat16 or float16, whose rounding may change an answer."""
     return run.precision != "fp32" or run.model.trained_in_bfloat16
 
 
@@ -97,7 +98,7 @@ def _loss(task: Task, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 
 
 def _why_not(run: Run, task: Task) -> str:
-    """Why an export is not compared; empty: it is."""
+    """Explain why the export is not compared; empty if it is."""
     if not run.verify.plain:
         return "verify.plain is false"
     if task.own_model or "." in run.task.name or run.model.trust_remote_code:
@@ -112,7 +113,7 @@ def _why_not(run: Run, task: Task) -> str:
 
 
 def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: torch.device) -> ExportComparison:
-    """The export in a folder beside what was evaluated. Rank 0 only."""
+    """Compare the export in a folder with the evaluated losses. Rank 0 only."""
     if expected.why_not:
         return ExportComparison(f"the export was not compared: {expected.why_not}")
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -171,7 +172,7 @@ def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: tor
 
 
 def _scored(job: Plain, model: nn.Module, expected: Evaluated) -> list[tuple[str, float, float]]:
-    """The scores of all examples together, by the run and by the export, by name."""
+    """(name, the run's score, the export's score) of all examples together."""
     if not expected.scores:
         return []
     examples = job.encode(job.splits["train"])
@@ -184,7 +185,7 @@ def _scored(job: Plain, model: nn.Module, expected: Evaluated) -> list[tuple[str
 def _other_scores(
     job: Plain, model: nn.Module, expected: Evaluated, scored: list[tuple[str, float, float]]
 ) -> list[str]:
-    """A line for each score that differs by more than rounding."""
+    """Describe scores that differ by more than rounding."""
     others = {
         name: f"{name} {own:.7g} in this run, {theirs:.7g} by the export"
         for name, own, theirs in scored
@@ -195,8 +196,8 @@ def _other_scores(
 
 
 def _unstable_scores(job: Plain, model: nn.Module, expected: Evaluated) -> set[str]:
-    """Names of scores that rounding of the model's outputs moves: ranks of examples that score alike, correlations of
-    numbers that are nearly one."""
+    """Names of scores that rounding of the outputs changes: rankings of examples with near-equal scores, correlations
+    of near-constant values."""
     draw = torch.Generator().manual_seed(0)
 
     def round_(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -218,7 +219,7 @@ def _unstable_scores(job: Plain, model: nn.Module, expected: Evaluated) -> set[s
 
 
 def _scale(pairs: Sequence[tuple[float, float]]) -> float:
-    """The scale beside which small losses are compared: their mean, or a hundredth where all are small."""
+    """Scale relative to which small losses are compared: their mean, at least 0.01."""
     return max(1e-2, sum(abs(own) for own, _ in pairs if math.isfinite(own)) / max(1, len(pairs)))
 
 
@@ -227,25 +228,25 @@ def _line(error: Exception) -> str:
 
 
 class OtherExamples(Exception):
-    """The tokenizer of an export makes other examples than were trained."""
+    """The tokenizer of an export gives different examples than training used."""
 
 
 def loaded_job(run: Run, task: Task, folder: Path) -> Plain:
-    """The run as plain reads it, with the tokenizer of an export. Errors: `NotCovered`, and whatever loading raises."""
+    """The run for `lockstep.plain`, with the export's tokenizer. Errors: `NotCovered`, and whatever loading raises."""
     raw_rows = RawRows.of(task.prepared.facts)
     assert raw_rows is not None
     values = plain_sides.plain_file(run, task)
     if run.task.options.get("loss_chunk"):
-        values["task"] |= {"label_smoothing": 0.0}  # evaluations are without it
+        values["task"] |= {"label_smoothing": 0.0}  # not used in evaluations
     return Plain(values, str(folder), {"train": plain_sides.rows_of(task, raw_rows)}, plain_sides.labels_of(task))
 
 
 def exported_losses(
     run: Run, task: Task, job: Plain, model: nn.Module, places: Sequence[int]
 ) -> tuple[list[float], float]:
-    """The losses of the examples at these places, each a mean over its targets, by the export alone; and how far they
-    are from those in float32, relatively, at most. A model that was trained in bfloat16 is left in it. Errors:
-    `NotCovered`, `OtherExamples`, and whatever the model raises."""
+    """Losses of the examples at `places`, each a mean over its targets, by the export alone; and the largest relative
+    difference from float32. A model trained in bfloat16 stays in bfloat16. Errors: `NotCovered`, `OtherExamples`, and
+    whatever the model raises."""
     raw_rows = RawRows.of(task.prepared.facts)
     assert raw_rows is not None
     examples: list[dict[str, Any]] = job.encode(job.splits["train"])[: len(raw_rows.at)]
@@ -254,7 +255,7 @@ def exported_losses(
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
     device, losses = next(model.parameters()).device, dict[bool, list[float]]()
     for narrow in (False, True) if low_precision(run) else (False,):
-        if narrow and run.model.trained_in_bfloat16:  # as in the run: autocast keeps more than that in float32
+        if narrow and run.model.trained_in_bfloat16:  # as in the run: autocast keeps more in float32
             model.bfloat16()
         with torch.no_grad(), torch.autocast(device.type, low or torch.bfloat16, narrow and low is not None):
             pairs = [batch_loss(job, model, [examples[place]]) for place in places]
@@ -264,14 +265,14 @@ def exported_losses(
 
 
 def loaded(run: Run, task: Task, folder: Path) -> nn.Module:
-    """The export as others load it: in float32, in evaluation mode."""
+    """Load the export with transformers, in float32 and evaluation mode."""
     import transformers
 
     auto = getattr(transformers, heads.of(str(task.head)).auto)
     if not adapters.is_adapter(folder):
         try:
             return _without_cache(auto.from_pretrained(folder))
-        except ValueError:  # no Auto class knows it: such as the text part of a larger model
+        except ValueError:  # not known to an Auto class, e.g. the text part of a larger model
             kind = transformers.AutoConfig.from_pretrained(folder)
             return _without_cache(getattr(transformers, kind.architectures[0]).from_pretrained(folder))
     from peft import PeftModel
@@ -284,7 +285,8 @@ def loaded(run: Run, task: Task, folder: Path) -> nn.Module:
 
 
 def _without_cache(model: Any) -> nn.Module:
-    """In float32, for evaluation. Beside a cache transformers does not look for texts that are read by themselves."""
+    """Convert to float32 and evaluation mode. Without the cache, because with it transformers does not detect packed
+    texts."""
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = False
     evaluating: nn.Module = model.float().eval()

@@ -1,4 +1,4 @@
-"""`lockstep evaluate`: what an exported model scores, or one of a checkpoint; and where these models are.
+"""`lockstep evaluate`: score an exported model or a checkpoint, and locate these models.
 
 In: OUTPUT of a finished run, or one of its checkpoints. Out: metrics of its splits, as at the end of training.
 """
@@ -23,7 +23,7 @@ from lockstep.training.session import build_session, join_ranks
 
 
 def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Run, Path]:
-    """The run of an output folder, with overrides, and its export; of one of its checkpoints what an export of it is,
+    """Return the run of an output folder, with overrides, and its export folder; for a checkpoint, an equivalent export
     in the cache. Errors: `RunError`."""
     output, checkpoint = hub.parts(folder)
     require_output(output)
@@ -50,7 +50,7 @@ def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tupl
 
 
 def of_export(run: Run, export: Path, output: Path) -> Run:
-    """The run with the exported model, as one process."""
+    """The run with the exported model, in one process."""
     values: dict[str, Any] = run.model_dump(mode="json")
     if not adapters.is_adapter(export):
         remote = run.model.trust_remote_code
@@ -67,8 +67,8 @@ def of_export(run: Run, export: Path, output: Path) -> Run:
 def scores(
     output: Path, split: str | None, overrides: Sequence[str] | Mapping[str, Any]
 ) -> tuple[str, dict[str, dict[str, float]]]:
-    """The name of the data, and metrics of a split (default: validation, and test where there is one). This process
-    becomes the only rank of a job. Errors: `RunError`."""
+    """Name of the data, and metrics by split (default: validation, and test if there is one). This process becomes the
+    only rank of a job. Errors: `RunError`."""
     run, export = finished(output, overrides)
     alone = of_export(run, export, run.folder)
     world = World(alone)
@@ -83,7 +83,7 @@ def scores(
         adapters.load(strategy.model, export)
     if isinstance(task, Calibrates):
         task.calibrate(task.calibration_in(export))
-        if task.needs_calibration and split_names != ["validation"]:  # of a checkpoint that was not evaluated
+        if task.needs_calibration and split_names != ["validation"]:  # a checkpoint without an evaluation
             task.calibrate(evaluated(alone, world, task, strategy, task.splits["validation"]))
     metrics = {name: evaluated(alone, world, task, strategy, task.splits[name]) for name in split_names}
     strategy.close()
@@ -93,7 +93,7 @@ def scores(
 
 
 def evaluate(output: Path, split: str | None, overrides: list[str]) -> int:
-    """Print the metrics of a split (default: validation, and test where there is one). Returns the exit status."""
+    """Print the metrics of a split (default: validation, and test if there is one). Returns the exit status."""
     source, of_splits = scores(output, split, overrides)
     console = Console(True)
     console.facts({"model": str(output if hub.parts(output)[1] else output / "export"), "data": source})

@@ -1,7 +1,7 @@
-"""The numbers of a run before it starts: its data, its model, its steps, tokens a step, and memory by a formula.
+"""Statistics of a run before it starts: data, model, steps, tokens per step, and estimated memory.
 
 In: a run, its prepared data and the number of processes. Out: facts for `lockstep plan`. The model is built on the meta
-device, where it takes no memory, once for each that is asked about; nothing is trained.
+device, where it takes no memory; nothing is trained.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from lockstep.tasks.models import config_checks, model_configs, quantized
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
 
-PART = 17  # beside the seed, so that a part of validation is drawn as nothing else is
-LOOKED_AT = 32  # steps, evenly spread, whose tokens are counted
+PART = 17  # combined with the seed, so that the validation subset has its own random stream
+LOOKED_AT = 32  # evenly spaced steps whose tokens are counted
 
 
 def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
-    """Rows of a table."""
+    """Rows of the table that `lockstep plan` prints."""
     task: Task = plugins.find("tasks", run.task.name)(run, prepared)
     feed = StepLoader(run, task, [], torch.device("cpu"))
     of = model_facts(run, task)
@@ -64,18 +64,18 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a plan says of a model's weights."""
+    """Facts about a model's weights for a plan."""
 
-    every: int  # parameters
+    every: int  # all parameters
     trained: int
-    packed: int  # kept in 4 bits
-    state_bytes: float  # of the optimizer, for each parameter that is trained
-    treatment: str  # the optimizer's groups
+    packed: int  # parameters stored in 4 bits
+    state_bytes: float  # optimizer state per trained parameter
+    treatment: str  # description of the optimizer's groups
 
 
 def model_facts(run: Run, task: Task) -> ModelFacts:
-    """From an empty model. Of a built-in task with a model of transformers' own code they are kept in the cache: the
-    import of its models takes longer than the rest of a plan. Errors: `RunError`."""
+    """Compute the facts from a model without weights. Cached for a built-in task with one of transformers' own models,
+    whose import takes longer than the rest of a plan. Errors: `RunError`."""
 
     def computed() -> ModelFacts:
         model = freeze(run, task.model(empty=True))
@@ -100,19 +100,20 @@ def _versions() -> list[str]:
 
 
 def _code() -> str:
-    """A hash of the source that builds models and groups their weights."""
+    """Hash of the source code that builds models and groups their weights."""
     ours = Path(__file__).parents[1]
     files = sorted(path for name in ("tasks", "strategies") for path in (ours / name).rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in [*files, Path(__file__)])).hexdigest()
 
 
 def counts(model: nn.Module) -> tuple[int, int]:
-    """Parameters of a model, and how many of them are trained."""
+    """(parameters, trained parameters) of a model."""
     return quantized.parameters(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def resolve_options(run: Run, task: Task, world: World) -> Run:
-    """The run with what its strategy leaves to the memory of the machines. The same on every rank. Collective."""
+    """Return the run with the strategy options that depend on the machines' memory filled in; equal on every rank.
+    Collective."""
     cls = strategy_class(run)
     if not issubclass(cls, ChoosesByMemory) or not cls.needs_memory_to_resolve(run):
         return run
@@ -121,14 +122,14 @@ def resolve_options(run: Run, task: Task, world: World) -> Run:
 
 
 def check_names(run: Run, prepared: Prepared) -> None:
-    """Refuse patterns of weights' names that match none, before any process starts. Errors: `RunError`."""
+    """Refuse patterns of parameter names that match nothing, before any process starts. Errors: `RunError`."""
     if run.model.freeze or run.optim.groups or run.optim.layerwise_lr_decay < 1:
         task: Task = plugins.find("tasks", run.task.name)(run, prepared)
         assigned(run.optim, freeze(run, task.model(empty=True)))
 
 
 def treatment(run: Run, model: nn.Module) -> str:
-    """The optimizer, and what of its weights has a rate, a decay or a rule of its own."""
+    """Describe the optimizer, and the weights with a learning rate, decay or rule of their own."""
     counts: dict[ParamGroupSpec, int] = {}
     for how in assigned(run.optim, model).values():
         counts[how] = counts.get(how, 0) + 1
@@ -142,14 +143,14 @@ def treatment(run: Run, model: nn.Module) -> str:
 
 
 def data(task: Task) -> str:
-    """Where the examples are from, and how many there are."""
+    """Describe the source and number of examples."""
     sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
     mean = f"; mean {task.splits['train'].mean_length:.1f} {task.unit}" if task.unit else ""
     return f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task.prepared.facts)}"
 
 
 def check_average(run: Run, prepared: Prepared) -> None:
-    """Errors: `RunError`, where a run writes fewer checkpoints than `average.last` takes the mean of."""
+    """Refuse a run that writes fewer checkpoints than `average.last` averages. Errors: `RunError`."""
     if run.average.last is None:
         return
     feed = StepLoader(run, plugins.find("tasks", run.task.name)(run, prepared), [], torch.device("cpu"))
@@ -163,7 +164,7 @@ def check_average(run: Run, prepared: Prepared) -> None:
 
 
 def length(run: Run, feed: StepLoader) -> str:
-    """Steps and epochs, and the evaluations and checkpoints between them."""
+    """Describe steps, epochs, and the number of evaluations and checkpoints."""
     each = feed.order.steps_per_epoch
     evaluations = (feed.total - 1) // every if (every := feed.interval(run.evaluate.every)) else 0
     return (
@@ -173,7 +174,7 @@ def length(run: Run, feed: StepLoader) -> str:
 
 
 def too_few(run: Run, prepared: Prepared) -> list[str]:
-    """That a step is smaller than the run file says, because there are no more examples."""
+    """Note that there are fewer examples than the batch size, so that a step is smaller."""
     file = prepared.splits["train"]
     examples = sum(stream.read_index(Path(file))["examples"]) if file.endswith(stream.ENDING) else examples_in(file)
     if examples >= run.batch_size:
@@ -186,8 +187,8 @@ def too_few(run: Run, prepared: Prepared) -> list[str]:
 
 
 def remarks(run: Run, prepared: Prepared) -> list[str]:
-    """Notes on a run's data and on the entries of its model's config, which stop nothing. Errors: `RunError` when the
-    cache cannot be written."""
+    """Notes on a run's data and on its model config that stop nothing. Errors: `RunError` if the cache cannot be
+    written."""
     task: Any = plugins.find("tasks", run.task.name)
     idle = [note for note in idle_keys(run, task, prepared.facts) if applies(note, run)]
     about_data = [*too_few(run, prepared), *unused_links(run), *warnings(prepared.facts), *idle]
@@ -195,7 +196,7 @@ def remarks(run: Run, prepared: Prepared) -> list[str]:
 
 
 def idle_keys(run: Run, task: type[Task], facts: Mapping[str, Any]) -> list[str]:
-    """Notes on keys that change nothing beside the task's others, or on these data."""
+    """Notes on keys that have no effect with the task's other keys or these data."""
     notes = task.idle_keys(run, facts)
     if facts.get("own_validation"):
         share = f"{run.data.validation_fraction:g}"
@@ -204,7 +205,7 @@ def idle_keys(run: Run, task: type[Task], facts: Mapping[str, Any]) -> list[str]
 
 
 def unused_links(run: Run) -> list[str]:
-    """That no sum travels as `strategy.all_reduce` says."""
+    """Note that `strategy.all_reduce` has no effect."""
     strategy = run.strategy
     if strategy.all_reduce == "auto" or (strategy.exact and strategy_class(run).chooses_links):
         return []
@@ -213,8 +214,8 @@ def unused_links(run: Run) -> list[str]:
 
 
 def units(feed: StepLoader) -> str:
-    """Tokens (or what else counts an example's length) of a step, with and without padding."""
-    last = 0 if isinstance(feed.columns, Streamed) else feed.total - 1  # later in a stream is another window to read
+    """Describe the tokens (or other length units) of a step, with and without padding."""
+    last = 0 if isinstance(feed.columns, Streamed) else feed.total - 1  # later steps of a stream need other windows
     steps = np.unique(np.linspace(0, last, min(LOOKED_AT, feed.total)).astype(int))
     sampled = [feed.make(int(step)) for step in steps]
     real, padded = (sum(getattr(batch, name) for batch in sampled) for name in ("tokens", "padded"))
@@ -222,13 +223,13 @@ def units(feed: StepLoader) -> str:
 
 
 def padding(run: Run, task: Task) -> dict[str, str]:
-    """That padding is computed where the run asks for none, and why."""
+    """Explain why padding is computed although the run requests none; empty if it is not."""
     why = task.padded_because if run.data.padding == "none" and task.head is not None else None
     return {"padding": f"computed, as with data.padding=batch: {why}"} if why else {}
 
 
 def validation_rows(run: Run, columns: Columns) -> np.ndarray | None:
-    """The examples of validation that evaluations use, int64, drawn with the seed; None: all."""
+    """Validation examples that evaluations use, drawn with the seed: int64. None: all."""
     most = run.evaluate.limit
     if most is None or most >= len(columns):
         return None
@@ -236,7 +237,7 @@ def validation_rows(run: Run, columns: Columns) -> np.ndarray | None:
 
 
 def selection_lines(run: Run, task: Task) -> dict[str, str]:
-    """Lines about evaluation and export, where these are not of all of validation and of the last weights."""
+    """Lines about evaluation and export, if they do not use all of validation or not the last weights."""
     lines, of = {}, len(task.splits["validation"])
     if run.evaluate.limit is not None and run.evaluate.limit < of:
         lines["evaluation"] = f"{run.evaluate.limit:,} of {of:,} validation examples, drawn with the seed"
@@ -247,8 +248,8 @@ def selection_lines(run: Run, task: Task) -> dict[str, str]:
 
 
 def memory(run: Run, processes: int, every: int, trained: int, packed: int = 0, state: float | None = None) -> str:
-    """Memory of a process, by a formula: weights of `every` parameter, `packed` of them in 4 bits; the rest of those
-    that are trained, the optimizer's `state` of each among it."""
+    """Estimate the memory of a process by a formula. `every`: all parameters; `packed`: those in 4 bits; `trained`:
+    trained ones; `state`: optimizer state per trained parameter."""
     sizes, note = bytes_by_kind(run, processes, every, trained, packed, state)
     parts = ", ".join(f"{name} {size(each)}" for name, each in sizes.items() if each or name != "partial sums")
     of_layers = " of one layer at a time" * run.model.checkpoint_activations
@@ -262,21 +263,21 @@ def memory(run: Run, processes: int, every: int, trained: int, packed: int = 0, 
 def bytes_by_kind(
     run: Run, processes: int, every: int, trained: int, packed: int, state: float | None
 ) -> tuple[dict[str, float], str]:
-    """Bytes by kind, and what was decided for it."""
+    """Estimated bytes by kind, and a note on options chosen for them."""
     cls, note = strategy_class(run), ""
     if issubclass(cls, ChoosesByMemory) and cls.needs_memory_to_resolve(run):
         run = cls.resolve_options(run, processes, every, trained, capacity(pick_device(run, 0), processes))
         cls, note = strategy_class(run), f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
     each = cls.bytes_held(run, processes, state) | {"partial sums": cls.partial_sums(run, processes)}
-    # the frozen matrices of an adapter's base; its vectors, which are float32, are few
-    low = 0.5 if run.model.adapter and run.model.dtype == "bfloat16" else 1.0  # of float32's bytes
+    # an adapter's base has frozen bfloat16 matrices; its float32 vectors are few
+    low = 0.5 if run.model.adapter and run.model.dtype == "bfloat16" else 1.0  # relative to float32
     weights = trained + low * (every - trained - packed) + quantized.BYTES / 4 * packed
     return {name: bytes_ * (weights if name == "weights" else trained) for name, bytes_ in each.items()}, note
 
 
 def shortage(run: Run, prepared: Prepared, processes: int, there: float) -> str | None:
-    """Why a run cannot fit into what a process has, by the formula, which counts what every step needs at least; None:
-    it may. What an engine keeps in the host's memory instead of a GPU's is not looked at."""
+    """Explain why a run cannot fit into a process's memory, by the lower bound of the formula, or return None if it
+    may. Ignores engines that offload from the GPU to host memory."""
     if "offload" in str(run.strategy.options):
         return None
     of = model_facts(run, plugins.find("tasks", run.task.name)(run, prepared))
@@ -291,7 +292,7 @@ def shortage(run: Run, prepared: Prepared, processes: int, there: float) -> str 
 
 
 def size(count: float) -> str:
-    """Bytes in a unit that fits."""
+    """Format bytes with a suitable unit."""
     for unit, power in (("GB", 9), ("MB", 6)):
         if count >= 10**power:
             return f"{count / 10**power:.1f} {unit}"
@@ -299,10 +300,10 @@ def size(count: float) -> str:
 
 
 def evaluated_at_once(run: Run) -> int:
-    """Examples of an evaluation batch on a rank."""
+    """Examples per evaluation batch on a rank."""
     return run.evaluate.batch_size or usual_batch(run)
 
 
 def usual_batch(run: Run) -> int:
-    """Examples of a batch without backward, by keys that decide the weights alone."""
+    """Default number of examples in a batch without backward; depends only on keys that determine the weights."""
     return max(32, 4 * run.batch_size // run.micro_batches)

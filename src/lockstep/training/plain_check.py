@@ -1,12 +1,12 @@
-"""The comparison before the first step: loss and gradient of a few examples, by the run's own path and by a plain one.
+"""Before the first step, compare loss and gradient of a few examples with a plain transformers computation.
 
-In: a session, and the raw rows that were kept when its data were prepared. Out: what is said of it, or an error that
-has both numbers and names the option that makes the difference: options are switched off one by one. The plain path is
-`lockstep.plain`: the rows, the model's tokenizer, a padded batch, and a model of transformers whose tensors are the
-run's own, so that no second model is in memory. Nothing is left behind: no gradient, no number drawn, no file.
+In: a session, and the raw rows kept by data preparation. Out: a description, or an error with both numbers and the
+option that causes the difference, identified by disabling options one by one. The plain path is `lockstep.plain`: the
+rows, the model's tokenizer, a padded batch, and a transformers model that shares the run's tensors, so that no second
+model is in memory. The check leaves no gradients, files or changes to random generators.
 
-How far both may be apart is measured by the plain path: in float32 by weights whose last bit is another, in half
-precision by what half precision makes of the plain path itself.
+The plain path also measures the tolerance: in float32 by the effect of a change in the last bit of the weights, in half
+precision by the effect of half precision on the plain path itself.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from lockstep.training.plain_measures import drawn_examples, masked, perturbed, 
 from lockstep.training.plain_sides import Elsewhere, OtherTokens, PlainFailed, Sides, device_of, plain_path, sides_of
 from lockstep.training.session import Session
 
-_NEW_WEIGHTS = ("model.adapter", "model.quantization")  # without them the model has others
+_NEW_WEIGHTS = ("model.adapter", "model.quantization")  # disabling them changes the set of weights
 
 
 def cause(sides: Sides, strategy: Strategy) -> str:
-    """Describe the option that makes the difference."""
+    """Describe the option that causes the difference."""
     if sides.task.own_model:
         return (
             "Your own functions, called as they are written, compute something else than the run: look at task.loss "
@@ -56,7 +56,7 @@ def cause(sides: Sides, strategy: Strategy) -> str:
         return text
     try:
         anew = not differences(_sides(sides, "", sides.run.model_dump(mode="json")), strategy)
-    except Exception:  # a model that cannot be built a second time
+    except Exception:  # the model cannot be built a second time
         anew = False
     if anew:
         return (
@@ -67,7 +67,7 @@ def cause(sides: Sides, strategy: Strategy) -> str:
     for key, values in _without(sides.run, sides.task):
         try:
             agrees = not differences(_sides(sides, key, values), strategy)
-        except Exception:  # the run cannot be without it
+        except Exception:  # the run requires this option
             continue
         tried.append(key)
         if agrees:
@@ -77,7 +77,7 @@ def cause(sides: Sides, strategy: Strategy) -> str:
 
 
 def _of_examples(sides: Sides) -> str | None:
-    """Where the tokens of an example are others already; None: they are not."""
+    """Describe the first difference in the tokens of an example, or return None."""
     if len(sides.examples) != len(sides.at):
         return f"The examples are others: {len(sides.at)} here, {len(sides.examples)} by the model's tokenizer alone"
     if "input_ids" not in sides.columns.names:
@@ -94,7 +94,7 @@ def _of_examples(sides: Sides) -> str | None:
 
 
 def _without(run: Run, task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Keys that may make a difference, each with the run file without it."""
+    """Yield keys that may cause a difference, each with the run file that disables it."""
 
     def other(section: str, key: str, value: Any) -> tuple[str, dict[str, Any]]:
         values: dict[str, Any] = run.model_dump(mode="json")
@@ -120,7 +120,7 @@ def _without(run: Run, task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _sides(sides: Sides, key: str, values: dict[str, Any]) -> Sides:
-    """Both sides of the run without an option. Its weights are the same, where the option leaves them alone."""
+    """Both sides for the run without an option, with the same weights if the option does not affect them."""
     run = Run.model_validate(values)
     task = type(sides.task)(run, sides.task.prepared)
     if key in _NEW_WEIGHTS or sides.run.model.dtype != "float32":
@@ -135,48 +135,48 @@ def _sides(sides: Sides, key: str, values: dict[str, Any]) -> Sides:
     return replace(sides, run=run, task=task, model=model, plain=plain, job=job)
 
 
-EXAMPLES = 3  # that are computed together, at most
-CHUNK = 2**16  # numbers of a weight that are measured together: they stay in the cache in float64
+EXAMPLES = 3  # maximum examples computed together
+CHUNK = 2**16  # elements measured at once: they fit the cache in float64
 FACTOR = 10.0  # allowed difference, as a multiple of the effect of a weight's last bit or of half precision
 
 
 @dataclass(frozen=True)
 class PlainTolerance:
-    """Tolerances: relative differences of two correct computations. docs/how-to/verify.md has their source."""
+    """Tolerances, as relative differences of two correct computations. See docs/how-to/verify.md for their source."""
 
     loss: float
-    gradient: float  # of the norm of the whole gradient
+    gradient: float  # relative to the norm of the whole gradient
 
     def at_least(self, measured: PlainTolerance) -> PlainTolerance:
-        """Or so many times what was measured, where that is more."""
+        """The maximum of these tolerances and FACTOR times the measured differences."""
         return PlainTolerance(max(self.loss, FACTOR * measured.loss), max(self.gradient, FACTOR * measured.gradient))
 
 
-DRAWS = 4  # of other last bits, where half precision seems to differ by more than it does by itself
-LEAST = PlainTolerance(1e-5, 1e-4)  # both in float32, whatever rounding comes to
-LEAST_LOW = PlainTolerance(1e-3, 1e-2)  # the run's own in bfloat16 or float16
+DRAWS = 4  # perturbations of the last bit to try if half precision exceeds its measured tolerance
+LEAST = PlainTolerance(1e-5, 1e-4)  # minimum tolerance, both in float32
+LEAST_LOW = PlainTolerance(1e-3, 1e-2)  # minimum tolerance, run in bfloat16 or float16
 
 
 @dataclass(frozen=True)
 class PlainNumbers:
-    """The loss and gradients of a batch, by one path."""
+    """Loss and gradients of a batch, computed by one path."""
 
     loss: float  # mean over targets, in training mode
-    evaluated: float | None  # the same in evaluation mode; None: the run computes no such loss then
+    evaluated: float | None  # as `loss`, in evaluation mode; None: the run has no loss in evaluation mode
     targets: float
-    gradient: dict[str, tuple[float, float]]  # of each weight: its norm, and its product with the weight
+    gradient: dict[str, tuple[float, float]]  # weight -> (norm of its gradient, product of gradient and weight)
 
     @property
     def norm(self) -> float:
-        """Of the whole gradient."""
+        """Norm of the whole gradient."""
         return math.sqrt(sum(norm**2 for norm, _ in self.gradient.values()))
 
 
 @dataclass(frozen=True)
 class PlainDifference:
-    """Two numbers that should be the same but for rounding."""
+    """Two numbers that should be equal within rounding."""
 
-    of: str  # which examples
+    of: str  # group of examples
     what: str
     own: float
     plain: float
@@ -185,8 +185,8 @@ class PlainDifference:
 
     @property
     def wrong(self) -> bool:
-        """Whether it is more than rounding."""
-        return not self.relative <= self.allowed  # NaN, too
+        """Whether the difference exceeds rounding."""
+        return not self.relative <= self.allowed  # also true for NaN
 
     def __str__(self) -> str:
         return (
@@ -199,9 +199,9 @@ class PlainDifference:
 
 
 def check(session: Session, causes: Callable[[Sides, Strategy], str]) -> str:
-    """Compare, on rank 0, and say on all ranks what was compared. `causes`: asked for the option that makes a
-    difference. Weights from a source are compared by name with those that `from_pretrained` loads, on all ranks.
-    Collective. Errors: `TrainingFailed` on every rank, for a difference."""
+    """Compare on rank 0, and return on all ranks a description of the comparison. `causes`: called to identify the
+    option that causes a difference. All ranks compare weights from a source by name with those that `from_pretrained`
+    loads. Collective. Errors: `TrainingFailed` on every rank, if there is a difference."""
     run, world = session.run, session.world
     if not run.verify.plain:
         return "not compared with a plain computation (verify.plain is false)"
@@ -221,7 +221,7 @@ def check(session: Session, causes: Callable[[Sides, Strategy], str]) -> str:
 
 
 def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tuple[bool, str]:
-    """Whether training may begin, and what is said."""
+    """(whether training may start, description)."""
     strategy = session.strategy
     try:
         sides = sides_of(session.run, session.task, strategy, first_micro_batch(session))
@@ -232,7 +232,7 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
     except OtherTokens as caught:
         return False, f"before the first step: {caught}"
     except PlainFailed as caught:
-        if session.task.own_model:  # which may ask for more than one item, or for what is there once
+        if session.task.own_model:  # may need more than one item, or a resource that exists once
             return True, f"not compared with a plain computation: your code cannot be called again ({caught})"
         return False, (
             f"before the first step: the comparison with a plain computation fails ({caught}), so that nothing is "
@@ -268,7 +268,7 @@ def _repeatable(sides: Sides, strategy: Strategy) -> bool:
 
 
 def first_micro_batch(session: Session) -> np.ndarray:
-    """Numbers of the examples that the first micro-batch of the first step has: int64; none of a stream."""
+    """Indices of the examples in the first micro-batch of the first step: int64; empty for a stream."""
     feed = session.feed
     if isinstance(feed.columns, Streamed):
         return np.empty(0, np.int64)
@@ -278,7 +278,7 @@ def first_micro_batch(session: Session) -> np.ndarray:
 
 
 def differences(sides: Sides, strategy: Strategy) -> list[PlainDifference]:
-    """Differences of more than rounding, over all groups of examples. Errors: `NotCovered`."""
+    """Differences beyond rounding, over all groups of examples. Errors: `NotCovered`."""
     differing: list[PlainDifference] = []
     inside = isinstance(strategy, Accelerated) and sides.run.precision == "bf16"
     strict = takes_float32(sides.run, sides.task) and not inside
@@ -288,7 +288,7 @@ def differences(sides: Sides, strategy: Strategy) -> list[PlainDifference]:
     if strict:
         for name, places in groups.items():
             own = own_numbers(sides, places, strategy.autocast(False))
-            if compared(name, own, plain[name], LEAST):  # rounding may be larger, and is measured only then
+            if compared(name, own, plain[name], LEAST):  # measure rounding only if it exceeds the minimum tolerance
                 measured = largest_differences(perturbed_numbers(sides, places), plain[name])
                 differing += compared(name, own, plain[name], LEAST.at_least(measured))
     if low:
@@ -298,7 +298,7 @@ def differences(sides: Sides, strategy: Strategy) -> list[PlainDifference]:
             apart_low = [d for name in groups for d in compared(f"{name} in {low}", own_low[name], plain[name], within)]
             if not apart_low:
                 break
-            if draw < DRAWS:  # gradients that cancel hold rounding alone, which one draw may leave as it was by chance
+            if draw < DRAWS:  # gradients that cancel are pure rounding error, which one draw may not change
                 with perturbed(sides.plain, low, draw):
                     within = within.at_least(half_precision(sides, groups, plain))
         differing += apart_low
@@ -306,7 +306,7 @@ def differences(sides: Sides, strategy: Strategy) -> list[PlainDifference]:
 
 
 def groups_of(sides: Sides) -> dict[str, list[int]]:
-    """Which examples are computed together, by what is special about them: places in `sides.at`."""
+    """Groups of examples to compute together, by their special property -> indices into `sides.at`."""
     groups = raw_rows.groups([int(n) for n in sides.columns.lengths[sides.at]], EXAMPLES)
     if sides.first:
         del groups["the first examples"]
@@ -315,16 +315,16 @@ def groups_of(sides: Sides) -> dict[str, list[int]]:
 
 
 def takes_float32(run: Run, task: Task) -> bool:
-    """Whether the run's own path can be computed in float32: not by kernels of half precision, nor with weights in it,
-    nor beside what the model said before training in half precision."""
+    """Whether the run's own path can run in float32: not with half-precision kernels or weights, nor with reference
+    outputs computed in half precision."""
     if run.precision != "fp32" and task.needs_reference:
         return False
     return run.model.attention in (None, "sdpa", "eager") and not run.model.trained_in_bfloat16
 
 
 def compared(of: str, own: PlainNumbers, plain: PlainNumbers, within: PlainTolerance) -> list[PlainDifference]:
-    """What of two computations of the same examples differs by more than that; of weights the one that differs most,
-    and only where the whole gradient does not."""
+    """Differences of two computations of the same examples beyond the tolerance; for weights, only the largest, and
+    only if the whole gradient agrees."""
     whole, of_weights = all_of(of, own, plain, within)
     most = max(of_weights, key=lambda each: each.relative, default=None)
     wrong = [each for each in whole if each.wrong]
@@ -332,7 +332,7 @@ def compared(of: str, own: PlainNumbers, plain: PlainNumbers, within: PlainToler
 
 
 def largest_differences(a: PlainNumbers, b: PlainNumbers) -> PlainTolerance:
-    """The largest differences of two computations of the same examples."""
+    """Largest differences between two computations of the same examples."""
     whole, of_weights = all_of("", a, b, LEAST)
     losses = [each.relative for each in whole if "loss" in each.what]
     return PlainTolerance(max(losses), max(each.relative for each in [*whole, *of_weights] if "gradient" in each.what))
@@ -341,7 +341,7 @@ def largest_differences(a: PlainNumbers, b: PlainNumbers) -> PlainTolerance:
 def all_of(
     of: str, own: PlainNumbers, plain: PlainNumbers, within: PlainTolerance
 ) -> tuple[list[PlainDifference], list[PlainDifference]]:
-    """Two computations of the same examples beside each other: the numbers of all, and those of each weight."""
+    """Compare two computations of the same examples: (differences of the whole, differences per weight)."""
     whole = max(plain.norm, 1e-30)
     numbers = [
         ("the number of targets", own.targets, plain.targets, 1e-9),
@@ -366,7 +366,7 @@ def _distance(a: float, b: float) -> float:
 
 
 def relative(a: float, b: float) -> float:
-    """Their difference, relative to the second."""
+    """Relative difference of `a` from `b`; infinite if either is not finite."""
     return abs(a - b) / max(abs(b), 1e-30) if math.isfinite(a) and math.isfinite(b) else math.inf
 
 
@@ -374,10 +374,10 @@ def relative(a: float, b: float) -> float:
 
 
 def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) -> PlainNumbers:
-    """Compute them as a step of the run does."""
+    """Compute loss and gradients as a step of the run does."""
     task, model, run = sides.task, sides.model, sides.run
     rows = sides.at[list(places)]
-    seed_everything(run.seed, 0, 0, 1)  # for a task whose collate draws
+    seed_everything(run.seed, 0, 0, 1)  # for a task whose collate uses random numbers
     micro = task.collate_at(sides.columns, rows, 0, 0).to(device_of(model))
     targets = task.count_targets_at(sides.columns, rows, 0)
 
@@ -392,7 +392,7 @@ def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) 
 def plain_numbers(
     sides: Sides, places: Sequence[int], precision: AbstractContextManager[Any] | None = None
 ) -> PlainNumbers:
-    """Compute them with transformers and torch alone. Errors: `NotCovered`, `PlainFailed`."""
+    """Compute loss and gradients with transformers and torch alone. Errors: `NotCovered`, `PlainFailed`."""
     count = 0.0
     with plain_path():
         examples = _plain_examples(sides, places)
@@ -416,13 +416,13 @@ def plain_numbers(
 
 
 def perturbed_numbers(sides: Sides, places: Sequence[int]) -> PlainNumbers:
-    """The plain ones from weights whose last bit is another; the weights are put back."""
+    """`plain_numbers` with weights perturbed in the last bit; restores the weights."""
     with perturbed(sides.plain, "fp32"):
         return plain_numbers(sides, places)
 
 
 class Uncast(nn.Module):
-    """A model that computes in float32 also where autocast is on."""
+    """A model that computes in float32 even under autocast."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -436,8 +436,8 @@ class Uncast(nn.Module):
 def half_precision(
     sides: Sides, groups: Mapping[str, Sequence[int]], plain: Mapping[str, PlainNumbers]
 ) -> PlainTolerance:
-    """What the run's half precision makes of the plain path, beside its float32: the largest differences of all groups.
-    What preferences are compared with, the model before training, stays in float32."""
+    """Largest differences, over all groups, between the plain path in the run's half precision and in float32. The
+    reference model of preference learning stays in float32."""
     job, model = copy.copy(sides.job), sides.plain
     job.reference = Uncast(model)
     if sides.run.model.trained_in_bfloat16:
@@ -452,7 +452,7 @@ def half_precision(
 
 
 def _plain_examples(sides: Sides, places: Sequence[int]) -> list[dict[str, Any]]:
-    """The examples of a group as the plain path makes them."""
+    """Examples of a group, as the plain path creates them."""
     if sides.run.task.name == "module":
         return drawn_examples(
             sides.run, sides.job, "train", sides.at[list(places)].tolist(), (0, 0), device_of(sides.model)
@@ -462,7 +462,8 @@ def _plain_examples(sides: Sides, places: Sequence[int]) -> list[dict[str, Any]]
 
 
 def _masked(sides: Sides, places: Sequence[int], examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Examples with the masks that the run draws for them. Errors: `PlainFailed` where those are not theirs."""
+    """Examples with the masks that the run draws for them. Errors: `PlainFailed`, if the masks do not fit the
+    examples."""
     micro = sides.task.collate_at(sides.columns, sides.at[list(places)], 0, 0)
     rows = zip(micro.inputs["input_ids"].tolist(), micro.targets.tolist(), examples, strict=True)
     with plain_path():
@@ -473,9 +474,9 @@ def _masked(sides: Sides, places: Sequence[int], examples: list[dict[str, Any]])
 
 
 def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float) -> PlainNumbers:
-    """Loss and gradient in training mode, and loss in evaluation mode, without dropout. Gradients go to no weight:
-    hooks on weights do not run. Buffers, such as running statistics, are afterwards what they were: both paths begin
-    with the same ones."""
+    """Loss and gradient in training mode, and loss in evaluation mode, without dropout. Gradients are not accumulated
+    in weights, so hooks on weights do not run. Buffers, such as running statistics, are restored, so that both paths
+    start from the same ones."""
     with preserved(model), without_dropout(model):
         try:
             model.eval()
@@ -497,8 +498,8 @@ def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float
 
 
 def _measured(gradient: Tensor, weight: Tensor) -> tuple[float, float]:
-    """The norm of a gradient, and its product with the weight over the weight's norm. In float64, by chunks that stay
-    in the cache: a whole copy takes ten times as long, and twice the memory of the weight."""
+    """Norm of a gradient, and its product with the weight divided by the weight's norm. In float64, in chunks that fit
+    the cache: a whole copy takes ten times as long and twice the memory of the weight."""
     sums = torch.zeros(3, dtype=torch.float64, device=weight.device)
     for part, own in zip(gradient.reshape(-1).split(CHUNK), weight.reshape(-1).split(CHUNK), strict=True):
         part, own = part.double(), own.double()
@@ -509,7 +510,7 @@ def _measured(gradient: Tensor, weight: Tensor) -> tuple[float, float]:
 
 @contextmanager
 def undrawn(device: torch.device) -> Iterator[None]:
-    """The generators of Python, numpy and torch afterwards are where they were."""
+    """Context that restores the random generators of Python, numpy and torch."""
     state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

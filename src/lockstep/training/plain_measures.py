@@ -1,8 +1,7 @@
-"""What a comparison with the plain reference does to both sides: no dropout, weights a last bit apart, masks that were
-drawn once.
+"""Modifications of both sides of a comparison with the plain reference: no dropout, perturbed weights, fixed masks.
 
-In: models and examples of either side. Out: the same numbers to compare. The reference itself (`lockstep.plain`) knows
-nothing of it.
+In: models and examples of either side. Out: the same, modified. The reference itself (`lockstep.plain`) does not depend
+on this module.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from lockstep.tasks.modules import dataset as own_data
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Every probability of dropout is 0 in here, and the noise of routers (`router_jitter_noise`): of modules, of
-    numbers that modules keep, of the config."""
+    """Context without dropout and router noise (`router_jitter_noise`): sets them to 0 in modules, module attributes
+    and the config."""
     before: list[tuple[Any, str, Any]] = []
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) and hasattr(c, "__dict__")}
     for holder in [*model.modules(), *configs.values()]:
@@ -44,7 +43,8 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def perturb_(model: nn.Module, precision: str, seed: int = 0) -> None:
-    """Every weight one step up or down, at random, among the numbers that are computed with: a bfloat16 has 8 bits."""
+    """Move every weight one unit in the last place of the computing precision (8 bits for bfloat16), up or down at
+    random."""
     draw, unit = torch.Generator().manual_seed(seed), 2.0**-23 if precision == "fp32" else 2.0**-9
     for parameter in model.parameters():
         signs = torch.where(torch.rand(parameter.shape, generator=draw) < 0.5, 1.0, -1.0).to(parameter)
@@ -53,7 +53,7 @@ def perturb_(model: nn.Module, precision: str, seed: int = 0) -> None:
 
 @contextmanager
 def perturbed(model: nn.Module, precision: str, seed: int = 0) -> Iterator[None]:
-    """Weights are a last bit apart in here (`perturb_`), and afterwards what they were."""
+    """Context with perturbed weights (`perturb_`); restores them."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     try:
         perturb_(model, precision, seed)
@@ -65,8 +65,8 @@ def perturbed(model: nn.Module, precision: str, seed: int = 0) -> Iterator[None]
 
 
 def masked(job: Any, example: dict, read: list[int], predicted: list[int]) -> dict[str, Any]:
-    """An example with masks that were drawn elsewhere, once they are seen to be its own and as many as the run file
-    says. Errors: `ValueError`."""
+    """An example with given masks, after checking that they fit the example and the run file's masking rate. Errors:
+    `ValueError`."""
     ids, task = example["input_ids"], job.run["task"]
     hidden = [label != IGNORED for label in predicted]
     right = all(
@@ -82,7 +82,7 @@ def masked(job: Any, example: dict, read: list[int], predicted: list[int]) -> di
 def drawn_examples(
     run: Run, job: Plain, split: str, rows: Sequence[int], place: tuple[int, int], device: torch.device
 ) -> list[dict[str, Any]]:
-    """The batch that the plain path makes of a user's own items. What items, collate and forward draw is data: the
+    """The plain path's batch of a user's own items. Random numbers of items, collate and forward count as data:
     generators are seeded as in the run's own path. `place`: step and micro-batch."""
     data = job.splits[split]
     items = [own_data.item(run, data.dataset, data.indices[row], place[0]) for row in rows]

@@ -1,9 +1,9 @@
-"""Both sides of a comparison with the plain reference: the run's own model and examples, and those of transformers.
+"""Set up both sides of a comparison with the plain reference: the run's model and examples, and those of transformers.
 
-In: a run that is built, and the raw rows that were kept of its data. Out: `Sides`, whose plain model has the run's own
-parameters and buffers, the very tensors, so that no second model is in memory. For a comparison of whole steps, in
-every rank of the job: a folder with `plain.json` (which examples were in which micro-batch of which step, losses and
-norms) and files of tensors: weights and optimizer state before, gradients and weights after.
+In: a run that is built, and the raw rows kept of its data. Out: `Sides`, whose plain model shares the run's parameters
+and buffers, so that no second model is in memory. To compare whole steps, every rank of a job records: a folder with
+`plain.json` (the examples of each micro-batch of each step, losses and norms) and tensor files: weights and optimizer
+state before, gradients and weights after.
 """
 
 from __future__ import annotations
@@ -56,40 +56,40 @@ from lockstep.training.plain_measures import without_dropout
 from lockstep.training.resolve import Job
 from lockstep.training.session import Session, build_session, join_ranks
 
-_OF_MODULE = 3  # items of a module that are looked at because they are first, longest or shortest
-WHOLE = 100_000_000  # parameters up to which a second model is built, where no rank holds the whole one
+_OF_MODULE = 3  # items of a user module to compare for each of: first, longest, shortest
+WHOLE = 100_000_000  # maximum parameters to build a second model if no rank holds the whole one
 
 
 @dataclass(frozen=True)
 class Sides:
-    """All that two computations of the same examples need."""
+    """Everything that two computations of the same examples need."""
 
     run: Run
     task: Task
-    model: nn.Module  # the run's own, with all that lockstep does to it
-    plain: nn.Module  # of transformers, with the tensors of the first
+    model: nn.Module  # the run's model, with lockstep's changes
+    plain: nn.Module  # transformers' model, sharing the tensors of `model`
     job: Plain
-    columns: Columns  # the run's own examples
-    at: np.ndarray  # numbers of them
-    examples: list[dict[str, Any]]  # the plain ones, as many; none of a module, whose items are drawn for each batch
-    first: list[int]  # places in `at`: of the first micro-batch; none where its rows were not kept
+    columns: Columns  # the run's examples
+    at: np.ndarray  # row numbers in `columns`
+    examples: list[dict[str, Any]]  # plain examples, as many; empty for a user module, whose items are drawn per batch
+    first: list[int]  # indices into `at` of the first micro-batch; empty if its rows were not kept
 
 
 class Elsewhere(Exception):
-    """Why a run is not compared: a refusal, each with its reason."""
+    """A run cannot be compared; the message gives the reason."""
 
 
 class PlainFailed(Exception):
-    """An error of the plain path's own, which nobody foresaw."""
+    """An unexpected error in the plain path."""
 
 
 class OtherTokens(Exception):
-    """Why an export would be read otherwise than it was trained."""
+    """An export would be tokenized differently than in training; the message gives the reason."""
 
 
 @contextmanager
 def plain_path() -> Iterator[None]:
-    """What is raised in here, but for refusals, becomes `PlainFailed`; that no memory is left stays what it is."""
+    """Context that converts unexpected exceptions to `PlainFailed`. Refusals and out-of-memory errors pass through."""
     try:
         yield
     except (Elsewhere, NotCovered, PlainFailed, OtherTokens, torch.OutOfMemoryError):
@@ -99,12 +99,12 @@ def plain_path() -> Iterator[None]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Of its first parameter."""
+    """Device of the model's first parameter."""
     return next(model.parameters()).device
 
 
 def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int] | np.ndarray = ()) -> Sides:
-    """Both sides of a run. `micro_batch`: numbers of the training examples that the first one has. Errors: `Elsewhere`,
+    """Set up both sides of a run. `micro_batch`: training examples of the first micro-batch. Errors: `Elsewhere`,
     `NotCovered`, `PlainFailed`."""
     if isinstance(task, Module):
         return _module_sides(run, task, strategy, micro_batch)
@@ -122,14 +122,14 @@ def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int
     columns = task.splits[raw_rows.split] if raw_rows.examples is None else raw_rows.examples
     model = whole_model(run, task, strategy)
     plain = plain_model(job, model)
-    job.reference = plain  # before training it is the model itself
+    job.reference = plain  # before training, the reference is the model itself
     of_split = raw_rows.split == "train" and raw_rows.examples is None
     first = np.flatnonzero(np.isin(raw_rows.at, micro_batch)).tolist() if of_split else []
     return Sides(run, task, model, plain, job, columns, raw_rows.at, examples, first)
 
 
 def _module_sides(run: Run, task: Module, strategy: Strategy, micro_batch: Sequence[int] | np.ndarray) -> Sides:
-    """Both sides of a module of the user's: the plain one is the same model, called as its class has it. Errors:
+    """Set up both sides of a user module: the plain model is the same one, called as its class defines. Errors:
     `Elsewhere`, `PlainFailed`."""
     model = whole_model(run, task, strategy)
     if strategy.effects.evaluated or strategy.effects.written:
@@ -153,15 +153,15 @@ def _module_sides(run: Run, task: Module, strategy: Strategy, micro_batch: Seque
 
 
 def job_of(run: Run, task: Task, tokenizer: str | None = None) -> Plain:
-    """The run as the plain path reads it, of the rows that were kept. `tokenizer`: another folder than the run's."""
+    """The run for the plain path, with the kept rows. `tokenizer`: folder, if not the run's."""
     raw_rows = RawRows.of(task.prepared.facts)
     rows = [] if raw_rows is None else rows_of(task, raw_rows)
     return Plain(plain_file(run, task), tokenizer or task.prepared.tokenizer, {"train": rows}, labels_of(task))
 
 
 def check_tokenizer(run: Run, task: Task, job: Plain, examples: list[dict[str, Any]]) -> None:
-    """Compare tokens with those of the tokenizer as it is loaded from an export: transformers loads that of some
-    families by the family's class, whatever was saved. Errors: `OtherTokens`."""
+    """Check that the tokenizer, as loaded from an export, gives the same tokens: for some families transformers chooses
+    the tokenizer class by the model family, whatever was saved. Errors: `OtherTokens`."""
     from transformers.models.auto import tokenization_auto as auto
 
     family = model_configs.load_config(run).model_type
@@ -182,9 +182,9 @@ def check_tokenizer(run: Run, task: Task, job: Plain, examples: list[dict[str, A
 
 
 def rows_of(task: Task, raw_rows: RawRows) -> list[dict[str, Any]]:
-    """The kept rows as the plain path reads them."""
+    """The kept rows, in the form that the plain path reads."""
     if task.run.task.name == "classification" and isinstance((labels_of(task) or [""])[0], int):
-        column = task.options.label  # of which a stream of lines has the numbers as texts
+        column = task.options.label  # a line-based stream has its numbers as strings
         texts = [column] if isinstance(column, str) and isinstance(raw_rows.rows[0].get(column), str) else []
         return [row | {name: int(row[name]) for name in texts} for row in raw_rows.rows]
     if task.run.task.name != "question_answering":
@@ -195,14 +195,14 @@ def rows_of(task: Task, raw_rows: RawRows) -> list[dict[str, Any]]:
 
 
 def labels_of(task: Task) -> list[Any] | None:
-    """The values of labels, in the order of their codes."""
+    """Label values, in the order of their codes; None if there are none."""
     facts = task.prepared.facts
     labels = facts.get("label_values", facts.get("labels"))
     return None if labels is None else list(labels)
 
 
 def with_defaults(run: Run) -> dict[str, Any]:
-    """The run file, with the defaults that other keys and the model's own files decide."""
+    """The run file with defaults filled in that depend on other keys and the model's files."""
     values: dict[str, Any] = run.model_dump(mode="json")
     if run.task.name == "language_modeling":
         values["task"]["packing"] = LanguageModeling.options_of(run).packed
@@ -212,12 +212,12 @@ def with_defaults(run: Run) -> dict[str, Any]:
 
 
 def plain_file(run: Run, task: Task) -> dict[str, Any]:
-    """The run file as the plain path reads it: with the names of columns that the kept rows have, and weights of labels
-    that depend on all rows as numbers."""
+    """The run file for the plain path: with the column names of the kept rows, and numeric label weights where these
+    depend on all rows."""
     values = with_defaults(run)
-    values["model"] |= {"quantization": None, "dtype": "float32"}  # what is packed or narrow is widened
+    values["model"] |= {"quantization": None, "dtype": "float32"}  # the plain model has float32 weights
     if run.model.source is not None:
-        values["model"]["source"] = model_folder(run.model.source)  # of an output directory its export
+        values["model"]["source"] = model_folder(run.model.source)  # for an output folder, its export
     options = values["task"]
     if run.task.name in ("translation", "summarization"):
         options |= {"source": "source", "target": "target"}
@@ -235,8 +235,8 @@ def plain_file(run: Run, task: Task) -> dict[str, Any]:
 
 
 def whole_model(run: Run, task: Task, strategy: Strategy) -> nn.Module:
-    """The model that the strategy trains, where this rank holds all of it; else one like it, which it would have at its
-    start. Errors: `Elsewhere` where that is too large."""
+    """The model that the strategy trains, if this rank holds all of it; else a new one in its initial state. Errors:
+    `Elsewhere`, if that is too large."""
     if isinstance(strategy, Native):
         return strategy.model
     if strategy.parameter_count > WHOLE:
@@ -249,22 +249,22 @@ def whole_model(run: Run, task: Task, strategy: Strategy) -> nn.Module:
 
 
 def plain_model(job: Plain, model: nn.Module) -> nn.Module:
-    """A model of transformers, and of peft where there is an adapter, with the parameters and buffers of another one:
-    the very tensors, where they are float32. Errors: `PlainFailed` where their names or shapes differ,
-    `Elsewhere` where too many would have to be widened."""
+    """Build a transformers model (and peft adapter, if any) that shares the parameters and buffers of `model` where
+    they are float32. Errors: `PlainFailed`, if names or shapes differ; `Elsewhere`, if too many weights would have to
+    be converted."""
     with plain_path(), adapters.no_rename_warning():
         try:
             plain = build_model(job, empty=True)
         except NotCovered:
             raise
-        except Exception:  # a family that cannot be built without memory
+        except Exception:  # a family that cannot be built on the meta device
             plain = build_model(job)
     with_tensors_of(plain, model)
     return plain.to(device_of(model)).train()
 
 
 def with_tensors_of(plain: nn.Module, model: nn.Module) -> None:
-    """Put the parameters and buffers of a model into another one of the same names, in float32."""
+    """Put the parameters and buffers of `model` into `plain`, which has the same names, in float32."""
     own = dict(model.named_parameters(remove_duplicate=False))
     if sum(p.numel() for p in model.parameters() if p.dtype != torch.float32) > WHOLE:
         raise Elsewhere("too many of the model's weights are kept in few bits to have them in float32, too")
@@ -297,19 +297,19 @@ def with_tensors_of(plain: nn.Module, model: nn.Module) -> None:
 
 FOLDER, FILE = "plain", "plain.json"
 UNTRAINED = "untrained.safetensors"
-EVALUATED = 6  # examples of the validation split whose loss is compared: one batch
-LOOKED_AT = 100  # steps among which one with the highest learning rate is chosen
+EVALUATED = 6  # validation examples whose loss is compared: one batch
+LOOKED_AT = 100  # first steps, from which one with the highest learning rate is chosen
 
 
 @dataclass(frozen=True)
 class PlainStep:
-    """One step of the run's own path."""
+    """One step by the run's own path."""
 
-    number: int  # of the run's steps, from 0
+    number: int  # step of the run, from 0
     loss: float
-    norm: float  # of the gradient before clipping
-    micro_batches: list[list[int]]  # numbers of examples in the training split
-    masked: dict[str, list[list[list[int]]]]  # what a masked language model reads and predicts, by micro-batch
+    norm: float  # gradient norm before clipping
+    micro_batches: list[list[int]]  # row numbers in the training split
+    masked: dict[str, list[list[list[int]]]]  # inputs and labels of a masked language model, by micro-batch
 
 
 @dataclass(frozen=True)
@@ -319,19 +319,19 @@ class PlainRecord:
     tokenizer: str  # folder
     total: int  # steps of the run
     steps: list[PlainStep]
-    evaluated: list[int] = field(default_factory=list)  # numbers of validation examples, before the steps
-    scores: dict[str, float] = field(default_factory=dict)  # of these
+    evaluated: list[int] = field(default_factory=list)  # row numbers of validation examples evaluated before the steps
+    scores: dict[str, float] = field(default_factory=dict)  # scores of `evaluated`
     evaluation_masked: dict[str, list[list[list[int]]]] = field(default_factory=dict)
 
     @staticmethod
     def read(folder: Path) -> PlainRecord:
-        """Read a folder of `record_session`."""
+        """Read a folder written by `record_session`."""
         values = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return PlainRecord(**{**values, "steps": [PlainStep(**step) for step in values["steps"]]})
 
 
 def record_plain(job: Job, world: World, count: str = "2") -> int:
-    """The job of a rank: build the run and record `count` steps from its start. Collective."""
+    """Build the run and record `count` steps from its start; the function that each rank calls. Collective."""
     join_ranks(job, world)
     session = build_session(job, world)
     record_session(session, int(count))
@@ -340,20 +340,20 @@ def record_plain(job: Job, world: World, count: str = "2") -> int:
 
 
 def save_untrained(session: Session) -> None:
-    """The weights before any training into OUTPUT/plain, for a task whose loss compares with them. Collective."""
+    """Write the initial weights to OUTPUT/plain, for a task whose loss needs them. Collective."""
     if isinstance(session.task, UsesReference):
         save_on_main(session.run.folder / FOLDER / UNTRAINED, session.strategy.state_dict(), session.world)
 
 
 def record_session(session: Session, count: int = 2) -> None:
-    """Record up to `count` steps from the state that the session is in, into OUTPUT/plain; changes the state. The files
-    are rank 0's. Collective."""
+    """Record up to `count` steps from the session's state into OUTPUT/plain; changes the state. Rank 0 writes the
+    files. Collective."""
     strategy, feed, world = session.strategy, session.feed, session.world
     folder, recorder = session.run.folder / FOLDER, GradientRecorder(world)
     save_on_main(folder / "start.safetensors", strategy.state_dict(), world)
     held_out = session.task.splits["validation"]
     rows = np.arange(min(EVALUATED, len(held_out)))
-    rows = rows[np.argsort(-held_out.lengths[rows], kind="stable")]  # as evaluations have them in a batch
+    rows = rows[np.argsort(-held_out.lengths[rows], kind="stable")]  # in the order that evaluations use
     scores = _scores(session, held_out, rows)
     hides = session.run.task.name == "masked_language_modeling"
     masked_ids = _masked(session, held_out, [rows], WITHOUT_STEP) if hides else {}
@@ -376,7 +376,7 @@ def record_session(session: Session, count: int = 2) -> None:
 
 
 def _scores(session: Session, columns: Columns, rows: np.ndarray) -> dict[str, float]:
-    """The run's own scores of some examples; texts are written to a few tokens. Collective."""
+    """The run's own scores of some examples, with generated texts limited to a few tokens. Collective."""
     strategy = session.strategy
 
     def briefly(inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
@@ -390,8 +390,8 @@ def _scores(session: Session, columns: Columns, rows: np.ndarray) -> dict[str, f
 
 
 def plain_numbers_of(run: Run, feed: StepLoader, count: int) -> list[int]:
-    """Numbers of steps to look at: a first one with a high learning rate, and the last of an epoch, which may be short;
-    then others from the start."""
+    """Steps to record: an early one with a high learning rate, the last of an epoch, which may be short, then others
+    from the start."""
     first = range(min(feed.total, LOOKED_AT))
     rates = [optim.learning_rate(run.optim, number, feed.total) for number in first]
     last = min(feed.order.steps_per_epoch, feed.total) - 1
@@ -401,7 +401,7 @@ def plain_numbers_of(run: Run, feed: StepLoader, count: int) -> list[int]:
 def _masked(
     session: Session, columns: Columns, groups: Sequence[np.ndarray], step: int
 ) -> dict[str, list[list[list[int]]]]:
-    """Tokens that are read and that are predicted, of all micro-batches: which are masked is drawn, so it is data."""
+    """Input tokens and labels of all micro-batches: masks are random, so they are recorded as data."""
     tokens: dict[str, Any] = {"read": [], "predicted": []}
     for index, rows in enumerate(groups):
         micro: MicroBatch = session.task.collate_at(columns, rows, index, step)
@@ -412,7 +412,7 @@ def _masked(
 
 
 def save_on_main(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
-    """A safetensors file of tensors, which only rank 0 writes."""
+    """Write tensors to a safetensors file; only rank 0 writes."""
     if world.is_main:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, path)

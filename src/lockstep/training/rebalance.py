@@ -48,7 +48,7 @@ class LoadBalancer:
             )
 
     def steps(self, after: int, ends: Callable[[Unreadable], None]) -> Iterator[StepBatch]:
-        """As `StepLoader.steps`. A step ends when the next batch is requested. Collective."""
+        """Like `StepLoader.steps`. A step ends when the next batch is requested. Collective."""
         if self._feed.shares is not None:  # left over from an earlier group of ranks
             self._feed.deal(self._even, self._world.rank)
         self._seconds = self._session.strategy.phases.computed()

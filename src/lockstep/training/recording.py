@@ -1,7 +1,7 @@
-"""A record of a few steps of a job: loss, gradient norm, every parameter's gradient and the weights after.
+"""Record a few steps of a job: loss, gradient norm, every parameter's gradient and the weights after each step.
 
-In: a run, in every rank of the job. Out: a folder with `recording.json` and, in `trace`, a trace of these steps as
-`lockstep trace` writes them, which `verify.py` compares with another job's.
+In: a run, in every rank of the job. Out: a folder with `recording.json` and, in `trace`, a trace of these steps in the
+format of `lockstep trace`; `verify.py` compares it with another job's.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from lockstep_trace.tracer.inputs import call_inputs
 from lockstep_trace.tracer.placement import has_stochastic
 from lockstep_trace.tracer.records import hexed
 
-TRACE = "trace"  # in the folder: gradients, weights, losses and examples of each step
+TRACE = "trace"  # subfolder with gradients, weights, losses and examples of each step
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One recorded step."""
+    """A recorded step."""
 
-    number: int  # of the run's steps, from 0
+    number: int  # step of the run, from 0
     loss: float
-    norm: float  # of the gradient before clipping
-    seen: float  # targets that went through the model, over all ranks
-    targets: float  # that the step has
-    # of gradients and weights after it, by `gradient.` or `weight.`
+    norm: float  # gradient norm before clipping
+    seen: float  # targets that the model computed, over all ranks
+    targets: float  # targets of the step
+    # gradients and the weights after the step, as `gradient.NAME` and `weight.NAME`
     hashes: dict[str, str] = field(default_factory=dict)
-    not_finite: tuple[str, ...] = ()  # names of those that hold numbers which are not; weights may be infinite
+    not_finite: tuple[str, ...] = ()  # names of tensors with non-finite values; infinite weights are allowed
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,22 @@ class Recording:
 
     strategy: str
     processes: int
-    bits: bool  # whether the strategy promises the bits of a single process
-    rounding: float  # the relative difference it may have otherwise
-    probe: dict[str, float]  # the untrained model's scores on the first step's examples, without dropout
+    bits: bool  # whether the strategy promises bitwise equality with a single process
+    rounding: float  # allowed relative difference otherwise
+    probe: dict[str, float]  # scores of the untrained model on the first step's examples, without dropout
     steps: list[RecordedStep]
-    dtypes: dict[str, list[str]]  # of weights, gradients and optimizer state
-    seconds_per_step: float | None  # median of the steps that were timed
+    dtypes: dict[str, list[str]]  # dtypes of weights, gradients and optimizer state
+    seconds_per_step: float | None  # median of the timed steps
     examples_per_s: float | None
-    held: list[dict[str, int]]  # bytes of tensors on each rank: at_rest, at_update
-    uncovered: list[str] = field(default_factory=list)  # generators of random numbers that no step seeds
-    doubts: list[str] = field(default_factory=list)  # of the user's own code, see `Task.warnings`
+    held: list[dict[str, int]]  # bytes of tensors per rank: at_rest, at_update
+    uncovered: list[str] = field(default_factory=list)  # random generators that no step seeds
+    doubts: list[str] = field(default_factory=list)  # warnings about user code, see `Task.warnings`
 
 
 def numbers_of(optimizer: OptimSection, total: int, per_epoch: int, steps: int, begin: int | None = None) -> list[int]:
-    """The steps that are looked at: the first ones, and the first epoch's last, which may be a short one. Where so few
-    would end before a step that computes with changed weights (a warm-up begins with the learning rate 0), they begin
-    later: the last but one is the first that changes weights."""
+    """Steps to record: the first ones, and the last of the first epoch, which may be short. If these would all come
+    before the weights change (a warmup starts with learning rate 0), they begin later, so that the last but one is the
+    first to change the weights."""
     if begin is None:
         still = next((n for n in range(total) if optim.learning_rate(optimizer, n, total)), 0)
         begin = max(0, min(still + 2 - max(steps, 2), total - steps))
@@ -84,8 +84,8 @@ def numbers_of(optimizer: OptimSection, total: int, per_epoch: int, steps: int, 
 
 
 def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0", begin: str = "") -> int:
-    """Run a few steps, from `begin` on, and write down what they did in OUTPUT; then `plain` steps without dropout, for
-    a comparison with the plain reference; then `timed` more for their speed and memory. Collective."""
+    """Run a few steps, from `begin` on, and record them in OUTPUT; then `plain` steps without dropout, for comparison
+    with the plain reference; then `timed` steps to measure speed and memory. Collective."""
     run = job.run
     join_ranks(job, world)
     session = build_session(job, world)
@@ -131,18 +131,18 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
 
 
 class _Recorder(GradientRecorder):
-    """Keeps the losses of this rank's micro-batches, too."""
+    """Gradient recorder that also keeps the losses of this rank's micro-batches."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.losses: dict[int, Tensor] = {}  # by micro-batch
+        self.losses: dict[int, Tensor] = {}  # micro-batch -> loss
 
     def loss(self, index: int, loss: Tensor) -> None:
         self.losses[index] = loss.detach()
 
 
 class _Writer:
-    """Writes what a step came to, on rank 0."""
+    """Write the results of steps, on rank 0."""
 
     def __init__(self, job: Job, world: World, task: Task, strategy: Strategy, probe: Mapping[str, float]) -> None:
         self.run, self.world, self.task, self.strategy = job.run, world, task, strategy
@@ -156,12 +156,12 @@ class _Writer:
             self.trace = StepWriter(job.run.folder / TRACE, weights, job.run.optim.name, about)
 
     def weights(self) -> dict[str, Tensor]:
-        """Whole, on rank 0's host. Collective."""
+        """Whole weights, in rank 0's host memory. Collective."""
         state = {k: v for k, v in self.strategy.state_dict().items() if k.startswith("model.")}
         return {k.removeprefix("model."): v.detach().cpu().clone() for k, v in state.items()}
 
     def step(self, number: int, batch: StepBatch, loss: float, norm: float, rate: float) -> None:
-        """Collective."""
+        """Record one step. Collective."""
         own = self.rank_step(batch)
         targets = float(self.strategy.data_parallel.sum(torch.tensor(sum(own.targets), dtype=torch.float64)))
         ranks, weights = self.world.all_gather((self.strategy.data_parallel.rank, own)), self.weights()
@@ -186,7 +186,7 @@ class _Writer:
         )
 
     def rank_step(self, batch: StepBatch) -> RankStep:
-        """What this rank saw of a step."""
+        """This rank's part of a step."""
         counts = [float(self.task.targets_in_batch(m.targets)) for m in batch.micro_batches]
         inputs = [call_inputs((), m.inputs) for m in batch.micro_batches]
         hashes = [each.hashes for each in inputs if each is not None]
@@ -194,7 +194,7 @@ class _Writer:
         return RankStep(losses, counts, [len(h) for h in hashes], hexed(hashes))
 
     def rate(self, rate: float) -> float:
-        """The learning rate that the optimizer was given; `rate` where it is an engine's own affair."""
+        """Learning rate that the optimizer received; `rate` if an engine sets it internally."""
         if isinstance(self.strategy, GradientUpdate) and (groups := self.strategy.optimizer.param_groups):
             return float(groups[0]["lr"]) / float(groups[0].get("scale", 1.0))
         return rate
@@ -205,7 +205,7 @@ class _Writer:
             self.trace.close()
 
     def dtypes(self) -> dict[str, list[str]]:
-        """The dtypes of weights, gradients and optimizer state: tests assert them, users read them."""
+        """Dtypes of weights, gradients and optimizer state."""
         state = self.strategy.state_dict()
         moments = {str(v.dtype) for k, v in state.items() if k.startswith("optimizer.") and v.dim()}
         return {
@@ -216,7 +216,8 @@ class _Writer:
 
 
 def _of_data(ranks: list[tuple[int, RankStep]]) -> list[RankStep]:
-    """By data-parallel rank. Several ranks that work on the same examples are one; the last stage knows the losses."""
+    """Merge by data-parallel rank: ranks that work on the same examples become one; the last pipeline stage has the
+    losses."""
     steps: dict[int, RankStep] = {}
     for number, step in ranks:
         if number not in steps or (step.micro_batches and not steps[number].micro_batches):
@@ -237,7 +238,8 @@ def _recorded(
 
 
 def _not_finite(name: str, tensor: Tensor) -> bool:
-    """Of gradients every number has to be finite; weights may be masks, in which infinities are meant."""
+    """Whether a tensor has invalid values. Gradients must be finite; weights may contain intentional infinities
+    (masks), but no NaN."""
     right = torch.isfinite(tensor) if name.startswith("gradient.") else ~torch.isnan(tensor)
     return not bool(right.all())
 
@@ -266,6 +268,6 @@ def _cost(session: Session, timed: int) -> tuple[float | None, list[dict[str, in
 
 
 def read(folder: Path) -> Recording:
-    """A recording's own words."""
+    """Read a recording."""
     values = json.loads((folder / "recording.json").read_text())
     return Recording(**{**values, "steps": [RecordedStep(**s) for s in values["steps"]]})

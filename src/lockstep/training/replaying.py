@@ -1,11 +1,11 @@
-"""A step of a run, computed again, and taken apart: what every rank of `lockstep replay` and `lockstep diff` does.
+"""Recompute a step of a run and record its intermediate values: the rank side of `lockstep replay` and `lockstep diff`.
 
-In: the run as it is replayed, the OUTPUT of the one that was trained, and a step. Out, for `replay`: a folder with
-`replay.json` (the steps on the way, compared with the fingerprints that were written, and what the wanted step was made
-of), the weights before that step and its gradient. For `diff`: `anatomy.json`, a list of hashes in the order in which
-things are computed: the weights before, the rows, and of every micro-batch its inputs, what each module gives in
-forward, the loss, what each module is given in backward, and each parameter's gradient; then the sum of these, its
-norm, the rate, and the weights after. Two lists are compared entry by entry.
+In: the run to replay, the OUTPUT of the trained run, and a step. Out, for `replay`: a folder with `replay.json` (the
+steps on the way, compared with the recorded fingerprints, and the facts of the target step), the weights before that
+step and its gradient. For `diff`: `anatomy.json`, a list of hashes in order of computation: the weights before; the
+rows; for every micro-batch its inputs, each module's forward output, the loss, each module's backward input, and each
+parameter's gradient; then the sum of the gradients, its norm, the learning rate, and the weights after. Two lists are
+compared entry by entry.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _HASHED = ("weights", "optimizer")
 
 
 def replay(job: Job, world: World, output: str, target_step: str, begin: str) -> int:
-    """From the newest checkpoint of at most `begin` updates on to the step after which `target_step` are done.
+    """Replay from the newest checkpoint of at most `begin` updates to the step that completes update `target_step`.
     Collective. Errors: `RunError`."""
     step = int(target_step)
     run, prepared = job.run, job.data
@@ -68,7 +68,7 @@ def replay(job: Job, world: World, output: str, target_step: str, begin: str) ->
         return {**hashes.of(strategy.sharded_state_dict()), "finite": finite(strategy, world)}
 
     compared: list[dict[str, Any]] = []
-    if any(name in (known := written.get(done, {})) for name in _HASHED):  # what was loaded is what was trained
+    if any(name in (known := written.get(done, {})) for name in _HASHED):  # check the loaded state
         compared.append({"now": {"step": done, **hashed(strategy)}, "then": known})
     step_facts: dict[str, Any] = {}
     try:
@@ -96,13 +96,13 @@ def replay(job: Job, world: World, output: str, target_step: str, begin: str) ->
 
 
 def finite(strategy: Strategy, world: World) -> bool:
-    """Whether all weights that are trained are. Collective."""
+    """Whether all trained weights are finite. Collective."""
     mine = all(bool(torch.isfinite(local(tensor)).all()) for _, tensor in strategy.updated_parts())
     return all(world.all_gather(mine))
 
 
 class _Looker:
-    """The facts of one step. Everything is looked at before the step but its gradient, which it hears of."""
+    """Collect the facts of one step. The gradient is observed during the step, everything else before it."""
 
     def __init__(self, session: Session, batch: StepBatch) -> None:
         """Collective."""
@@ -115,7 +115,7 @@ class _Looker:
         strategy.observer = self._recorder = GradientRecorder(world)
 
     def step_facts(self, batch: StepBatch, rate: float, line: dict[str, Any]) -> dict[str, Any]:
-        """Of the step that was computed; rank 0 only has the norms."""
+        """Facts of the computed step. Only rank 0 has the norms."""
         run, feed, gradients = self._session.run, self._session.feed, self._recorder.gradients
         save_on_main(run.folder / GRADIENTS, gradients, self._session.world)
         norms = {name: float(g.double().norm()) for name, g in gradients.items()}
@@ -135,7 +135,7 @@ class _Looker:
 
 
 def layers(norms: Mapping[str, float]) -> dict[str, float]:
-    """Gradient norms by layer: parameters up to the first number in their name belong together."""
+    """Gradient norms by layer: parameter names are grouped by their prefix up to the first number."""
     squares: dict[str, float] = {}
     for name, norm in norms.items():
         numbered = re.match(r".*?\.\d+(?=\.)", name)
@@ -145,8 +145,8 @@ def layers(norms: Mapping[str, float]) -> dict[str, float]:
 
 
 def _losses(session: Session, rows: np.ndarray) -> np.ndarray:
-    """Of each example by itself, per target and without dropout, by the model as it is before the step: float64 [rows].
-    Ranks take turns, and each is filled in by one of them. Collective."""
+    """Per-example loss per target, without dropout, with the weights before the step: float64 [rows]. Ranks take turns;
+    one rank fills in each example. Collective."""
     run, world, task, strategy = session.run, session.world, session.task, session.strategy
     columns = task.splits["train"]
     losses = torch.zeros(len(rows), dtype=torch.float64, device=world.device)
@@ -162,7 +162,7 @@ def _losses(session: Session, rows: np.ndarray) -> np.ndarray:
 
 
 ANATOMY = "anatomy.json"
-# In the order in which a step computes them.
+# In order of computation.
 KINDS = (
     "weights before",
     "rows",
@@ -180,19 +180,19 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Entry:
-    """Something that was computed."""
+    """A recorded value of a step."""
 
     kind: str  # one of KINDS
-    name: str  # of the tensor, module or parameter
+    name: str  # name of the tensor, module or parameter
     hash: str
-    micro_batch: int = -1  # -1: of the whole step
+    micro_batch: int = -1  # -1: the whole step
     rank: int = 0
-    norm: float | None = None  # of a gradient
-    value: float | None = None  # of a number
+    norm: float | None = None  # for gradients
+    value: float | None = None  # for scalars
 
 
 def take_apart(job: Job, world: World, output: str, target_step: str) -> int:
-    """The step after which `target_step` updates are done. Collective. Errors: `RunError`."""
+    """Record the step that completes update `target_step`. Collective. Errors: `RunError`."""
     step = int(target_step)
     run, prepared = job.run, job.data
     join_ranks(job, world)
@@ -217,13 +217,13 @@ def take_apart(job: Job, world: World, output: str, target_step: str) -> int:
 
 
 def read_anatomy(folder: Path) -> tuple[list[Entry], dict[str, Any]]:
-    """The entries, and the rest of what was written."""
+    """Read the entries, and the rest of the report."""
     report = json.loads((folder / ANATOMY).read_text(encoding="utf-8"))
     return [Entry(**values) for values in report.pop("entries")], report
 
 
 def hash_of(*tensors: Tensor) -> str:
-    """Of the bits of tensors, their types and shapes."""
+    """Hash of the bits, dtypes and shapes of tensors."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         plain = (tensor.to_dense() if tensor.is_sparse else tensor).detach().cpu().contiguous()
@@ -233,7 +233,7 @@ def hash_of(*tensors: Tensor) -> str:
 
 
 def _looked_at(strategy: Strategy, world: World, batch: StepBatch, rate: float) -> list[Entry]:
-    """On rank 0, all that the ranks have seen in the order of KINDS and micro-batches. Collective."""
+    """Run a step and return, on rank 0, all ranks' entries in the order of KINDS and micro-batches. Collective."""
     entries = _tensors("weights before", _weights(strategy, world))
     entries.append(Entry("rows", "", hash_of(torch.from_numpy(batch.ids))))
     tracer = _Tracer(strategy, batch)
@@ -247,7 +247,7 @@ def _looked_at(strategy: Strategy, world: World, batch: StepBatch, rate: float) 
     mine = entries if world.is_main else [e for e in entries if e.micro_batch >= 0]
     every = [replace(e, rank=rank) for rank, each in enumerate(world.all_gather(mine)) for e in each]
     places = {id(e): i for i, e in enumerate(every)}
-    computed = ("inputs", "forward", "loss", "backward", "leaf")  # of one micro-batch after the other
+    computed = ("inputs", "forward", "loss", "backward", "leaf")  # grouped by micro-batch
 
     def when(entry: Entry) -> tuple[int, int, int]:
         kind = KINDS.index("inputs" if entry.kind in computed else entry.kind)
@@ -257,7 +257,7 @@ def _looked_at(strategy: Strategy, world: World, batch: StepBatch, rate: float) 
 
 
 def _weights(strategy: Strategy, world: World) -> Mapping[str, Tensor]:
-    """Weights, buffers and the optimizer's state by name, on rank 0. Collective."""
+    """Weights, buffers and optimizer state by name, on rank 0. Collective."""
     return strategy.state_dict() if world.size > 1 else {n: local(t) for n, t in strategy.state_dict().items()}
 
 
@@ -267,16 +267,16 @@ def _tensors(kind: str, state: Mapping[str, Tensor]) -> list[Entry]:
 
 
 class _Tracer(StepObserver):
-    """Writes down everything that a step computes on this rank."""
+    """Record every value that a step computes on this rank."""
 
     def __init__(self, strategy: Strategy, batch: StepBatch) -> None:
         self.entries: list[Entry] = []
         self._batch, self._strategy = batch, strategy
-        self._micro: int = -1  # the micro-batch whose forward came last
+        self._micro: int = -1  # micro-batch of the most recent forward
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """In here it hears of what modules compute, besides what a strategy tells its observer."""
+        """Context in which module outputs are recorded too, in addition to the observer's calls by the strategy."""
         model = self._strategy.model
         hooks: list[Any] = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         for name, module in model.named_modules():
@@ -317,7 +317,7 @@ class _Tracer(StepObserver):
                 return
             self._add("forward", name, floats := _floats(output), self._micro)
             for place, tensor in enumerate(each for each in floats if each.requires_grad):
-                # on the tensor: a hook on the module would put a node of its own into the graph
+                # on the tensor: a module hook would add a node to the graph
                 tensor.register_hook(
                     partial(self._record_gradient, f"{name}{f' ({place})' if place else ''}", self._micro)
                 )
@@ -329,7 +329,7 @@ class _Tracer(StepObserver):
 
 
 def _same(micro: MicroBatch, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a model is given the inputs of a micro-batch."""
+    """Whether a model's arguments are the inputs of a micro-batch."""
     return all(
         name in kwargs and kwargs[name].shape == tensor.shape and torch.equal(kwargs[name], tensor)
         for name, tensor in micro.inputs.items()
@@ -337,7 +337,7 @@ def _same(micro: MicroBatch, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _floats(value: Any) -> list[Tensor]:
-    """The tensors of floating point in what a module gives, in order."""
+    """Floating-point tensors in a module's output, in order."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
     if isinstance(value, Mapping):

@@ -411,9 +411,8 @@ def newest_checkpoint(job: Job) -> Manifest | None:
 def for_rank(job: Run | Job, world: World, data: Run | None = None) -> Job:
     """Return a rank's job: the one it received, if its data are still intact on this machine, else the run resolved
     here. Errors: `RunError`."""
-    os.environ.setdefault(
-        "DS_ACCELERATOR", world.device.type
-    )  # transformers may import DeepSpeed, which prints a query otherwise
+    # transformers may import DeepSpeed, which otherwise prints messages
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     if isinstance(job, Job):
         if (world.joining or job.processes == world.size) and not job.data.damages():
             return job

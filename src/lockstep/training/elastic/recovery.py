@@ -256,9 +256,8 @@ class Recovery:
         """Check that every rank holds the same bits. Collective. Errors: `TrainingFailed`, which restarts the job."""
         session, state = self.session, self._state
         digest = hashlib.sha256(state.digest().encode())
-        tensors = (
-            session.averaged.sharded_state_dict() if self._resharder is None else {}
-        )  # otherwise the resharder has compared them
+        # a resharder has compared the tensors already
+        tensors = session.averaged.sharded_state_dict() if self._resharder is None else {}
         for name, tensor in sorted(tensors.items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {int(summed(tensor.detach()))}\n".encode())
         if len(set(session.world.all_gather(digest.hexdigest()))) > 1:

@@ -160,9 +160,7 @@ def _compare(strategy: Any, world: World) -> None:
     every = world.all_gather({place: int(summed(t.detach(), place.whole, place.offsets)) for place, t in cut.items()})
     for place in {place for each in every for place in each}:
         sums = [each[place] for each in every if place in each]
-        holders = world.size // cuts(
-            state[place.name]
-        )  # tensor-parallel ranks each hold a copy of tensors that are not sharded
+        holders = world.size // cuts(state[place.name])  # each tensor-parallel rank has a copy of unsharded tensors
         if len(sums) != holders or len(set(sums)) > 1:
             raise TrainingFailed("LS5043", f"internal error: {place.name} was not resharded correctly")
 
