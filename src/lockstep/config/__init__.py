@@ -1,1 +1,1 @@
-"""What a run is: its file, its sections, its plug-ins, and how mistakes in it are told."""
+"""The run file: sections, plug-ins, validation and error messages."""

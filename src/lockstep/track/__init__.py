@@ -1,1 +1,1 @@
-"""Where numbers go: the terminal, OUTPUT, trackers, the report."""
+"""Sinks of a run's numbers: the terminal, OUTPUT, trackers, the report."""

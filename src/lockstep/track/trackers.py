@@ -1,4 +1,4 @@
-"""All trackers of a run behind one: hands numbers on, and sees to it that none of them holds up or ends training.
+"""Forwards numbers to all trackers of a run, so that none of them can delay or stop training.
 
 In: `log` and `show` on rank 0. Out: calls of each tracker in its own thread. A tracker that fails or falls behind is
 reported once and dropped; `metrics.jsonl` is written synchronously and has everything. Secrets and control characters

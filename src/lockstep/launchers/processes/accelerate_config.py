@@ -1,7 +1,7 @@
-"""What Accelerate was configured to do, where that is for the run file to say: it must not be dropped without a word.
+"""Rejects Accelerate settings that the run file does not have, because they would silently have no effect.
 
-In: a file of `accelerate config`, or the variables that `accelerate launch` sets for its processes. Out: nothing, or a
-`RunError` that names the run file's keys that do the same. Once the run file has them, both agree.
+In: a file of `accelerate config`, or the variables that `accelerate launch` sets. Out: nothing, or a `RunError` that
+names the equivalent keys of the run file.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import yaml
 
 from lockstep.config.run import Run, RunError
 
-_UNUSED = ("no", "none", "false", "auto", "")  # how Accelerate writes that something is off, or left to the program
+_UNUSED = ("no", "none", "false", "auto", "")  # Accelerate's values for off, or decided by the program
 
 
 @dataclass(frozen=True)
 class AccelerateSettings:
-    """What a configuration says about the arithmetic and the engine."""
+    """Settings of an Accelerate configuration that affect arithmetic and engine."""
 
-    engine: str  # deepspeed, fsdp, ...; empty: plain data parallelism, which every strategy does
+    engine: str  # deepspeed, fsdp, ...; empty: plain data parallelism
     precision: str
     compiler: str  # of torch.compile
-    details: Mapping[str, Any] = field(default_factory=dict)  # of the engine, as `accelerate config` calls them
+    details: Mapping[str, Any] = field(default_factory=dict)  # engine options, by their names in `accelerate config`
 
 
 def check_file(run: Run, config_file: str | None) -> None:
-    """`config_file`: `launch.config_file`; without one `accelerate launch` reads its default. Errors: `RunError`."""
+    """Check `launch.config_file`, or the default file that `accelerate launch` reads. Errors: `RunError`."""
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     path = Path(config_file or f"{home}/accelerate/default_config.yaml").expanduser()
     if config_file is None and not path.is_file():
@@ -91,7 +91,7 @@ def _check(run: Run, settings: AccelerateSettings, where: str) -> None:
 
 
 def _differing(run: Run, settings: AccelerateSettings) -> Iterator[tuple[str, str]]:
-    """What is asked for and the run does not do, and the keys that would."""
+    """Yield (setting that the run does not have, equivalent keys of the run file)."""
     if settings.precision not in (*_UNUSED, "fp32", run.precision):
         known = f"precision={settings.precision}"
         if settings.precision not in ("bf16", "fp16"):

@@ -1,9 +1,9 @@
 """The ranks of one machine under a torch elastic agent, for the launchers `local` and `torchrun`.
 
-In: a run, how many ranks this machine starts, and where the machines meet. Out: an exit status, the same on every
-machine. A rank that dies, and a machine that is lost, stop the job; it forms again from its last checkpoint up to
-`max_restarts` times. A machine that comes is let in after a checkpoint. With `launch.on_rank_failure: continue` the
-agent loses ranks and machines one by one (`elastic_ranks.py`) and the others go on.
+In: a run, the number of ranks on this machine, the rendezvous. Out: an exit status, the same on every machine. If a
+rank or a machine fails, the job stops and restarts from its last checkpoint, up to `max_restarts` times. A new machine
+joins after a checkpoint. With `launch.on_rank_failure: continue` the job continues without failed ranks and machines
+(`elastic_ranks.py`).
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from lockstep.launchers.processes.out_of_memory import Memory
 from lockstep.track.console import error
 
 ANNOUNCED_S = 30.0
-MARGIN_S = 15.0  # from when a machine counts as lost until its peers' ranks have heard of it
+MARGIN_S = 15.0  # from the failure of a machine until its peers' ranks know of it
 
 
 def name_of(number: int) -> str:
-    """The name of a signal."""
+    """Return the name of a signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
-# seconds that ranks have to end by themselves: when another rank died, and when their peers are gone for sure
+# seconds for ranks to end: after another rank died, and after their peers are known to be gone
 GRACE_S, NO_GRACE_S = 30, 2
 
 
@@ -69,9 +69,9 @@ def run_agent(
     arguments: Sequence[Any],
     say: Callable[[str], None],
 ) -> int:
-    """Start `processes` ranks of this machine, each a call of `entry(*arguments)`, and see them to their end."""
+    """Start `processes` ranks on this machine, each a call of `entry(*arguments)`, and wait for their end."""
     for name in [n for n in logging.root.manager.loggerDict if n.startswith(("torch.distributed", "torch.multiproc"))]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the agent below speaks for them
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the agent below reports for them
     spec = WorkerSpec(
         role="lockstep",
         local_world_size=processes,
@@ -83,8 +83,8 @@ def run_agent(
     )
     agent = Agent(spec, rendezvous, run, say)
     rendezvous.continues = run.launch.on_rank_failure == "continue" and max(processes, rendezvous.most) > 1
-    spec.monitor_interval = 0.01 if rendezvous.continues else 0.1  # `Ranks` waits by itself
-    # Torch elastic would pass a signal on as it came, look no more at how ranks end, and wait even for those that have
+    spec.monitor_interval = 0.01 if rendezvous.continues else 0.1  # `Ranks` polls itself
+    # torch elastic would forward signals unchanged, ignore how ranks end, and wait even for ended ones
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
     status = FAILED
     with handled(agent.hear):
@@ -92,7 +92,7 @@ def run_agent(
             status = _seen_to_end(run, agent, rendezvous)
             return status
         finally:
-            agent.over = True  # nothing is left to interrupt
+            agent.over = True  # nothing to interrupt any more
             with contextlib.suppress(RendezvousError):
                 if status == EXCLUDED:  # the job is not over
                     rendezvous.hold(lambda: agent.stop_requested)
@@ -136,10 +136,10 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
             )
         )
         return FAILED
-    except RendezvousError as caught:  # forged or damaged: what torch elastic raises for it, and what is raised here
+    except RendezvousError as caught:  # forged or damaged state, detected by torch elastic or here
         error(coded("LS7316", f"the rendezvous at {rendezvous.at}:{rendezvous.port} failed: {caught}"))
         return FAILED
-    if result is None:  # the job ended while this machine was one too many
+    if result is None:  # the job ended while this machine was spare
         return agent.left_out()
     if agent.verdict is not None:
         return agent.verdict
@@ -150,40 +150,42 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
 
 
 def _unheard(run: Run, agent: Agent) -> int:
-    """The exit status of a job whose ranks were not there, or did not listen yet, when it was asked to stop. Errors:
-    `KeyboardInterrupt` for one that does not train, such as that of `lockstep verify`: it has nothing to go on from."""
+    """Return the exit status of a job that was stopped before its ranks handled signals. Errors: `KeyboardInterrupt`
+    for a job that does not train, such as `lockstep verify`, which cannot be resumed."""
     if not agent.trains:
         raise KeyboardInterrupt
     if newest_whole(run) is not None:
         return STOPPED
     error(coded("LS7317", "stopped before the first checkpoint; the same command begins from the start"))
-    # by this one, job.sbatch knows that it may put the job back into the queue
+    # this status lets job.sbatch requeue the job
     return 128 + signal.SIGTERM if os.environ.get(job_record.VARIABLE) == "slurm" else FAILED
 
 
 class Agent(LocalElasticAgent):
-    """Torch elastic's own, told what our exit statuses mean, saying who died, and looking after the other machines."""
+    """torch elastic's agent, extended by lockstep's exit statuses, failure messages and monitoring of other
+    machines."""
 
-    goes_on = False  # whether ranks may be lost one by one in this formation
-    _room = "", 0  # that this machine comes into, and how many machines formed the job there
-    _in = _dead = ""  # the room of this machine's ranks; an empty one
+    goes_on = False  # whether this formation continues without failed ranks
+    _room = "", 0  # (room that this machine joins, number of machines that formed the job)
+    _in = _dead = ""  # room of this machine's ranks; abandoned room
 
     def __init__(self, spec: WorkerSpec, rendezvous: ElasticRendezvous, run: Run, say: Callable[[str], None]) -> None:
         super().__init__(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver")
-        self._shutdown_timeout = int(run.launch.timeout_s)  # which torch before 2.13 does not take
+        self._shutdown_timeout = int(run.launch.timeout_s)  # not a parameter before torch 2.13
         self.rendezvous, self.job, self.say, self.memory = rendezvous, run, say, Memory()
-        self.trains = len(spec.args) < 2 or tuple(spec.args[1]) == job_record.TRAIN  # else it records some steps
-        self.verdict: int | None = None  # another machine's exit status, once this one follows it
-        self.saved = False  # whether ranks, or another machine, said that they stopped with a checkpoint
+        self.trains = len(spec.args) < 2 or tuple(spec.args[1]) == job_record.TRAIN  # else it only records some steps
+        self.verdict: int | None = None  # exit status taken over from another machine
+        self.saved = False  # whether ranks or another machine stopped with a checkpoint
         self.over = False
-        self._hopeless = False  # a peer is gone for sure: ranks that wait for it will not end by themselves
-        self.stop_requested = False  # to stop: by a signal, or on another machine
-        self._meets = True  # no ranks are there that could stop by themselves
+        self._hopeless = False  # a peer is known to be gone: ranks waiting for it will not end
+        self.stop_requested = False  # by a signal, or on another machine
+        self._meets = True  # in the rendezvous, without ranks that could stop
         self._interrupts = Interrupts()
-        self._signalled_at, self._limit = 0.0, math.inf  # when ranks were last told to stop, and have to have stopped
+        self._signalled_at, self._limit = 0.0, math.inf  # time of the last stop request to ranks, and their deadline
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """A stop signal. Ranks are told by `_monitor_workers`; a second Ctrl-C ends them and this process at once."""
+        """Handle a stop signal. `_monitor_workers` forwards it to the ranks; a second Ctrl-C kills them and this
+        process."""
         if self._interrupts.again(number):
             self._signal(signal.SIGKILL)
             raise KeyboardInterrupt
@@ -197,8 +199,8 @@ class Agent(LocalElasticAgent):
                 os.kill(pid, number)
 
     def _pass_on(self) -> None:
-        """Tell the ranks to stop, once a second: one that is just starting hears nothing. They come to an end by
-        themselves, which may be the run's; only the limit for a collective ends them otherwise."""
+        """Request the ranks to stop, once a second, because a starting rank ignores signals. They end normally, or
+        after the time limit of a collective."""
         now = time.monotonic()
         self._limit = min(self._limit, now + self._shutdown_timeout)
         if now > self._limit:
@@ -215,7 +217,7 @@ class Agent(LocalElasticAgent):
             self._signal(signal.SIGTERM)
 
     def follow(self, end: object) -> int:
-        """End as another machine did; says so. Returns the exit status."""
+        """Report how another machine ended, and return its exit status."""
         if not isinstance(end, End):
             error(
                 coded(
@@ -236,20 +238,20 @@ class Agent(LocalElasticAgent):
         return end.status
 
     def left_out(self) -> int:
-        """End with the job's status where it has ended while this machine waited to join it."""
+        """Return the status of a job that ended while this machine waited to join it."""
         status = self.follow(self.rendezvous.ended())
         self.rendezvous.acknowledge_end()
         return status
 
-    # -- ranks that may be lost one by one ---------------------------------------------------------------------------
+    # -- on_rank_failure: continue -----------------------------------------------------------------------------------
 
     @property
     def several(self) -> bool:
-        """Whether machines may be lost, too."""
+        """Whether the job also continues without failed machines."""
         return self.goes_on and self.rendezvous.most > 1
 
     def come_in(self, worker_group: WorkerGroup) -> bool:
-        """Into a job that runs, without a new formation; False where there is none."""
+        """Join a running job without re-forming it; return False if there is none."""
         store = self.rendezvous
         self._room = self._running() if store.continues and store.most > 1 else ("", 0)
         if not self._room[0]:
@@ -264,8 +266,8 @@ class Agent(LocalElasticAgent):
         return True
 
     def _running(self) -> tuple[str, int]:
-        """The room of a job that goes on when it loses ranks, in which somebody lives, and how many machines formed it;
-        no room where machines have to form the job. One that has just formed is given a while to say so."""
+        """Return (room, number of machines that formed it) of a running job that continues after failures; no room if
+        the machines have to form the job. Waits a while for a job that has just formed to announce itself."""
         store, until = self.rendezvous, time.monotonic() + ANNOUNCED_S
         while True:
             number, room, count = store.announced()
@@ -281,11 +283,11 @@ class Agent(LocalElasticAgent):
             time.sleep(0.1)
 
     def leave_room(self) -> None:
-        """All machines form the job anew: nobody comes into what it was."""
+        """Mark the present room as abandoned: all machines re-form the job."""
         self._dead = self._in
 
     def formed(self) -> None:
-        """The machines have met: do all of them go on when they lose ranks?"""
+        """After the rendezvous, determine whether all machines continue after rank failures."""
         store = self.rendezvous
         self.goes_on = store.continues and all(node.continues for node in store.nodes)
         if store.continues and not self.goes_on:
@@ -327,7 +329,7 @@ class Agent(LocalElasticAgent):
         return ranks.pids()
 
     def _variables(self, worker_group: WorkerGroup) -> dict[int, dict[str, str]]:
-        """What torch elastic sets for ranks, by local rank."""
+        """Return local rank -> environment variables that torch elastic sets."""
         spec = worker_group.spec
         shared = {
             "LOCAL_WORLD_SIZE": spec.local_world_size,
@@ -350,7 +352,7 @@ class Agent(LocalElasticAgent):
         }
 
     def _lost(self, local: int, pid: int, code: int) -> None:
-        """Say that a rank is lost and the others go on."""
+        """Report a failed rank without which the others continue."""
         left, who = self._remaining_restarts, f"rank process {local} of {socket.gethostname()}"
         then = f"another takes its place ({left} start(s) left)" if left else "no starts are left for another"
         if code == EXCLUDED:
@@ -371,7 +373,7 @@ class Agent(LocalElasticAgent):
             )
 
     def _missed(self, hosts: list[str]) -> None:
-        """Say that machines are lost and the others go on."""
+        """Report failed machines without which the others continue."""
         error(
             coded(
                 "LS7312",
@@ -381,32 +383,31 @@ class Agent(LocalElasticAgent):
         )
 
     def _spare(self) -> bool:
-        """Whether another rank may take the place of one that is lost; it counts as a start."""
+        """Return whether a failed rank may be replaced; the replacement counts as a restart."""
         left = self._remaining_restarts
         self._remaining_restarts -= bool(left)
         return bool(left)
 
     def give_back_starts(self) -> None:
-        """Give back the restarts that were spent on replacements which have not trained yet, before all ranks start
-        again."""
+        """Refund the restarts spent on replacements that have not trained yet, before all ranks restart."""
         if isinstance(self._pcontext, Ranks):
             with self.rendezvous.reading():
                 self._remaining_restarts += self._pcontext.in_vain()
 
     def then(self) -> str:
-        """What follows where all ranks of this machine have ended, in words."""
+        """Describe what follows the end of all ranks of this machine."""
         if not (left := self._remaining_restarts):
             return "no restarts left"
         if newest_whole(self.job) is not None:
             where = "restarting from the last checkpoint"
-        elif self.rendezvous.place or self.job.remote_dir is not None:  # another machine may have one, or the mirror
+        elif self.rendezvous.place or self.job.remote_dir is not None:  # it may be on another machine or the remote
             where = "restarting from the last checkpoint, if there is one"
         else:
             where = "there is no checkpoint yet; training begins from the start"
         return f"{where} ({left} restart(s) left)"
 
     def looked_at(self, worker_group: WorkerGroup) -> RunResult:
-        """What became of this machine's ranks."""
+        """Return the state of this machine's ranks."""
         if not self.goes_on:
             return super()._monitor_workers(worker_group)
         assert self._pcontext is not None
@@ -423,17 +424,17 @@ class Agent(LocalElasticAgent):
         return RunResult(WorkerState.SUCCEEDED, return_values={ranks[k]: v for k, v in finished.return_values.items()})
 
     def _tell_end(self, why: str) -> None:
-        """None of this machine's ranks has failed, and they have ended all the same."""
+        """Report that this machine's ranks ended although none of them failed."""
         error(coded("LS7313", f"{why}; {self.then()}"))
 
     def leave_together(self) -> bool:
-        """Wait for the ranks of the other machines. Returns whether the job has come to its end."""
+        """Wait for the other machines' ranks, and return whether the job is finished."""
         assert isinstance(self._pcontext, RanksAmongMachines)
         with self.rendezvous.reading():
             end = (STOPPED, "stopped on request") if self._pcontext.stopped else (DONE, "")
             return self._pcontext.leave(self.rendezvous.holds, lambda: self.rendezvous.end(*end))
 
-    # -- what torch elastic calls ------------------------------------------------------------------------------------
+    # -- methods called by torch elastic -----------------------------------------------------------------------------
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._meets = True
@@ -470,7 +471,7 @@ class Agent(LocalElasticAgent):
             return self._look_around(worker_group) or result
         if result.state != WorkerState.FAILED:
             return result
-        ranks = [worker.global_rank for worker in worker_group.workers]  # some may be ending still
+        ranks = [worker.global_rank for worker in worker_group.workers]  # some may still be ending
         statuses = {failure.exitcode for failure in result.failures.values()}
         alone = self.rendezvous.most == 1
         end = None if alone else self.rendezvous.ended()
@@ -485,12 +486,12 @@ class Agent(LocalElasticAgent):
             self.rendezvous.leave()
             return self._give_up(EXCLUDED)
         if not alone and BAD not in statuses and self.rendezvous.grows():
-            return RunResult(WorkerState.HEALTHY)  # torch elastic sees in a moment who waits, and forms again
-        if statuses == {STOPPED}:  # not a failure, and no reason to start again
+            return RunResult(WorkerState.HEALTHY)  # torch elastic will notice the waiting machine and re-form
+        if statuses == {STOPPED}:  # not a failure: no restart
             self.saved = True
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, STOPPED))
-        unheard = self.stop_requested and statuses <= {-signal.SIGTERM, STOPPED}  # by ranks that were not yet listening
-        elsewhere = end is not None and end.status == STOPPED  # which knows of the checkpoint
+        unheard = self.stop_requested and statuses <= {-signal.SIGTERM, STOPPED}  # ranks without signal handlers yet
+        elsewhere = end is not None and end.status == STOPPED  # it has the checkpoint
         if unheard or elsewhere:
             self.saved = elsewhere
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, STOPPED))
@@ -498,7 +499,7 @@ class Agent(LocalElasticAgent):
             return self._give_up(self.follow(end))
         if self.goes_on and not self.stop_requested:
             self.give_back_starts()
-        if not statuses.isdisjoint((BAD, HALTED)):  # starting again would meet the same bad input, or machine
+        if not statuses.isdisjoint((BAD, HALTED)):  # a restart would have the same bad input or machine
             self._remaining_restarts = 0
         self._tell(result)
         if not self._remaining_restarts:
@@ -506,17 +507,17 @@ class Agent(LocalElasticAgent):
         return result
 
     def _look_around(self, worker_group: WorkerGroup) -> RunResult | None:
-        """What has become of the other machines, while this one's ranks are well."""
+        """Check the other machines while this one's ranks are healthy."""
         if self.rendezvous.most == 1:
             return None
         if (end := self.rendezvous.ended(at_once=False)) is not None:
             if end.status == STOPPED:
-                self.stop_requested = True  # ranks agree by themselves; one that starts does not
+                self.stop_requested = True  # running ranks agree themselves; a starting one does not
             elif end.status in (FAILED, BAD):
                 return self._give_up(self.follow(end))
             if isinstance(self._pcontext, RanksAmongMachines) and self._pcontext.idle:
                 return self._give_up(self.follow(end))
-        if self.goes_on:  # the ranks' machines look after each other
+        if self.goes_on:  # the machines monitor each other
             return None
         if hosts := self.rendezvous.lost():
             self._hopeless = True
@@ -542,13 +543,13 @@ class Agent(LocalElasticAgent):
                 if failure.exitcode < 0
                 else f"ended with status {failure.exitcode}"
             )
-            if failure.exitcode < 0 or self._remaining_restarts or self.goes_on:  # else its own words have said it all
+            if failure.exitcode < 0 or self._remaining_restarts or self.goes_on:  # else its own message suffices
                 error(
                     coded("LS7323", f"rank {rank} (pid {failure.pid}) on {socket.gethostname()} {how}; {self.then()}")
                 )
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if worker_group.state == WorkerState.HEALTHY:  # a machine has come
+        if worker_group.state == WorkerState.HEALTHY:  # a machine has joined
             self.say("another machine has come: a checkpoint, and the job forms again")
             self.rendezvous.grow()
             self.leave_room()
@@ -564,8 +565,8 @@ class Agent(LocalElasticAgent):
         super()._shutdown(death_sig)
 
     def _construct_event(self, state: str, source: EventSource, *more: Any, **named: Any) -> Event:
-        """Nobody records these; torch elastic's hold the machine's full name, and where no server of names answers, as
-        between machines of their own, each would wait six seconds for it, five of them or more a start."""
+        """Create an event without the machine's full name. Events are not recorded, and without a DNS server each
+        lookup would take six seconds, five or more times per start."""
         return Event(f"torchelastic.worker.status.{state}", source)
 
     def _exit_barrier(self) -> None:

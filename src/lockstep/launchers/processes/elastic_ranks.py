@@ -1,16 +1,15 @@
-"""Ranks of a machine where the loss of one does not end the others: `launch.on_rank_failure: continue`.
+"""Ranks of a machine that survive the failure of single ranks: `launch.on_rank_failure: continue`.
 
-In: what each of them runs, and the launcher's store. Out: a process context for torch elastic; and, when a rank was
-killed and all others can go on, the next generation of the job's ranks (`distributed/membership.py`), and a process
-that takes its place. A rank that `sdc_check` takes out ends by itself, and nobody takes its place. Any other failure
-ends all ranks, and torch elastic starts them again.
+In: the ranks' function, and the launcher's store. Out: a process context for torch elastic. When a rank is killed and
+all others can continue, also the next generation of the job's ranks (`distributed/membership.py`), and a replacement
+process. A rank evicted by `sdc_check` exits and is not replaced. Any other failure ends all ranks, and torch elastic
+restarts them.
 
-With several machines, every machine says in the store, at least once a second, that it lives, which of its ranks were
-killed, and which processes wait to come in. The first of those that live decides for all: it posts the next
-generation. The store takes each generation once, so two that both decide cannot both be right. A machine that has said
-nothing for `launch.keep_alive_timeout_s` is lost, and its ranks with it. One that does not reach the store hears of no
-generation, its ranks can meet nobody, and it ends (`elastic.py`): when a network falls apart, only the side that has
-the store goes on.
+With several machines, each writes a heartbeat to the store at least once a second, with its killed ranks and the
+processes that wait to join. The first live machine decides: it posts the next generation. The store accepts each
+generation once, so two deciding machines cannot conflict. A machine silent for `launch.keep_alive_timeout_s` is lost,
+with its ranks. A machine that cannot reach the store learns of no generation, its ranks cannot form a group, and it
+ends (`elastic.py`): in a network partition, only the side with the store continues.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from lockstep.distributed.membership import MemberAddress, Roster
 from lockstep.distributed.rendezvous import Sealed
 
 POLL_S = 0.1
-# How one ends that was asked to stop: listening, or not yet.
+# Exit codes of a rank that was requested to stop, with and without signal handlers.
 STOP_STATUSES = (STOPPED, -signal.SIGTERM, -signal.SIGUSR1)
 
 
 class Ranks:
-    """The ranks of one formation of a job on one machine."""
+    """The ranks of one machine in one formation of a job."""
 
     def __init__(
         self,
@@ -55,29 +54,29 @@ class Ranks:
         names: Mapping[int, str] | None = None,
         joining: bool = False,
     ) -> None:
-        """`variables` of each local rank, and its name in the roll. `lost` is told of a loss: the local rank, its pid
-        and its exit code. `spare` says whether another process may take its place: asked once the others have met
-        without it. `joining`: the processes come into a job that runs."""
+        """`variables`: environment of each local rank. `names`: its name in the roster. `lost`: called with local rank,
+        pid and exit code of a failed rank. `spare`: returns whether it may be replaced; called once the others have
+        re-formed. `joining`: the processes join a running job."""
         self._entry, self._arguments, self._variables = entry, tuple(arguments), variables
         self.roll, self._place, self._lost, self._spare = roll, place, lost, spare
         self._context = multiprocessing.get_context("forkserver")
-        self.processes: dict[int, Any] = {}  # of local ranks, those that have not been lost
+        self.processes: dict[int, Any] = {}  # local rank -> process, without failed ones
         self.names = dict(names or {local: str(local) for local in variables})
-        self.joining: set[int] = set(variables) if joining else set()  # local ranks that have not come to train yet
-        self._vacant: list[int] = []  # local ranks that nobody has
-        self._spares: set[int] = set()  # local ranks of processes that were started in the place of lost ones
+        self.joining: set[int] = set(variables) if joining else set()  # local ranks that do not train yet
+        self._vacant: list[int] = []  # local ranks without a process
+        self._spares: set[int] = set()  # local ranks of replacements
         self._started = len(variables)
-        self.stop_asked = False  # whether a rank was asked to stop before it joined, and no other rank was
-        self.why = ""  # this machine's ranks have ended, where none of them has failed
+        self.stop_asked = False  # whether only a rank that had not joined yet was requested to stop
+        self.why = ""  # reason why this machine's ranks ended without a failure
         for local in variables:
             self._start(local, joining)
 
     def pids(self) -> dict[int, int]:
-        """The process ids of the running ranks, by local rank."""
+        """Return local rank -> process id of the running ranks."""
         return {local: int(process.pid) for local, process in self.processes.items() if process.exitcode is None}
 
     def wait(self, timeout: float = 0.0) -> RunProcsResult | None:
-        """What became of them, once all are through or one has failed; None before. Looks for `POLL_S` at most."""
+        """Return the result once all ranks have finished or one has failed, else None. Waits at most `POLL_S`."""
         gone = self.look()
         if gone and not self._go_on(gone):
             return self.failed(gone)
@@ -87,7 +86,7 @@ class Ranks:
         return None
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """End those that run."""
+        """End the running ranks."""
         for pid in self.pids().values():
             with suppress(OSError):
                 os.kill(pid, death_sig or signal.SIGTERM)
@@ -106,7 +105,7 @@ class Ranks:
         self.processes[local] = process
 
     def look(self) -> dict[int, Any]:
-        """Wait for an end of one, for `POLL_S` at most. Returns those that have not ended well, by local rank."""
+        """Wait at most `POLL_S` for a rank to end, and return local rank -> process of those that failed."""
         running = [process.sentinel for process in self.processes.values() if process.exitcode is None]
         if running:
             wait(running, POLL_S)
@@ -115,33 +114,33 @@ class Ranks:
         return {local: p for local, p in self.processes.items() if p.exitcode not in (None, 0)}
 
     def failed(self, gone: Mapping[int, Any]) -> RunProcsResult:
-        """All of them end, because of these."""
+        """End all ranks because of the failed ones in `gone`, and return the result."""
         if not gone:
             pass
         elif all(process.exitcode == STOPPED for process in gone.values()):
             self._see_who_trains()
-            for local in self.joining:  # they hold nothing, and those that they wait for have gone
+            for local in self.joining:  # they have no state, and wait for ranks that are gone
                 self.processes[local].kill()
         else:
-            # so that those that wait for the others wait no more
+            # releases ranks that wait for others
             self.roll.give_up(f"a rank has ended on {socket.gethostname()}")
         self.close()
         if not gone:
             return RunProcsResult()
-        local = min(gone, key=lambda each: gone[each].exitcode)  # a signal before a status
+        local = min(gone, key=lambda each: gone[each].exitcode)  # prefer a signal to an exit status
         return RunProcsResult(
             failures={local: ProcessFailure(local, gone[local].pid, gone[local].exitcode, os.devnull)}
         )
 
     def ended(self) -> bool:
-        """Whether all ranks that have trained are finished. Processes that have not begun to train are left out:
-        finishing ranks may just have let one in, which would wait for them without end."""
+        """Return whether all ranks that have trained are finished. Ignores processes that have not trained: finishing
+        ranks may just have admitted one, which would wait forever."""
         self._see_who_trains()
         own = [process for local, process in self.processes.items() if local not in self.joining]
         return bool(own) and all(process.exitcode == 0 for process in own)
 
     def in_vain(self) -> int:
-        """The number of replacements that were started and have not come to train."""
+        """Return the number of replacements that have not trained yet."""
         self._see_who_trains()
         return len(self._spares & self.joining)
 
@@ -149,11 +148,11 @@ class Ranks:
         self.joining -= {local for local in self.joining if self.roll.trains(self.names[local])}
 
     def through(self) -> RunProcsResult:
-        self.close(signal.SIGKILL)  # those that have come too late
+        self.close(signal.SIGKILL)  # late replacements
         return RunProcsResult(return_values=dict.fromkeys(self._variables))
 
     def _go_on(self, gone: Mapping[int, Any]) -> bool:
-        """Let the others go on without these, if they can."""
+        """Continue without the ranks in `gone`, if the others can; return whether they do."""
         gone = self.without_comers(gone)
         members = self.roll.newest.members
         lost = {self.names[local] for local in gone}
@@ -167,8 +166,8 @@ class Ranks:
         return True
 
     def without_comers(self, gone: Mapping[int, Any]) -> dict[int, Any]:
-        """But for those that have ended by themselves before they came in: they have failed, and their own words say
-        why, or they were asked to stop."""
+        """Return `gone` without replacements that ended before they joined: they printed their error, or were requested
+        to stop."""
         members = self.roll.newest.members
         for local in [local for local in gone if self.names[local] not in members]:
             code = gone[local].exitcode
@@ -179,12 +178,12 @@ class Ranks:
         return {local: process for local, process in gone.items() if local in self.processes}
 
     def able(self, left: Sequence[str]) -> bool:
-        """Whether these can go on by themselves."""
+        """Return whether the ranks in `left` can continue alone."""
         there = [p for local, p in self.processes.items() if self.names[local] in left]
         return bool(left) and all(p.exitcode is None for p in there) and self.roll.ready(left)
 
     def vacate(self, gone: Mapping[int, Any]) -> None:
-        """These were killed, or taken out, and are gone on without."""
+        """Remove killed or evicted ranks, without which the others continue."""
         for local in gone:
             process = self.processes.pop(local)
             self._lost(local, process.pid, code := process.exitcode)
@@ -193,8 +192,8 @@ class Ranks:
                 self._vacant.append(local)
 
     def let_in(self) -> None:
-        """Start what takes the places of those that are lost, and offer the others those that are ready to come in:
-        both only while all that are left train."""
+        """Start replacements of failed ranks, and post a generation with those that are ready to join. Only while all
+        remaining ranks train."""
         if self.stop_asked or (not self._vacant and not self.coming()):
             return
         if not self.roll.settled():
@@ -211,7 +210,7 @@ class Ranks:
             self.roll.post([*self.roll.newest.members, *able])
 
     def coming(self) -> list[str]:
-        """Names of those that this machine may let in, ready or not."""
+        """Return the names of processes that this machine may admit, ready or not."""
         names = [self.names[local] for local in sorted(self.joining)]
         return [name for name in names if name not in self.roll.newest.members]
 
@@ -223,24 +222,24 @@ def _begin(variables: Mapping[str, str], entry: Callable[..., None], arguments: 
 
 BEAT_S = 1.0
 GONE_S = 2
-LEAVE_S = 30.0  # that the machine which holds the store waits for the others to have read how the job ended
+LEAVE_S = 30.0  # wait of the store's machine until the others have read the end of the job
 
 
 @dataclass
 class Word:
-    """What a machine says of itself."""
+    """Heartbeat of a machine."""
 
     host: str
-    ranks: list[str] = field(default_factory=list)  # names of all that it has started
-    coming: list[str] = field(default_factory=list)  # of these, processes that wait to come in
-    gone: list[str] = field(default_factory=list)  # of these, those that have ended before the job
-    done: bool = False  # its ranks have come to their end
-    left: bool = False  # it takes no part in this formation of the job any more
+    ranks: list[str] = field(default_factory=list)  # names of all started ranks
+    coming: list[str] = field(default_factory=list)  # of these, processes waiting to join
+    gone: list[str] = field(default_factory=list)  # of these, ranks that ended before the job
+    done: bool = False  # its ranks have finished
+    left: bool = False  # it has left this formation of the job
     beat: int = 0
 
     @classmethod
     def of(cls, text: bytes) -> Word:
-        """Errors: `RendezvousStateError` for what no machine says."""
+        """Parse a heartbeat. Errors: `RendezvousStateError` if invalid."""
         try:
             values = json.loads(text)
             ranks, coming, gone = ([str(name) for name in list(values[key])] for key in ("ranks", "coming", "gone"))
@@ -251,19 +250,19 @@ class Word:
 
 
 class Machines:
-    """Those of one formation of a job, and those that have come into it, as one of them sees them."""
+    """The machines of one formation of a job, including later ones, as seen by one machine."""
 
     def __init__(self, store: Sealed, host: str, place: int | None, count: int, keep_alive_timeout_s: float) -> None:
-        """`place`: of this machine among the `count` that formed the job; None: it comes into it."""
+        """`place`: this machine's index among the `count` that formed the job; None if it joins later."""
         self._store, self._count, self._lost_s = store, count, keep_alive_timeout_s
         self.place = count + store.add("guests", 1) - 1 if place is None else place
         self.mine = Word(host)
-        self.others: dict[int, Word | None] = {}  # None: it has not spoken yet
+        self.others: dict[int, Word | None] = {}  # None: no heartbeat yet
         self._heard: dict[int, float] = {}
         self._spoke_at, self._last = -math.inf, Word("")
 
     def say(self) -> None:
-        """Tell the others, where that is new or long ago."""
+        """Write the heartbeat if it has changed, or the last one is `BEAT_S` old."""
         now = time.monotonic()
         if self.mine != self._last or now - self._spoke_at >= BEAT_S:
             self.mine.beat += 1
@@ -271,7 +270,7 @@ class Machines:
             self._spoke_at, self._last = now, replace(self.mine)
 
     def hear(self) -> None:
-        """What the others say."""
+        """Read the other machines' heartbeats."""
         now = time.monotonic()
         for place in range(self._count + self._store.add("guests", 0)):
             if place == self.place:
@@ -284,11 +283,11 @@ class Machines:
                     self._heard[place] = now
 
     def silent(self, place: int) -> bool:
-        """Whether another machine is lost."""
+        """Return whether another machine has failed."""
         return time.monotonic() - self._heard[place] > self._lost_s
 
     def live(self) -> dict[int, Word | None]:
-        """The others that are neither lost nor have left."""
+        """Return the other machines that have neither failed nor left."""
         return {
             place: word
             for place, word in self.others.items()
@@ -296,12 +295,12 @@ class Machines:
         }
 
     def decides(self) -> bool:
-        """Whether this one is the first of those that live."""
+        """Return whether this is the first live machine, which decides."""
         return all(place > self.place for place in self.live())
 
 
 class RanksAmongMachines(Ranks):
-    """This machine's ranks in one formation of a job on several machines."""
+    """The ranks of one machine in one formation of a job on several machines."""
 
     def __init__(
         self,
@@ -312,17 +311,17 @@ class RanksAmongMachines(Ranks):
         missed: Callable[[list[str]], None],
         **named: Any,
     ) -> None:
-        """`fewest` machines at least go on, and `most` have ranks in the job. `missed` is told of hosts that are
-        lost."""
+        """`fewest`: machines required to continue. `most`: most machines with ranks. `missed`: called with failed
+        hosts."""
         self._machines, self._fewest, self._most, self._missed = machines, fewest, most, missed
-        self._accused = 0.0  # when it was last looked for
+        self._accused = 0.0  # time of the last check
         self._ended = False  # whether this machine's ranks have finished
-        self.stopped = False  # the same, because they were asked to stop
+        self.stopped = False  # likewise, because of a stop request
         super().__init__(*arguments, **named)
 
     @property
     def idle(self) -> bool:
-        """Whether no rank of this machine has come to train in the job."""
+        """Whether no rank of this machine trains in the job."""
         there = [self.names[local] for local in self.processes if local not in self.joining]
         return not any(name in self.roll.newest.members for name in there)
 
@@ -350,7 +349,9 @@ class RanksAmongMachines(Ranks):
 
     def failed(self, gone: Mapping[int, Any]) -> RunProcsResult:
         if gone and all(process.exitcode == STOPPED for process in gone.values()):
-            self.stopped = self._ended = self._machines.mine.done = True  # no loss: nobody goes on without these
+            self.stopped = self._ended = self._machines.mine.done = (
+                True  # not a failure: the others do not continue without them
+            )
         return super().failed(gone)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
@@ -358,14 +359,15 @@ class RanksAmongMachines(Ranks):
         with suppress(RuntimeError):  # the store is gone
             machines.mine.left, machines.mine.done = machines.mine.left or not self._ended, self._ended
             machines.say()
-        # a rank that waits for a lost machine does not end by itself
+        # a rank waiting for a failed machine does not end
         super().close(death_sig, GONE_S if any(map(machines.silent, machines.others)) else timeout)
 
     def leave(self, holds: bool, tell: Callable[[], None]) -> bool:
-        """This machine's ranks have come to their end: wait for those of the others; of one that is lost nothing is
-        expected. `holds`: the store, which the others need until they have left. `tell` says how the job ended: a
-        machine whose ranks were lost just now, and whose others have not come in, has nothing else to know it by.
-        Returns whether the rank that writes OUTPUT has come to its end."""
+        """Wait for the other live machines' ranks after this one's have finished, and return whether the rank that
+        writes OUTPUT has finished.
+
+        `holds`: this machine holds the store, which the others need until they leave. `tell`: publishes how the job
+        ended, for machines whose ranks failed just before and were not replaced yet."""
         machines, mine = self._machines, self._machines.mine
         while True:
             machines.say()
@@ -386,7 +388,8 @@ class RanksAmongMachines(Ranks):
         return done
 
     def _tell(self, gone: dict[int, Any]) -> dict[int, Any]:
-        """The others, of this machine's ranks; and hear what they say. Ends ranks that another one says are stopped."""
+        """Exchange heartbeats, including failed ranks, with the other machines. Kills ranks that others report as
+        stopped."""
         mine, now = self._machines.mine, time.monotonic()
         if now - self._accused >= BEAT_S:
             self._accused = now
@@ -403,13 +406,13 @@ class RanksAmongMachines(Ranks):
         return gone
 
     def _out(self) -> bool:
-        """Whether the others have taken this machine for lost."""
+        """Return whether the others regard this machine as failed."""
         there, newest = [local for local in self.processes if local not in self.joining], self.roll.newest
         names = {self.names[local] for local in there} - set(self._machines.mine.gone)
         return newest.number > 0 and bool(names) and names.isdisjoint(newest.members)
 
     def _decide(self) -> None:
-        """Let the others go on without those that are lost, if they can."""
+        """Post a generation without failed ranks and machines, if the others can continue."""
         machines, roll = self._machines, self.roll
         members, gone, hosts = roll.newest.members, set(machines.mine.gone), []
         for place, word in machines.others.items():
@@ -434,7 +437,7 @@ class RanksAmongMachines(Ranks):
         roll.post(left, lost=True)
 
     def coming(self) -> list[str]:
-        """Those of all machines, where this one decides; a machine that would be one too many waits."""
+        """Return the processes to admit on all machines if this one decides; a surplus machine waits."""
         machines, members = self._machines, self.roll.newest.members
         if not machines.decides():
             return []
@@ -451,7 +454,7 @@ class RanksAmongMachines(Ranks):
 
 
 def lives(store: Sealed, count: int, limit_s: float) -> bool:
-    """Whether a machine of a job gives a sign of life in so many seconds. `count`: of those that formed it."""
+    """Return whether a machine of a job sends a heartbeat within `limit_s`. `count`: machines that formed the job."""
 
     def beats() -> dict[int, int]:
         there = [place for place in range(count + store.add("guests", 0)) if store.check([f"machine/{place}"])]

@@ -1,13 +1,12 @@
-"""Where the machines of a job meet: torch's c10d rendezvous, and what it leaves out.
+"""The rendezvous of a job's machines: torch's c10d rendezvous with extensions.
 
-In: an address, how many machines there may be, and what this one says of itself. Out: for every formation of the job,
-which machine comes first; who was lost; how the job ended, the same on every machine. A machine that would train
-something else is refused before it disturbs anybody.
+In: an address, the allowed numbers of machines, and a description of this one. Out: for every formation of the job, the
+order of machines and the failed ones; the end of the job, the same on every machine. A machine whose run differs is
+rejected before it affects others.
 
-The state of the rendezvous is sealed JSON in the store instead of the pickle that torch writes there: torch only gets
-back what this process has pickled itself. An evicted machine (`sdc_check.on_difference: evict`) is not let in again:
-the others form at once and wait for one machine fewer; this one keeps the store and the lock of OUTPUT until the job
-is over.
+The state of the rendezvous is stored as sealed JSON instead of torch's pickle: torch unpickles only data that this
+process pickled. An evicted machine (`sdc_check.on_difference: evict`) is not readmitted: the others re-form at once and
+expect one machine less; it keeps the store and the lock of OUTPUT until the job is over.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ from lockstep.distributed.membership import Roster
 from lockstep.distributed.rendezvous import Sealed
 
 _KEY, _GONE = "state", "excluded"
-_COMES_IN = timedelta(seconds=3)  # looked at once a second
-_EMPTY = "null"  # a key must be there to be asked for: what it holds before there is a state
+_COMES_IN = timedelta(seconds=3)  # checked once a second
+_EMPTY = "null"  # initial value: a key must exist to be read
 
 
 class Backend(RendezvousBackend):
-    """Keeps the state of one job of at most so many machines."""
+    """Rendezvous backend with the state of one job of at most `most` machines."""
 
     def __init__(self, store: Sealed, most: int) -> None:
         self._store, self._most = store, most
@@ -63,7 +62,7 @@ class Backend(RendezvousBackend):
         self._ask("compare_set", _GONE, "", "[]")
 
     def exclude(self, host: str) -> None:
-        """That machine is out of the job: one fewer may come from now on."""
+        """Exclude a machine from the job, which then expects one machine less."""
         out = self._out()
         while host not in out:
             out = _hosts(self._ask("compare_set", _GONE, json.dumps(out), json.dumps([*out, host])))
@@ -76,7 +75,7 @@ class Backend(RendezvousBackend):
         return self._answer(self._ask("get", _KEY))
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        mine = _text(pickle.loads(state))  # this process's own, handed over a moment ago
+        mine = _text(pickle.loads(state))  # pickled by this process just before
         stored = self._ask("compare_set", _KEY, token.decode() if isinstance(token, bytes) else _EMPTY, mine)
         answer = self._answer(stored)
         return None if answer is None else (*answer, stored == mine.encode())
@@ -87,8 +86,8 @@ class Backend(RendezvousBackend):
         return pickle.dumps(_held_open(_state(stored), self._most - len(self._out()))), stored
 
     def _out(self) -> list[str]:
-        """The machines that are out of the job. The store does not count them: its counters bear no seal, and over one
-        that somebody has written into it hangs up, and nobody would know why."""
+        """Return the excluded machines. A store counter would not be sealed, and a corrupted one closes the connection
+        without explanation."""
         return _hosts(self._ask("get", _GONE))
 
     def _ask(self, what: str, *words: str) -> bytes:
@@ -104,10 +103,8 @@ def _hosts(text: bytes) -> list[str]:
 
 
 def record_nothing(handler: DynamicRendezvousHandler) -> None:
-    """Nobody reads the events that torch makes of every step of a rendezvous, every sign of life among them. For the
-    name of a function each writes down the whole stack, twice, and looks through all imported modules for every frame
-    without a file: milliseconds in most processes, a tenth of a second and more in one forked from a server that has
-    imported everything."""
+    """Disable torch's events of each rendezvous operation, including heartbeats. Each inspects the whole stack twice,
+    which takes milliseconds in most processes, but 0.1 s or more when forked from a server with all imports."""
     inner: Any = handler
     for part in (inner, inner._op_executor, inner._state_holder):
         part._record = _nothing
@@ -126,9 +123,10 @@ def _reached() -> Iterator[None]:
 
 
 def _held_open(state: _RendezvousState, most: int) -> _RendezvousState:
-    """A formation is not complete while a machine that was seen waiting for it has not come in. torch elastic forms
-    without one that is slow to, and a job that has saved for a machine's sake would end without it. One that gives no
-    sign of life is taken off the list by whoever reads it. Where all have come that may, nobody is waited for."""
+    """Keep a formation open while a machine that was waiting for it has not joined, up to `most` machines.
+
+    torch elastic would form without a slow machine, for which the job has just saved a checkpoint. Readers remove
+    machines without heartbeats from the list."""
     if state.complete or state.deadline is None:
         return state
     if state.wait_list:
@@ -157,7 +155,7 @@ def _text(state: _RendezvousState) -> str:
 
 
 def _state(text: bytes) -> _RendezvousState:
-    """Errors: `RendezvousStateError` for anything but what `_text` writes."""
+    """Parse the output of `_text`. Errors: `RendezvousStateError` for anything else."""
 
     def node(fields: list[Any]) -> _NodeDesc:
         address, process, number = fields[:3]
@@ -180,7 +178,7 @@ def _state(text: bytes) -> _RendezvousState:
 
 
 def _possible(state: _RendezvousState) -> None:
-    """What torch elastic takes for granted. Errors: `ValueError`."""
+    """Check invariants that torch elastic assumes. Errors: `ValueError`."""
     places = list(state.participants.values())
     if state.round < 0 or (state.complete and (len(set(places)) < len(places) or min(places, default=0) < 0)):
         raise ValueError("two machines have one place")
@@ -203,24 +201,25 @@ def _time(text: str) -> datetime:
 
 @dataclass(frozen=True)
 class Node:
-    """What a machine says of itself when the job forms."""
+    """Description of a machine in a formation."""
 
     host: str
-    address: str  # that the others reach it at
+    address: str  # reachable by the other machines
     processes: int
-    place: int | None = None  # `launch.node_rank`: its wish for a place
+    place: int | None = None  # requested position: `launch.node_rank`
     holds: bool = False  # whether it holds the store
-    continues: bool = False  # whether its ranks may be lost one by one: `launch.on_rank_failure`
+    continues: bool = False  # whether `launch.on_rank_failure` is continue
     step: int = 0  # of the newest checkpoint in its OUTPUT
 
     @property
     def precedence(self) -> tuple[Any, ...]:
-        """Rank 0, which writes OUTPUT, is where the newest checkpoint is; then as wished; then where the store is."""
+        """Sort key: newest checkpoint first (rank 0 writes OUTPUT), then the requested position, then the store's
+        machine."""
         place = float("inf") if self.place is None else self.place
         return (-self.step, place, not self.holds, _number(self.address), self.host)
 
 
-_MARGIN_S = 5.0  # for the round in which the last call is found to be over
+_MARGIN_S = 5.0  # for the round that detects the end of the last call
 
 
 @dataclass(frozen=True)
@@ -232,14 +231,14 @@ class Limits:
     lost: float = 15.0  # without a sign of life until a machine counts as lost
 
     def meeting(self, fewest: int, most: int) -> float:
-        """Seconds until a meeting has failed. The time for more machines comes on top of that for the fewest: torch
-        counts both from the beginning, and would give up while it waits for more."""
+        """Return the timeout of a rendezvous in seconds. Adds the wait for further machines to that for the fewest:
+        torch counts both from the start, and would give up while waiting for more."""
         return self.join + (self.more + _MARGIN_S if fewest < most else 0.0)
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of the job, as the machine that knew first wrote it."""
+    """The end of the job, as published by the first machine that knew."""
 
     status: int
     host: str
@@ -247,9 +246,9 @@ class End:
 
 
 class ElasticRendezvous:
-    """A rendezvous handler as torch elastic wants one. Its methods raise `RendezvousError`s where torch's own do."""
+    """Rendezvous handler for torch elastic. Its methods raise `RendezvousError`s like torch's."""
 
-    use_agent_store = False  # each formation has a store of its own, on the machine of rank 0 (pytorch#135712)
+    use_agent_store = False  # each formation has its own store, on the machine of rank 0 (pytorch#135712)
 
     def __init__(
         self,
@@ -262,16 +261,16 @@ class ElasticRendezvous:
         newest: Callable[[], int] = lambda: 0,
         key: str | None = None,
     ) -> None:
-        """Open the store at `at:port` if this is its machine, else connect to it. `newest` tells the step of this
-        machine's newest checkpoint; `key` is the job's secret, by default the one that was given. Errors:
-        `NetworkError`, `RendezvousConnectionError`, `RendezvousStateError`."""
+        """Open the store at `at:port` if this is its machine, else connect to it. `newest`: returns the step of this
+        machine's newest checkpoint. `key`: the job's secret; default: from the environment. Errors: `NetworkError`,
+        `RendezvousConnectionError`, `RendezvousStateError`."""
         self.at, self.fewest, self.most, self.limits = at, fewest, most, limits
         self._node, self._newest = node, newest
-        self.nodes: list[Node] = []  # of this formation, in the order of their ranks
-        self.place = 0  # of this machine among them
-        self.gone = False  # whether the store is
+        self.nodes: list[Node] = []  # machines of this formation, in rank order
+        self.place = 0  # index of this machine
+        self.gone = False  # whether the store is gone
         self.holds = node.holds
-        self.continues = False  # whether this machine's ranks may be lost one by one
+        self.continues = False  # whether this machine continues after rank failures
         self._key = network.secret_from_environment() if key is None else key
         timeout_s = max(limits.lost, 10)
         try:
@@ -279,7 +278,7 @@ class ElasticRendezvous:
                 self._store: Any = rendezvous.open_store(at, port, most > 1, timeout_s)
             else:
                 self._store = rendezvous.connect_store(at, port, limits.join, timeout_s)
-            number = self._store.add("lockstep-job", 0)  # a store may outlive a job: the next one has its own number
+            number = self._store.add("lockstep-job", 0)  # a store may outlive a job: jobs are numbered
             jobs = Sealed(self._store, "jobs", self._key)
             name = jobs.compare_set(f"lockstep-name-{number}", "", uuid.uuid4().hex).decode()
         except (ValueError, RuntimeError) as caught:
@@ -305,14 +304,14 @@ class ElasticRendezvous:
         )
         record_nothing(self._inner)
         inner: Any = self._inner
-        inner._get_store = lambda: Sealed(  # where the machines of a round tell each other who they are
+        inner._get_store = lambda: Sealed(  # for the introductions of a round
             inner._wrap_store(self._store), f"{name}/{inner._state_holder.state.round}", self._key
         )
         self._nodes: set[Any] = set()
         self._missing: tuple[set[Any], float] = set(), 0.0
         self._asked_at = 0.0
 
-    # -- what torch elastic asks for ---------------------------------------------------------------------------------
+    # -- interface of torch elastic ----------------------------------------------------------------------------------
 
     def get_backend(self) -> str:
         return self._inner.get_backend()
@@ -321,12 +320,12 @@ class ElasticRendezvous:
         return self._inner.get_run_id()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other machines; then decide, with all of them, which one comes first."""
+        """Form a group with the other machines, and agree on their order."""
         info = self._call(self._inner.next_rendezvous)
         while info.rank >= info.world_size or not self._wait_for(
             keys := self._introduce(info), 2 * self.limits.lost, self._round
         ):
-            info = self._call(self._inner.next_rendezvous)  # one was lost just now
+            info = self._call(self._inner.next_rendezvous)  # a machine has just failed
         texts = self._call(lambda: self._round.multi_get(keys))
         nodes = [_parsed(Node, text) for text in texts]
         order = sorted(range(len(nodes)), key=lambda rank: nodes[rank].precedence)
@@ -345,7 +344,7 @@ class ElasticRendezvous:
         self._inner.set_closed()
 
     def shutdown(self) -> bool:
-        """The job is over: no machine may join it any more. The store, if it lives on, is ready for another job."""
+        """Close the job to further machines. The store may continue to serve another job."""
         if self.gone:
             return False
         try:
@@ -355,30 +354,30 @@ class ElasticRendezvous:
             if self._node.holds and (outside := self._state().wait_list | self._state().redundancy_list):
                 self._wait_for([_told_key(node.addr, node.pid) for node in outside], self.limits.lost, self._job)
             return closed
-        except (RuntimeError, RendezvousConnectionError):  # whoever held the store has left already
+        except (RuntimeError, RendezvousConnectionError):  # the store's machine has left already
             return False
 
     def acknowledge_end(self) -> None:
-        """Say that this machine, which waited to join, knows the end of the job: the store's holder need not wait."""
+        """Acknowledge the end of the job on a waiting machine, so that the store's machine need not wait for it."""
         try:
             self._job.set(_told_key(self._node.address, os.getpid()), "1")
         except RuntimeError:
             self.gone = True
 
-    # -- what it leaves out ------------------------------------------------------------------------------------------
+    # -- extensions --------------------------------------------------------------------------------------------------
 
     def admit(self, facts: dict[str, str]) -> None:
-        """Compare this machine with the first one of the job. Errors: `RunError`; with a fixed number of machines the
-        others end with the same message, else they go on without this one."""
+        """Compare this machine's facts with the first machine's. Errors: `RunError`; with a fixed number of machines
+        the others end with the same message, else they continue without this one."""
         self.refuse()
         mine = json.dumps([self._node.host, facts], sort_keys=True)
         first = self._call(lambda: self._job.compare_set("facts", "", mine)).decode()
         host, theirs = _parsed(_facts, first)
         if not (text := disagreement([(host, theirs), (self._node.host, facts)])):
             return
-        self._call(self._inner.num_nodes_waiting)  # looks at the others' signs of life
+        self._call(self._inner.num_nodes_waiting)  # updates the heartbeats of the others
         state = self._state()
-        if not state.participants and not state.wait_list:  # what is left of a job that was killed
+        if not state.participants and not state.wait_list:  # remains of a killed job
             self._call(lambda: self._job.set("facts", mine))
             return
         if self.fewest == self.most:
@@ -387,54 +386,54 @@ class ElasticRendezvous:
         raise RunError.read(text)
 
     def roll(self, room: str, key: str, members: list[str] | None) -> Roster:
-        """A roll of ranks in this store."""
+        """Return a roster of ranks in this store."""
         return Roster(self._store, room, key, members)
 
     @property
     def round(self) -> int:
-        """The number of this formation."""
+        """The number of this formation (round)."""
         return int(self._state().round)
 
     def announce(self, room: str) -> None:
-        """Machines that come may come into this formation without another one, in that room; empty: they may not."""
+        """Publish the room in which new machines may join this formation without re-forming it; empty: they may not."""
         self._call(lambda: self._job.set("room", json.dumps([self.round, room, len(self.nodes)])))
 
     def announced(self) -> tuple[int, str, int]:
-        """What was announced last: the formation's number, its room, and how many machines formed it."""
+        """Return the last announcement: (number of the formation, its room, number of its machines)."""
         if not self._call(lambda: self._job.check(["room"])):
             return -1, "", 0
         number, room, count = self._call(lambda: json.loads(self._job.get("room")))
         return int(number), str(room), int(count)
 
     def formed_by_others(self) -> bool:
-        """Whether there is a formation, and this machine is not in it; it may come into that one from now on."""
-        self._call(self._inner.num_nodes_waiting)  # hears of the others
+        """Return whether a formation without this machine exists, which it may join from now on."""
+        self._call(self._inner.num_nodes_waiting)  # updates the state
         state = self._state()
         self._round: Any = self._inner._get_store()
         return bool(state.complete and state.participants and self._inner._this_node not in state.participants)
 
     def lost(self) -> list[str]:
-        """Hosts of this formation that gave no sign of life for too long. Uses what `num_nodes_waiting` last saw."""
+        """Return the hosts of this formation without recent heartbeats, by the last state from `num_nodes_waiting`."""
         state = self._state()
         missing = self._nodes - set(state.participants) - set(state.wait_list) if not state.closed else set()
         now = time.monotonic()
         if missing != self._missing[0]:
-            self._missing = missing, now  # may be on its way from one list to the other
+            self._missing = missing, now  # may be moving from one list to the other
         if not missing or now - self._missing[1] < 2.5:
             return []
         addresses = {node.addr for node in missing}
         return [node.host for node in self.nodes if node.address in addresses]
 
     def grow(self) -> None:
-        """Tell the other machines that ranks which end with 75 now do so because the job forms again. When this
-        returns they can see it: `add` waits for the store's answer, `set` would not."""
+        """Announce that ranks ending with status 75 do so because the job re-forms. Visible to the others on return:
+        `add` waits for the store's answer, `set` would not."""
         self._call(lambda: self._round.add("grows", 1))
 
     def grows(self) -> bool:
         return bool(self._call(lambda: self._round.check(["grows"])))
 
     def end(self, status: int, text: str = "") -> None:
-        """Say how the job ends, unless another machine has said so. A store that is gone is no error."""
+        """Publish how the job ends, unless another machine has. Does not raise if the store is gone."""
         word = json.dumps(asdict(End(status, self._node.host, text)))
         try:
             self._job.compare_set("end", "", word)
@@ -444,7 +443,7 @@ class ElasticRendezvous:
             self.gone = True
 
     def ended(self, at_once: bool = True) -> End | None:
-        """How the job ended on another machine, or None. Asks once a second at most, unless `at_once`."""
+        """Return how the job ended on another machine, or None. Queries at most once a second, unless `at_once`."""
         now = time.monotonic()
         if not at_once and now - self._asked_at < 1.0:
             return None
@@ -461,8 +460,8 @@ class ElasticRendezvous:
         return end if end.host != self._node.host else None
 
     def leave_together(self, limit_s: float = float("inf")) -> None:
-        """Wait until the ranks of every machine have ended, because one of them holds the store. One that is lost, and
-        a store that is gone, are not waited for."""
+        """Wait until the ranks of every machine have ended, because one machine holds the store. Does not wait for
+        failed machines, or if the store is gone."""
         if not self.nodes:
             return
         until = time.monotonic() + limit_s
@@ -484,21 +483,21 @@ class ElasticRendezvous:
             self.gone = True
 
     def there(self) -> list[str]:
-        """Addresses of the machines that came, for a message."""
+        """Return the addresses of the joined machines, for messages."""
         return sorted(node.addr for node in self._state().participants)
 
     def _introduce(self, info: RendezvousInfo) -> list[str]:
-        """Say who this is. Returns the keys under which all machines of this formation do so."""
+        """Publish this machine's description, and return the keys of those of all machines in this formation."""
         self._nodes, self._missing = set(self._state().participants), (set(), 0.0)
         self._round = info.store
         mine = asdict(self._node) | {"step": self._newest(), "continues": self.continues}
         self._call(lambda: self._round.set(f"machine/{info.rank}", json.dumps(mine)))
         return [f"machine/{rank}" for rank in range(info.world_size)]
 
-    # -- a machine that is evicted -----------------------------------------------------------------------------------
+    # -- eviction ----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """This machine leaves, and is not let in again."""
+        """Leave the job for good."""
         inner: Any = self._inner
         self._call(lambda: self._job.add(f"excluded/{self._node.host}", 1))
         self._call(lambda: self._backend.exclude(self._node.host))
@@ -507,15 +506,15 @@ class ElasticRendezvous:
         self._call(lambda: inner._op_executor.run(_RendezvousExitOp(), until))
 
     def refuse(self) -> None:
-        """Errors: `RunError`, if this machine has left the job."""
+        """Check that this machine was not evicted. Errors: `RunError`."""
         if self._call(lambda: self._job.check([f"excluded/{self._node.host}"])):
             raise RunError(
                 "LS7330", f"{self._node.host} was evicted from this job, because it computed wrong values (sdc_check)"
             )
 
     def hold(self, stop_requested: Callable[[], bool]) -> None:
-        """After `leave`: keep the store, and OUTPUT, where they are this machine's to keep, until the job is over.
-        `stop_requested`: whether somebody here wants it to stop."""
+        """After `leave`, keep the store and the lock of OUTPUT, if this machine has them, until the job is over.
+        `stop_requested`: returns whether a stop was requested on this machine."""
         inner: Any = self._inner
         last_activity = time.monotonic()
         while (self._node.holds or self._node.place == 0) and not self.is_closed():
@@ -526,9 +525,9 @@ class ElasticRendezvous:
             if stop_requested():
                 self.end(STOPPED, "stopped on request")
             time.sleep(0.5)
-        time.sleep(2)  # until the last of them has read that
+        time.sleep(2)  # until all others have read it
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------------
 
     def _state(self) -> Any:
         return self._inner._state_holder.state
@@ -539,8 +538,8 @@ class ElasticRendezvous:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around what torch elastic does with what the others wrote: it trusts them. Errors: `RendezvousError`, also
-        for what somebody wrote there who is none of them."""
+        """Context manager around torch elastic's use of data from other machines, which it trusts. Errors:
+        `RendezvousError`, also for invalid data."""
         try:
             yield
         except RendezvousConnectionError:
@@ -553,7 +552,7 @@ class ElasticRendezvous:
             raise RendezvousStateError(f"what another machine wrote makes no sense: {caught!r:.200}") from caught
 
     def _wait_for(self, keys: list[str], limit_s: float, store: Sealed) -> bool:
-        """Without holding the store's connection, which signs of life need. Returns whether they came."""
+        """Wait for keys by polling, because heartbeats need the store's connection. Returns whether they were set."""
         until = time.monotonic() + limit_s
         while not self._call(lambda: store.check(keys)):
             if time.monotonic() > until:
@@ -563,8 +562,7 @@ class ElasticRendezvous:
 
 
 def serve(host: str, port: int) -> Any:
-    """A store for jobs to meet in, held by this process for as long as it keeps what this returns. Errors:
-    `NetworkError`."""
+    """Open a store for jobs, which lives as long as the returned object. Errors: `NetworkError`."""
     if not network.holds(host, port):
         raise network.NetworkError(
             "LS7331", f"{host}:{port} cannot be opened: it is not an address of this machine, or it is in use"
@@ -573,8 +571,8 @@ def serve(host: str, port: int) -> Any:
 
 
 def _parsed(kind: Callable[..., Any], text: bytes) -> Any:
-    """What another machine has written, made of its JSON: an object's or a list's members, of the types that a
-    dataclass says. Errors: `RendezvousStateError`."""
+    """Parse JSON from another machine into a dataclass (from an object or a list), checking types. Errors:
+    `RendezvousStateError`."""
     try:
         values = json.loads(text)
         value = kind(**values) if isinstance(values, dict) else kind(*values)

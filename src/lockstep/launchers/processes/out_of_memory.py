@@ -1,9 +1,8 @@
-"""Whether a rank that was killed was killed because memory ran out: SIGKILL alone does not say who sent it, or why.
+"""Detects whether a killed rank ran out of memory: SIGKILL alone has no reason.
 
-In: the pids of this machine's ranks, looked at once a second. Out: a sentence with the memory that the rank held and
-what to change; nothing where memory did not run out. What tells, the surest first: the kernel's log, which names the
-process (where this user may read it); how many processes the kernel has killed for memory in this cgroup, or on this
-machine; and how little was left before. Linux only. Nothing here imports torch.
+In: the pids of this machine's ranks, sampled once a second. Out: a sentence with the rank's memory and what to change,
+or nothing. Evidence, strongest first: the kernel log, which names the process (if readable); the number of OOM kills in
+this cgroup or on this machine; little free memory just before. Linux only. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from lockstep.distributed.host_memory import Sources, numbers
 from lockstep.track.report.charts import size
 
 LOOK_S = 1.0
-RECENT_S = 10.0  # a process with much memory may take seconds to end
-FULL = 0.95  # of the memory that there is
+RECENT_S = 10.0  # a large process may take seconds to end
+FULL = 0.95  # share of all memory
 
 
 @dataclass
@@ -28,18 +27,18 @@ class Memory:
     """The memory of one machine's ranks, and of the cgroup that they run in."""
 
     sources: Sources = host_memory.KERNEL
-    _peaks: dict[int, int] = field(default_factory=dict)  # the most that each process was seen to hold, in bytes
-    _kills: deque[tuple[float, int, int]] = field(default_factory=deque)  # when; in the cgroup, on the machine
-    _filled: float = 0.0  # when memory was last seen to be nearly full
+    _peaks: dict[int, int] = field(default_factory=dict)  # pid -> peak memory in bytes
+    _kills: deque[tuple[float, int, int]] = field(default_factory=deque)  # (time, kills in cgroup, on machine)
+    _filled: float = 0.0  # time when memory was last nearly full
     _looked: float = 0.0
-    _read: int = -1  # the last record of the kernel's log that is older than the ranks
+    _read: int = -1  # last kernel log record before the ranks started
 
     def __post_init__(self) -> None:
         self._read = max((number for number, *_ in host_memory.records(self.sources)), default=-1)
         self._count(time.monotonic())
 
     def look(self, pids: Iterable[int]) -> None:
-        """Remember how much memory these processes hold and how much is left; at most every `LOOK_S`."""
+        """Sample the memory of processes and the free memory, at most every `LOOK_S`."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return
@@ -57,7 +56,7 @@ class Memory:
         self._count(now)
 
     def why(self, pid: int, status: int) -> str:
-        """What to say of a process with this exit status: "" where it was not killed for memory."""
+        """Explain the exit status of a process that was killed for memory; "" otherwise."""
         if status != -signal.SIGKILL:
             return ""
         now = time.monotonic()
@@ -83,17 +82,17 @@ class Memory:
             "machine, or one with more memory)"
         )
 
-    # -- what the kernel tells ---------------------------------------------------------------------------------------
+    # -- kernel evidence ---------------------------------------------------------------------------------------------
 
     def _count(self, now: float) -> None:
-        """Processes that the kernel has killed for memory, now. Keeps what is older than `RECENT_S` once."""
+        """Sample the number of OOM kills. Keeps one sample older than `RECENT_S`."""
         inside, machine = host_memory.kills(self.sources)
         self._kills.append((now, inside, machine))
         while len(self._kills) > 1 and now - self._kills[1][0] > RECENT_S:
             self._kills.popleft()
 
     def _named(self, pid: int) -> int | None:
-        """Bytes that this process held when the kernel killed it for memory, by the kernel's log."""
+        """Return the memory in bytes of a process that the kernel log names as OOM-killed, else None."""
         for number, _, text in host_memory.records(self.sources):
             match = host_memory.KILLED.search(text)
             if number > self._read and match is not None and int(match[1]) == pid:

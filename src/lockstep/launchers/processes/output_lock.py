@@ -1,10 +1,9 @@
-"""Whose OUTPUT is it? One job at a time writes there, over all machines that see the folder: `OUTPUT/.lock`.
+"""The lock of OUTPUT, `OUTPUT/.lock`: one job at a time writes there, over all machines that share the folder.
 
-In: OUTPUT. Out: a `Lock` that beats until it is released, or a `RunError` that names who has it, or what in the folder
-belongs to somebody else. Three signs tell whether a holder lives. flock ends with its process, however that ends.
-Where that does not work: the process's number, when it started, and the boot of its machine. Between machines: a
-heartbeat. What cannot be told is alive, until the heart has not beaten for `STALE_S` while this machine watched.
-Nothing here imports torch.
+In: OUTPUT. Out: a `Lock` with a heartbeat until its release, or a `RunError` that names the holder, or foreign files in
+the folder. A holder is alive by three signs: flock, which ends with its process; where flock does not work, pid, start
+time and boot of its machine; between machines, the heartbeat. In doubt a holder is alive, until this machine has seen
+no heartbeat for `STALE_S`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from lockstep.track.console import error
 
 FILE = ".lock"
 BEAT_S, STALE_S = 5.0, 60.0
-VARIABLE = "LOCKSTEP_LOCK"  # for the ranks of a job whose launcher holds the lock: its token
+VARIABLE = "LOCKSTEP_LOCK"  # token of the launcher's lock, for its ranks
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class Holder:
 
     token: str
     process: Process
-    kernel: str  # one boot of one machine, whatever containers call it
-    space: str  # in which the process has its number
+    kernel: str  # identifies one boot of a machine, across containers
+    space: str  # pid namespace
     flocks: bool  # whether flock worked for it
     since: float  # seconds since 1970
 
@@ -53,16 +52,16 @@ class Holder:
 
 @dataclass(frozen=True)
 class OutputState:
-    """A lock as it was found."""
+    """The observed state of a lock."""
 
-    holder: Holder | None  # None: it cannot be read
-    alive: bool | None  # None: only the heartbeat can tell
+    holder: Holder | None  # None: unreadable
+    alive: bool | None  # None: only the heartbeat decides
     beat: tuple[bytes, int]  # changes with every beat
-    age_s: float  # of the last beat, by two clocks that may differ
+    age_s: float  # since the last beat, by two clocks that may differ
 
 
 def look(path: Path) -> OutputState | None:
-    """Who has the lock, and whether they live; None where there is none. Errors: `OSError`."""
+    """Return the state of a lock, or None if there is none. Errors: `OSError`."""
     try:
         descriptor = _opened(path)
     except FileNotFoundError:
@@ -85,20 +84,20 @@ def look(path: Path) -> OutputState | None:
 
 
 class Lock:
-    """OUTPUT is this process's own, until `release`. A thread beats, and notices when it is not any more."""
+    """A held lock of OUTPUT, until `release`. A thread writes the heartbeat, and detects the loss of the lock."""
 
     def __init__(self, folder: Path, descriptor: int, holder: Holder, new_folders: list[Path], beat_s: float) -> None:
         self.folder, self.holder, self.lost = folder, holder, False
         self._path, self._descriptor, self._new_folders, self._beat_s = folder / FILE, descriptor, new_folders, beat_s
         self._beats, self._over, self._turn = 0, threading.Event(), threading.Lock()
-        self._folder = os.open(folder, os.O_RDONLY)  # while it is open, no other folder has its number
+        self._folder = os.open(folder, os.O_RDONLY)  # while open, its inode number is not reused
         self._real = folder.resolve()
         self._written = False  # whether a run has written here
         self._thread = threading.Thread(target=self._run, name="lockstep-lock", daemon=True)
         self._thread.start()
 
     def verdict(self, status: int) -> int:
-        """The exit status of a job that has ended with this one: OUTPUT must have been there all the time."""
+        """Return the exit status of a job: `status`, or FAILED if OUTPUT was lost meanwhile."""
         with self._turn:
             if not self._over.is_set():
                 self._look_after()
@@ -107,7 +106,7 @@ class Lock:
         return FAILED if self.lost else status
 
     def release(self) -> None:
-        """Give OUTPUT back; once is enough. Folders that were made for the lock alone go with it."""
+        """Release the lock (idempotent), and remove folders created only for it."""
         if self._over.is_set():
             return
         self._over.set()
@@ -118,7 +117,7 @@ class Lock:
             os.close(self._descriptor)
             os.close(self._folder)
         for path in self._new_folders:
-            with suppress(OSError):  # not empty: a run was there
+            with suppress(OSError):  # not empty: used by a run
                 path.rmdir()
 
     def _run(self) -> None:
@@ -128,12 +127,12 @@ class Lock:
                     return
                 lost = self.lost
                 self._look_after()
-            if self.lost and not lost:  # as if stopped by a person: what was learned goes into a checkpoint
+            if self.lost and not lost:  # like a user's stop: saves a checkpoint
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _look_after(self) -> None:
-        """Beat; make the lock anew where somebody has deleted it, alone or with all that is in OUTPUT; end this process
-        at once where another has it."""
+        """Write a heartbeat. Recreate a deleted lock, or OUTPUT; end this process at once if another one has the
+        lock."""
         there = self._there()
         elsewhere = None if there else self._elsewhere()
         state = self._state() if elsewhere is None else "unknown"
@@ -173,12 +172,12 @@ class Lock:
             os.fsync(self._descriptor)
 
     def _elsewhere(self) -> Path | None:
-        """The folder that a link leads to which is in OUTPUT's place now, or in that of a folder above it."""
+        """Return the new target if OUTPUT, or a folder above it, was replaced by a link, else None."""
         now = self.folder.resolve()
         return None if now == self._real else now
 
     def _there(self) -> bool:
-        """Whether OUTPUT is the folder that it was, with what the run has written there."""
+        """Return whether OUTPUT is still the same folder, with the run's files."""
         try:
             here, own = os.stat(self.folder), os.fstat(self._folder)
         except FileNotFoundError:
@@ -204,8 +203,8 @@ class Lock:
 
 @contextmanager
 def owned(run: Run, say: Callable[[str], None]) -> Iterator[Lock]:
-    """The lock of OUTPUT for as long as this lasts, for this process and those it starts. Errors: `RunError`, where
-    another job has it, or where the folder is not one of a run."""
+    """Context manager that holds the lock of OUTPUT for this process and its children. Errors: `RunError` if another
+    job has it, or the folder has foreign files."""
     check_output(run)
     check_ours(run)
     lock = take(run.folder, say)
@@ -218,7 +217,7 @@ def owned(run: Run, say: Callable[[str], None]) -> Iterator[Lock]:
 
 
 def held_by_launcher(folder: Path) -> bool:
-    """Whether the launcher that this rank was started by holds the lock."""
+    """Return whether the launcher of this rank holds the lock."""
     token = os.environ.get(VARIABLE)
     with suppress(OSError):
         content = _parsed((folder / FILE).read_bytes())
@@ -227,8 +226,8 @@ def held_by_launcher(folder: Path) -> bool:
 
 
 def take(folder: Path, say: Callable[[str], None], beat_s: float = BEAT_S, stale_s: float = STALE_S) -> Lock:
-    """The lock of a folder, which is made where it is not there. Waits, and says so, where a holder on another machine
-    may be dead. Errors: `RunError`, where it lives, or the folder cannot be written to."""
+    """Take the lock of a folder, creating the folder if necessary. Waits, with a message, if a holder on another
+    machine may be dead. Errors: `RunError` if it is alive, or the folder is not writable."""
     path = folder / FILE
     holder = Holder(secrets.token_hex(8), Process.this(), _kernel(), _space(), True, time.time())
     new_folders = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -245,7 +244,7 @@ def take(folder: Path, say: Callable[[str], None], beat_s: float = BEAT_S, stale
 def _wait_for_the_end(
     path: Path, state: OutputState, say: Callable[[str], None], beat_s: float, stale_s: float
 ) -> None:
-    """Take the lock of a dead holder away. Errors: `RunError` where it lives, `OSError`."""
+    """Wait until a holder is known to be dead, and remove its lock. Errors: `RunError` if it is alive, `OSError`."""
     since = time.monotonic()
     patience_s = 3 * beat_s if _clock_of(path.parent) - state.beat[1] / 1e9 > stale_s else stale_s
     announced = False
@@ -257,7 +256,7 @@ def _wait_for_the_end(
         if now.alive is False or watched_s >= patience_s:
             _take_away(path, now)
             return
-        # else it may be about to write its name
+        # else it may be about to write its content
         if not announced and (now.holder is not None or watched_s > beat_s / 2):
             announced = True
             say(
@@ -270,8 +269,8 @@ def _wait_for_the_end(
 
 
 def now(folder: Path, record: JobRecord | None) -> tuple[JobRecord | None, State | None]:
-    """What the lock of OUTPUT adds to what its launch.json says: who is there, where that is another one (it prepares
-    its data, or was started by hand), and how they are, also on another machine; else the record and None."""
+    """Return record and state of the job that holds the lock of OUTPUT, if launch.json does not know it (it prepares
+    data, or was started by hand) or it is on another machine; else (`record`, None)."""
     try:
         output_state = look(folder / FILE)
     except OSError:
@@ -290,7 +289,7 @@ def now(folder: Path, record: JobRecord | None) -> tuple[JobRecord | None, State
 
 
 def taken(folder: Path, state: OutputState) -> str:
-    """The message for whoever comes second."""
+    """Return the message for a job whose OUTPUT is locked by another."""
     who = "another process"
     if state.holder is not None:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.holder.since))
@@ -302,20 +301,20 @@ def taken(folder: Path, state: OutputState) -> str:
 
 
 def _take_away(path: Path, state: OutputState) -> None:
-    """Remove the lock of a dead holder, and no other that has come meanwhile. Errors: `OSError`."""
+    """Remove the lock of a dead holder, but not a newer one. Errors: `OSError`."""
     try:
         descriptor = _opened(path)
     except FileNotFoundError:
         return
     try:
         if _flock(descriptor) is False:
-            return  # somebody else is doing this
+            return  # another process is removing it
         here, own = os.stat(path), os.fstat(descriptor)
         if (here.st_dev, here.st_ino) != (own.st_dev, own.st_ino) or os.read(descriptor, 65536) != state.beat[0]:
             return
         aside = path.with_name(f"{FILE}.{secrets.token_hex(4)}")
         os.rename(path, aside)
-        if _parsed(aside.read_bytes()) != state.holder:  # without flock, one may have come in between: it goes back
+        if _parsed(aside.read_bytes()) != state.holder:  # without flock, a newer lock may have appeared: restore it
             with suppress(FileExistsError):
                 os.link(aside, path)
         aside.unlink()
@@ -326,7 +325,7 @@ def _take_away(path: Path, state: OutputState) -> None:
 
 
 def _created(path: Path, holder: Holder) -> int | None:
-    """A new lock, open; None where there is one. Errors: `OSError`; nothing is left then."""
+    """Create and open a lock; None if one exists. Errors: `OSError`; then no file is left."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
@@ -350,8 +349,8 @@ def _opened(path: Path) -> int:
 
 
 def _flock(descriptor: int, limit_s: float = 1.0) -> bool | None:
-    """Lock the open file: True; False where another process has done so for longer than a look takes; None where the
-    file system cannot."""
+    """Lock an open file by flock: True if locked, False if another process holds it for longer than `limit_s`, None if
+    the file system does not support it."""
     until = time.monotonic() + limit_s
     while True:
         try:
@@ -374,7 +373,7 @@ def _parsed(text: bytes) -> Holder | None:
 
 
 def _clock_of(folder: Path) -> float:
-    """Seconds since 1970 by the clock that stamps the folder's files, which may be a server's. Errors: `OSError`."""
+    """Return the Unix time of the file system's clock, which may be a server's. Errors: `OSError`."""
     probe = folder / f"{FILE}.{secrets.token_hex(4)}"
     try:
         probe.touch()
@@ -397,12 +396,12 @@ def _space() -> str:
         return ""
 
 
-# What a start may find in a folder that no run has got far in: of a scheduler, of a sweep, of a disk of its own.
+# Files allowed in a new output folder: a scheduler's, a sweep's, a mount point's.
 _HARMLESS = ("lost+found", "log.txt", "launch", "job.sbatch", "train.out", "train.err")
 
 
 def check_ours(run: Run) -> None:
-    """OUTPUT is empty, or of a run, and its export can be replaced. Errors: `RunError`, naming what is there."""
+    """Check that OUTPUT is empty or a run's, with a replaceable export. Errors: `RunError`, naming foreign files."""
     folder, export = run.folder, run.folder / "export"
     if not folder.is_dir():
         return
@@ -413,7 +412,7 @@ def check_ours(run: Run) -> None:
             f"output: {export} is {what}, but the model is exported to a folder of that name; remove it, or "
             "give another output=FOLDER",
         )
-    try:  # before looking whose they are: another start of this run may be writing its first ones
+    try:  # list first: another start of this run may be writing its first files
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as caught:
         raise RunError("LS7345", f"output: cannot read {folder}: {caught.strerror}") from None
@@ -431,7 +430,7 @@ def check_ours(run: Run) -> None:
 
 
 def _written_for(folder: Path) -> bool:
-    """Whether its run.yaml is one that lockstep wrote for this folder: with every key, as no person writes it."""
+    """Return whether lockstep wrote run.yaml for this folder: it has every key, unlike a user's file."""
     try:
         values = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):

@@ -1,7 +1,7 @@
-"""A task that `srun` started: which of how many, and where all of them meet. No wrapper script is needed.
+"""A task of `srun`: its rank, the world size and the rendezvous address, without a wrapper script.
 
-In: SLURM's own variables. Out: a `SlurmTask`, and the six variables of a rank. Node lists such as `gpu[01-03,07]` are
-written out here, so that a task asks nobody. Nothing here imports torch.
+In: SLURM's variables. Out: a `SlurmTask`, and torchrun's environment variables. Expands node lists such as
+`gpu[01-03,07]` without calling SLURM. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 
 from lockstep.config.run import RunError
 
-# Step ids from here on are SLURM's own: the batch script's, an interactive shell's.
+# Step ids from here on are reserved by SLURM: batch script, interactive shell.
 _SPECIAL = 0xFFFFFFF0
-# Below the ports that systems give out by themselves.
+# Below the ephemeral ports.
 _PORTS = range(20_000, 32_000)
-_LOST_S = 600.0  # until SLURM has found that a node is lost (SlurmdTimeout: 300 s by default)
+_LOST_S = 600.0  # until SLURM detects a node failure (SlurmdTimeout: 300 s by default)
 _ASK_S = 3.0
 
 
@@ -35,15 +35,15 @@ class SlurmTask:
     size: int
     local_rank: int
     local_size: int
-    node: int  # which of the step's nodes, from 0
+    node: int  # index among the step's nodes
     nodes: int
     host: str  # address of the node of task 0
-    port: int  # the same for all tasks of the step, another one for the next step
+    port: int  # equal for all tasks of a step, different for the next step
     job: str
-    step: str  # with the job's id, as SLURM's programs take it
+    step: str  # JOB.STEP, as SLURM's programs expect it
 
     def variables(self) -> dict[str, str]:
-        """The six of a rank."""
+        """Return torchrun's environment variables of this task."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -55,7 +55,7 @@ class SlurmTask:
 
 
 def task_of(environ: Mapping[str, str]) -> SlurmTask | None:
-    """The task that this process is; None outside of a job step. Errors: `RunError`, if the variables make no sense."""
+    """Return this process's task, or None outside a job step. Errors: `RunError` for inconsistent variables."""
     if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= environ.keys():
         return None  # also in the batch script and a shell of salloc, which have SLURM_PROCID and SLURM_NTASKS
     try:
@@ -85,10 +85,11 @@ def task_of(environ: Mapping[str, str]) -> SlurmTask | None:
 
 
 def see_to_script(task: SlurmTask, status_file: Path, requeue: bool, say: Callable[[str], None]) -> None:
-    """After this node's ranks have failed: queue the job again, or cancel it (`requeue` false), if its first node is
-    lost. The job's script ran there, and SLURM, told not to end the job for a lost node, would keep the job without a
-    script until its time limit. Does nothing where the first node has written `status_file`, where the store answers,
-    or while SLURM lists that node in the job."""
+    """Requeue (or cancel) a job whose first node has failed, after the ranks on this node have failed.
+
+    The job's script ran on that node; with --no-kill, SLURM would keep the job without a script until its time limit.
+    Does nothing if the first node has written `status_file`, if the store answers, or while SLURM lists the node in the
+    job."""
     if shutil.which("squeue") is None:
         return
     first, until = hosts(os.environ["SLURM_STEP_NODELIST"])[0], time.monotonic() + _LOST_S
@@ -110,7 +111,7 @@ def see_to_script(task: SlurmTask, status_file: Path, requeue: bool, say: Callab
 
 
 def _listens(task: SlurmTask) -> bool:
-    """Whether somebody holds the job's store."""
+    """Return whether the job's store is reachable."""
     try:
         with socket.create_connection((task.host, task.port), timeout=5):
             return True
@@ -119,7 +120,7 @@ def _listens(task: SlurmTask) -> bool:
 
 
 def hosts(text: str) -> list[str]:
-    """`gpu[01-03,07],login` written out. Errors: `ValueError`."""
+    """Expand a node list such as `gpu[01-03,07],login`. Errors: `ValueError`."""
     host_names: list[str] = []
     for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
         names = [""]
@@ -140,7 +141,7 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def counts(text: str) -> list[int]:
-    """`2(x3),1` written out: tasks on each node. Errors: `ValueError`."""
+    """Expand a list of tasks per node such as `2(x3),1`. Errors: `ValueError`."""
     task_counts: list[int] = []
     for part in text.split(","):
         if (match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)) is None:
@@ -150,7 +151,7 @@ def counts(text: str) -> list[int]:
 
 
 def address(node: str) -> str:
-    """A name or address of a node that this machine can resolve: its name, else what SLURM itself uses."""
+    """Return a resolvable name or address of a node: its name, else the address that SLURM uses."""
     try:
         socket.getaddrinfo(node, None)
         return node

@@ -13,8 +13,8 @@ for values that differ in their last bit, 2^-32 for float32 values that differ o
 **Sketch**: a count sketch (Charikar, Chen and Farach-Colton, 2002). Element i is added with a fixed sign s(i) to bucket
 i mod P, where P is a prime that divides no dimension. The squared norm of a sketch estimates the squared norm of the
 tensor without bias, with a relative standard deviation of about sqrt(2 / P): 9 % for P = 257, so 4.4 % for the norm; up
-to twice that if parts of a large tensor repeat. The sketch of a difference is the difference of two sketches, and b = f
-* a gives sketch(b) = f * sketch(a) within rounding.
+to twice that if parts of a large tensor repeat. The sketch of a difference is the difference of two sketches, and if
+b = f * a, then sketch(b) = f * sketch(a) within rounding.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _by_units(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool) 
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Where gradients are not recorded."""
+    """Return a dense, real tensor; call it without gradient recording."""
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():

@@ -26,7 +26,7 @@ def gradient_versions(parameters: Iterable[Any]) -> list[GradientVersion]:
 
 
 def untouched(row: GradientVersion) -> Tensor | None:
-    """The gradient, if it is the same object and nobody has written to it since; None otherwise."""
+    """Return the gradient if it is the same, unmodified object, else None."""
     parameter, grad, count = row[0](), row[1](), row[2]
     alike = parameter is not None and grad is not None and parameter.grad is grad and version(grad) == count
     return grad if alike else None
