@@ -2,7 +2,7 @@
 JSON documents that hold a list of rows.
 
 In: `data` of a run with `layout: conll`, `squad`, `columns` or `records`; files may be compressed. Out: their rows as a
-`datasets.Dataset`, or a `RunError` that names key, file and place. `layout_of` says which of these a file seems to be.
+`datasets.Dataset`, or a `RunError` that names key, file and location. `layout_of` detects the layout of a file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def layout_of(file: Path, encoding: str) -> str | None:
             _beginning(file, encoding), ending
         ):
             return "conll"
-    except (ValueError, RunError, RecursionError):  # whoever reads it says what is wrong
+    except (ValueError, RunError, RecursionError):  # its reader reports the error
         pass
     return None
 
@@ -172,7 +172,7 @@ def check_rows(file: Path, key: str, encoding: str) -> None:
     try:
         document = _document(file, encoding)
         layout = _layout_of_json(document)
-    except (ValueError, RunError, RecursionError):  # whoever reads it says what is wrong
+    except (ValueError, RunError, RecursionError):  # its reader reports the error
         return
     if layout in _DOCUMENTS:
         raise RunError(

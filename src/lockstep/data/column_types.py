@@ -1,8 +1,8 @@
 """Types of columns: what all values of a column have in common, and what the run file says they are (`data.types`).
 
-In: values as a file has them. Out: columns of a type that holds every value as it stands; where no type does, because
-texts stand beside numbers, a column of JSON, in which a text stays a text. Whole numbers of tables and lines, whose
-cells are all texts, become numbers where they are written in one way only: of '01' and '1' nobody can know.
+In: values as read from a file. Out: columns of a type that holds every value unchanged; if there is none, because texts
+are mixed with numbers, a JSON column, in which texts stay texts. Integers in tables and lines, whose cells are all
+text, become numbers only if all are in canonical form: '01' and '1' are ambiguous.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The bytes of a local file: unpacked, checked to be text of one encoding, and read as a table.
 
 In: a path. Out: blocks, lines, or the columns of a .csv or .tsv file; or an error that names the file and the line.
-Nothing is unpacked that would fill the disk.
+Files that would fill the disk are not decompressed.
 
-Quotes of tables are those of RFC 4180. A file whose rows fit the header only where quotes are letters like others is
-not quoted. A file that can be read in both ways, with other rows, is refused.
+Tables use quotes as in RFC 4180. A file whose rows fit the header only with quotes as ordinary characters is unquoted.
+A file that can be read both ways, with different rows, is refused.
 """
 
 from __future__ import annotations

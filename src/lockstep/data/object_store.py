@@ -168,7 +168,7 @@ class HubFiles(Web):
 
 PART = 16 * 2**20  # bytes per request
 EXTRA = "pip install 'lockstep-train[stores]'"
-# Where credentials come from, for messages.
+# Sources of credentials, for messages.
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or the machine's role; AWS_REGION, AWS_ENDPOINT_URL",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
@@ -202,7 +202,7 @@ class Patience:
     silent_s: float = 60.0  # timeout without data within a response
 
 
-BRIEF = Patience(retry_s=15.0, tries=3, request_s=30.0, silent_s=15.0)  # before a run, while a person waits
+BRIEF = Patience(retry_s=15.0, tries=3, request_s=30.0, silent_s=15.0)  # interactive, before a run
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Prepare a run's data before any process group exists: once a machine, then found again by what it was made from.
 
-In: a run. Out: a `Prepared`. A worker that finds it needs neither the raw data nor the library that reads it.
+In: a run. Out: a `Prepared`. With a cached one, a worker needs neither the raw data nor the library that reads it.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def check_links(data: DataSection, files: Mapping[str, list[Path]]) -> None:
     if data.follow_links:
         return
     named = set(_named_places(data))
-    inside: dict[Path, Path | None] = {}  # folder -> where it really is; None: outside
+    inside: dict[Path, Path | None] = {}  # folder -> resolved path; None: outside
     for split, some in files.items():
         out = []
         for file in some:

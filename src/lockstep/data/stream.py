@@ -57,10 +57,10 @@ class StreamingSource:
     """The rows of one source."""
 
     data: DataSection
-    columns: Mapping[str, str]  # that the task reads, by their keys in the run file
+    columns: Mapping[str, str]  # key of the run file -> column
     whole: Whole
     plain: str | None = None  # as `row_reader.reader` has it
-    within: str | None = None  # the column that those may be in which are not there
+    within: str | None = None  # struct column for missing columns
     entry: OneSource | None = None  # of a mixture
     among: int = 1  # sources of it
     held_out: EvalHashes | None = None
@@ -233,10 +233,10 @@ class Stream:
     """The rows of the training split, of one source or several in sequence."""
 
     data: DataSection
-    columns: Mapping[str, str]  # that the task reads, by their keys in the run file
+    columns: Mapping[str, str]  # key of the run file -> column
     whole: Whole
     plain: str | None = None  # as `row_reader.reader` has it
-    within: str | None = None  # the column that those may be in which are not there
+    within: str | None = None  # struct column for missing columns
     parts: tuple[StreamingSource, ...] = ()  # one per source
     held_out: EvalHashes | None = None
     splits: Mapping[str, Dataset] = field(default_factory=dict)  # of which that is made

@@ -1,7 +1,7 @@
 """What only some tasks can do, an ability a class: a task inherits from `Task` and from those that it has.
 
-In: the class of a task, or a task. Out: whether it streams, predicts, generates, calibrates, asks for a reference, or
-gives predictions to functions of the user's: `isinstance`, or `issubclass` before there is a task.
+In: a task or its class. Out: whether it streams, predicts, generates, calibrates, uses a reference or passes
+predictions to user functions: test with `isinstance`, or `issubclass` for a class.
 """
 
 from __future__ import annotations

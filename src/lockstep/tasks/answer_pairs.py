@@ -1,8 +1,8 @@
 """What the tasks share that learn from a prompt with two answers, of which one was chosen and one rejected.
 
-In: columns of texts, or of conversations. Out: the column `input_ids`, both answers of a pair with their prompt, one
-behind the other; `targets`, the same tokens where they are of an answer and IGNORED where they are of the prompt; and
-`chosen`, how many of the tokens are the chosen one's. A micro-batch has the two of a pair in rows next to each other.
+In: columns of texts, or of conversations. Out: `input_ids`, the chosen answer with its prompt, followed by the rejected
+answer with its prompt; `targets`, equal to the tokens in answers and IGNORED in prompts; and `chosen`, the number of
+tokens of the chosen part. A micro-batch has the two answers of a pair in adjacent rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Text classification and regression with any model that `AutoModelForSequenceClassification` knows.
 
-In: a column of texts (or two), and what is learned of them: one label, several, or numbers (objectives/). Out: losses
-from sums; scores from sums and from predictions that are gathered in the order of the split.
+In: a column of texts (or two), and one label, several labels or numbers to learn (objectives/). Out: losses from sums;
+scores from sums and from predictions gathered in the order of the split.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What tasks share that learn labels or numbers of an example, whatever the example is: losses, scores, a threshold.
 
 In: an objective (objectives/), and the logits of a model: float32 [B, C]. Out: losses from sums; scores from sums and
-from predictions that are gathered in the order of the split.
+from predictions gathered in the order of the split.
 """
 
 from __future__ import annotations

@@ -439,7 +439,8 @@ def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptio
 
 
 def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[str, Any]:
-    """Number of truncated texts and tokens of a split, for reports; empty if nothing was truncated."""
+    """Counts of truncated and unused texts and of the tokens cut off a split, for reports; empty if every text is
+    whole."""
     if not options.cut:
         return {}
     columns = Columns(file)

@@ -57,7 +57,7 @@ class Module(Task):
     not_streamed_reason = "its data set is code of yours, which may read them as it likes"
     functions = ("model", "data", "loss", "collate", "length", "targets", "metrics", "generate")
     display_keys = ("samples", "generate", "metrics")
-    collates_ahead = False  # items draw from the generators that the model draws from; workers do not
+    collates_ahead = False  # items and model share random generators; workers have their own
     library = "lockstep"
     loader = "lockstep.load"
     pipeline = "other"

@@ -1,11 +1,11 @@
 """Metrics of the user's own, functions that the run file's `metrics` names, and the curves of a report.
 
-In: dotted names, and the predictions and labels of a split that a task has gathered. Out: numbers by name, or a
-`RunError` that names the function. Each is tried on made-up predictions before any process starts.
+In: dotted names, and the gathered predictions and labels of a split. Out: numbers by name, or a `RunError` that names
+the function. Each function is tried on dummy predictions before any process starts.
 
 A function is `def score(predictions: numpy.ndarray, labels: numpy.ndarray) -> float | dict[str, float]`. The rows of
-both are the examples of the split in its order, each once, whatever the number of processes. What it returns is logged
-under its own name, or under those of the mapping. Imports no torch at the top.
+both arrays are the examples of the split in order, each once, at any number of processes. Its result is logged under
+its own name, or under the names of the mapping. Imports no torch at the top.
 """
 
 from __future__ import annotations

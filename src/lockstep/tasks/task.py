@@ -51,8 +51,8 @@ class Task(ABC):
     has them for each of its `column_keys` needs nothing else to be found."""
 
     default_model: ClassVar[str | None] = None  # Hub model that `init` fine-tunes by default
-    small_model: ClassVar[str] = "gpt2"  # a model type of transformers that `init` builds small, from scratch
-    usual_rate: ClassVar[float] = 5e-5  # the learning rate that `init` writes for a pretrained model
+    small_model: ClassVar[str] = "gpt2"  # transformers model type that `init` builds from scratch
+    usual_rate: ClassVar[float] = 5e-5  # learning rate that `init` writes for a pretrained model
     head: ClassVar[str | None] = None  # transformers head: one of `models/heads.py`, or a `Head` of its own
     chunks_loss: ClassVar[bool] = False  # whether it has the key `loss_chunk`
     streams: ClassVar[bool] = False  # whether it supports `data.stream`: see `abilities.Streams`

@@ -1,7 +1,7 @@
 """What tasks of texts share: how rows become tokens in the cache, step by step, and a model that reads them.
 
-In: a run, and what a task says of its rows: which columns it reads, which rows can be used, how they are encoded. Out:
-`prepare`, eager or streamed, of one source or of several; micro-batches, the model and its export.
+In: a run, and the task's description of its rows: columns to read, usable rows, encoding. Out: `prepare`, eager or
+streamed, for one source or several; micro-batches, the model and its export.
 """
 
 from __future__ import annotations

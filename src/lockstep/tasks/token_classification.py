@@ -147,7 +147,7 @@ class TokenClassification(PerToken):
         columns = options.columns
         usable_rows.check_columns(rows, columns, split, name)
         names = getattr(getattr(rows.features[options.tags], "feature", None), "names", None)
-        faults = []  # whether there is a word at all; which rows lack words, and which tags
+        faults = []  # whether there are words; rows without words; rows without tags
         kinds: dict[type, str] = {}  # type of tag -> first row with it
         for first, part in usable_rows.lists(rows, options.words, options.tags):
             for row, (row_words, marked) in enumerate(part, first):

@@ -153,7 +153,7 @@ class _Installed:
     def begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         kwargs = dict(kwargs)
         self.targets, self.loss, self.scores = kwargs.pop(TARGETS, None), None, None
-        if self.last is not None:  # a forward that did not reach the head, in a pipeline stage
+        if self.last is not None:  # the last forward did not reach the head (pipeline stage)
             self.last.remove()
         if self.targets is not None:
             # registered at every forward to run last: an engine's hook may add an autograd node to the output

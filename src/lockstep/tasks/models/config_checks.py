@@ -1,10 +1,10 @@
 """Checks of `model.config` by trials on small models of the same config, as in `padding.py`; answers are cached.
 
 In: a run, and the head of its model. Out: notes, or a `RunError` that names the entry of the config:
-- Entries that change nothing (dropout of a family that has none) get a note. Models that differ in the entry alone are
-  drawn from one seed and run on the same examples. Sizes are not tried, as some count for long texts only.
-- Terms that a model adds to the cross entropy of its logits when it is given labels (the loss of the routers of a
-  mixture of experts) are refused, as lockstep computes none; so are operations that portable arithmetic has not.
+- Entries without effect (dropout in a family that has none) get a note. Models that differ only in the entry are
+  drawn from one seed and run on the same examples. Sizes are not tried, as some matter only for long texts.
+- Terms that a model adds to the cross-entropy of its logits when it is given labels (the router loss of a mixture of
+  experts) are refused, because lockstep computes none; so are operations unsupported by portable arithmetic.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.data import lm_documents
 
 AT_ONCE = 32  # rows of a batch
-SORTED = 16  # batches whose rows are sorted by length together
+SORTED = 16  # batches per window of rows sorted by length
 
 Row = Sequence[str]  # a text, or the two of a pair
 

@@ -1,8 +1,8 @@
 """`data.padding`: whether a model's padding can be left out, found out by trying.
 
-In: a run, and the head of its model. Out: None, or why padding is computed. The same on every machine and under every
-strategy, as it depends on the model's config and the versions of libraries alone: a model of the same config, but
-narrow and of few tokens, is made and run both ways before any process starts. The answer is kept in the cache.
+In: a run, and the head of its model. Out: None, or the reason why padding is computed. The answer depends only on the
+model's config and library versions, so it is the same on every machine and with every strategy: a narrow model of the
+same config with few tokens is run both ways before any process starts. The answer is cached.
 """
 
 from __future__ import annotations

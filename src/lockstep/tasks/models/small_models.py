@@ -1,7 +1,7 @@
 """Small models of a run's config, and batches to try them with: what trials of a family are made of.
 
 In: a config, and the head of its model. Out: the config with narrow layers and few tokens, a model of it with fixed
-weights, examples of every shape, and what a forward and its backward give.
+weights, examples of every shape, and the results of forward and backward.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Whether a loss and metrics of the user's are sums or means, found out on a few items before any process starts.
 
-In: the user's functions. Out: `ProbeResult`, which the prepared data keep; or a `RunError` where it cannot be told.
+In: the user's functions. Out: `ProbeResult`, stored with the prepared data; or a `RunError` if it cannot be decided.
 
-A loss is a mean when a batch and the same batch twice over have the same loss, and a sum when the second is twice the
-first. A mean is taken only if it adds up: weighted by targets, the means of two batches must give that of both
-together. An untrained model gives every target nearly the same loss, and then any mean looks like any other: so this is
-also tried with random weights, on groups of items that hold much and little.
+A loss is a mean if duplicating a batch leaves it unchanged, and a sum if duplicating doubles it. A mean is accepted
+only if it adds up: the target-weighted means of two batches must give the mean of both together. An untrained model
+gives nearly equal losses for all targets, so that all kinds of means look alike; the test is therefore repeated with
+random weights, on groups of small and large items.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A module of the user's as lockstep runs it: a batch goes in, the sum of its losses comes out.
 
-In: a `torch.nn.Module` and the functions beside it. Out: the same module, with the same names of weights, which also
-takes a `Bundle`. The loss is computed inside of `forward`: what the user's loss wants to see never leaves it. Its
-export is `model.safetensors` and, in `config.json`, the name of the code that makes it: nothing is pickled.
+In: a `torch.nn.Module` and its user functions. Out: the same module, with unchanged weight names, which also accepts a
+`Bundle`. The loss is computed inside `forward`, so its inputs never leave the module. The export is `model.safetensors`
+and, in `config.json`, the name of the code that builds the module: nothing is pickled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The interface of what is learned of an example: its labels or numbers, their loss, their scores, and answers.
 
-In: the keys of `classification` in the run file, what its labels are called and how often each is in train. Out:
-targets, loss sums, metrics and answers. Nothing here imports torch at the top.
+In: the keys of `classification` in the run file, label names and their frequencies in train. Out: targets, loss sums,
+metrics and answers. This module does not import torch at the top.
 """
 
 from __future__ import annotations

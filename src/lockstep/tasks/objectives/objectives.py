@@ -1,7 +1,7 @@
 """The objectives of `classification`: one label an example, several or none, or numbers.
 
 In: a column of labels; a column of lists of labels, or several columns of 0 and 1; columns of numbers, or a column of
-lists of them. Out: what `objective.py` says.
+lists of numbers. Out: the interface of `objective.py`.
 """
 
 from __future__ import annotations
