@@ -1,1 +1,1 @@
-"""The files of a run: checkpoints, the export, and its way to the Hub."""
+"""Files of a run: checkpoints and the export, and their copies in object stores and on the Hub."""

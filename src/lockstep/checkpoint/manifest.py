@@ -153,7 +153,7 @@ _OWED = "owed"  # in the meter of manifests before there was `pending`
 
 
 def name_of(step: int) -> str:
-    """The folder of a step's checkpoint."""
+    """Folder name of a step's checkpoint."""
     return f"step-{step:06d}"
 
 
@@ -162,7 +162,7 @@ def folder_of(run: Run) -> Path:
 
 
 def read_manifest(folder: Path) -> Manifest | str:
-    """The manifest of a checkpoint's folder, or what is wrong with it."""
+    """Read the manifest of a checkpoint folder, or return a description of its fault."""
     try:
         content = (folder / FILE).read_bytes()
     except OSError as error:
@@ -171,7 +171,7 @@ def read_manifest(folder: Path) -> Manifest | str:
 
 
 def parsed(content: bytes, name: str) -> Manifest | str:
-    """The manifest of the checkpoint of this name, or what is wrong with it."""
+    """Parse the manifest of checkpoint `name`, or return a description of its fault."""
     try:
         values = json.loads(content)
     except (ValueError, RecursionError):

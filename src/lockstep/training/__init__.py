@@ -1,1 +1,1 @@
-"""One rank from its start to the export: session, loop, evaluation."""
+"""Run one rank from its start to the export: session, training loop, evaluation."""

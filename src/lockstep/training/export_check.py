@@ -47,7 +47,7 @@ class Evaluated:
     places: list[int]  # indices into the examples of the raw rows
     losses: list[float]  # per example, mean over its targets
     why_not: str = ""  # why nothing is compared; empty if it is
-    scores: dict[str, float] = field(default_factory=dict)  # scores of all examples together
+    scores: dict[str, float] = field(default_factory=dict)  # all examples together; empty in half precision
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Log(Hook):
         session = self.session
         session.sinks.advance(state.step)
         session.journal.answer()
-        if state.line:  # empty if the run was stopped between log lines
+        if state.line:  # empty: no line is due
             session.sinks.log(state.step, "train", state.line)
             session.journal.times(state.step, self.phases.take())
             if session.world.is_main and (text := session.checkpoints.room.warning(last)) is not None:

@@ -260,7 +260,7 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
 
 
 def _repeatable(sides: Sides, strategy: Strategy) -> bool:
-    """Whether the run's own path gives the same numbers twice."""
+    """Whether two computations by the run's own path give the same numbers."""
     with preserved(sides.model, strategy.effects.written):
         places = next(iter(groups_of(sides).values()))
         one, other = (own_numbers(sides, places, strategy.autocast(False)) for _ in range(2))

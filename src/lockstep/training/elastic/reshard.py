@@ -130,7 +130,8 @@ def build_strategy(session: Session, run: Run) -> Any:
 
 
 def newest_complete(offers: list[list[tuple[Key, list[int], int]]]) -> Key:
-    """The newest state for which every shard is available, from what each rank offers. Errors: `TrainingFailed`."""
+    """Return the key of the newest state for which every shard is available, from each rank's offers. Errors:
+    `TrainingFailed`."""
     shares: dict[Key, set[int]] = {}
     counts: dict[Key, int] = {}
     for versions in offers:
@@ -153,7 +154,7 @@ def newest_complete(offers: list[list[tuple[Key, list[int], int]]]) -> Key:
 
 
 def _compare(strategy: Any, world: World) -> None:
-    """Check that each slice is on as many ranks as hold copies, with the same bits. Collective. Errors:
+    """Check that all copies of each slice have the same bits, and that none is missing. Collective. Errors:
     `TrainingFailed`."""
     state = strategy.own_state()
     cut = {place: t for place, t in held_here(state).items() if isinstance(state[place.name], DTensor)}
