@@ -349,9 +349,7 @@ class RanksAmongMachines(Ranks):
 
     def failed(self, gone: Mapping[int, Any]) -> RunProcsResult:
         if gone and all(process.exitcode == STOPPED for process in gone.values()):
-            self.stopped = self._ended = self._machines.mine.done = (
-                True  # not a failure: the others do not continue without them
-            )
+            self.stopped = self._ended = self._machines.mine.done = True  # no failure
         return super().failed(gone)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:

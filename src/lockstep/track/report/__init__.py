@@ -1,1 +1,1 @@
-"""The page about a run."""
+"""The report page of a run."""

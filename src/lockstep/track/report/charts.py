@@ -1,5 +1,5 @@
-"""Charts without script and without network: lines as inline SVG; stacked bars, a heat map and a time line as rows that
-bend to the width of a phone. Colours are classes of the page's style sheet, which alone knows light, dark and print.
+"""Charts without scripts or network access: lines as inline SVG; stacked bars, heat maps and time lines as responsive
+HTML rows. Colours are classes of the page's style sheet, which defines light, dark and print modes.
 
 In: numbers. Out: markup.
 """
@@ -14,18 +14,18 @@ from html import escape
 from itertools import pairwise
 
 WIDTH, HEIGHT = 360, 180
-LEFT, RIGHT, ABOVE, BELOW = 44, 8, 18, 18  # room for the numbers at the axes, and above for what is pointed at
-POINTS = 150  # points drawn of a series at most: each is the mean of a stretch, whose range a band shows
+LEFT, RIGHT, ABOVE, BELOW = 44, 8, 18, 18  # margins for axis numbers, and above for hover text
+POINTS = 150  # most points per series: each is the mean of an interval, with its range as a band
 COLOURS = 8  # classes c0 ... c7; further series are dashed
-STRIPS = 100  # of a plot that can be pointed at
-ROWS = 13  # of the table behind a chart, for each series
-SMOOTHED = 20  # points from which on a series is smoothed, if it is to be
+STRIPS = 100  # hover strips of a plot
+ROWS = 13  # of the table behind a chart, per series
+SMOOTHED = 20  # least points of a smoothed series
 
 Series = Sequence[tuple[float, float]]
 
 
 def number(value: object) -> str:
-    """A number as short as it can be read: 12,345 and 0.1234, 1.2e-5 and 1e30."""
+    """Format a number briefly: 12,345, 0.1234, 1.2e-5, 1e30."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if not math.isfinite(value):
@@ -39,7 +39,7 @@ def number(value: object) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration: 0.8 ms, 3.2 s, 4 min 05 s, 2 h 03 min."""
+    """Format a duration: 0.8 ms, 3.2 s, 4 min 05 s, 2 h 03 min."""
     if value < 0.1:
         return f"{value * 1e3:.2g} ms"
     if value < 100:
@@ -53,7 +53,7 @@ def seconds(value: float) -> str:
 
 
 def _about(value: float) -> str:
-    """A duration in its largest unit: 45 s, 5 min, 2 h, 3 d."""
+    """Format a duration in its largest unit: 45 s, 5 min, 2 h, 3 d."""
     for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if value >= unit:
             return f"{value / unit:.0f} {name}"
@@ -61,13 +61,13 @@ def _about(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes: 1.50 GiB, 340 MiB."""
+    """Format bytes: 1.50 GiB, 340 MiB."""
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers, 1, 2 or 5 times a power of ten apart, the first at most `low` and the last at least `high`: both
-    ends of an axis have a number."""
+    """Return axis ticks 1, 2 or 5 times a power of ten apart that enclose [low, high], so that both ends of the axis
+    have a number."""
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     step = power * next(m for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
@@ -76,7 +76,7 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Round numbers on a logarithmic scale: 1, 2 and 5 times powers of ten, powers alone where these are many."""
+    """Return logarithmic ticks: 1, 2 and 5 times powers of ten, or only the powers for a large range."""
     digits = (1, 2, 5) if high / low < 2000 else (1,)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     ticks = [digit * 10.0**power for power in powers for digit in digits]
@@ -86,7 +86,7 @@ def decades(low: float, high: float) -> list[float]:
 
 
 def thinned(points: Series) -> list[tuple[float, float, float, float]]:
-    """(x, mean, least, most) of at most POINTS stretches of a series."""
+    """Return (x, mean, minimum, maximum) of at most POINTS intervals of a series."""
     every = -(-len(points) // POINTS)
     selected = []
     for start in range(0, len(points), every):
@@ -97,8 +97,8 @@ def thinned(points: Series) -> list[tuple[float, float, float, float]]:
 
 
 def smoothed(points: Series) -> list[tuple[float, float]]:
-    """Each point as the mean of a twentieth of the series around it, of fewer near the ends, as many on either side:
-    neither end is pulled to the middle."""
+    """Smooth a series by a centred moving mean over a twentieth of it. The window shrinks symmetrically near the ends,
+    which avoids bias."""
     around, last = max(1, len(points) // 40), len(points) - 1
     averages = []
     for i, (x, _) in enumerate(points):
@@ -110,20 +110,20 @@ def smoothed(points: Series) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True)
 class ChartStyle:
-    """How a chart of lines is drawn, beside its numbers."""
+    """Drawing options of a line chart."""
 
     x_name: str = "step"
-    linear: bool = False  # from zero; else the scale is logarithmic where the numbers are positive and far apart
-    doubling: bool = False  # the x axis is logarithmic, and its numbers are those of the points
-    span: tuple[float, float] | None = None  # ends of the x axis; None: of the series
-    colours: Mapping[str, int] = field(default_factory=dict)  # of series by name; others have that of their place
-    smooth: tuple[str, ...] = ()  # series that are drawn smoothed, and faintly as they are
-    ring: tuple[str, float] | None = None  # a series and the x of its best point
+    linear: bool = False  # from zero; else logarithmic for positive values of a large range
+    doubling: bool = False  # logarithmic x axis with ticks at the points
+    span: tuple[float, float] | None = None  # range of the x axis; None: that of the series
+    colours: Mapping[str, int] = field(default_factory=dict)  # series -> colour; others by position
+    smooth: tuple[str, ...] = ()  # series drawn smoothed, with faint raw values
+    ring: tuple[str, float] | None = None  # (series, x of its best point)
 
 
 def lines(title: str, series: Mapping[str, Series], look: ChartStyle = ChartStyle()) -> str:
-    """A line for each series; nothing where no series has a point. A scale that is logarithmic says so. What is pointed
-    at, or touched, is told above the plot, without a script."""
+    """Draw a line per series; empty if no series has points. A logarithmic scale is labelled. Hovering or touching
+    shows the values above the plot, without a script."""
     drawn = {name: thinned(points) for name, points in series.items() if points}
     if not drawn:
         return ""
@@ -131,7 +131,7 @@ def lines(title: str, series: Mapping[str, Series], look: ChartStyle = ChartStyl
     low, high = min(every), max(every)
     log = not look.linear and low > 0 and high / low > 100
     low = min(low, 0.0) if look.linear else low
-    if high - low <= 1e-9 * max(abs(high), abs(low)):  # a level line, whatever its level
+    if high - low <= 1e-9 * max(abs(high), abs(low)):  # a constant series
         room = abs(high) * 0.1 or 1.0
         low, high = low - room, high + room
     levels = decades(low, high) if log else ticks(low, high)
@@ -141,7 +141,7 @@ def lines(title: str, series: Mapping[str, Series], look: ChartStyle = ChartStyl
         left, right = left - 1, right + 1
     place = Axes(left, right, levels[0], levels[-1], log, look.doubling)
     body = grid(levels, place, sorted(set(xs)) if look.doubling else None)
-    places = {name: look.colours.get(name, i) for i, name in enumerate(series)}  # whether others have points or not
+    places = {name: look.colours.get(name, i) for i, name in enumerate(series)}  # fixed, even if other series are empty
     for name, points in drawn.items():
         body += _drawn(points, places[name], name in look.smooth and len(series[name]) >= SMOOTHED, place)
     names, keys = list(drawn), [_class(places[name]) for name in drawn]
@@ -157,8 +157,8 @@ def lines(title: str, series: Mapping[str, Series], look: ChartStyle = ChartStyl
 
 
 def data_table(x_name: str, series: Mapping[str, Series]) -> str:
-    """The numbers of a chart, folded away: of each series at most ROWS points, evenly spread, the first and the last
-    among them."""
+    """Return a collapsed table of a chart's numbers: at most ROWS evenly spaced points per series, including the first
+    and the last."""
     chosen: set[float] = set()
     for points in series.values():
         count = min(ROWS, len(points))
@@ -175,20 +175,20 @@ def data_table(x_name: str, series: Mapping[str, Series]) -> str:
 
 
 def folded(table: str) -> str:
-    """A table behind a chart."""
+    """Return a collapsed table behind a chart."""
     return f'<details class="data"><summary>numbers</summary>{table}</details>'
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Where numbers are on the paper."""
+    """Mapping of values to SVG coordinates."""
 
     left: float
     right: float
     low: float
     high: float
     log: bool
-    doubling: bool = False  # the same of the x axis
+    doubling: bool = False  # logarithmic x axis
 
     def across(self, x: float) -> float:
         if self.doubling:
@@ -202,7 +202,7 @@ class Axes:
 
 
 def _drawn(points: Sequence[tuple[float, float, float, float]], colour: int, smooth: bool, place: Axes) -> str:
-    """One series: a band where points stand for stretches, a line (faint below a smoothed one), dots where few."""
+    """Draw one series: a band for intervals, a line (faint below a smoothed one), dots for few points."""
 
     def path(kind: str, series: Series) -> str:
         text = " ".join(f"{place.across(x):.1f},{place.up(y):.1f}" for x, y in series)
@@ -225,8 +225,7 @@ def _drawn(points: Sequence[tuple[float, float, float, float]], colour: int, smo
 
 
 def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: Axes) -> str:
-    """Strips of the plot that show, when they are pointed at, a line and the numbers there: of each series its last
-    point in the strip."""
+    """Draw hover strips that show a line and the last value of each series in the strip."""
     xs = sorted({x for points, _ in drawn.values() for x, _ in points})
     every = -(-len(xs) // STRIPS)
     ends = [xs[min(i + every, len(xs)) - 1] for i in range(0, len(xs), every)]
@@ -235,7 +234,7 @@ def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: Axes) 
     for name, (points, _) in drawn.items():
         for x, y in points:
             entries[bisect_left(ends, x)][name] = y
-    names = {name: f"{escape(name)} " if len(drawn) < 3 else "" for name in drawn}  # colours tell more apart
+    names = {name: f"{escape(name)} " if len(drawn) < 3 else "" for name in drawn}  # more are distinguished by colour
     body = ""
     for end, begin, until, values in zip(ends, edges[:-1], edges[1:], entries, strict=True):
         at, first, last = place.across(end), place.across(begin), place.across(until)
@@ -253,10 +252,10 @@ def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: Axes) 
 
 
 def grid(levels: Sequence[float], place: Axes, below: Sequence[float] | None = None) -> str:
-    """Level lines with their numbers, and numbers below: at both ends of each axis and between, or `below`."""
+    """Draw horizontal grid lines with numbers, and x numbers: at both ends and between, or at `below`."""
     body = ""
     spacing = min((b - a for a, b in pairwise(levels)), default=1.0)
-    digits = max(0, 1 - math.floor(math.log10(spacing)))  # so many that no two numbers are written alike
+    digits = max(0, 1 - math.floor(math.log10(spacing)))  # enough to distinguish neighbouring numbers
     for level in levels:
         y = place.up(level)
         text = number(round(level, digits)) if abs(level) > 1e-12 else "0"
@@ -264,7 +263,7 @@ def grid(levels: Sequence[float], place: Axes, below: Sequence[float] | None = N
         body += f'<text x="{LEFT - 4}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
     room = 34 / (WIDTH - LEFT - RIGHT) * (place.right - place.left)  # between two numbers
     inner = [x for x in ticks(place.left, place.right) if place.left + room < x < place.right - room]
-    end = -math.inf  # of the number before
+    end = -math.inf  # right end of the previous number
     for x in below or (place.left, *inner, place.right):
         if place.across(x) < end:
             continue
@@ -284,8 +283,8 @@ def bars(
     format_value: Callable[[float], str] = seconds,
     shares: bool = False,
 ) -> str:
-    """A bar of stacked parts for each row, in seconds, or in what `format_value` writes; `colours` gives each part's
-    class. `shares`: all bars are of one length, and what is shown of each row is its parts' shares."""
+    """Draw a stacked bar per row, with values formatted by `format_value`. `colours`: part -> class. `shares`: bars of
+    equal length that show each part's share."""
     if not rows:
         return ""
     longest = max(sum(parts.values()) for parts in rows.values()) or 1.0
@@ -309,13 +308,13 @@ def bars(
 
 
 def bar(name: str, cells: str, value: str) -> str:
-    """A row of bars: its name, the markup of its parts, and what they come to."""
+    """Return the markup of one bar: its name, parts and total."""
     name = escape(name)
     return f'<b title="{name}">{name}</b><div class="bar">{cells}</div><span>{escape(value)}</span>'
 
 
 def heat(title: str, rows: Mapping[str, Sequence[float]], ends: tuple[str, str], says: str) -> str:
-    """A field of cells, one row a name: 1.0 is what is usual and has no colour, 2.0 and more has the strongest."""
+    """Draw a heat map with one row per name: 1.0 is normal, without colour; 2.0 and more has the full colour."""
     if not rows:
         return ""
     columns = max(len(values) for values in rows.values())
@@ -347,7 +346,7 @@ def timeline(
     total = sum(max(end - begin, 1e-3) for begin, end, _ in spans)
     pause = min(14.0, 50 / len(spans)) if len(spans) > 1 else 0.0
     scale = (100 - pause * (len(spans) - 1)) / total  # per cent a second
-    places: list[tuple[float, float, float]] = []  # begin, end, per cent from the left
+    places: list[tuple[float, float, float]] = []  # (begin, end, offset from the left in per cent)
     at, cells = 0.0, ""
     for i, (begin, end, what) in enumerate(spans):
         if i:
@@ -384,7 +383,7 @@ def _legend(names: Sequence[str], colours: Sequence[str]) -> str:
 
 
 def figure(title: str, body: str, x_name: str, legend: str = "", table: str = "") -> str:
-    """A plot on `Axes`, with the name of the x axis."""
+    """Return the markup of a plot with the name of its x axis."""
     name = escape(title)
     legend = f'<div class="legend">{legend}</div>' if legend else ""
     body += f'<text x="{WIDTH - RIGHT}" y="{HEIGHT + BELOW + 13}" text-anchor="end">{escape(x_name)}</text>'

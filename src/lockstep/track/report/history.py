@@ -1,7 +1,7 @@
-"""What an output folder remembers of its run: the run file, numbers, events, times of each rank, samples, tables.
+"""Reads the records of a run from its output folder: run file, numbers, events, times of each rank, samples, tables.
 
-In: OUTPUT, of a run that is finished, stopped, killed or still going. Out: one `History`. Half lines, which a kill may
-leave, are passed over; of a step that was trained twice the last line counts. Imports no torch.
+In: OUTPUT of a run that is finished, stopped, killed or in progress. Out: one `History`. Skips incomplete lines, which
+a kill may leave; of a repeated step the last line counts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,63 +24,63 @@ from lockstep.track.best import Best
 from lockstep.track.console import LOG
 
 _ERROR = re.compile(r"lockstep: (.+ \[LS\d{4}\])$")
-SCORES = "scores.json"  # in OUTPUT: what the exported model scores
-# Phases that are the rank's own work where no waiting for other ranks is inside: `distributed/step_timer.py`.
+SCORES = "scores.json"  # in OUTPUT: scores of the exported model
+# Phases of local work, if they contain no waiting for other ranks: `distributed/step_timer.py`.
 COMPUTE = ("forward", "backward", "forward+backward")
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the run's processes, until they ended."""
+    """One start of the run's processes, until their end."""
 
     began: float  # unix seconds
-    ended: float  # of the last sign of life
-    first: int  # updates done when it began
-    last: int  # updates done at the last sign of life
+    ended: float  # time of the last event
+    first: int  # updates done at the start
+    last: int  # updates done at the last event
     how: str  # finish | stop | failed | lost (killed, or still going)
-    facts: dict[str, Any]  # what the start event tells: versions, hosts, launch, ...
+    facts: dict[str, Any]  # facts of the start event: versions, hosts, launch, ...
 
 
-FEWEST_RANKS = 3  # of two ranks, neither is the usual one
-FEWEST_STEPS = 50  # fewer are a matter of chance: first steps allocate, and other programs come and go
-SLOW = 1.15  # times the median of the other ranks: a straggler
+FEWEST_RANKS = 3  # with two ranks, neither is typical
+FEWEST_STEPS = 50  # fewer are noise: first steps allocate, and other programs interfere
+SLOW = 1.15  # straggler: this multiple of the median of the other ranks
 
 
 @dataclass(frozen=True)
 class Slowest:
-    """How much slower than the others' median the slowest rank does its own work, from the second log point on."""
+    """The slowest rank, by local work relative to the median of the others, from the second log point on."""
 
     rank: int
     host: str
-    ratio: float  # its seconds of own work over the others' median: the median of all log points
-    seconds: float  # its excess over the others' median, in all
-    steps: int  # that were timed
+    ratio: float  # local work over the others' median; median of all log points
+    seconds: float  # total excess over the others' median
+    steps: int  # timed steps
     ranks: int
 
     @property
     def can_tell(self) -> bool:
-        """Whether there are enough ranks and steps to call one slow."""
+        """Whether there are enough ranks and steps to judge."""
         return self.ranks >= FEWEST_RANKS and self.steps >= FEWEST_STEPS
 
     @property
     def straggles(self) -> bool:
-        """Whether the rank is a straggler: slow in most of the time, and not by chance."""
+        """Whether the rank is a straggler: slow most of the time, and not by chance."""
         return self.can_tell and self.ratio >= SLOW
 
 
 @dataclass(frozen=True)
 class History:
-    """A run as its folder tells it."""
+    """All records of a run in its output folder."""
 
     folder: Path
-    text: str  # run.yaml as it is
+    text: str  # text of run.yaml
     run: dict[str, Any]
     metrics: list[dict[str, Any]]
     ranks: list[dict[str, Any]]  # lines of ranks.jsonl: seconds of each rank in each phase between log points
-    system: list[dict[str, Any]]  # lines of system.jsonl: what each rank takes of its machine
+    system: list[dict[str, Any]]  # lines of system.jsonl: resource usage of each rank
     events: list[dict[str, Any]]
     samples: list[dict[str, Any]]
-    tables: dict[str, dict[str, Any]]  # split -> name of a table -> the table
+    tables: dict[str, dict[str, Any]]  # split -> name -> table
     profiles: list[dict[str, Any]]
     scores: dict[str, Any]  # of the exported model: its step, and numbers by split
 
@@ -89,14 +89,13 @@ class History:
         return str(self.run.get("name") or self.folder.name)
 
     def series(self, split: str, key: str) -> list[tuple[float, float]]:
-        """(step, value) of a number that is finite."""
+        """Return (step, value) of the finite values of a metric."""
         values = ((line["step"], line.get(key)) for line in self.metrics if line["split"] == split)
         return [(float(x), float(y)) for x, y in values if isinstance(y, int | float) and math.isfinite(y)]
 
     @property
     def results(self) -> dict[str, dict[str, Any]]:
-        """split -> its numbers, for all splits but train: those of the exported model once there is one, else the
-        last ones."""
+        """split -> metrics, except train: of the exported model, or else of the last evaluation."""
         if self.state == "finished" and self.scores:
             return {split: {"step": self.scores["step"], **numbers} for split, numbers in self.scores["splits"].items()}
         latest: dict[str, dict[str, Any]] = {}
@@ -107,11 +106,11 @@ class History:
 
     @cached_property
     def attempts(self) -> list[Attempt]:
-        """Every start, in the order in which they came; empty for a folder without events."""
+        """All starts, in order; empty for a folder without events."""
         places = [i for i, event in enumerate(self.events) if event["event"] == "start"]
         rows = []
         for place, after in zip(places, [*places[1:], len(self.events)], strict=False):
-            start, events = self.events[place], self.events[place:after]  # in the file's order: clocks are set back
+            start, events = self.events[place], self.events[place:after]  # in file order: clocks may be set back
             until = self.events[after]["time"] if after < len(self.events) else math.inf
             during = [*events, *(line for line in self.ranks if start["time"] <= line["time"] < until)]
             ends = [e["event"] for e in events if e["event"] in ("finish", "stop", "failed")]
@@ -129,7 +128,7 @@ class History:
 
     @cached_property
     def best(self) -> Best:
-        """The best evaluation, by the metric that the run file names."""
+        """The best evaluation by the run file's metric."""
         saved = Best(_section(self.run, "checkpoint").get("best"))
         for line in self.metrics:
             if line["split"] == "validation":
@@ -138,7 +137,7 @@ class History:
 
     @property
     def state(self) -> str:
-        """One word or two for how far it is."""
+        """Describe the state of the run in a few words."""
         words = {"finish": "finished", "stop": "stopped on request", "failed": "failed", "lost": "not finished"}
         if self.attempts:
             return words[self.attempts[-1].how]
@@ -146,14 +145,14 @@ class History:
 
     @property
     def newest_checkpoint(self) -> int:
-        """The step of the newest checkpoint that the folder or its journal names; 0: there is none."""
+        """The step of the newest checkpoint in the folder or its journal; 0 if there is none."""
         steps = [event["step"] for event in self.events if event["event"] == "checkpoint"]
         steps += [int(path.name[5:]) for path in self.folder.glob("checkpoints/step-*") if path.name[5:].isdigit()]
         return max(steps, default=0)
 
     @property
     def last_error(self) -> str:
-        """The last message of an error in log.txt, with its code; empty where there is none."""
+        """The last error message in log.txt, with its code, or an empty text."""
         try:
             lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
@@ -162,40 +161,39 @@ class History:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the newest start told about processes, hosts and versions."""
+        """Facts of the newest start: processes, hosts and versions."""
         return self.attempts[-1].facts if self.attempts else {}
 
     def facts_of(self, event: str) -> dict[str, Any]:
-        """What the newest event of a name told."""
+        """Return the newest event with a name, or {}."""
         return next((e for e in reversed(self.events) if e["event"] == event), {})
 
     @property
     def planned_rates(self) -> list[tuple[float, float]]:
-        """(step, rate) of the whole run, also of steps that are to come; empty where its length or its schedule is not
-        known here."""
+        """(step, learning rate) of the whole run, future steps included; empty if its length or schedule is unknown."""
         total = self.facts.get("steps")
         try:
             optim = OptimSection.model_validate(self.run.get("optim") or {})
-        except ValidationError:  # of another version
+        except ValidationError:  # run file of another version
             return []
         points = planned(optim, total, 200) if isinstance(total, int) and total > 0 else []
-        return [(float(step + 1), rate) for step, rate in points]  # as metrics count: updates that are done
+        return [(float(step + 1), rate) for step, rate in points]  # metrics count finished updates
 
     @property
     def steps(self) -> int:
-        """Updates done, as far as anything in the folder says."""
+        """The largest number of updates recorded in the folder."""
         return max(
             [int(line["step"]) for line in self.metrics] + [attempt.last for attempt in self.attempts], default=0
         )
 
     @cached_property
     def timed(self) -> list[dict[str, Any]]:
-        """The lines of ranks.jsonl that have the newest number of ranks: those that can be added up rank by rank."""
+        """The lines of ranks.jsonl with the newest number of ranks, which can be summed rank by rank."""
         return [line for line in self.ranks if line["ranks"] == self.ranks[-1]["ranks"]]
 
     @property
     def seconds(self) -> dict[str, list[float]]:
-        """phase -> seconds on each rank, over `timed`."""
+        """phase -> seconds on each rank, summed over `timed`."""
         sums: dict[str, list[float]] = {}
         for line in self.timed:
             for phase, each in line["seconds"].items():
@@ -205,24 +203,25 @@ class History:
 
     @property
     def own_phases(self) -> tuple[str, ...]:
-        """Phases in which a rank waits for nobody but itself."""
+        """Phases of local work, without waiting for other ranks."""
         waits = self.facts.get("waits_inside", [])
         return ("data", *(phase for phase in (*COMPUTE, "optimizer") if phase not in waits))
 
     @property
     def sees_stragglers(self) -> bool:
-        """Whether a slow rank can be told from those that wait for it: some computing is timed without waiting."""
+        """Whether a slow rank can be distinguished from ranks waiting for it: some compute phase is timed without
+        waiting."""
         return any(phase in self.seconds for phase in COMPUTE if phase in self.own_phases)
 
     def own_seconds(self, line: dict[str, Any]) -> list[float]:
-        """Each rank's own work in one line of ranks.jsonl, in seconds a step."""
+        """Return each rank's local work in one line of ranks.jsonl, in seconds per step."""
         columns = [each for phase, each in line["seconds"].items() if phase in self.own_phases]
         columns = columns or [[0.0] * line["ranks"]]
         return [sum(each) / max(1, line["steps"]) for each in zip(*columns, strict=True)]
 
     @property
     def slowest(self) -> Slowest | None:
-        """The rank that works longest; None with fewer than two ranks, or where it cannot be told."""
+        """The rank with the most local work; None with fewer than two ranks, or if unknown."""
         if not self.ranks or self.ranks[-1]["ranks"] < 2 or not self.sees_stragglers:
             return None
         timed = [line for line in self.timed if line["steps"]]
@@ -241,7 +240,7 @@ class History:
 
     @cached_property
     def memory(self) -> list[tuple[int, list[float]]]:
-        """(step, bytes of each rank): of a GPU the most its tensors took so far, else what the process held."""
+        """(step, bytes of each rank): peak of tensors on the GPU, else memory of the process."""
         rows = []
         for line in self.system:
             for name in ("gpu_memory_gb", "memory_gb"):
@@ -253,13 +252,12 @@ class History:
 
     @property
     def peak_bytes(self) -> float | None:
-        """The most memory that a rank was seen to hold."""
+        """The largest recorded memory of a rank in bytes, or None."""
         return max((max(each) for _, each in self.memory), default=None)
 
 
 def read(folder: Path) -> History:
-    """The history of an output folder. Errors: `OSError` when it holds no run.yaml, `ValueError` when that is no
-    mapping."""
+    """Read the history of an output folder. Errors: `OSError` without run.yaml, `ValueError` if that is no mapping."""
     text = (folder / "run.yaml").read_text(encoding="utf-8")
     try:
         run = yaml.safe_load(text)
@@ -286,7 +284,7 @@ def read(folder: Path) -> History:
 
 
 def told_whole(folder: Path) -> bool:
-    """Whether the end of a run is in its journal, and the page about it is there."""
+    """Return whether the journal records the end of the run, and its report exists."""
     try:
         return read(folder).state == "finished" and (folder / "report.html").is_file()
     except (OSError, ValueError):
@@ -297,15 +295,15 @@ _TYPES: dict[str, Any] = {"step": int, "time": (int, float), "split": str, "even
 
 
 def lines_of(path: Path, needed: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """The objects of a .jsonl file that have the keys that are needed; nothing where there is no file."""
+    """Yield the objects in a .jsonl file that have the keys `needed`; none if the file is missing."""
     if path.is_file():
-        with open(path, "rb") as file:  # of bytes: only "\n" ends a line
+        with open(path, "rb") as file:  # bytes: only "\n" ends a line
             yield from objects_of(file, needed)
 
 
 def objects_of(lines: Iterable[bytes], needed: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """The objects on lines that have the keys that are needed. Halves of lines that a kill left are passed over, as are
-    lines whose step, time or name is of another type than we write."""
+    """Yield the objects on lines that have the keys `needed`. Skips lines truncated by a kill, and lines whose step,
+    time or name has a wrong type."""
     for text in lines:
         try:
             line = json.loads(text)
@@ -318,13 +316,14 @@ def objects_of(lines: Iterable[bytes], needed: tuple[str, ...]) -> Iterator[dict
 
 
 def scores_of(folder: Path) -> dict[str, Any]:
-    """What the exported model of an output folder scores: its `step`, and numbers by name in `splits`; or nothing."""
+    """Return the scores of an output folder's exported model: `step`, and `splits` (split -> metric -> value); or
+    {}."""
     scores = _object(folder / SCORES)
     return scores if isinstance(scores.get("step"), int) and isinstance(scores.get("splits"), dict) else {}
 
 
 def _tables_of(path: Path) -> dict[str, Any]:
-    """Split -> name -> table; what is no table is left out."""
+    """Return split -> name -> table, skipping invalid ones."""
     splits = {split: names for split, names in _object(path).items() if isinstance(names, dict)}
     return {
         split: {n: table for n, table in names.items() if isinstance(table, dict)} for split, names in splits.items()

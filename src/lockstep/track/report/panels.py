@@ -1,7 +1,6 @@
-"""The parts of a report that are made of charts: curves, where the time went, the time line, memory, prices,
-predictions.
+"""The charts of a report: curves, time per phase, time line, memory, costs, predictions.
 
-In: histories, and tables that a task has made of a split (tables.json). Out: markup, and numbers for tables.
+In: histories, and a task's tables per split (tables.json). Out: markup, and numbers for tables.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _PHASES = {
     "other": ("everything else", "cx"),
 }
 _COLOURS = dict(_PHASES.values())
-# of what is drawn on several charts: the same everywhere
+# colours of series that occur in several charts
 COLOUR_OF = {"train": 0, "validation": 1, "test": 2, "cut at random": 4, "rank with least": 4}
 # row of the time line -> class of its marks: a phase has its own everywhere
 _MARKS = {
@@ -58,14 +57,14 @@ _MARKS = {
 }
 _SDC = "silent data corruption (sdc_check)"
 _STEP = tuple(name for name in _PHASES if name not in ("evaluation", "checkpoint", "profile"))
-MOST_RANKS = 64  # drawn at most, the ones that work longest
+MOST_RANKS = 64  # most ranks drawn: those with the most local work
 
 
 # -- one run ---------------------------------------------------------------------------------------------------------
 
 
 def curves(history: History) -> list[str]:
-    """Every curve of a run that has points, all over the same steps, and a chart for each metric of evaluations."""
+    """Return charts of all curves with points, over the same steps, and one per evaluation metric."""
     best = history.best
     groups = {
         title: {name: history.series(split, key) for name, (split, key) in lines.items()}
@@ -85,25 +84,25 @@ def curves(history: History) -> list[str]:
         )
         smooth = () if title == "learning rate" else tuple(name for name in lines if name != "validation")
         last = max((x for points in lines.values() for x, _ in points), default=0.0)
-        ends = (0.0, max(last, span(history)[1]))  # further than what was done, where more is planned
+        ends = (0.0, max(last, span(history)[1]))  # including planned steps
         look = charts.ChartStyle(linear=title in _FROM_ZERO, span=ends, colours=COLOUR_OF, smooth=smooth, ring=ring)
         charted.append(charts.lines(title, lines, look))
     return [chart for chart in charted if chart]
 
 
 def span(*histories: History) -> tuple[float, float]:
-    """The steps that charts are drawn over."""
+    """Return the range of steps for charts."""
     return 0.0, float(max((history.steps for history in histories), default=0))
 
 
 def _metrics(history: History) -> list[str]:
-    """Metrics of the validation split besides the loss."""
+    """Return the validation metrics except the loss."""
     keys = [key for line in history.metrics if line["split"] == "validation" for key in line]
     return [key for key in dict.fromkeys(keys) if key not in ("step", "split", "loss", "examples")]
 
 
 def time_of_ranks(history: History) -> dict[str, Any] | None:
-    """Bars, a heat map, a table and a sentence on where the time of each rank went; None without times."""
+    """Return bars, a heat map, a table and a sentence on each rank's time per phase; None without times."""
     if not history.timed:
         return None
     sums = history.seconds
@@ -137,7 +136,7 @@ def time_of_ranks(history: History) -> dict[str, Any] | None:
 
 
 def _longest_ranks(history: History, ranks: int) -> list[int]:
-    """All ranks, or those that work longest, in their order."""
+    """Return all ranks, or the `MOST_RANKS` with the most local work, in order."""
     if ranks <= MOST_RANKS:
         return list(range(ranks))
     sums = history.seconds
@@ -146,7 +145,7 @@ def _longest_ranks(history: History, ranks: int) -> list[int]:
 
 
 def _heat(history: History, ranks_shown: Sequence[int]) -> str:
-    """Each rank's own work over time, relative to the middle rank's at that time."""
+    """Draw each rank's local work over time, relative to the median rank."""
     lines = [line for line in history.timed if line["steps"]]
     if len(ranks_shown) < 2 or not lines or not history.sees_stragglers:
         return ""
@@ -165,7 +164,7 @@ def _heat(history: History, ranks_shown: Sequence[int]) -> str:
 
 
 def prices(history: History) -> list[tuple[str, str, str]]:
-    """What padding, communication, checkpoints and evaluation cost: (name, value, how it is reckoned)."""
+    """Return the costs of padding, communication, checkpoints and evaluation: (name, value, how it is computed)."""
     rows = []
     padding = [y for _, y in history.series("train", "padding")]
     if padding:
@@ -195,7 +194,7 @@ def prices(history: History) -> list[tuple[str, str, str]]:
 
 
 def timeline(history: History) -> str:
-    """Starts, pauses, checkpoints and evaluations on the clock."""
+    """Draw starts, pauses, checkpoints and evaluations over time."""
     words = {"finish": "to the end", "stop": "stopped on request", "failed": "failed", "lost": "no end is recorded"}
     spans = [
         (a.began, a.ended, f"start {i + 1}: step {a.first:,} to {a.last:,}, {words[a.how]}")
@@ -225,7 +224,7 @@ def timeline(history: History) -> str:
 
 
 def memory(history: History) -> list[str]:
-    """What a rank holds, on the one with most and the one with least at a time."""
+    """Draw the memory of the ranks with the most and the least memory at each time."""
     if not history.memory:
         return []
     most = [(float(step), max(each) / 2**30) for step, each in history.memory]
@@ -238,7 +237,7 @@ def memory(history: History) -> list[str]:
 
 
 def facts(history: History) -> list[tuple[str, str]]:
-    """What was run, in words: (name, text)."""
+    """Return facts about the run: (name, text)."""
     facts = history.facts
     rows = list(facts.get("opening", {}).items())
     if facts:
@@ -256,7 +255,7 @@ def facts(history: History) -> list[tuple[str, str]]:
 
 
 def answer(history: History) -> str:
-    """Of a finished run what its checks say, of another one how it goes on: a sentence or two."""
+    """Return the result of the checks of a finished run, or how to continue another one, in a sentence or two."""
     rows = checks(history)
     if history.state != "finished":
         newest = history.newest_checkpoint
@@ -271,7 +270,7 @@ def answer(history: History) -> str:
 
 
 def findings(history: History, live: bool = False) -> list[tuple[str, str]]:
-    """What a reader must know before any number: (what, what is known of it). Empty: all is well."""
+    """Return the problems to show before any number: (title, details). Empty if there are none."""
     rows = []
     failure = history.facts_of("failed") if history.state == "failed" else {}
     if failure:
@@ -290,14 +289,13 @@ def findings(history: History, live: bool = False) -> list[tuple[str, str]]:
             rows.append((f"The ranks changed after step {event.get('step', 0):,}", text))
     stopped = [event for event in _differences(history) if not (event.get("out") or event.get("retried"))]
     for name, fine, text in checks(history):
-        if fine is False and not (failure and stopped and name == _SDC):  # then the failure says it, and more
+        if fine is False and not (failure and stopped and name == _SDC):  # the failure entry covers it
             rows.append((name[0].upper() + name[1:], text))
     return rows
 
 
 def checks(history: History) -> list[tuple[str, bool | None, str]]:
-    """What was checked while it trained: (what, whether all was well or None for a check that was not made, what came
-    of it)."""
+    """Return the checks made during training: (name, passed or None if not made, result)."""
     rows: list[tuple[str, bool | None, str]] = []
     if text := str(history.facts.get("compared") or ""):
         rows.append(("plain reference, before the first step", None if _not_made(text) else True, text))
@@ -337,7 +335,7 @@ def _git(git: Mapping[str, Any]) -> str:
 
 
 def _unusual(history: History) -> list[str]:
-    """Losses that jumped, and updates that were left out."""
+    """Describe loss spikes and skipped updates."""
     jumps = [f"{line['step']:,}" for line in history.metrics if line.get("spike")]
     events = (
         [f"the loss jumped at step {', '.join(jumps[:10])}{' and more' if len(jumps) > 10 else ''}"] if jumps else []
@@ -349,7 +347,7 @@ def _unusual(history: History) -> list[str]:
 
 
 def _differed(event: Mapping[str, Any]) -> str:
-    """A finding of `sdc_check`, in words."""
+    """Describe a finding of `sdc_check`."""
     out = ", ".join(map(str, event.get("out", [])))
     then = f"{out} computed wrongly and left" if out else "computed once more" if event.get("retried") else "stopped"
     return f"in step {event.get('step', 0) + 1:,} ranks did not come to the same bits: {then}"
@@ -368,7 +366,7 @@ def _starts(history: History) -> str:
 
 
 def overlaid(histories: Mapping[str, History]) -> list[str]:
-    """A chart for each curve that some run has, a line for each run."""
+    """Return a chart per curve, with one line per run."""
     metrics = dict.fromkeys(key for history in histories.values() for key in _metrics(history))
     chart_lines = {"training loss": ("train", "loss"), "validation loss": ("validation", "loss")}
     chart_lines |= {f"{key.replace('_', ' ')}, validation": ("validation", key) for key in metrics}
@@ -391,7 +389,7 @@ def overlaid(histories: Mapping[str, History]) -> list[str]:
 
 
 def _by_clock(history: History, split: str) -> list[tuple[float, float]]:
-    """(minutes of running until then, loss); pauses between starts do not count."""
+    """Return (minutes of running time, loss), without pauses between starts."""
     clock: dict[int, float] = {}
     before = 0.0
     for attempt in history.attempts:
@@ -403,7 +401,7 @@ def _by_clock(history: History, split: str) -> list[tuple[float, float]]:
 
 
 def time_of_runs(histories: Mapping[str, History]) -> str:
-    """A bar for each run: seconds a step on the mean rank, without evaluation and checkpoints."""
+    """Draw a bar per run: seconds per step, mean over ranks, without evaluation and checkpoints."""
     rows = {}
     for name, history in histories.items():
         if history.timed:
@@ -414,11 +412,11 @@ def time_of_runs(histories: Mapping[str, History]) -> str:
     return charts.bars("seconds a step on the mean rank", rows, _COLOURS)
 
 
-_MOST_LABELS = 100  # drawn at most, the commonest
+_MOST_LABELS = 100  # most labels drawn: the most frequent
 
 
 def panels(tables: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of each split that has any: its name, charts, and the scores of its labels."""
+    """Return for each split with tables: its name, charts, and scores per label."""
     sections = []
     for split, of_split in tables.items():
         drawn = [_reliability(of_split["reliability"])] if "reliability" in of_split else []
@@ -432,8 +430,8 @@ def panels(tables: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _labels(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Bars of each label's F1, the best first, and a row of its scores: (label, precision, recall, F1, average
-    precision, examples). A dash where there is nothing to divide by."""
+    """Return bars of each label's F1, best first, and rows (label, precision, recall, F1, average precision, examples),
+    with a dash for undefined scores."""
     rows = []
     areas = table.get("average_precision")
     columns = [table[key] for key in ("names", "right", "examples", "given")]
@@ -464,7 +462,7 @@ def _score(value: float | None) -> str:
 
 
 def _reliability(table: Mapping[str, Any]) -> str:
-    """Predicted probabilities against what came true, a dot for each bin, larger for more examples."""
+    """Draw predicted probabilities against observed frequencies, a dot per bin, larger for more examples."""
     every = zip(table["predicted"], table["observed"], table["counts"], strict=True)
     bins = [(x, y, count) for x, y, count in every if count]
     total = sum(count for *_, count in bins)
@@ -481,7 +479,7 @@ def _reliability(table: Mapping[str, Any]) -> str:
 
 
 def _scatters(table: Mapping[str, Any]) -> list[str]:
-    """True numbers against predicted ones, a chart for each number."""
+    """Draw true against predicted values, a chart per target."""
     points = []
     for name, true, predicted in zip(table["names"], table["true"], table["predicted"], strict=True):
         low, high = min(*true, *predicted), max(*true, *predicted)

@@ -1,7 +1,7 @@
-"""One self-contained page for a run, or for several runs side by side; no network, no script.
+"""Writes the self-contained report page of a run, or a comparison of several runs, without scripts or network access.
 
-In: what output folders remember (history.py). Out: OUTPUT/report.html, or a comparison wherever it is wanted. Imports
-no torch: a page can be written where nothing can be trained.
+In: records of output folders (history.py). Out: OUTPUT/report.html, or a comparison at any path. Imports no torch, so
+that pages can be written on any machine.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _NO_METRICS = ("step", "examples")
 
 @dataclass(frozen=True)
 class Live:
-    """Of a run that goes on."""
+    """Options of the page of a run in progress."""
 
-    every_s: int  # after which a page loads itself again
-    doing: str  # what the run is doing
-    steps: int | None = None  # in all, where it is known
+    every_s: int  # reload interval of the page
+    doing: str  # present activity
+    steps: int | None = None  # total, if known
 
 
 def write_report(folder: Path, live: Live | None = None) -> Path:
-    """Write `report.html` of an output folder, of a run at any stage. `live`: it goes on, and the page loads itself
-    again and again. Errors: `OSError` or `ValueError` when it holds no run."""
+    """Write `report.html` of an output folder, at any stage of its run. `live`: for a run in progress, reload the page
+    periodically. Errors: `OSError` or `ValueError` if the folder holds no run."""
     history = read(folder)
     return write_page(folder / "report.html", "run.html.jinja", title=history.name, live=live, **_page(history, live))
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
-    """Write one page about several runs to `path`: what differs, a table of results, and their curves over one another.
-    Errors: `OSError` or `ValueError`, naming the folder that holds no run."""
+    """Write a comparison of several runs to `path`: differing keys, a table of results, and overlaid curves. Errors:
+    `OSError` or `ValueError`, naming the folder that holds no run."""
     histories = {}
     for folder, name in zip(folders, _names(folders), strict=True):
         try:
@@ -59,30 +59,30 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
 
 @cache
 def templates() -> Environment:
-    """Of `pages/`; each is compiled once a process."""
+    """Return the templates of `pages/`, each compiled once per process."""
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
     pages = Environment(
-        loader=ChoiceLoader(  # what every page begins with is lockstep-trace's
+        loader=ChoiceLoader(  # the base template is in lockstep-trace
             [PackageLoader("lockstep.track.report", "pages"), PackageLoader("lockstep_trace", "pages")]
         ),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_for_page,  # each value before HTML writes its quotes and ampersands in another way
+        finalize=_for_page,  # applied before HTML escaping
     )
     pages.filters |= {"number": charts.number, "seconds": charts.seconds, "size": charts.size, "percent": _percent}
     return pages
 
 
 def write_page(path: Path, template: str, **values: Any) -> Path:
-    """Render a template of `pages/` to `path`, in one go. Errors: `OSError`."""
+    """Render a template of `pages/` to `path`, atomically. Errors: `OSError`."""
     values = {"live": None, "written": time.strftime("%Y-%m-%d %H:%M:%S")} | values
     text = templates().get_template(template).render(**values)
     text = printable(text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, text)  # aside: a live page and the run itself may write at once
+    replace_text(path, text)  # atomic: a live page and the run may write concurrently
     return path
 
 
@@ -90,7 +90,7 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
 
 
 def _page(history: History, live: Live | None) -> dict[str, Any]:
-    """What the page of one run shows."""
+    """Return the template values of a run's page."""
     results = history.results
     final = history.facts_of("finish")
     return {
@@ -119,7 +119,7 @@ def _page(history: History, live: Live | None) -> dict[str, Any]:
 
 
 def _tiles(history: History, final: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The few numbers a person looks for first: (name, value)."""
+    """Return the most important numbers: (name, value)."""
     tiles = []
     for split in ("test", "validation"):
         if split in history.results:
@@ -140,7 +140,7 @@ def _tiles(history: History, final: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _table(results: Mapping[str, Mapping[str, Any]], best: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """A row for each metric, a column for each split."""
+    """Return a table with a row per metric and a column per split."""
     names = list(dict.fromkeys(name for numbers in results.values() for name in numbers if name != "step"))
     rows = []
     for name in names:
@@ -154,7 +154,7 @@ def _table(results: Mapping[str, Mapping[str, Any]], best: Mapping[str, Mapping[
 
 
 def _samples(history: History) -> dict[str, Any] | None:
-    """The newest samples as a table."""
+    """Return the newest samples as a table."""
     if not history.samples:
         return None
     newest = history.samples[-1]
@@ -164,8 +164,8 @@ def _samples(history: History) -> dict[str, Any] | None:
 
 
 def _matrix(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A confusion matrix, each cell with its share of its row and how strong its colour is (0 to 1): (count, share,
-    strength). Errors are beside the commonest error, so that few among many are seen. With the scores of each class."""
+    """Return a confusion matrix with cells (count, share of its row, colour intensity 0 to 1), and scores per class.
+    Errors are scaled by the most frequent one, so that rare errors stay visible."""
     labels, counts = table["labels"], table["counts"]
     totals = [sum(row) for row in counts]
     shares = [[n / total if total else 0.0 for n in row] for row, total in zip(counts, totals, strict=True)]
@@ -183,7 +183,7 @@ def _matrix(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _classes(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> list[tuple[str, str, str, str, int]]:
-    """(label, precision, recall, F1, examples) of each class; a dash where there is nothing to divide by."""
+    """Return (label, precision, recall, F1, examples) per class, with a dash for undefined scores."""
     rows = []
     for i, label in enumerate(labels):
         right, true, guessed = counts[i][i], sum(counts[i]), sum(row[i] for row in counts)
@@ -196,7 +196,7 @@ def _classes(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> list[tup
 
 
 def _comparison(histories: Mapping[str, History], folder: Path) -> dict[str, Any]:
-    """What the page of several runs shows."""
+    """Return the template values of a comparison."""
     flat = {name: messages.flat(history.run) for name, history in histories.items()}
     keys = list(dict.fromkeys(key for values in flat.values() for key in values if key not in ("name", "output")))
     differing = [key for key in keys if len({repr(values.get(key)) for values in flat.values()}) > 1]
@@ -219,7 +219,7 @@ def _comparison(histories: Mapping[str, History], folder: Path) -> dict[str, Any
 
 
 def _side_by_side(histories: Mapping[str, History]) -> list[tuple[str, list[str]]]:
-    """(what, its value in each run), the rows that some run has."""
+    """Return rows (name, value in each run) that at least one run has."""
     columns: list[dict[str, str]] = []
     metrics = dict.fromkeys(
         (split, name) for h in histories.values() for split, numbers in h.results.items() for name in numbers
@@ -249,7 +249,7 @@ def _side_by_side(histories: Mapping[str, History]) -> list[tuple[str, list[str]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names; with as much of their paths as tells them apart."""
+    """Return the folders' names, with as much of their paths as is needed to distinguish them."""
     parts = [folder.resolve().parts for folder in folders]
     if len(set(parts)) < len(parts):
         twice = next(folder for folder, p in zip(folders, parts, strict=True) if parts.count(p) > 1)
@@ -266,7 +266,7 @@ def _value(value: object) -> str:
 
 
 def _for_page(value: Any) -> Any:
-    """A value as the page may have it; what is HTML already (`safe`) was made by us of texts that are escaped."""
+    """Sanitize a value for the page. Markup (`safe`) passes unchanged: it is built from escaped texts."""
     return printable(value) if type(value) is str else value
 
 
