@@ -108,13 +108,17 @@ def check_gpus(run: Run, processes: int) -> None:
 
 
 def prestart(run: Run) -> None:
-    """Start the fork server, which imports the workers' modules while this process prepares data; workers fork from it.
+    """Start the fork server, which imports the workers' modules while this process prepares data. Workers fork from it.
 
-    Errors: `RunError` if its socket cannot be opened, for example if TMPDIR is too long for a socket's name."""
+    Errors: `RunError` if its socket cannot be opened, for example if TMPDIR is too long for a socket's name, and if
+    this machine lacks what several ranks need."""
     import multiprocessing
     import tempfile
     from multiprocessing import forkserver, resource_tracker
 
+    from lockstep.launchers.processes import preconditions
+
+    preconditions.check(LOOPBACK if run.launch.name == "local" else None)
     # do not import torch only for this
     on_cpus = run.launch.device == "cpu" or ("torch" in sys.modules and gpus_of(run) == 0)
     context = multiprocessing.get_context("forkserver")
