@@ -98,6 +98,49 @@ def test_what_a_loop_does_to_its_model_and_batches_is_not_lost(
     assert wanted in refused("points.py", DDP.replace(old, new, 1), capsys)
 
 
+CLIP = "            accelerator.clip_grad_norm_(model.{}, 1.0)\n            optimizer.step()"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        ('data["train"], shuffle', 'data["validation"], shuffle', "the loop trains on the split 'validation'"),
+        ("shuffle=True,", 'sampler=RandomSampler(data["train"], replacement=True),', "each example comes once"),
+        ("shuffle=True,", 'sampler=RandomSampler(data["train"], num_samples=9),', "each example comes once"),
+        ("            schedule.step()\n", "", "its step() is never called"),
+        ("            optimizer.step()", CLIP.format("classifier.parameters()"), "norm of all gradients together"),
+        (
+            "            optimizer.step()",
+            CLIP.format("parameters()").replace("1.0)", "1.0, norm_type=1)"),
+            "a Euclidean norm",
+        ),
+    ],
+)
+def test_which_weights_rows_and_rates_a_loop_takes_is_not_lost(
+    old: str, new: str, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = ACCELERATE.replace("import DataLoader", "import DataLoader, RandomSampler")
+    assert text.count(old) == 1
+    assert wanted in refused("acc.py", text.replace(old, new), capsys)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("shuffle=True,", 'sampler=RandomSampler(data["train"]),'),
+        (
+            "            optimizer.step()",
+            "            accelerator.clip_grad_norm_(model.parameters(), 1.0, 2)\n            optimizer.step()",
+        ),
+    ],
+)
+def test_what_a_loop_says_in_other_words_is_read(old: str, new: str, here: Path) -> None:
+    text = ACCELERATE.replace("import DataLoader", "import DataLoader, RandomSampler").replace(old, new)
+    run = moved("acc.py", text)
+    assert (run.batch_size, run.optim.schedule) == (32, "linear")
+    assert run.optim.max_grad_norm == (1.0 if "clip" in new else 0.0)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "wanted"),
     [

@@ -16,8 +16,8 @@ _CONNECT_S = 2.0
 
 
 def check(loopback: str | None) -> None:
-    """Refuse a machine on which ranks cannot start. `loopback`: the address where they meet on this machine, if they do.
-    Errors: `RunError`."""
+    """Refuse a machine on which ranks cannot start. `loopback`: the address at which they meet if it is this
+    machine's own. Errors: `RunError`."""
     try:
         multiprocessing.RawValue("i")
         multiprocessing.Semaphore()

@@ -91,7 +91,7 @@ class Loop(Reading):
         elif name == "DataLoader":
             self._loader(call)
         elif name in ("clip_grad_norm_", "clip_grad_norm") and len(call.node.args) + len(call.node.keywords) > 1:
-            self._known(call, "optim.max_grad_norm", ("parameters", "max_norm"), "max_norm")
+            self._clipping(call)
         elif name in ("clip_grad_value_", "clip_grads_with_norm_", "clip_gradients"):
             self.draft.lacks(
                 str(call), "optim.max_grad_norm is the largest norm of all gradients", "optim.max_grad_norm"
@@ -136,6 +136,17 @@ class Loop(Reading):
         for code in arguments.more:
             self.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is not known")
 
+    def _clipping(self, call: Call) -> None:
+        arguments = self.script.arguments(call, ("parameters", "max_norm", "norm_type"))
+        if not _all_weights(arguments.nodes.get("parameters")):
+            why = "optim.max_grad_norm is the largest norm of all gradients together"
+            self.draft.lacks(str(call), why, "optim.max_grad_norm")
+        elif "norm_type" in arguments.nodes and arguments.known.get("norm_type") != 2:
+            why = "optim.max_grad_norm is a Euclidean norm"
+            self.draft.lacks(f"line {call.line}: norm_type", why, "optim.max_grad_norm")
+        else:
+            self._known(call, "optim.max_grad_norm", ("parameters", "max_norm", "norm_type"), "max_norm")
+
     def _optimizer(self, call: Call) -> None:
         self.optimizers.append(call)
         arguments = self.script.arguments(call, _POSITIONS.get(call.name, ("params", "lr")))
@@ -143,9 +154,7 @@ class Loop(Reading):
             self.draft.unclear(str(call), "a second optimizer", "optim.name")
             return
         node = arguments.nodes.get("params")
-        owner = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
-        whole = isinstance(owner, ast.Name) or (isinstance(owner, ast.Attribute) and owner.attr == "module")
-        if node is not None and not (whole and ast.unparse(node).endswith(".parameters()")):
+        if node is not None and not _all_weights(node):
             self.draft.unclear(
                 f"line {call.line}: {code_of(node)}", "weights with rates of their own: optim.groups", "optim.groups"
             )
@@ -195,6 +204,8 @@ class Loop(Reading):
         for name, node in arguments.nodes.items():
             if name not in NAMES["loader_arguments"]:
                 self.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "not an argument that is known here")
+        self._split_of(call, arguments.nodes.get("dataset"))
+        self._sampler_of(call, arguments.nodes.get("sampler"))
         ordered = not ({"sampler", "batch_sampler"} & arguments.nodes.keys() or arguments.known.get("shuffle"))
         sampler = next((c for c in self.script.calls if c.name == "DistributedSampler"), None)
         if sampler is not None and "sampler" in arguments.nodes:
@@ -204,6 +215,37 @@ class Loop(Reading):
             why = "examples come in the data's order there, or in one that is not known; here every epoch has an order "
             self.draft.lacks(f"{call}", f"{why}of the seed: give shuffle=True in the script, if that is meant")
         self.read(call, "batch_size")
+
+    def _split_of(self, call: Call, node: ast.expr | None) -> None:
+        """The rows of a loader: of a dictionary of splits, those of train."""
+        node = self._assigned_to(node)
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            split = node.slice.value
+            if isinstance(split, str) and not split.startswith("train"):
+                why = f"the loop trains on the split {split!r}; data.train is what a run trains on"
+                self.draft.unclear(f"line {call.line}: {code_of(node)}", why, "data.train", "data.source")
+
+    def _sampler_of(self, call: Call, node: ast.expr | None) -> None:
+        """A sampler that gives each example once an epoch, in a random order."""
+        node = self._assigned_to(node)
+        if node is None or (isinstance(node, ast.Constant) and node.value is None):
+            return
+        made = next((c for c in self.script.calls if c.node is node), None)
+        once = made is not None and made.name == "RandomSampler" and not _draws_again(made.node)
+        if not once and not (made is not None and made.name == "DistributedSampler"):
+            why = "in an epoch here each example comes once, in an order of the seed"
+            self.draft.lacks(f"line {call.line}: sampler={code_of(node)}", why)
+
+    def _assigned_to(self, node: ast.expr | None) -> ast.expr | None:
+        """What a name of the script holds, where it is assigned once; else the node itself."""
+        if not isinstance(node, ast.Name):
+            return node
+        values = [
+            each.value
+            for each in _assignments(self.script)
+            if any(isinstance(target, ast.Name) and target.id == node.id for target in each.targets)
+        ]
+        return values[0] if len(values) == 1 else node
 
     def _precision(self, call: Call) -> None:
         arguments = self.script.arguments(call, ("device_type", "dtype") if call.name == "autocast" else ())
@@ -266,6 +308,10 @@ class Loop(Reading):
 
     def _schedule(self, call: Call) -> None:
         self.scheduled = True
+        if not self._stepped(call):
+            why = "its step() is never called, so the rate stays at what it sets first"
+            self.draft.lacks(str(call), why, "optim.schedule")
+            return
         names = ("optimizer", "num_warmup_steps", "num_training_steps")
         arguments = self.script.arguments(call, ("name", *names) if call.name == "get_scheduler" else names)
         name = arguments.known.get("name") or call.name.removeprefix("get_").partition("_schedule")[0]
@@ -392,6 +438,16 @@ class Loop(Reading):
         elif node is not None:
             self.draft.unclear(f"line {line}: range({code_of(node)})", loading.RUNS, "epochs", "steps")
 
+    def _stepped(self, call: Call) -> bool:
+        """Whether the scheduler that a call makes is stepped anywhere, by its name or one like it, or handed on."""
+        names = {ast.unparse(t) for each in _assignments(self.script) if each.value is call.node for t in each.targets}
+        receivers = [
+            ast.unparse(node.func.value)
+            for node in ast.walk(self.script.tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step"
+        ]
+        return not names or any(each in names or "sched" in each.lower() for each in receivers)
+
     def settle(self) -> None:
         """What a loop does where it says nothing."""
         draft = self.draft
@@ -436,6 +492,19 @@ class Loop(Reading):
             self.draft.unclear(
                 "which texts are read, and where they are cut", why, "data.max_length", "task.block_size"
             )
+
+
+def _all_weights(node: ast.expr | None) -> bool:
+    """Whether an argument is `model.parameters()`, also of a wrapped model."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"):
+        return False
+    owner = node.func.value
+    return isinstance(owner, ast.Name) or (isinstance(owner, ast.Attribute) and owner.attr == "module")
+
+
+def _draws_again(sampler: ast.Call) -> bool:
+    """Whether a RandomSampler may draw an example twice, or leave some out."""
+    return len(sampler.args) > 1 or any(word.arg not in ("data_source", "generator") for word in sampler.keywords)
 
 
 def _assignments(script: Script) -> list[ast.Assign]:
