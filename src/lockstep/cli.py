@@ -104,7 +104,7 @@ def _command(name: str, words: list[str]) -> int:
         if hasattr(known, "words") and not any(word.startswith("-") for word in rest):
             known.words, rest = [*known.words, *rest], []  # same for these
         if rest:
-            raise RunError("LS0010", f"unknown argument {rest[0]!r}; see lockstep {name} --help")
+            raise RunError("LS0010", commands.unknown_option(name, rest[0]))
         return _answer(name, modules, known)
     except (RunError, TraceError) as caught:
         if os.environ.get("RANK", "0") == "0":

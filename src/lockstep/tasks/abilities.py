@@ -90,6 +90,7 @@ class Generates(Task):
     """A task whose model generates text that evaluations score."""
 
     plugin = "tasks"  # a base: it has no name in a run file
+    greedy_by: ClassVar[str]  # a phrase: the keys by which its evaluations decode greedily, or generate nothing
 
     @abstractmethod
     def score_texts(self, generate: Generate, batch: MicroBatch, columns: Columns, rows: np.ndarray) -> Sums:

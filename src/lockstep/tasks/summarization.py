@@ -92,6 +92,7 @@ class Summarization(Translation):
     """Generate one text from another, such as a summary."""
 
     Options = SummarizationOptions
+    greedy_by = "set task.beams=1, or turn generation off (task.samples=0, task.rouge=false)"
     pipeline = "summarization"
     display_keys = ("rouge", "beams", "samples")
     answer_name = "summary"

@@ -173,6 +173,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     Options: ClassVar[type[BaseModel]] = TranslationOptions
     head = heads.SEQ2SEQ
+    greedy_by: ClassVar[str] = "set task.beams=1, or turn generation off (task.samples=0, task.bleu=false)"
     column_keys = ("source", "target")
     default_model = "google-t5/t5-small"
     small_model = "marian"

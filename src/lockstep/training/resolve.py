@@ -253,8 +253,7 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     if strategy.generate is Strategy.generate and issubclass(task, Generates) and not task.decodes_greedily(run):
         raise RunError(
             "LS5131",
-            f"strategy.name: {run.strategy.name} decodes greedily only; set task.beams to 1 and "
-            "task.temperature to 0, or turn generation off (task.samples=0, task.bleu=false)",
+            f"strategy.name: under {run.strategy.name} evaluations can generate texts greedily only; {task.greedy_by}",
         )
     return strategy
 

@@ -90,6 +90,12 @@ ELSEWHERE = {
 }
 
 
+def unknown_option(command: str, option: str) -> str:
+    """The message for an option that a command does not have."""
+    hint = f"{_GOES_ON}; " if option.lstrip("-").startswith("resume") else ""
+    return f"unknown argument {option!r}; {hint}see lockstep {command} --help"
+
+
 def unknown(name: str) -> str | None:
     """The message for a name that no command has; None for a command."""
     if name in HELP or name in (added := entry_points.named("commands")):
