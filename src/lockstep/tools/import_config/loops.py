@@ -230,9 +230,9 @@ class Loop(Reading):
         node = self._assigned_to(node)
         if node is None or (isinstance(node, ast.Constant) and node.value is None):
             return
-        made = next((c for c in self.script.calls if c.node is node), None)
-        once = made is not None and made.name == "RandomSampler" and not _draws_again(made.node)
-        if not once and not (made is not None and made.name == "DistributedSampler"):
+        sampler = next((c for c in self.script.calls if c.node is node), None)
+        once = sampler is not None and sampler.name == "RandomSampler" and not _draws_again(sampler.node)
+        if not once and not (sampler is not None and sampler.name == "DistributedSampler"):
             why = "in an epoch here each example comes once, in an order of the seed"
             self.draft.lacks(f"line {call.line}: sampler={code_of(node)}", why)
 
