@@ -233,7 +233,7 @@ def test_no_way_into_run_yaml_by_a_sweep(part: str, tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_what_a_run_writes_of_data_with_secrets_and_escapes(tmp_path: Path, job: CommandJob) -> None:
     text, label = TOLD.replace("\ud800", ""), f"joy \x1b[2J {TOKEN}"
-    rows = [{"text": f"{text} {i}", "label": label if i % 2 else "b"} for i in range(80)]
+    rows = [{"text": f"{i} {text}", "label": label if i % 2 else "b"} for i in range(80)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     launch = {"device": "cpu", "threads": 1, "processes": 1}
     job.write(data={"source": "rows.jsonl", "max_length": 32}, launch=launch, steps=2, evaluate={"every": 1})

@@ -191,7 +191,6 @@ def test_what_is_the_same_for_every_batch_has_the_bits_of_one_process(name: str,
         ("Renormed", "ddp", "training changes words.weight of the model beside the optimizer"),
         ("SwitchedLate", "ddp", "changes requires_grad of weights"),
         ("SwitchedLate", "fsdp2", "changes requires_grad of weights"),
-        ("LeavesOut", "fsdp2", "fsdp2 needs all ranks to run the same layers in the same order"),
     ],
 )
 def test_what_each_process_would_make_something_else_of(name: str, strategy: str, said: str, tmp_path: Path) -> None:

@@ -461,7 +461,10 @@ def _json_sequence(text: str) -> list[dict[str, Any]]:
     rows, at = [], 0
     while rest := text[at:].lstrip():
         at = len(text) - len(rest)
-        row, at = _DECODER.raw_decode(text, at)
+        try:
+            row, at = _DECODER.raw_decode(text, at)
+        except RecursionError:
+            raise ValueError(": nested too deeply") from None
         rows.append(_mapping(row))
     return rows
 
