@@ -325,9 +325,12 @@ def scores_of(folder: Path) -> dict[str, Any]:
 def _tables_of(path: Path) -> dict[str, Any]:
     """Return split -> name -> table, skipping invalid ones."""
     splits = {split: names for split, names in _object(path).items() if isinstance(names, dict)}
-    return {
-        split: {n: table for n, table in names.items() if isinstance(table, dict)} for split, names in splits.items()
-    }
+    return {split: {n: table for n, table in names.items() if _is_table(table)} for split, names in splits.items()}
+
+
+def _is_table(value: Any) -> bool:
+    """Whether a value is a table, or a list of plots."""
+    return isinstance(value, dict) or (isinstance(value, list) and all(isinstance(each, dict) for each in value))
 
 
 def _section(run: dict[str, Any], name: str) -> dict[str, Any]:
