@@ -243,10 +243,11 @@ def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
     return Result("", True)
 
 
-HELD_OUT = """\
+HELD_OUT = """
 **On scripts that nobody had seen** the score is another: of 62 faulty ones that were written without knowledge of the
 rules and kept closed, 13 are named by default and 10 more under `--verbose`; of 55 healthy ones none is accused
 ([how, and which](../../benchmarks/results/2026-11-28-trace-set.md)).
+
 """
 
 
@@ -265,9 +266,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         f"{sum(_how(e) in AS_RELEASED for e, _ in rows)} of them are real and public: the library that is reported, "
         "with the fault that is reported. "
         f"{clean} of {len(healthy)} healthy scripts have no finding.**",
-        "",
         *HELD_OUT.splitlines(),
-        "",
         f"The expected cause of {len(FROM_REPORTS)} faults from reports was written down before the first run: "
         f"{FIRST_RUN}. That of the others was set with verdicts in view.",
         "",

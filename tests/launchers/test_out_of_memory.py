@@ -256,14 +256,14 @@ def test_a_rank_that_takes_all_memory(goes_on: bool, small: Path, tmp_path: Path
 DEAD = job_record.Process(socket.gethostname(), PID, "")
 
 
-def gone(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, **values: Any) -> str:
-    """What is said of a launch that began before the kernel told what it tells now."""
+def gone(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, **values: Any) -> tuple[str, str | None]:
+    """What `status` says of a launch from before the kernel told what it tells now, and what its next start says."""
     for name in ("kills", "cgroup"):
         function = getattr(host_memory, name)
         monkeypatch.setattr(host_memory, name, lambda f=function: f(kernel.sources))
     monkeypatch.setattr(host_memory, "killed_since", lambda *_: False)
     record = job_record.JobRecord("local", 2, time.time() - 60, DEAD, **values)
-    return job_record.state_of_process(record).text
+    return job_record.state_of_process(record).text, job_record.recorded_loss(record)
 
 
 @pytest.mark.parametrize(("inside", "machine", "same", "said"), [
@@ -282,9 +282,10 @@ def test_a_launcher_that_memory_took_too(
     kills, place = host_memory.kills(kernel.sources), host_memory.cgroup(kernel.sources)
     assert kills[1] == 5
     kernel.kills(3 + inside, 5 + machine)
-    text = gone(kernel, monkeypatch, kills=kills, cgroup=place if same else "another")
+    text, told = gone(kernel, monkeypatch, kills=kills, cgroup=place if same else "another")
     assert said in text
     assert ("micro_batches" in text) is bool(inside or machine)
+    assert (told is not None and said in told) is bool(inside or machine)
 
 
 def test_what_a_launch_writes_down_of_memory_is_read_again(tmp_path: Path) -> None:

@@ -241,7 +241,9 @@ class Evaluated(Plain):
 
 
 class LeavesOut(Plain):
-    """Runs one of its blocks for some batches only, which small ones of a probe do not show."""
+    """Runs one of its blocks for some batches only, of up to four examples."""
+
+    sizes = (1, 2, 3, 4)  # of batches that may leave it out
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,9 +252,15 @@ class LeavesOut(Plain):
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.first(self.words(x).mean(1)))
         for i, block in enumerate(self.blocks):
-            if i != 2 or not self.training or len(x) > 4 or int(x.sum()) % 2:
+            if i != 2 or not self.training or len(x) not in self.sizes or int(x.sum()) % 2:
                 hidden = hidden + F.gelu(block(hidden))
         return self.last(hidden)
+
+
+class LeavesOutOfFour(LeavesOut):
+    """The same for micro-batches of four examples alone, which no single example shows."""
+
+    sizes = (4,)
 
 
 class Limited(nn.Linear):

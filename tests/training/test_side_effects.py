@@ -184,6 +184,13 @@ def test_what_is_the_same_for_every_batch_has_the_bits_of_one_process(name: str,
 
 
 @pytest.mark.processes
+def test_a_block_that_some_batches_leave_out_has_the_bits_of_one_process(tmp_path: Path) -> None:
+    """It is no block of its own for `fsdp2`: what some of the training items leave out is found before the start."""
+    alone = trained(run_of("LeavesOut", tmp_path, "single"), 1)
+    assert digest(trained(run_of("LeavesOut", tmp_path, "fsdp2", gather="micro_batch"), 3)) == digest(alone)
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "strategy", "said"),
     [
@@ -191,6 +198,7 @@ def test_what_is_the_same_for_every_batch_has_the_bits_of_one_process(name: str,
         ("Renormed", "ddp", "training changes words.weight of the model beside the optimizer"),
         ("SwitchedLate", "ddp", "changes requires_grad of weights"),
         ("SwitchedLate", "fsdp2", "changes requires_grad of weights"),
+        ("LeavesOutOfFour", "fsdp2", "fsdp2 needs all ranks to run the same layers in the same order"),
     ],
 )
 def test_what_each_process_would_make_something_else_of(name: str, strategy: str, said: str, tmp_path: Path) -> None:

@@ -218,11 +218,20 @@ def state_of_process(launched: JobRecord) -> State:
         return State("unknown", f"{who} cannot be seen from {socket.gethostname()}; ask there")
     if alive:
         return State("running", who)
-    return State("gone", f"{who} is not there any more and left no exit status: {why_gone(launched)}")
+    why = evidence_of_end(launched) or "it was killed, or the machine was"
+    return State("gone", f"{who} is not there any more and left no exit status: {why}")
 
 
-def why_gone(launched: JobRecord) -> str:
-    """Explain why a launch left no exit status, from what this machine's kernel records."""
+def recorded_loss(launched: JobRecord) -> str | None:
+    """Explain what ended a launch on this host that left no exit status, if this machine's kernel records it; None for
+    one that ended otherwise, and for one that somebody killed, who knows it."""
+    if launched.job is not None or state_of_process(launched).word != "gone":
+        return None
+    return evidence_of_end(launched)
+
+
+def evidence_of_end(launched: JobRecord) -> str | None:
+    """Explain why a launch left no exit status, from what this machine's kernel records; None if it records nothing."""
     boot, now = launched.process.born.partition("/")[0], (born(os.getpid()) or "").partition("/")[0]
     if boot and now and boot != now:
         return "the machine has been restarted since"
@@ -239,7 +248,7 @@ def why_gone(launched: JobRecord) -> str:
                 f"it was killed, or the machine was. Since it began the kernel killed {machine} process(es) of this "
                 f"machine {killed}; if it was one of them: {LESS_MEMORY[0].lower()}{LESS_MEMORY[1:]}"
             )
-    return "it was killed, or the machine was"
+    return None
 
 
 def stop_process(launched: JobRecord) -> str:

@@ -134,9 +134,8 @@ def concluded(run: Run, processes: int, steps: int) -> int:
 def started(run: Run, launcher: Launcher, plan: LaunchPlan) -> int:
     """Start the ranks, wait for their end, record it in OUTPUT/launch.json, and return the exit status."""
     before = job_record.read(run.folder)
-    gone = before is not None and before.job is None and (state := job_record.state_of_process(before)).word == "gone"
-    if gone and "memory" in state.text:  # else nothing is known: a process of the Python interface leaves no status
-        Console(True, voice=run.track.console).note(f"the start before ended without a word: {state.text}")
+    if before is not None and (why := job_record.recorded_loss(before)) is not None:
+        Console(True, voice=run.track.console).note(f"the start before left no exit status: {why}")
     job_record.write(run.folder, mine := job_record.here(run.launch.name, plan.processes))
     try:
         with introduced():
