@@ -1,9 +1,10 @@
-"""docs/reference/messages.md: every message that lockstep prints, by its code, made from the source.
+"""Every message that lockstep prints, by its code, from the source.
 
 In: calls such as `RunError("LS2031", f"...")` in src/lockstep and packages/; the table of
 docs/how-to/troubleshooting.md, which says what to do about the commonest; the tables of keys and of words. Out:
-`messages()`, the text of the page, which `python docs/messages.py` writes; `code_pages()`, one text with a section for
-each code, of which the site has a page each (docs/publish.py). Imports nothing of lockstep.
+`messages()`, the text of the site's page reference/messages.md, which docs/site.py writes; `code_pages()`, one text
+with a section for each code, which docs/publish.py splits into a page for each. `python docs/messages.py LS1000` prints
+an entry, without arguments the page. Imports nothing from lockstep.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ast
 import functools
 import posixpath
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -43,12 +45,12 @@ hide: [toc]
 
 # Messages
 
-`python docs/messages.py` writes this page from the source. A message ends its first line with its code: look it up
-here, or on the site, where each code has a page of its own: `reference/messages/LS2031/`. `--verbose`, or
-`LOCKSTEP_VERBOSE=1` in the environment, prints the address of each code under the message. Codes stay when words
-change; events.jsonl holds the code of what ended a run. In angle brackets stands what a message fills in.
+A message ends its first line with its code. Each code has a page of its own, `reference/messages/LS2031/`. `--verbose`,
+or `LOCKSTEP_VERBOSE=1` in the environment, prints the address of each code under the message. A code stays when the
+words of its message change. `events.jsonl` holds the code of the error that ended a run. Angle brackets mark the parts
+that a message fills in. In a clone, `python docs/messages.py LS2031` prints an entry.
 
-[Troubleshooting](../how-to/troubleshooting.md) begins with what one sees.
+[Troubleshooting](../how-to/troubleshooting.md) lists the most frequent ones by symptom.
 """
 
 
@@ -69,6 +71,15 @@ def messages() -> str:
         parts.append(f"## {ROOMS[digit]}\n")
         parts += [_entry(message, files[message.file], advice.get(message.code)) for message in room]
     return "\n".join(parts)
+
+
+def entries(codes: Collection[str]) -> str:
+    """The entries of some codes, with links from docs/reference/; exits if there is no such code."""
+    every = {message.code: message for message in read()}
+    if unknown := [code for code in codes if code not in every]:
+        sys.exit(f"docs/messages.py: no message has the code {', '.join(unknown)}")
+    files, advice = _purposes(every[code] for code in codes), remedies(REFERENCE)
+    return "\n".join(_entry(every[code], files[every[code].file], advice.get(code)) for code in codes)
 
 
 def code_pages() -> str:
@@ -222,4 +233,4 @@ def _purpose(file: Path) -> str:
 
 
 if __name__ == "__main__":
-    (ROOT / "docs/reference/messages.md").write_text(messages(), encoding="utf-8")
+    print(entries(sys.argv[1:]) if sys.argv[1:] else messages())

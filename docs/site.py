@@ -1,9 +1,10 @@
 """The pages of the site, in build/pages: `make site` runs this, zensical, which reads mkdocs.yml, and docs/publish.py.
 
 In: the repository. Out: the pages of docs/, README, CONTRIBUTING, CHANGELOG and the log as pages, the run files in
-runs/ as one page, all messages as one page, which docs/publish.py splits, and llms.txt; source and results that pages
-link to become files under repository/, as they are. Links are changed to suit the site. A link to what does not exist
-is left alone: `zensical build --strict` fails.
+runs/ as one page, the list of all messages (docs/messages.py) and a page with a section for each, which docs/publish.py
+splits, and llms.txt; source and results that pages link to become files under repository/, as they are. Links are
+changed to suit the site, and the code of a message becomes a link to its entry. A link to what does not exist is left
+alone: `zensical build --strict` fails.
 """
 
 import posixpath
@@ -14,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from agents import llms
-from messages import CODE_PAGES, code_pages
+from messages import CODE as MESSAGE_CODE
+from messages import CODE_PAGES, code_pages, messages, read
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -23,6 +25,7 @@ PAGES = {
     "CHANGELOG.md": "project/changelog.md",
     "benchmarks/log.md": "project/log.md",
 }
+MESSAGES = "reference/messages.md"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.M | re.S)
 BADGE = re.compile(r"^\[!\[.*\]\(https://.*\)\]\(.*\)\n", re.M)  # nothing is loaded from elsewhere
@@ -45,6 +48,7 @@ def main(out: Path) -> None:
         copied |= places
         _write(out / page, text)
     _write(out / "reference/runs.md", _run_files())
+    _write(out / MESSAGES, messages())
     _write(out / CODE_PAGES / "index.md", code_pages())
     for place in sorted(copied):
         _write(out / f"repository/{place}.txt", (ROOT / place).read_text(encoding="utf-8"))
@@ -75,7 +79,14 @@ def _moved(text: str, home: str, page: str) -> tuple[str, set[str]]:
     text = PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", COMMENT.sub("", BADGE.sub("", text)))
     text = ROW.sub(lambda row: CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), text)
     parts = CODE.split(text)
-    return "".join(part if at % 2 else LINK.sub(moved, part) for at, part in enumerate(parts)), places
+    codes, index = {message.code for message in read()}, posixpath.relpath(MESSAGES, posixpath.dirname(page) or ".")
+
+    def linked(code: re.Match[str]) -> str:
+        return f"[{code[0]}]({index}#{code[0].lower()})" if code[0] in codes else code[0]
+
+    return "".join(
+        part if at % 2 else MESSAGE_CODE.sub(linked, LINK.sub(moved, part)) for at, part in enumerate(parts)
+    ), places
 
 
 def _anchor(place: str) -> str:

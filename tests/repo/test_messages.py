@@ -4,7 +4,6 @@ import ast
 import functools
 from collections import Counter
 from collections.abc import Iterable
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import NamedTuple
 
@@ -183,13 +182,3 @@ def test_a_message_around_another_one_has_the_code_it_is_given() -> None:
 def test_an_error_of_a_plug_in_may_have_no_code() -> None:
     error = CodedError("no such key")
     assert (error.code, error.message, str(error)) == ("", "no such key", "no such key")
-
-
-def test_the_page_of_messages_is_what_the_source_says() -> None:
-    spec = spec_from_file_location("docs_messages", CHECKOUT / "docs/messages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    page = module_from_spec(spec)
-    spec.loader.exec_module(page)
-    written = (CHECKOUT / "docs/reference/messages.md").read_text(encoding="utf-8")
-    assert written == page.messages(), "python docs/messages.py writes it"

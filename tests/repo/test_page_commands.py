@@ -29,7 +29,7 @@ def test_commands_keys_and_files_that_a_page_names_are_there(page: Path) -> None
 
 
 def test_every_command_is_run_or_its_page_says_why_not() -> None:
-    assert [where for page in PAGES if page.name != "messages.md" for where in unmarked(page)] == []
+    assert [where for page in PAGES for where in unmarked(page)] == []
 
 
 @pytest.mark.parametrize(("page", "level"), RUN)

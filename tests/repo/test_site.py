@@ -13,6 +13,7 @@ from support.places import ROOT
 
 messages = script("messages")
 publish = script("publish")
+site = script("site")
 
 SHELL = """<!doctype html>
 <html><head><meta name="description" content="lockstep"><title>Messages by code - lockstep</title></head><body>
@@ -127,7 +128,25 @@ def test_a_code_page_has_the_remedy_keys_and_words() -> None:
     links = set(re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text))
     places = [posixpath.normpath(posixpath.join("docs", messages.CODE_PAGES, link)) for link in links]
     assert len(places) > 5
-    assert [place for place in places if not (ROOT / place).exists()] == []
+    assert [place for place in places if not (ROOT / place).exists() and place != f"docs/{site.MESSAGES}"] == []
+
+
+def test_the_site_lists_every_message_and_links_each_code_to_its_entry(tmp_path: Path) -> None:
+    site.main(tmp_path / "pages")
+    entries = (tmp_path / "pages/reference/messages.md").read_text()
+    assert re.findall(r"^### (LS\d{4})$", entries, re.M) == [
+        message.code for message in sorted(messages.read(), key=lambda message: (message.code[2], message.code))
+    ]
+    page = (tmp_path / "pages/how-to/troubleshooting.md").read_text()
+    assert "| an unknown key | [LS1000](../reference/messages.md#ls1000) |" in page
+    text, _ = site._moved("LS1000 `LS1000` LS9999", "docs/index.md", "index.md")
+    assert text == "[LS1000](reference/messages.md#ls1000) `LS1000` LS9999", "no link in code or to a code that is gone"
+
+
+def test_a_clone_prints_the_entry_of_a_code() -> None:
+    assert messages.entries(["LS1000"]).startswith("### LS1000\n")
+    with pytest.raises(SystemExit, match="no message has the code LS9999"):
+        messages.entries(["LS9999"])
 
 
 def test_keys_and_words_are_those_that_the_message_names() -> None:
@@ -149,6 +168,6 @@ def test_verbose_prints_the_address_of_the_page(monkeypatch: pytest.MonkeyPatch)
     assert with_addresses(text) == text
     monkeypatch.setenv(VERBOSE, "1")
     assert with_addresses(text) == (
-        "no such key [LS1000]\n  LS1000: see reference/messages/LS1000/ on the site, "
-        "docs/reference/messages.md#ls1000 in a clone"
+        "no such key [LS1000]\n  LS1000: see reference/messages/LS1000/ on the site; "
+        "in a clone run: python docs/messages.py LS1000"
     )

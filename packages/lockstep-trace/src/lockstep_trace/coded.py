@@ -1,7 +1,7 @@
 """Messages with codes: `LS` and four digits, in brackets at the end of a message's first line.
 
 The first digit identifies the package (ranges: `tests/repo/test_messages.py`). Each code has a page on the site and an
-entry in docs/reference/messages.md. Imports nothing from lockstep.
+entry in the page that docs/messages.py prints. Imports nothing from lockstep.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import re
 from typing import Self
 
-ADDRESS = "see reference/messages/{}/ on the site, docs/reference/messages.md#{} in a clone"
+ADDRESS = "see reference/messages/{}/ on the site; in a clone run: python docs/messages.py {}"
 VERBOSE = "LOCKSTEP_VERBOSE"  # if set, `with_addresses` adds the documentation address of each code
 _CODE = re.compile(r" \[(LS\d{4})\]")
 
@@ -60,4 +60,4 @@ def with_addresses(text: str) -> str:
     if not os.environ.get(VERBOSE):
         return text
     unique = dict.fromkeys(codes(text))
-    return "\n".join([text, *(f"  {code}: {ADDRESS.format(code, code.lower())}" for code in unique)])
+    return "\n".join([text, *(f"  {code}: {ADDRESS.format(code, code)}" for code in unique)])
