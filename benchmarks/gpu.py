@@ -83,9 +83,10 @@ EIGHT_B = {
 }
 MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-OF_LANGUAGE = ("lockstep", "old", "loop_compiled", "trainer", "trainer_liger")
-OF_ADAPTERS = ("lockstep", "old", "trainer", "trainer_liger", "trainer_compiled")
-VARIANTS = ("lockstep:micro_batches=1", "lockstep:micro_batches=8", "lockstep:strategy.exact=false")
+WHOLE = "lockstep:model.compile=whole"
+OF_LANGUAGE = (WHOLE, "old", "lockstep", "loop_compiled", "trainer", "trainer_liger")
+OF_ADAPTERS = (WHOLE, "old", "lockstep", "trainer", "trainer_liger", "trainer_compiled")
+VARIANTS = tuple(f"{WHOLE},{key}" for key in ("micro_batches=1", "micro_batches=8", "strategy.exact=false"))
 JOBS = (
     Job("gpt2", "gpt2", GPT2, 1024, 32, (*OF_LANGUAGE, "loop", *VARIANTS, "lockstep:model.compile=true")),
     Job("llama", "llama", LLAMA, 2048, 16, OF_LANGUAGE, steps=8),
@@ -313,8 +314,8 @@ class Bench:
             prepare(job, folder)
         return folder
 
-    def compare_bits(self, job: Job) -> None:
-        """Of one process, and of everything that has to give the same."""
+    def compare_bits(self, job: Job, also: Sequence[str] = ()) -> None:
+        """Of one process, and of everything that has to give the same. `also`: keys of all of them."""
         variants = {
             "single": ((), None),
             "single again": ((), None),
@@ -329,10 +330,10 @@ class Bench:
                 self.left_out[f"bits: {name}"] = "no time was left"
                 continue
             timeout = max(60.0, self.left())
-            told = lockstep(job, self.folder(job), self.scratch, ROOT, keys, timeout, stop_at)
+            told = lockstep(job, self.folder(job), self.scratch, ROOT, [*keys, *also], timeout, stop_at)
             if stop_at is not None and told.get("stopped_after", 0) >= job.steps:
                 told = {"error": "it had ended before it was stopped"}
-            self.bits[name] = told.get("weights") or {"error": told["error"]}
+            self.bits[" ".join([name, *also])] = told.get("weights") or {"error": told["error"]}
 
     def measure(self, rounds: int) -> None:
         """Errors and what had no time are written down."""
@@ -362,7 +363,7 @@ class Bench:
         if kind in OURS:
             source = ROOT if kind == "lockstep" else self.old
             assert source is not None
-            told = lockstep(job, self.folder(job), self.scratch, source, [keys] if keys else [], timeout)
+            told = lockstep(job, self.folder(job), self.scratch, source, keys.split(",") if keys else [], timeout)
         else:
             told = peer(job, self.folder(job), self.scratch, kind, timeout)
         turns.append(told | {"took_s": time.time() - began})
@@ -508,7 +509,9 @@ def main() -> None:
         bench = Bench(jobs, old_build(asked.old, scratch), asked.budget - (time.time() - began), scratch)
         bench.measure(1)
         if not asked.no_bits:
-            bench.compare_bits(bits)
+            compiled = () if asked.tiny else ("model.compile=whole",)
+            for keys in dict.fromkeys((compiled, ())):
+                bench.compare_bits(bits, keys)
         bench.measure(asked.rounds - 1)
         result = {
             "card": card,

@@ -78,7 +78,13 @@ ELSEWHERE |= {
     "task.metrics",
     "task.generate",
 }
-ELSEWHERE |= {"average.ema", "average.ema_warmup", "data.separator", "data.quote"}  # arithmetic where they are given
+ELSEWHERE |= {
+    "average.ema",
+    "average.ema_warmup",
+    "data.separator",
+    "data.quote",
+    "model.compile",
+}  # arithmetic where given
 
 
 def draws(predictions: np.ndarray, labels: np.ndarray) -> float:

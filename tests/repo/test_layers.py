@@ -51,6 +51,7 @@ ADAPTERS = (
     "launchers/processes/elastic",
     "distributed/torch_internals.py",
     "tasks/models/masks.py",
+    "tasks/models/repeatable.py",
 )
 ENGINES = ("torch", "transformers", "accelerate", "deepspeed")
 

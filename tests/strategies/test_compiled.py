@@ -360,4 +360,5 @@ def test_embeddings_that_are_kept_in_one_piece_are_not_compiled(monkeypatch: pyt
 
 def test_it_is_a_part_of_what_a_checkpoint_agrees_on() -> None:
     assert tiny(COMPILE).arithmetic()["model.compile"] is True
-    assert tiny().arithmetic()["model.compile"] is tiny().default("model.compile") is False
+    assert tiny("model.compile=false").arithmetic()["model.compile"] is False
+    assert "model.compile" not in tiny().arithmetic()  # decided later

@@ -27,7 +27,7 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import blocks
+from lockstep.strategies.engines import blocks, region
 from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
 from lockstep.training import reference_pass
@@ -78,6 +78,7 @@ def build(run: Run, world: World) -> tuple[Task, Strategy]:
     strategy = strategy_class(run)(run, world)
     strategy.build(task)
     blocks.warm_up(run, strategy, task)
+    region.warm_up(strategy, task)
     reference_pass.provide(run, world, task, strategy, prepared, trained=False)
     return task, strategy
 

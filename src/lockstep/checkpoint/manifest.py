@@ -328,6 +328,8 @@ def differing_keys(run: Run, data: str, manifest: Manifest) -> dict[str, tuple[A
     now = run.arithmetic()
     # a key that only one of the two has, such as a strategy's option, counts with its default
     then = {key: run.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
+    if run.model.compile == "auto":  # decided later, as the checkpoint has it
+        then.pop("model.compile", None)
     keys = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
     if manifest.data == data:
         same = {"data.sources"} if _drawn(now) == _drawn(then) else set()

@@ -137,6 +137,10 @@ class Run(Section):
         default."""
         return self.written_keys.has(key)
 
+    def with_compile(self, choice: bool | str) -> Run:
+        """Return the run with this `model.compile`."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"compile": choice})})
+
     @property
     def written_keys(self) -> written.WrittenKeys:
         """The dotted keys that the user wrote."""
@@ -239,6 +243,8 @@ class Run(Section):
             del values["average"]
         for key in ("trust_remote_code", "checkpoint_activations", "offload_activations"):
             del values["model"][key]
+        if self.model.compile == "auto":  # not decided yet
+            del values["model"]["compile"]
         task: Any = plugins.find("tasks", self.task.name)
         pads = ("padding",) if task.own_model else ()  # its own collate function pads
         for key in ("follow_links", "workers", "stream_cache_gb", *pads):
@@ -402,7 +408,7 @@ def unusable_keys(run: Run, task: Any) -> dict[str, str]:
     streamed: dict[str, str] = {}
     if run.data.stream and not task.streams:
         streamed["data.stream"] = f"the task {run.task.name} cannot: {task.not_streamed_reason}; leave it out"
-    elif run.data.stream and run.model.compile:
+    elif run.data.stream and run.model.compiled:
         streamed["model.compile"] = "it looks for the shortest of all examples first, which a stream does not know"
     if run.data.drop_unusable and not task.own_model and not task.has_unusable_rows(task.options_of(run)):
         streamed["data.drop_unusable"] = f"the task {run.task.name} can use every row, as it is set; leave it out"

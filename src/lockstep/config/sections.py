@@ -227,10 +227,12 @@ class ModelSection(Section):
         default_factory=dict, description="entries of the model's config to set; a mapping for a config within it"
     )
     attention: str | None = Field(None, description="attn_implementation of transformers (sdpa, eager, ...)")
-    compile: bool = Field(
-        False,
-        description="torch.compile of the layers, in training; other bits than without, the same at any number "
-        "of processes",
+    compile: bool | Literal["whole", "auto"] = Field(
+        "auto",
+        description="torch.compile in training: true, of each layer; whole, of a micro-batch from the embedding to the "
+        "loss, for examples of one length and strategies with the whole model on each rank; each has bits of its own, "
+        "the same at any number of processes. auto: whole on GPUs where that is possible and the run has steps enough "
+        "to pay for it, else false",
     )
     checkpoint_activations: bool = Field(
         False,
@@ -255,6 +257,16 @@ class ModelSection(Section):
         None, description="keep the frozen linear layers of an adapter's base in 4 bits (QLoRA)"
     )
     trust_remote_code: bool = Field(False, description="run code that comes with a Hub model; read it first")
+
+    @property
+    def compiles_layers(self) -> bool:
+        """Whether each layer is compiled."""
+        return self.compile is True
+
+    @property
+    def compiled(self) -> bool:
+        """Whether training runs compiled code; not for `auto`, which is decided later (`strategies/engines/region.py`)."""
+        return self.compile in (True, "whole")
 
     @model_validator(mode="before")
     @classmethod

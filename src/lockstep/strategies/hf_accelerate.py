@@ -64,7 +64,7 @@ class HFAccelerate(Accelerated, Hooked):
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         with self.phases("forward"):
-            loss = self.loss_sum(self.wrapped(**micro.inputs), micro)
+            loss = self.loss_sum(self.wrapped(**self.inputs_of(micro)), micro)
         with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
             self.accelerator.backward(self.scaled(loss / divisor))
         return loss.detach()

@@ -104,7 +104,7 @@ class HFTrainer(Accelerated, Hooked):
             return self.scaled(loss / num_items_in_batch)
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
-        inputs, self.micro = {**micro.inputs, "labels": micro.targets}, micro
+        inputs, self.micro = {**self.inputs_of(micro), "labels": micro.targets}, micro
         phase = self.phases("overlapped" if self.travelling else "forward+backward")
         with phase, self.autocast(False):  # Trainer enters its own around forward; backward runs outside of it
             self.trainer.training_step(self.wrapped, inputs, num_items_in_batch=divisor)  # type: ignore[arg-type]

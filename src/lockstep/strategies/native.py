@@ -21,6 +21,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, local
 from lockstep.strategies.abilities import Recomputes
 from lockstep.strategies.engines import blocks, layers, side_effects
+from lockstep.strategies.engines.region import Region
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
@@ -44,6 +45,8 @@ class Native(Recomputes):
     weight_formats = WeightFormats.BFLOAT16 | WeightFormats.BFLOAT16_ALONE | WeightFormats.FOUR_BITS
     gloo_threads: ClassVar[int] = 1  # 2 if it uses no functional collectives in exact mode
     statistics: Statistics
+    runs_whole_model = True
+    region: Region | None = None  # compiled micro-batches (`model.compile: whole`)
     travelling = False  # whether this micro-batch's backward sends gradients, and so waits for other ranks
 
     @classmethod
@@ -62,8 +65,10 @@ class Native(Recomputes):
         with self.autocast():  # some attention kernels support bf16 only
             uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
         narrow = self.run.model.trained_in_bfloat16
-        sparse = row_sparse(self.model, self.world.device, uses) if exact and not narrow else set()
+        whole = self.run.model.compile == "whole"  # its code returns dense gradients
+        sparse = row_sparse(self.model, self.world.device, uses) if exact and not narrow and not whole else set()
         blocks.prepare(self.run, self.model)
+        self.region = Region(self, task, self.model) if whole else None
         self.places = self.parts_to_step()
         self.stepped = held_state.masters_of(self.places) if held_state.keeps_masters(self.run) else self.places
         if narrow:
@@ -116,8 +121,14 @@ class Native(Recomputes):
         if self.fresh_casts:
             torch.clear_autocast_cache()
         seed_everything(self.run.seed, step, micro.index)
-        with observing(self.observer, micro.index, self.model):
+        compiled = self.region is not None and self.region.has_code(micro)
+        arithmetic = self.region.arithmetic() if self.region is not None and compiled else nullcontext()
+        with observing(self.observer, micro.index, self.model), arithmetic:
             return backward()
+
+    def inputs_of(self, micro: MicroBatch) -> Mapping[str, Tensor]:
+        """Return the model's inputs for a micro-batch, by which it runs compiled code if it has some."""
+        return micro.inputs if self.region is None else self.region.inputs(micro)
 
     def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
         """Run one micro-batch forward and backward, and add its gradient to the tree. Returns the micro-batch's loss
@@ -134,14 +145,14 @@ class Native(Recomputes):
         """Run forward and backward of one micro-batch on `self.wrapped`, with the gradient of loss sum / divisor.
         Returns the loss sum, detached."""
         with self.phases("forward"):
-            loss = self.loss_sum(self.wrapped(**micro.inputs), micro)
+            loss = self.loss_sum(self.wrapped(**self.inputs_of(micro)), micro)
         with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
             self.scaled(loss / divisor).backward()
         return loss.detach()
 
     def recompute(self, step: int, micro: MicroBatch, targets: float) -> None:
         def backward() -> Tensor:
-            loss = self.loss_sum(self.model(**micro.inputs), micro)
+            loss = self.loss_sum(self.model(**self.inputs_of(micro)), micro)
             with self.autocast(False):
                 torch.autograd.grad(self.scaled(loss / targets), self.parameters, allow_unused=True)
             return loss.detach()

@@ -76,6 +76,7 @@ class Strategy(ABC):
     needs: ClassVar[tuple[str, ...]] = ()  # import names of packages beyond the core; pip extras have the same names
     weight_formats: ClassVar[WeightFormats] = WeightFormats.NONE
     chooses_links: ClassVar[bool] = True  # whether `strategy.all_reduce` applies to its exact sums
+    runs_whole_model: ClassVar[bool] = False  # whether a rank's forward runs the whole model, with all its weights
     flat_parts: ClassVar[bool] = False  # whether an engine passes flattened parts of tensors to the optimizer
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (`StepTimer`) in which this rank also waits for other ranks."""
@@ -85,6 +86,7 @@ class Strategy(ABC):
     data_parallel: DataParallel
     statistics: Statistics | None = None  # the model's running statistics, if the strategy reduces them
     effects: SideEffects = SideEffects()  # side effects of forward, recorded by `dry_run`
+    remarks: tuple[str, ...] = ()  # for the user, at the start of a run
     observer: StepObserver | None = None  # observes every `train_step`; of the same class on every rank
 
     def __init__(self, run: Run, world: World) -> None:

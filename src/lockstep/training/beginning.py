@@ -60,7 +60,7 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
         console.note(f"{UNCOVERED}: {', '.join(own)}")
     prepared = session.task.prepared
     resolved_here = session.job.notes if session.job.scope < Scope.START else ()  # otherwise the launcher printed them
-    for text in (*resolved_here, *session.task.warnings, *remarks(run, prepared)):
+    for text in (*strategy.remarks, *resolved_here, *session.task.warnings, *remarks(run, prepared)):
         console.note(text)
     ACTIVITY.at("trying a step with the longest examples")
     try_before_training(session)

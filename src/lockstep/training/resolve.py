@@ -330,7 +330,7 @@ def _refuse_unportable(run: Run, strategy: type[Strategy], like_this_one: bool) 
 
     why: dict[str, str | None] = {
         f"launch.device: {run.launch.device}": "a GPU is no x86-64 processor" if gpus_of(run) else None,
-        "model.compile": "its code is made for the processor" if run.model.compile else None,
+        "model.compile": "its code is made for the processor" if run.model.compiled else None,
         "model.quantization": "its kernels are chosen by the processor" if run.model.quantization else None,
         f"optim.name: {run.optim.name}": "its kernels are chosen by the processor"
         if "8bit" in run.optim.name
@@ -382,9 +382,32 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     model_stats.check_names(run, prepared)
     own_metrics.check(run, prepared)
     model_stats.check_average(run, prepared)
+    run, more = _compiled(replace(job, run=run), prepared)
     why = "the task pads" if task.head is None else padding.unsupported_reason(run, task.head)
     attention = model_configs.UNPADDED if why is None else run.model.attention or OWN_ATTENTION
-    return replace(job, run=run, prepared=prepared, padding=why, attention=attention, notes=tuple(notes))
+    return replace(job, run=run, prepared=prepared, padding=why, attention=attention, notes=(*notes, *more))
+
+
+def _compiled(job: Job, prepared: Prepared) -> tuple[Run, list[str]]:
+    """Decide `model.compile`; returns the run and notes. A run that resumes goes on as its checkpoint was made. Errors:
+    `RunError` if the run file asks for what is not possible."""
+    run = job.run
+    if run.model.compile not in ("whole", "auto"):
+        return run, []
+    from lockstep.checkpoint.manifest import Manifest, candidates
+
+    before = next((each for _, each in candidates(run) if isinstance(each, Manifest)), None)
+    then = None if before is None else before.arithmetic.get("model.compile")
+    if run.model.compile == "auto" and then is not True and (then is False or not (then or gpus_of(run))):
+        return run.with_compile(False), []
+    from torch import device
+
+    from lockstep.strategies.engines import region
+    from lockstep.training.data_loader import StepLoader
+
+    task = job.task(run, prepared)
+    steps = StepLoader(run, task, [], device("cpu")).total
+    return region.decided(run, job.strategy, job.task, task, steps, resumes=then == "whole")
 
 
 def fitted(run: Run) -> Run:

@@ -19,7 +19,7 @@ from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.abilities import ShardedRecovery
-from lockstep.strategies.engines import blocks
+from lockstep.strategies.engines import blocks, region
 from lockstep.strategies.exact.averaging import Averaged
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
@@ -102,11 +102,13 @@ def build_session(
     later = world.joining and issubclass(job.strategy, ShardedRecovery) and job.strategy.supports_reshard
     whole = run if later else resolve_options(run, task, world)  # depends on the memory of all machines
     strategy_class = job.strategy if whole is run else strategies.strategy_class(whole)
+    whole = region.fitted(whole, strategy_class)
     strategy = strategy_class(whole, world)
     seed_libraries(run.seed)  # for a task whose `model` initializes weights itself
     if not later:
         strategy.build(task)
         blocks.warm_up(run, strategy, task)
+        region.warm_up(strategy, task)
         reference_pass.provide(whole, world, task, strategy, prepared, trained)
     feed = StepLoader(run, task, () if later else strategy.own_micro_batches(), world.device)
     every = feed.interval(run.checkpoint.every)

@@ -53,8 +53,8 @@ def calibrate(run: Run, processes: Sequence[int], steps: int, rounds: int, folde
 
 def jobs_of(run: Run, processes: Sequence[int], folder: Path) -> dict[int, Run]:
     """What is measured, by the number of processes: one, and those that are asked for. Errors: `RunError`."""
-    if run.model.compile or run.model.quantization is not None:
-        key = "model.compile" if run.model.compile else "model.quantization"
+    if run.model.compiled or run.model.quantization is not None:
+        key = "model.compile" if run.model.compiled else "model.quantization"
         raise RunError("LS8040", f"{key}: cannot be simulated or planned; calibrate without it")
     jobs = {count: job_of(run, count, folder) for count in sorted({1, *processes})}
     for job in jobs.values():

@@ -69,8 +69,8 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
         sizes = counts(freeze(run, task.model(empty=True)))
         run = kind.resolve_options(run, processes, *sizes, int(device.memory_bytes))
     resolve_strategy(run, processes)
-    if run.model.quantization is not None or run.model.compile:
-        key = "model.compile" if run.model.compile else "model.quantization"
+    if run.model.quantization is not None or run.model.compiled:
+        key = "model.compile" if run.model.compiled else "model.quantization"
         raise RunError(
             "LS8331", f"{key}: cannot be simulated; run plan without --simulate, which estimates memory by a formula"
         )

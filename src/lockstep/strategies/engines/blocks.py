@@ -66,7 +66,9 @@ Forward = Callable[..., Any]
 def check(run: Run, here: bool) -> None:
     """Check the options before any process starts. `here`: the ranks will run on machines like this one. Errors:
     `RunError`."""
-    layer_options = [key for key in KEYS if getattr(run.model, key)]
+    layer_options = _layer_options(run)
+    if run.model.compiled and here and not layers.own_model(run):
+        check_compiler(on_gpu=run.launch.device != "cpu" and torch.cuda.is_available())
     if not layer_options or layers.own_model(run):  # the task reports that `model` has no effect
         return
     options = run.strategy.options | dict(run.strategy.options.get("fsdp") or {})
@@ -80,12 +82,15 @@ def check(run: Run, here: bool) -> None:
             "model.offload_activations: it moves activations from GPU memory to host memory, and this job "
             "has no GPU; use model.checkpoint_activations instead",
         )
-    if run.model.compile and here:
-        check_compiler(on_gpu=gpu and torch.cuda.is_available())
     if "." not in run.task.name:
         _check_model(run, layer_options)
-        if run.model.compile and here:
+        if run.model.compiles_layers and here:
             _check_traced(run)
+
+
+def _layer_options(run: Run) -> list[str]:
+    """Return those of `KEYS` that the run sets."""
+    return [key for key in KEYS if getattr(run.model, key) and (key != "compile" or run.model.compiles_layers)]
 
 
 def _check_model(run: Run, layer_options: list[str]) -> None:
@@ -180,10 +185,10 @@ def _layers_of(model: nn.Module, layer_options: list[str]) -> list[nn.Module]:
 def prepare(run: Run, model: nn.Module, ranks: LeafRanks | None = None) -> None:
     """Replace the layers' `forward` as configured, in place. `ranks`: the tensor-parallel ranks. Errors: `RunError`."""
     tensor_plans.install(run, model, ranks)
-    layer_options = [key for key in KEYS if getattr(run.model, key)]
+    layer_options = _layer_options(run)
     for block in _layers_of(model, layer_options) if layer_options else ():
         forward: Forward = block.forward
-        if run.model.compile and not _looks_up_tokens(block):
+        if run.model.compiles_layers and not _looks_up_tokens(block):
             forward = in_training(block, forward)
         if run.model.checkpoint_activations:
             forward = partial(_again, block, forward)
@@ -310,7 +315,7 @@ def in_training(block: nn.Module, forward: Forward, backend: str | None = None) 
 
 def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
     """Compile all code for training, by steps that leave no trace. Collective. Errors: `RunError`."""
-    if not run.model.compile:
+    if not run.model.compiles_layers:
         return
     ACTIVITY.at("compiling the layers")
     torch.compiler.reset()  # code of an earlier run in this process was compiled for other sizes
@@ -325,8 +330,18 @@ def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
                 raise _not_compiled(_brief(error)) from error
 
 
+def shared_cache(batches: Sequence[StepBatch]) -> AbstractContextManager[None]:
+    """Return `shared_cache_of` for the sizes of these steps' first micro-batches."""
+    return shared_cache_of(
+        [
+            (batch.tokens, [(name, list(value.shape)) for name, value in batch.micro_batches[0].inputs.items()])
+            for batch in batches
+        ]
+    )
+
+
 @contextmanager
-def shared_cache(batches: Sequence[StepBatch]) -> Iterator[None]:
+def shared_cache_of(sizes: Sequence[Any]) -> Iterator[None]:
     """A context with inductor's cache for these sizes, unless TORCHINDUCTOR_CACHE_DIR is set. Ranks of a machine share
     it: one compiles, the others wait under inductor's locks. Later starts with examples of these sizes share it, too. A
     common cache would contain code for other sizes, and a run's results would depend on what else ran on the
@@ -337,10 +352,6 @@ def shared_cache(batches: Sequence[StepBatch]) -> Iterator[None]:
     if before not in (None, default_cache_dir()):  # torch itself sets the default
         yield
         return
-    sizes = [
-        (batch.tokens, [(name, list(value.shape)) for name, value in batch.micro_batches[0].inputs.items()])
-        for batch in batches
-    ]
     folder = cache_folder() / "compiled" / hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ[CACHE] = str(folder)

@@ -104,7 +104,7 @@ def check(run: Run) -> None:
     conflicts = {
         "model.adapter": run.model.adapter,
         "model.quantization": run.model.quantization,
-        "model.compile": run.model.compile,
+        "model.compile": run.model.compiled,
     }
     for key, value in conflicts.items():
         if value:

@@ -87,7 +87,7 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
             "launch.processes_per_gpu: DeepSpeed needs one GPU per process; use strategy.name=fsdp2, which "
             "shards the same states exactly, or remove launch.processes_per_gpu",
         )
-    if run.model.compile:
+    if run.model.compiled:
         raise RunError(
             "LS4142",
             "model.compile: DeepSpeed gathers and releases weights inside of layers, which prevents "

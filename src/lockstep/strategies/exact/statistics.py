@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,13 @@ class Statistics:
                 buffer.copy_(part.view_as(buffer))
 
 
+class LossOutput(NamedTuple):
+    """What a model returns that computes the task's loss itself (`strategies/engines/region.py`)."""
+
+    loss: Tensor  # loss sum: a scalar with its graph
+    each: Tensor | None  # loss of each example [B], without gradient, if losses of several sources are recorded
+
+
 class SourceSums:
     """The losses of a step's micro-batches, by source."""
 
@@ -99,13 +106,20 @@ class SourceSums:
 
     def loss_sum(self, task: Task, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss sum of one micro-batch, with its graph, and record its sums by source."""
+        if isinstance(outputs, LossOutput):
+            self.note(micro, outputs.each)
+            return outputs.loss
         if micro.sources is None or not task.reports_example_losses:
             return task.loss_sum(outputs, micro.targets)
         loss, each = task.loss_each(outputs, micro.targets)
-        if each is not None and each.shape == micro.sources.shape:
+        self.note(micro, each)
+        return loss
+
+    def note(self, micro: MicroBatch, each: Tensor | None) -> None:
+        """Record the losses of a micro-batch's examples [B], if there are any."""
+        if each is not None and micro.sources is not None and each.shape == micro.sources.shape:
             mine = micro.sources == torch.arange(self._sources, device=each.device)[:, None]  # [S, B]
             self._noted[micro.index] = torch.where(mine, each.double(), 0.0).sum(1)
-        return loss
 
     @contextmanager
     def preserved(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from transformers import AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from lockstep.data import host_facts
 from lockstep.data.host_facts import RealTokens, TextsOfRows
+from lockstep.tasks.models import repeatable
 
 _sdpa_mask = masking_utils.sdpa_mask
 _packed = masking_utils.find_packed_sequence_indices
@@ -49,6 +50,8 @@ def sdpa_mask(
 def packed(position_ids: Tensor) -> Tensor | None:
     """transformers' `find_packed_sequence_indices`: index of each token's text within its row, int64 [B, T]; None if
     each row is one text."""
+    if repeatable.inside():  # each row is one text
+        return None
     texts = host_facts.facts(position_ids, TextsOfRows)
     if texts is None:
         return _packed(position_ids)

@@ -55,7 +55,7 @@ def check(run: Run, possible: bool) -> None:
             f"model.quantization: {run.strategy.name} does not support 4-bit weights; use strategy.name=ddp, or fsdp2 "
             "with strategy.options.gather=step",
         )
-    if run.model.compile:
+    if run.model.compiled:
         raise RunError("LS3174", "model.compile: not supported with model.quantization; set model.compile=false")
 
 

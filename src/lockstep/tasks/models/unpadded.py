@@ -28,7 +28,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from lockstep.data import host_facts
 from lockstep.data.host_facts import RealTokens
 from lockstep.distributed.torch_internals import to_device
-from lockstep.tasks.models import masks
+from lockstep.tasks.models import masks, repeatable
 from lockstep.tasks.models.model_configs import UNPADDED
 
 NAME = UNPADDED
@@ -204,6 +204,10 @@ def masked(
     **more: Any,
 ) -> RowMap | Tensor | None:
     """Create a model's mask: a `RowMap` if there are several complete examples."""
+    if repeatable.inside():  # rows without padding, and nothing that the host would have to look at
+        return masks.sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, mask_function=mask_function, attention_mask=None, **more
+        )
     sizes = batch_size, q_length, kv_length, q_offset
     options = more | {"mask_function": mask_function, "attention_mask": attention_mask, "device": device}
     mask = masks.sdpa_mask(*sizes, **options)
@@ -240,6 +244,10 @@ def attention(
         return handle_torch_function(attention, (query,), module, query, key, value, attention_mask, **named)
     if isinstance(attention_mask, RowMap) and query.shape[0] != 1:  # outside of a stack
         attention_mask = attention_mask.padded_mask
+    if repeatable.inside() and attention_mask is None and _is_plain(more) and repeatable.fits(query, value, dropout):
+        causal = more.get("is_causal")
+        causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if causal is None else causal)
+        return repeatable.attention(query, key, value, bool(causal), dropout, scaling), None
     if not isinstance(attention_mask, RowMap | Across):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **more)
     if more.get("position_bias") is not None:
@@ -259,6 +267,11 @@ def attention(
     more["is_causal"] = causal
     attended, _ = sdpa_attention_forward(module, query, key, value, of.mask, dropout, scaling, **more)  # [B, T, h, d]
     return to.collect(attended.transpose(1, 2)), None
+
+
+def _is_plain(more: dict[str, Any]) -> bool:
+    """Whether these arguments of an attention leave its scores as they are."""
+    return more.get("position_bias") is None and more.get("softcap") is None
 
 
 def _written_out(
@@ -326,6 +339,8 @@ def stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
 
 def lay(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Pre-hook of a block: remove padding from its inputs, unless the previous block has done so."""
+    if repeatable.inside():  # no padding
+        return args, kwargs
     names = [*_names(type(block).forward)[: len(args)], *kwargs]
     values = [*args, *kwargs.values()]
     own = next((v for n, v in zip(names, values, strict=True) if isinstance(v, RowMap) and not _of_source(n)), None)
@@ -352,6 +367,8 @@ def _laid(name: str, value: Any, own: RowMap, source: RowMap | None) -> Any:
 
 def take_apart(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Hook after the last block of a stack: restore padding."""
+    if repeatable.inside():
+        return output
     names = [*_names(type(block).forward)[: len(args)], *kwargs]
     for name, value in zip(names, [*args, *kwargs.values()], strict=True):
         if isinstance(value, RowMap) and not _of_source(name):

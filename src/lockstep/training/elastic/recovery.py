@@ -294,7 +294,7 @@ def unsupported_reason(session: Session) -> str | None:
         return "weights are averaged"
     if run.remote_dir is not None:
         return "checkpoints are mirrored by rank 0"
-    if run.model.compile:
+    if run.model.compiled:
         return "the model is compiled"
     return None
 

@@ -1,0 +1,372 @@
+"""A micro-batch as one compiled function, from the embedding to the loss: `model.compile: whole`.
+
+In: a strategy whose ranks hold the whole model, and micro-batches without padding, of few shapes, known before
+training. Out: the same loss and gradient for each of them, from one code per shape. Other micro-batches (with padding,
+or of a shape that has no code) run uncompiled, which depends on their inputs only.
+
+Exactness needs that a micro-batch has the same bits in every process. Three things ensure it, besides torch's switch
+for deterministic algorithms, which is off within a region because it also makes what repeats by itself slow:
+
+- the compiler decides nothing by timing (`_inductor_options`), so every process generates the same code;
+- the generated code is read: it may call only operations of `REPEATING`, and add nothing atomically;
+- before training, each shape's micro-batch is computed twice on every rank, and all gradients must be equal in bits.
+
+What fails is refused or, where nobody asked for it (`auto`), computed uncompiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.run import Run, RunError
+from lockstep.data import host_facts
+from lockstep.data.batch import MicroBatch
+from lockstep.data.host_facts import RealTokens
+from lockstep.distributed.activity import ACTIVITY
+from lockstep.distributed.hardware import available_cores
+from lockstep.distributed.randomness import seed_everything
+from lockstep.strategies.abilities import ChoosesByMemory
+from lockstep.strategies.engines import blocks
+from lockstep.strategies.exact.statistics import LossOutput
+from lockstep.tasks.models import repeatable
+from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from lockstep.data.arrow_cache import Columns
+    from lockstep.strategies.strategy import Strategy
+
+TARGETS = "lockstep_region_targets"  # input name of the targets of a micro-batch that is compiled whole
+PAYS_AFTER = 500  # steps; compiling took 60 to 80 s more than eager starts and saved 0.17 to 0.3 s a step (H100)
+WORKERS = 8  # processes that compile a rank's kernels for a GPU
+OF_ONE_LENGTH = 0.9  # share of the examples that must have the longest one's length
+
+# Operations outside of generated kernels that give the same bits from the same shapes on one kind of device: products
+# of cuBLAS (with CUBLAS_WORKSPACE_CONFIG), convolutions of cuDNN's deterministic algorithms, what lockstep itself
+# holds to it (`tasks/models/repeatable.py`), random numbers from a seed, and moves of memory.
+REPEATING = re.compile(
+    r"extern_kernels\.(mm|addmm|bmm|baddbmm|_mm_plus_mm|convolution|bias_addmm|_scaled_mm)$"
+    r"|torch\.ops\.lockstep\.\w+\.default$"
+    r"|torch\.ops\.aten\.(convolution_backward|randint|view|as_strided|reshape|_foreach_\w+)\.\w+$"
+    r"|torch\.ops\.inductor\.\w+(\.\w+)?$"
+    r"|torch\.ops\.mkldnn\._\w+\.\w+$|torch\.ops\.mkl\._\w+(\.\w+)?$"
+)
+_CALL = re.compile(r"=\s*(extern_kernels\.\w+|torch\.ops(?:\.\w+)+)\(|^\s+(extern_kernels\.\w+)\(", re.MULTILINE)
+
+
+IN_PARTS = "with these options a rank does not run the whole model in one piece under strategy.name: "
+
+
+class NotRepeating(Exception):
+    """The reason why compiled code does not have the same bits in every process."""
+
+
+# -- before any process ------------------------------------------------------------------------------------------------
+
+
+def refusal(run: Run, strategy: type[Any], task: Any) -> str | None:
+    """Explain why a run's micro-batches cannot be compiled whole, by what the run file says, or return None."""
+    if "." in run.task.name or task.own_model:
+        return "a module of one's own says itself what it compiles"
+    later = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
+    if not later and not strategy.runs_whole_model:
+        return f"{IN_PARTS}{run.strategy.name}"
+    if engine := next((key for key in ("torch_compile", "static_graph") if run.strategy.options.get(key)), None):
+        return f"strategy.options.{engine} changes how the model is called"
+    for key in ("checkpoint_activations", "offload_activations", "quantization"):
+        if getattr(run.model, key):
+            return f"model.{key} works layer by layer"
+    if task.chunks_loss and task.options_of(run).loss_chunk is not None:
+        return "task.loss_chunk computes the loss outside of the model"
+    if run.data.stream:
+        return "the examples of a stream, and so their lengths, are not known before training"
+    return None
+
+
+def _of_lengths(columns: Columns) -> str | None:
+    """Explain why examples of these lengths cannot be compiled whole, or return None."""
+    longest, count = 0, 0
+    for _, part in columns.lengths.parts():
+        most = int(part.max(initial=0))
+        count = int((part == most).sum()) + (count if most == longest else 0) if most >= longest else count
+        longest = max(longest, most)
+    if count < OF_ONE_LENGTH * len(columns):
+        return f"only {count} of {len(columns)} examples have the length of the longest; packed texts all have it"
+    return None
+
+
+def decided(
+    run: Run, strategy: type[Any], kind: Any, task: Task, steps: int, resumes: bool = False
+) -> tuple[Run, list[str]]:
+    """Return the run with `model.compile` decided, and notes. `kind`: the task's class; `task`: its instance, with the
+    data; `resumes`: from a checkpoint that was compiled whole. Errors: `RunError` if the run file asks for `whole`, and
+    that is not possible."""
+    reason = refusal(run, strategy, kind) or _of_lengths(task.splits["train"])
+    if run.model.compile == "whole":
+        if reason is not None:
+            raise _refused(reason)
+        return run, []
+    if reason is not None:
+        return run.with_compile(False), []
+    if steps < PAYS_AFTER and not resumes:
+        return run.with_compile(False), [
+            f"not compiled: {steps} steps are fewer than the {PAYS_AFTER} from which compiling pays"
+        ]
+    return run.with_compile("whole"), []
+
+
+def _refused(reason: str) -> RunError:
+    return RunError(
+        "LS4051",
+        f"model.compile: whole is not possible: {reason}; set model.compile=true to compile layer by layer, or "
+        "model.compile=false",
+    )
+
+
+def fitted(run: Run, strategy: type[Strategy]) -> Run:
+    """Return the run for a strategy that was chosen by memory: uncompiled if it shards the model. Errors: `RunError`,
+    instead, if the run file asks for `whole`."""
+    if run.model.compile != "whole" or strategy.runs_whole_model:
+        return run
+    if run.wrote("model.compile"):
+        raise _refused(f"{IN_PARTS}{run.strategy.name}, as its weights do not fit into the memory of one process")
+    return run.with_compile(False)
+
+
+# -- in every process --------------------------------------------------------------------------------------------------
+
+
+class Region:
+    """The compiled function of one model."""
+
+    def __init__(self, strategy: Strategy, task: Task, model: nn.Module) -> None:
+        """Replace the model's `forward`, which stays as it is for calls without `TARGETS`."""
+        self.run, self.task, self.device = strategy.run, task, strategy.world.device
+        self.autocast = strategy.autocast
+        self.each = bool(self.run.data.sources) and task.reports_example_losses
+        self.plain = model.forward
+        self.code = torch.compile(self._loss, fullgraph=True, dynamic=False, backend=blocks.BACKEND)
+        self.shapes: set[tuple[Any, ...]] = set()  # with code
+        self.names: set[str] = set()  # of the model's inputs
+        self.compiling = False
+        self.exact = bool(self.run.strategy.exact)
+        repeatable.install(model)
+        model.forward = self.forward
+
+    def has_code(self, micro: MicroBatch) -> bool:
+        """Whether a micro-batch is computed by compiled code."""
+        return self.compiling or _shapes(self._without_masks(micro)) in self.shapes
+
+    def inputs(self, micro: MicroBatch) -> Mapping[str, Tensor]:
+        """Return the inputs by which `forward` computes a micro-batch: by compiled code if there is some."""
+        inputs = self._without_masks(micro)
+        if self.compiling:
+            self.shapes.add(_shapes(inputs))
+            self.names |= inputs.keys() - {TARGETS}
+        return inputs if _shapes(inputs) in self.shapes else micro.inputs
+
+    def _without_masks(self, micro: MicroBatch) -> dict[str, Tensor]:
+        """Return a micro-batch's inputs and targets, without masks that hide nothing."""
+        inputs = {name: v for name, v in micro.inputs.items() if name not in host_facts.MASKS or not _full(v)}
+        return {**inputs, TARGETS: micro.targets}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        targets = kwargs.pop(TARGETS, None)
+        if targets is None:
+            return self.plain(*args, **kwargs)
+        # A guard that fails would mean code that another process does not have.
+        stance = "default" if self.compiling else "fail_on_recompile"
+        with repeatable.region(), self.autocast(False), torch.compiler.set_stance(stance):
+            # engines add inputs of their own, such as Trainer's `num_items_in_batch`
+            return LossOutput(*self.code({name: kwargs[name] for name in sorted(self.names)}, targets))
+
+    def _loss(self, inputs: Mapping[str, Tensor], targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        with self.autocast():
+            outputs = self.plain(**inputs)
+            if self.each:
+                return self.task.loss_each(outputs, targets)
+            return self.task.loss_sum(outputs, targets), None
+
+    def check(self, micro: MicroBatch) -> None:
+        """Errors: `NotRepeating` if the rows of a micro-batch are padded, or hold several texts each."""
+        if host_facts.POSITIONS in micro.inputs:
+            raise NotRepeating("its rows hold several texts, which do not see each other")
+        if any(name in self._without_masks(micro) for name in host_facts.MASKS):
+            raise NotRepeating("its examples are padded")
+
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """A context for forward and backward of a micro-batch with code, on CUDA: without torch's deterministic
+        switch."""
+        if self.device.type != "cuda" or not self.exact:
+            yield
+            return
+        mode, cudnn = torch.get_deterministic_debug_mode(), torch.backends.cudnn.deterministic
+        torch.set_deterministic_debug_mode("default")
+        torch.backends.cudnn.deterministic = True
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.deterministic = cudnn
+            torch.set_deterministic_debug_mode(mode)
+
+    def remove(self, model: nn.Module) -> None:
+        """Restore the model's own forward."""
+        model.forward = self.plain
+
+
+def _full(mask: Tensor) -> bool:
+    """Whether a mask hides nothing; reads the mask on a CPU only."""
+    about = host_facts.facts(mask, RealTokens)
+    if about is not None:
+        return about.full
+    return mask.device.type == "cpu" and bool(mask.all())
+
+
+def _shapes(inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    return tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(inputs.items()))
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------------
+
+
+def warm_up(strategy: Strategy, task: Task) -> None:
+    """Compile a run's micro-batches and check that their bits repeat. If they do not, or the model cannot be compiled
+    whole, it stays uncompiled and `strategy.remarks` says why; the same on every rank. Collective. Errors: `RunError`,
+    instead, if the run file asks for `whole`."""
+    region, run, world = getattr(strategy, "region", None), strategy.run, strategy.world
+    if region is None:
+        return
+    ACTIVITY.at("compiling a micro-batch")
+    torch.compiler.reset()  # code of an earlier run in this process was compiled for other sizes
+    digests, reason = list[str](), None
+    try:
+        micros = [micro.to(world.device) for micro in examples(run, task)]
+        with _making(region, micros):
+            digests += [_repeated(strategy, micro) for micro in micros]
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # of the compiler, or of a model that it does not support
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    answers = world.all_gather((reason, digests))
+    reason = next((each for each, _ in answers if each is not None), None)
+    if reason is None and (others := [rank for rank, (_, other) in enumerate(answers) if other != answers[0][1]]):
+        reason = f"gradients of rank {', '.join(map(str, others))} differ in bits from those of rank 0"
+    if reason is None:
+        return
+    if run.wrote("model.compile"):
+        raise _refused(reason)
+    region.remove(strategy.model)
+    strategy.region = None  # type: ignore[attr-defined]
+    strategy.remarks = (*strategy.remarks, f"not compiled, which would be faster: {reason}")
+
+
+def examples(run: Run, task: Task) -> Iterator[MicroBatch]:
+    """Yield a micro-batch of the longest examples for each number of examples that a run's micro-batches have."""
+    columns = task.splits["train"]
+    sizes = {-(-run.batch_size // run.micro_batches), run.batch_size // run.micro_batches}
+    for size in sorted(sizes - {0}, reverse=True):
+        seed_everything(run.seed, -3)  # for a task whose collate draws random numbers
+        chosen = np.asarray(columns.longest(size), dtype=np.int64)
+        yield task.collate(columns, chosen, 0)
+
+
+def _repeated(strategy: Any, micro: MicroBatch) -> str:
+    """Compute a micro-batch twice and return the hash of its loss and gradients. Errors: `NotRepeating`."""
+    first, second = (_computed(strategy, micro) for _ in range(2))
+    if first != second:
+        raise NotRepeating("a second computation of the same micro-batch gave other bits")
+    return first
+
+
+def _computed(strategy: Any, micro: MicroBatch) -> str:
+    region = strategy.region
+    assert region is not None
+    region.check(micro)
+    inputs = region.inputs(micro)
+    seed_everything(strategy.run.seed, -3, 0)
+    with region.arithmetic():
+        loss = strategy.model(**inputs).loss
+        trained = [p for p in strategy.model.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    return hashlib.sha256(
+        b"".join(_bits(tensor) for tensor in (loss.detach(), *gradients) if tensor is not None)
+    ).hexdigest()[:16]
+
+
+def _bits(tensor: Tensor) -> bytes:
+    """A checksum of a tensor's bits, computed on its device: two sums of its words, one of them weighted by place."""
+    words = tensor.detach().contiguous().flatten().view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+    words = words.to(torch.int64)
+    places = torch.arange(1, len(words) + 1, device=words.device) % 65521
+    return torch.stack([words.sum(), (words * places).sum()]).cpu().numpy().tobytes()
+
+
+@contextmanager
+def _making(region: Region, micros: Sequence[MicroBatch]) -> Iterator[None]:
+    """A context in which the region is compiled on new shapes; afterwards the generated code is checked. Errors:
+    `NotRepeating`."""
+    from torch._inductor.codecache import PyCodeCache
+
+    known = {id(module) for module in PyCodeCache.modules}
+    region.compiling = True
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(blocks.shared_cache_of([_described(micro) for micro in micros]))
+            stack.enter_context(blocks.making())
+            stack.enter_context(_inductor_options(region))
+            yield
+    finally:
+        region.compiling = False
+    if region.exact:
+        for module in PyCodeCache.modules:
+            if id(module) not in known:
+                check_code(Path(str(module.__file__)).read_text())
+
+
+def _described(micro: MicroBatch) -> Any:
+    return [(name, list(value.shape)) for name, value in sorted(micro.inputs.items())]
+
+
+@contextmanager
+def _inductor_options(region: Region) -> Iterator[None]:
+    """A context in which the compiler decides nothing by timing. `deterministic` of torch >= 2.11 also leaves one
+    choice of each reduction. On CUDA, worker processes compile kernels, and end with the context."""
+    import torch._inductor.config
+    from torch._inductor.async_compile import shutdown_compile_workers
+
+    cuda = region.device.type == "cuda"
+    options: dict[str, Any] = {"compile_threads": min(WORKERS, available_cores())} if cuda else {}
+    try:
+        with torch._inductor.config.patch(
+            deterministic=region.exact,
+            shape_padding=False,
+            coordinate_descent_tuning=False,
+            max_autotune=False,
+            **options,
+        ):
+            yield
+    finally:
+        if cuda:
+            shutdown_compile_workers()
+
+
+def check_code(text: str) -> None:
+    """Check a module that inductor generated. Errors: `NotRepeating` if it adds atomically, or calls an operation not
+    known to repeat its bits."""
+    if "atomic_add" in text:
+        raise NotRepeating("the compiled code adds atomically, in no fixed order")
+    body = text.partition("def call(")[2].partition("def get_args(")[0].partition("def benchmark_compiled_module")[0]
+    for match in _CALL.finditer(body):
+        name = match.group(1) or match.group(2)
+        if not REPEATING.match(name):
+            raise NotRepeating(f"the compiled code calls {name}, which is not known to repeat its bits")

@@ -1,0 +1,217 @@
+"""Attention and embedding for a micro-batch that is compiled whole (`model.compile: whole`): operations of torch whose
+bits repeat on CUDA.
+
+In: a model whose forward is traced within `region()`. Out: the same function; its attention and its embeddings are
+custom operations, so the compiler keeps them as they are. Two things would not repeat otherwise: torch's flash
+attention adds the gradient of the queries in the order in which blocks finish, and the compiler turns an embedding's
+gradient into atomic additions. Here each call of them sets torch's deterministic switch for its own length, so that
+the rest of the region, which repeats by itself, does not pay for it.
+
+Letters: B examples, T tokens, h heads, d head size, V rows of an embedding, H its width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_inside = [False]  # whether a region is being traced or run
+
+
+@contextmanager
+def region() -> Iterator[None]:
+    """A context in which models use the operations of this module."""
+    before, _inside[0] = _inside[0], True
+    try:
+        yield
+    finally:
+        _inside[0] = before
+
+
+def inside() -> bool:
+    """Whether the caller runs within `region`."""
+    return _inside[0]
+
+
+@contextmanager
+def _deterministic(tensor: Tensor) -> Iterator[None]:
+    """A context with torch's deterministic switch set, on CUDA."""
+    if not tensor.is_cuda or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+def _by_token(tensor: Tensor) -> Tensor:
+    """Return [B, h, T, d] with [B, T, h, d] in memory, the layout of torch's kernels on CUDA."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _empty_by_token(like: Tensor) -> Tensor:
+    rows, heads, length, size = like.shape
+    return like.new_empty(rows, length, heads, size).transpose(1, 2)
+
+
+@torch.library.custom_op("lockstep::attention", mutates_args=())
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: float, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Flash attention [B, h, T, d] -> (result, logsumexp, two tensors of the state of its dropout)."""
+    if query.is_cuda:
+        result = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout, causal, False, scale=scale
+        )
+        return _by_token(result[0]), result[1], result[6].clone(), result[7].clone()
+    out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout, causal, scale=scale
+    )
+    return _by_token(out), total, query.new_zeros(0, dtype=torch.int64), query.new_zeros(0, dtype=torch.int64)
+
+
+@_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: float, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if query.is_cuda:
+        result = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout, causal, False, scale=scale
+        )
+        return _empty_by_token(query), result[1], torch.empty_like(result[6]), torch.empty_like(result[7])
+    _, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout, causal, scale=scale
+    )
+    return _empty_by_token(query), total, query.new_empty(0, dtype=torch.int64), query.new_empty(0, dtype=torch.int64)
+
+
+@torch.library.custom_op("lockstep::attention_backward", mutates_args=())
+def _attention_backward(
+    slope: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    total: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    causal: bool,
+    dropout: float,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    if not query.is_cuda:
+        of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            slope, query, key, value, out, total, dropout, causal, scale=scale
+        )
+    else:
+        sizes = None, None, query.shape[2], key.shape[2]
+        with _deterministic(query):
+            of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                slope, query, key, value, out, total, *sizes, dropout, causal, seed, offset, scale=scale
+            )
+    return _by_token(of_query), _by_token(of_key), _by_token(of_value)
+
+
+@_attention_backward.register_fake
+def _(slope: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_by_token(query), _empty_by_token(key), _empty_by_token(value)
+
+
+def _remember_attention(ctx: Any, inputs: Any, output: Any) -> None:
+    query, key, value, ctx.causal, ctx.dropout, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _attention_gradients(ctx: Any, slope: Tensor, *others: Any) -> Any:
+    saved = ctx.saved_tensors
+    slope = slope.to(saved[0].dtype)
+    gradients = _attention_backward(slope, *saved, ctx.causal, ctx.dropout, ctx.scale)
+    return (*gradients, None, None, None)
+
+
+_attention.register_autograd(_attention_gradients, setup_context=_remember_attention)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: float, scale: float | None) -> Tensor:
+    """Attention without a mask: query [B, h, T, d], key and value [B, fewer heads, S, d] -> [B, T, h, d]."""
+    times = query.shape[1] // key.shape[1]  # query heads per key head
+    if times > 1:
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    return _attention(_by_token(query), _by_token(key), _by_token(value), causal, dropout, scale)[0].transpose(1, 2)
+
+
+def fits(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether flash attention computes these tensors: head sizes up to 256, multiples of 8; 16 bits on CUDA, no
+    dropout on a CPU."""
+    size = query.shape[-1]
+    supported = query.dtype in (torch.bfloat16, torch.float16) if query.is_cuda else not dropout
+    return supported and size % 8 == 0 and size <= 256 and value.shape[-1] == size
+
+
+# -- embeddings -------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("lockstep::embedding", mutates_args=())
+def _embedding(weight: Tensor, ids: Tensor, padding: int) -> Tensor:
+    """Rows of `weight` [V, H] -> [..., H]; `padding`: the row without a gradient, -1 for none."""
+    return F.embedding(ids, weight)
+
+
+@_embedding.register_fake
+def _(weight: Tensor, ids: Tensor, padding: int) -> Tensor:
+    return weight.new_empty(*ids.shape, weight.shape[1])
+
+
+@torch.library.custom_op("lockstep::embedding_backward", mutates_args=())
+def _embedding_backward(slope: Tensor, ids: Tensor, rows: int, padding: int) -> Tensor:
+    """Gradient of the weight: [V, H]."""
+    with _deterministic(slope):
+        return torch.ops.aten.embedding_dense_backward(slope.contiguous(), ids, rows, padding, False)
+
+
+@_embedding_backward.register_fake
+def _(slope: Tensor, ids: Tensor, rows: int, padding: int) -> Tensor:
+    return slope.new_empty(rows, slope.shape[-1])
+
+
+def _remember_embedding(ctx: Any, inputs: Any, output: Any) -> None:
+    weight, ids, ctx.padding = inputs
+    ctx.rows = len(weight)
+    ctx.save_for_backward(ids)
+
+
+def _embedding_gradient(ctx: Any, slope: Tensor) -> Any:
+    return _embedding_backward(slope, *ctx.saved_tensors, ctx.rows, ctx.padding), None, None
+
+
+_embedding.register_autograd(_embedding_gradient, setup_context=_remember_embedding)
+
+
+def install(model: nn.Module) -> None:
+    """Make the embeddings of a model use the operation of this module within `region`. Those with options of their own
+    (`max_norm`, `scale_grad_by_freq`, `sparse`) and other classes stay as they are."""
+    for module in model.modules():
+        plain = type(module) is nn.Embedding and "forward" not in vars(module)
+        if plain and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse:
+            module.forward = MethodType(_forward, module)
+
+
+def _forward(module: nn.Embedding, input: Tensor) -> Tensor:
+    if not _inside[0]:
+        return F.embedding(input, module.weight, module.padding_idx)
+    padding = -1 if module.padding_idx is None else module.padding_idx
+    return _embedding(module.weight, input, padding)

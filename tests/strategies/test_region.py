@@ -1,0 +1,317 @@
+"""`model.compile: whole`: a micro-batch is one compiled function, with the same bits under every strategy that runs the
+whole model, and nothing that would not repeat gets into it unnoticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from lockstep.checkpoint import manifest
+from lockstep.config.plugins import find
+from lockstep.config.run import Run
+from lockstep.data.prepare import prepare
+from lockstep.distributed.world import World
+from lockstep.strategies.engines import blocks, region
+from lockstep.strategies.exact.optim import learning_rate
+from lockstep.strategies.strategy import strategy_class
+from lockstep.tasks.models import repeatable
+from lockstep.training import resolve
+from support.harness import build_with_feed, rank_0_of
+from support.messages import raises
+from support.strategy_runs import steps_of
+from support.task_runs import make
+
+WHOLE = "model.compile=whole"
+PLAIN = tuple(f"model.config.{name}_pdrop=0.0" for name in ("resid", "embd", "attn"))  # no dropout
+LIMIT_S = 900
+
+
+class Code:
+    """Code that computes what it was compiled from, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        number = len(self.calls)
+        self.calls.append(0)
+
+        def code(*args: Any) -> Any:
+            self.calls[number] += 1
+            return graph(*args)
+
+        return code
+
+
+@pytest.fixture
+def code(monkeypatch: pytest.MonkeyPatch) -> Code:
+    backend = Code()
+    monkeypatch.setattr(blocks, "BACKEND", backend)
+    return backend
+
+
+def packed(folder: Path, *overrides: str) -> Run:
+    return make(folder, "packed", "strategy.name=single", *overrides)
+
+
+def test_one_code_for_each_shape_and_none_for_the_text_s_end(tmp_path: Path, code: Code) -> None:
+    """The last block of the texts is shorter: its micro-batch is computed as it comes."""
+    run = packed(tmp_path, WHOLE, "batch_size=6", "micro_batches=4")  # micro-batches of two and of one
+    _, strategy, feed = build_with_feed(run, World(run))
+    assert len(code.calls) == 2
+    before, full, others = sum(code.calls), 0, 0
+    for step in range(feed.order.steps_per_epoch):
+        batch = feed.make(step)
+        for micro in batch.micro_batches:
+            fits = micro.targets.shape[1] == 24 and bool(micro.inputs["attention_mask"].all())
+            full, others = full + fits, others + (not fits)
+        strategy.train_step(batch, learning_rate(run.optim, step, 6))
+    assert len(code.calls) == 2
+    assert others > 0
+    assert sum(code.calls) - before == full > others
+    assert not [name for name in strategy.state_dict() if "_orig_mod" in name]
+    strategy.close()
+
+
+def test_the_numbers_of_an_uncompiled_run_to_rounding(tmp_path: Path, code: Code) -> None:
+    compiled, eager = (steps_of(World(run), run) for run in (packed(tmp_path, *PLAIN, WHOLE), packed(tmp_path, *PLAIN)))
+    assert sum(code.calls) > 6
+    assert compiled["loss"] == pytest.approx(eager["loss"], rel=1e-5)
+    assert compiled["norm"] == pytest.approx(eager["norm"], rel=1e-4)
+    for name, weight in eager["weights"].items():
+        torch.testing.assert_close(compiled["weights"][name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_losses_of_several_sources_are_recorded(tmp_path: Path, code: Code) -> None:
+    (tmp_path / "other.txt").write_text("the old dog sees a red house .\n" * 60)
+    one = packed(tmp_path).data.source
+    other = f"{{name: other, train: {tmp_path / 'other.txt'}}}"
+    sources = f"data.sources=[{{name: one, source: {one}}}, {other}]"
+    alike = []
+    for choice in (WHOLE, "model.compile=false"):
+        run = packed(tmp_path, *PLAIN, choice, "data.source=null", sources)
+        _, strategy, feed = build_with_feed(run, World(run))
+        alike.append(strategy.train_step(feed.make(0), 0.0).loss_sums_of)
+        strategy.close()
+    assert code.calls
+    torch.testing.assert_close(alike[0], alike[1], rtol=1e-5, atol=1e-5)
+
+
+# -- the same bits --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("packed")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_the_bits_of_one_process_under_every_strategy_with_the_whole_model(folder: Path) -> None:
+    """Compiled by inductor, in processes with caches of their own; with dropout, of the compiler's own numbers."""
+
+    def of(name: str, ranks: int, *overrides: str) -> tuple[str, list[float]]:
+        run = make(folder, "packed", f"strategy.name={name}", "precision=bf16", *overrides)
+        result = rank_0_of(ranks, steps_of, run, alike=("loss",), timeout_s=LIMIT_S)
+        return result["digest"], result["loss"]
+
+    one = of("single", 1, WHOLE)
+    for name, *options in (("ddp",), ("fsdp2", "strategy.options.gather=step"), ("hf_trainer",)):
+        assert of(name, 2, WHOLE, *options) == one, name
+    assert of("single", 1, "model.compile=false") != one
+
+
+# -- what does not repeat --------------------------------------------------------------------------
+
+
+CALLS = "def call(self, args):\n        {}\n\ndef get_args():\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "buf0 = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(buf1)",
+        "buf0 = torch.ops.aten.index_put.default(buf1, [buf2], buf3, True)",
+        "extern_kernels.something_new(buf0, out=buf1)",
+        "tl.atomic_add(out_ptr0 + (tmp0), tmp1, None, sem='relaxed')",
+    ],
+)
+def test_generated_code_with_other_operations_is_refused(line: str) -> None:
+    with pytest.raises(region.NotRepeating):
+        region.check_code(CALLS.format(line))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "extern_kernels.mm(buf0, primals_3, out=buf2)",
+        "extern_kernels.addmm(primals_4, buf1, buf2, alpha=1, beta=1, out=buf4)",
+        "buf9 = torch.ops.lockstep.attention_backward.default(buf1, buf2)",
+        "triton_red_fused_add_0.run(buf0, buf1, 1024, 768, stream=stream0)",
+    ],
+)
+def test_generated_code_that_repeats_is_used(line: str) -> None:
+    region.check_code(CALLS.format(line))
+
+
+def drifting(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    calls = [0]
+
+    def code(*args: Any) -> Any:
+        calls[0] += 1
+        return tuple(each * (1 + 1e-6 * calls[0]) if each.is_floating_point() else each for each in graph(*args))
+
+    return code
+
+
+def failing(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    raise NotImplementedError("no kernel for this")
+
+
+@pytest.mark.parametrize(("backend", "reason"), [(drifting, "other bits"), (failing, "no kernel for this")])
+def test_code_that_does_not_repeat_or_cannot_be_made(
+    backend: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run file that asks for it is refused; where it was decided for the user, the run is computed uncompiled."""
+    monkeypatch.setattr(blocks, "BACKEND", backend)
+    run = packed(tmp_path, WHOLE)
+    with raises("LS4051", reason):
+        steps_of(World(run), run)
+    plain = packed(tmp_path)
+    run = plain.with_compile("whole")
+    _, strategy, feed = build_with_feed(run, World(run))
+    assert reason in "".join(strategy.remarks)
+    strategy.train_step(feed.make(0), 1e-3)
+    assert type(strategy.model).forward == strategy.model.forward.__func__
+    strategy.close()
+
+
+def test_code_that_fits_no_more_is_an_error(tmp_path: Path, code: Code) -> None:
+    """And not computed uncompiled, by which one rank's bits would differ from another's."""
+    run = packed(tmp_path, WHOLE)
+    _, strategy, feed = build_with_feed(run, World(run))
+    for module in strategy.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    with pytest.raises(RuntimeError, match="recompile"):
+        strategy.train_step(feed.make(0), 1e-3)
+
+
+# -- decided before --------------------------------------------------------------------------
+
+
+def decided(run: Run, monkeypatch: pytest.MonkeyPatch, gpus: int = 1) -> tuple[Any, list[str]]:
+    monkeypatch.setattr(resolve, "gpus_of", lambda run: gpus)
+    task = find("tasks", run.task.name)
+    job = resolve.Job(run, 1, resolve.Scope.DATA, task, strategy_class(run), True)
+    run, notes = resolve._compiled(job, prepare(run, task))
+    return run.model.compile, notes
+
+
+def test_auto_compiles_on_gpus_what_has_steps_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = packed(tmp_path, f"steps={region.PAYS_AFTER}", "epochs=null")
+    assert long.model.compile == "auto"
+    assert not long.model.compiled
+    assert decided(long, monkeypatch) == ("whole", [])
+    assert decided(long, monkeypatch, gpus=0) == (False, [])
+    choice, notes = decided(packed(tmp_path, "steps=20", "epochs=null"), monkeypatch)
+    assert not choice
+    assert notes == ["not compiled: 20 steps are fewer than the 500 from which compiling pays"]
+
+
+def test_auto_goes_on_as_the_checkpoint_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it goes on, and however many steps are left."""
+    run = packed(tmp_path, "steps=20", "epochs=null")
+    for then, gpus in (("whole", 0), (False, 1)):
+        made = SimpleNamespace(arithmetic=run.with_compile(then).arithmetic())
+        monkeypatch.setattr(manifest, "Manifest", SimpleNamespace)
+        monkeypatch.setattr(manifest, "candidates", lambda run, made=made: iter([(None, made)]))
+        assert decided(run, monkeypatch, gpus) == (then, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "reason"),
+    [
+        ("packed", "strategy.name=pipeline", "in one piece"),
+        ("packed", "strategy.name=zero3", "in one piece"),
+        ("packed", "model.checkpoint_activations=true", "layer by layer"),
+        ("packed", "task.loss_chunk=16", "loss_chunk"),
+        ("documents", "seed=1", "have the length of the longest"),
+        ("reward", "seed=1", "have the length of the longest"),
+    ],
+)
+def test_what_cannot_be_compiled_whole(
+    kind: str, key: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused where the run file asks for it; by itself it is not chosen, and nobody is told of a key."""
+    steps = (f"steps={region.PAYS_AFTER}", "epochs=null")
+    with raises("LS4051", reason):
+        decided(make(tmp_path, kind, key, WHOLE, *steps), monkeypatch)
+    assert decided(make(tmp_path, kind, key, *steps), monkeypatch) == (False, [])
+
+
+def test_fsdp2_that_shards_for_lack_of_memory_is_not_compiled_whole(tmp_path: Path) -> None:
+    run = make(tmp_path, "packed", "strategy.name=fsdp2", "strategy.options.gather=micro_batch")
+    assert region.fitted(run.with_compile("whole"), strategy_class(run)).model.compile is False
+    asked = make(tmp_path, "packed", "strategy.name=fsdp2", "strategy.options.gather=micro_batch", WHOLE)
+    with raises("LS4051", "memory"):
+        region.fitted(asked, strategy_class(asked))
+
+
+# -- its operations --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_attention(causal: bool, heads: int) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, h, 16, 8, generator=drawn).requires_grad_() for h in (4, heads, heads))
+    out = repeatable.attention(query, key, value, causal, 0.0, None)
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    above = torch.randn(out.shape, generator=drawn)
+    for mine, theirs in zip(
+        torch.autograd.grad(out, (query, key, value), above),
+        torch.autograd.grad(expected, (query, key, value), above),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_embedding(padding: int | None) -> None:
+    module = nn.Embedding(11, 8, padding_idx=padding)
+    ids = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(1))
+    above = torch.randn(4, 6, 8)
+    (expected,) = torch.autograd.grad(module(ids), module.weight, above)
+    repeatable.install(module)
+    with repeatable.region():
+        out = module(ids)
+    torch.testing.assert_close(out, F.embedding(ids, module.weight), rtol=0, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(out, module.weight, above)[0], expected)
+
+
+def test_operations_call_those_of_cuda_as_they_are() -> None:
+    """On tensors without numbers: kernels of CUDA cannot run here, but their signatures hold."""
+    with FakeTensorMode(), torch.no_grad():
+        query = torch.empty(2, 4, 16, 8, device="cuda", dtype=torch.bfloat16)
+        out = torch.ops.lockstep.attention(query, query, query, True, 0.1, None)
+        assert out[0].shape == query.shape
+        gradients = torch.ops.lockstep.attention_backward(query, query, query, query, *out, True, 0.1, None)
+        assert [each.stride() for each in gradients] == [out[0].stride()] * 3
+        real = torch.ops.aten._scaled_dot_product_flash_attention(query, query, query, 0.1, True, False, scale=None)
+        assert [each.shape for each in out[1:]] == [real[1].shape, real[6].shape, real[7].shape]
+        sizes = (None, None, 16, 16)
+        slopes = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            query, query, query, query, real[0], real[1], *sizes, 0.1, True, real[6], real[7], scale=None
+        )
+        assert [each.shape for each in slopes] == [query.shape] * 3
