@@ -265,7 +265,7 @@ class ModelSection(Section):
 
     @property
     def compiled(self) -> bool:
-        """Whether training runs compiled code; not for `auto`, which is decided later (`strategies/engines/region.py`)."""
+        """Whether training runs compiled code; `auto` is decided later (`strategies/engines/region.py`)."""
         return self.compile in (True, "whole")
 
     @model_validator(mode="before")
