@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.checkpoint import exported, storage
 from lockstep.checkpoint.checkpoint import CheckpointError, finished
 from lockstep.checkpoint.export import write_export
 from lockstep.checkpoint.manifest import newest_first
 from lockstep.config.run import keep
+from lockstep.distributed.world import World
+from lockstep.tasks.models.models import exported_model
 from lockstep.track.report.report import write_comparison
 from support.checkpoints import digest as digest_of
-from support.harness import digest, tiny
+from support.harness import build, digest, tiny
 from support.messages import raises
 from support.saving import Job, run_in
+from support.task_runs import make
 
 # -- the export ------------------------------------------------------------------------------------------------------
 
@@ -178,3 +182,25 @@ def test_a_moment_that_comes_later_is_saved_too(tmp_path: Path) -> None:
     job.save()
     job.checkpoints.settle()
     assert digest_of(tmp_path / "out/checkpoints/step-000001") == digest(job.strategy.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["packed", "translation", "token_classification"])
+def test_an_export_draws_no_weights_that_it_overwrites(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And has those of the run, tied ones and computed ones among them."""
+    run = make(tmp_path, kind, "strategy.name=single")
+    task, strategy = build(run, World(run))
+    weights = strategy.export()
+    assert weights is not None
+    drawn = list[str]()
+    for name in ("normal_", "uniform_"):
+        monkeypatch.setattr(torch.Tensor, name, lambda tensor, *_, name=name, **__: drawn.append(name) or tensor)
+    (tmp_path / "export").mkdir()
+    task.write(tmp_path / "export", weights)
+    assert drawn == []
+    monkeypatch.undo()
+    loaded = exported_model(str(task.head), tmp_path / "export", run).state_dict()
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+    strategy.close()

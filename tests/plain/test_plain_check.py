@@ -631,3 +631,16 @@ def test_every_rank_is_stopped_and_a_key_leaves_it_out() -> None:
         run_on(2, started, run, True, joined=False)
         == [("not compared with a plain computation (verify.plain is false)", True)] * 2
     )
+
+
+@pytest.mark.parametrize("chunk", [7, 2**16])
+def test_sums_of_a_gradient_do_not_depend_on_the_chunks_by_more_than_rounding(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    gradient, weight = (torch.randn(40, 25, generator=drawn) for _ in range(2))
+    monkeypatch.setitem(plain_check.CHUNK, "cpu", chunk)
+    of_gradient, product, of_weight = plain_check._sums(gradient, weight).tolist()
+    assert of_gradient == pytest.approx(float(gradient.double().square().sum()), rel=1e-12)
+    assert product == pytest.approx(float((gradient.double() * weight.double()).sum()), rel=1e-12)
+    assert of_weight == pytest.approx(float(weight.double().square().sum()), rel=1e-12)

@@ -177,16 +177,28 @@ def failing(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     raise NotImplementedError("no kernel for this")
 
 
-@pytest.mark.parametrize(("backend", "reason"), [(drifting, "other bits"), (failing, "no kernel for this")])
-def test_code_that_does_not_repeat_or_cannot_be_made(
+def wrong(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """Code that a compiler has broken: floats are a tenth larger."""
+
+    def code(*args: Any) -> Any:
+        return tuple(each * 1.1 if each.is_floating_point() else each for each in graph(*args))
+
+    return code
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [(drifting, "other bits"), (failing, "no kernel for this"), (wrong, "by the compiled code")],
+)
+def test_code_that_does_not_repeat_or_is_wrong_or_cannot_be_made(
     backend: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run file that asks for it is refused; where it was decided for the user, the run is computed uncompiled."""
     monkeypatch.setattr(blocks, "BACKEND", backend)
-    run = packed(tmp_path, WHOLE)
+    run = packed(tmp_path, *PLAIN, WHOLE)
     with raises("LS4051", reason):
         steps_of(World(run), run)
-    plain = packed(tmp_path)
+    plain = packed(tmp_path, *PLAIN)
     run = plain.with_compile("whole")
     _, strategy, feed = build_with_feed(run, World(run))
     assert reason in "".join(strategy.remarks)

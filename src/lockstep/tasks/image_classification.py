@@ -190,7 +190,7 @@ class ImageClassification(LabelTask):
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep.tasks.models import models
 
-        model: Any = self.model()
+        model: Any = models.to_fill(self.run, self.model)
         self.keep_threshold(model.config)
         models.save(model, weights, None, folder, self.run)
         self.processor.save_pretrained(folder)

@@ -425,7 +425,7 @@ class TextTask(Task):
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep.tasks.models import models
 
-        model: Any = self.model()
+        model: Any = models.to_fill(self.run, self.model)
         self.set_export_entries(model.config)
         models.save(model, weights, self.tokenizer, folder, self.run, self.chat_template)
 

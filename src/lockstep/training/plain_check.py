@@ -136,7 +136,7 @@ def _sides(sides: Sides, key: str, values: dict[str, Any]) -> Sides:
 
 
 EXAMPLES = 3  # maximum examples computed together
-CHUNK = 2**16  # elements measured at once: they fit the cache in float64
+CHUNK = {"cpu": 2**16, "cuda": 2**25}  # elements measured at once, in float64: what fits the cache; 256 MiB on a GPU
 FACTOR = 10.0  # allowed difference, as a multiple of the effect of a weight's last bit or of half precision
 
 
@@ -489,23 +489,29 @@ def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float
             gradients = torch.autograd.grad(total / targets, list(weights.values()), allow_unused=True)
         finally:
             model.train()
-    gradient = {}
-    for (name, weight), slope in zip(weights.items(), gradients, strict=True):
-        if slope is not None:
-            gradient[name] = _measured(slope.to_dense() if slope.is_sparse else slope, weight.detach())
+    sums = {
+        name: _sums(slope.to_dense() if slope.is_sparse else slope, weight.detach())
+        for (name, weight), slope in zip(weights.items(), gradients, strict=True)
+        if slope is not None
+    }
+    measured = torch.stack([*sums.values()]).tolist() if sums else []  # read at once: a GPU is waited for once
+    gradient = {
+        name: (math.sqrt(squared), product / (math.sqrt(size) or 1.0))
+        for name, (squared, product, size) in zip(sums, measured, strict=True)
+    }
     mean = None if evaluated is None else float(evaluated) / targets
     return PlainNumbers(float(total.detach()) / targets, mean, targets, gradient)
 
 
-def _measured(gradient: Tensor, weight: Tensor) -> tuple[float, float]:
-    """Norm of a gradient, and its product with the weight divided by the weight's norm. In float64, in chunks that fit
-    the cache: a whole copy takes ten times as long and twice the memory of the weight."""
+def _sums(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Sums of squares of a gradient, of its products with the weight, and of squares of the weight: float64 [3]. In
+    chunks: on a CPU a whole copy takes ten times as long and twice the memory of the weight."""
     sums = torch.zeros(3, dtype=torch.float64, device=weight.device)
-    for part, own in zip(gradient.reshape(-1).split(CHUNK), weight.reshape(-1).split(CHUNK), strict=True):
+    chunk = CHUNK.get(weight.device.type, CHUNK["cpu"])
+    for part, own in zip(gradient.reshape(-1).split(chunk), weight.reshape(-1).split(chunk), strict=True):
         part, own = part.double(), own.double()
         sums += torch.stack((part.dot(part), part.dot(own), own.dot(own)))
-    squared, product, size = sums.tolist()
-    return math.sqrt(squared), product / (math.sqrt(size) or 1.0)
+    return sums
 
 
 @contextmanager

@@ -11,6 +11,8 @@ for deterministic algorithms, which is off within a region because it also makes
 - the generated code is read: it may call only operations of `REPEATING`, and add nothing atomically;
 - before training, each shape's micro-batch is computed twice on every rank, and all gradients must be equal in bits.
 
+One micro-batch is also compared with the uncompiled model, if that draws no random numbers (dropout).
+
 What fails is refused or, where nobody asked for it (`auto`), computed uncompiled.
 """
 
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 TARGETS = "lockstep_region_targets"  # input name of the targets of a micro-batch that is compiled whole
 PAYS_AFTER = 500  # steps; compiling took 60 to 80 s more than eager starts and saved 0.17 to 0.3 s a step (H100)
+ALIKE, ALIKE_LOW = 1e-3, 5e-2  # relative differences of loss and gradient's norm: float32, half precision
 WORKERS = 8  # processes that compile a rank's kernels for a GPU
 OF_ONE_LENGTH = 0.9  # share of the examples that must have the longest one's length
 
@@ -67,6 +70,10 @@ IN_PARTS = "with these options a rank does not run the whole model in one piece 
 
 class NotRepeating(Exception):
     """The reason why compiled code does not have the same bits in every process."""
+
+
+class WrongCode(Exception):
+    """How compiled code differs from the model that it was compiled from."""
 
 
 # -- before any process ------------------------------------------------------------------------------------------------
@@ -253,6 +260,7 @@ def warm_up(strategy: Strategy, task: Task) -> None:
         micros = [micro.to(world.device) for micro in examples(run, task)]
         with _making(region, micros):
             digests += [_repeated(strategy, micro) for micro in micros]
+            _compare(strategy, micros[0])
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # of the compiler, or of a model that it does not support
@@ -289,18 +297,50 @@ def _repeated(strategy: Any, micro: MicroBatch) -> str:
 
 
 def _computed(strategy: Any, micro: MicroBatch) -> str:
-    region = strategy.region
-    assert region is not None
-    region.check(micro)
-    inputs = region.inputs(micro)
+    strategy.region.check(micro)
+    loss, gradients = _by_code(strategy, micro)
+    tensors = (loss.detach(), *gradients)
+    return hashlib.sha256(b"".join(_bits(tensor) for tensor in tensors if tensor is not None)).hexdigest()[:16]
+
+
+def _by_code(strategy: Any, micro: MicroBatch) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Loss sum and gradients of a micro-batch, by compiled code."""
     seed_everything(strategy.run.seed, -3, 0)
-    with region.arithmetic():
-        loss = strategy.model(**inputs).loss
-        trained = [p for p in strategy.model.parameters() if p.requires_grad]
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-    return hashlib.sha256(
-        b"".join(_bits(tensor) for tensor in (loss.detach(), *gradients) if tensor is not None)
-    ).hexdigest()[:16]
+    with strategy.region.arithmetic():
+        loss = strategy.model(**strategy.region.inputs(micro)).loss
+        return loss, torch.autograd.grad(loss, _trained(strategy), allow_unused=True)
+
+
+def _uncompiled(strategy: Any, micro: MicroBatch, seed: int) -> Tensor:
+    """Loss sum of a micro-batch, with its graph, by the model as it is."""
+    seed_everything(strategy.run.seed, -3, seed)
+    with strategy.autocast():
+        loss: Tensor = strategy.task.loss_sum(strategy.model(**micro.inputs), micro.targets)
+    return loss
+
+
+def _trained(strategy: Any) -> list[nn.Parameter]:
+    return [p for p in strategy.model.parameters() if p.requires_grad]
+
+
+def _compare(strategy: Any, micro: MicroBatch) -> None:
+    """Compare compiled code with the model as it is, where the model draws no random numbers. Errors: `WrongCode`."""
+    with torch.no_grad():
+        if not torch.equal(_uncompiled(strategy, micro, 0), _uncompiled(strategy, micro, 1)):
+            return
+    plain = _uncompiled(strategy, micro, 0)
+    plain_norm = _norm(torch.autograd.grad(plain, _trained(strategy), allow_unused=True))
+    loss, gradients = _by_code(strategy, micro)
+    low = strategy.run.precision != "fp32" or strategy.run.model.trained_in_bfloat16
+    pairs = {"loss": (float(loss.detach()), float(plain.detach())), "gradient's norm": (_norm(gradients), plain_norm)}
+    for name, (code, own) in pairs.items():
+        if not abs(code - own) <= (ALIKE_LOW if low else ALIKE) * abs(own):
+            raise WrongCode(f"the {name} of a micro-batch is {code:.7g} by the compiled code, and {own:.7g} without it")
+
+
+def _norm(gradients: Sequence[Tensor | None]) -> float:
+    norms = [gradient.detach().float().norm() for gradient in gradients if gradient is not None]
+    return float(torch.stack(norms).norm())
 
 
 def _bits(tensor: Tensor) -> bytes:

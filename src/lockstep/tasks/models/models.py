@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,8 @@ from unittest import mock
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from lockstep.config.run import Run, RunError
@@ -311,6 +313,17 @@ def seeds_from_torch(model: nn.Module) -> None:
         if type(layer).__name__ == "ReformerLayer":
             for name in ("attention_seed", "feed_forward_seed"):
                 setattr(layer, f"_init_{name}", partial(draw, layer, name))
+
+
+def to_fill(run: Run, build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model whose weights are all loaded next. Draws none of them, for a model from a config."""
+    if run.model.type is None:
+        return build()
+    with no_init_weights():
+        model = build()
+    if isinstance(model, PreTrainedModel):
+        model.tie_weights()
+    return model
 
 
 def save(
