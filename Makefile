@@ -98,6 +98,6 @@ site: SITE := build/docs-environment
 site:
 	@test -x $(SITE)/bin/zensical || { "$(PYTHON)" -m venv $(SITE) && $(SITE)/bin/python -m pip install -q $$("$(PYTHON)" -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])"); }
-	@"$(PYTHON)" docs/site.py
+	@$(SITE)/bin/python docs/site.py
 	@$(SITE)/bin/zensical build --strict --clean --config-file mkdocs.yml
 	@"$(PYTHON)" docs/publish.py

@@ -1,7 +1,7 @@
 """What grows with what: processor time and memory against processes, micro-batches, parameters, examples and ranks.
 
 In: nothing. Out: a line of JSON a point in --out, which a later call goes on with; `page`: of such lines
-docs/explanation/growth.md and docs/images/growth-{light,dark}.svg. Every point is measured in a process of its own,
+results/growth.md and docs/images/growth-{light,dark}.svg. Every point is measured in a process of its own,
 one thread a rank, in processor time (of all ranks together), since a clock says little beside other work.
 
   python benchmarks/growth.py measure --out FILE     all points; `--axes processes ranks` some of them
@@ -42,7 +42,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs/images"
-PAGE = ROOT / "docs/explanation/growth.md"
+PAGE = ROOT / "benchmarks/results/growth.md"
 POINTS: dict[str, list[int]] = {
     "processes": [1, 2, 4, 8],
     "micro_batches": [1, 4, 16, 64, 256, 1024],
@@ -400,10 +400,9 @@ def page(path: Path) -> None:
         f"of five steps after two; {lines[0]['cores']} cores of an AMD EPYC virtual machine without a GPU,",
         f"torch {lines[0]['torch']}, {' and '.join(dates)}, with other work beside (load {loads[0]:g} to",
         f"{loads[-1]:g}), so that seconds of the clock are not shown. Made by `python benchmarks/growth.py`",
-        f"([lines](../../benchmarks/results/{path.name})).",
+        f"([lines]({path.name})).",
         "",
-        "![Charts of the tables below](../images/growth-light.svg#only-light)",
-        "![Charts of the tables below](../images/growth-dark.svg#only-dark)",
+        "![Charts of the tables below](../../docs/images/growth-light.svg)",
     ]
     for chart in CHARTS:
         title = chart.title[0].upper() + chart.title[1:]

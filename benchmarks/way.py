@@ -1,7 +1,7 @@
 """The way of a run from the command to its first step: which files it passes, as a Mermaid picture.
 
 In: nothing; the built-in run is started as one process in a folder of its own. Out: on stdout the picture of
-docs/explanation/how-it-works.md, or with `--count` the figures of benchmarks/log.md. Every call is looked at until the
+docs/explanation/internals.md, or with `--count` the figures of benchmarks/log.md. Every call is looked at until the
 first step of training calls `train_step`. The files of the functions on the stack are the way, from the command down;
 the files that these call with the run, the job or the session are its stops.
 

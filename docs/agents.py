@@ -1,7 +1,8 @@
-"""AGENTS.md and the site's llms.txt, made of pages that people read.
+"""AGENTS.md and the site's llms.txt, made from pages that people read.
 
-In: CONTRIBUTING.md, docs/explanation/rooms.md, docs/index.md. Out: `agents()`, the text of AGENTS.md, which
-`python docs/agents.py` writes; `llms()`, the text of llms.txt (https://llmstxt.org), which `docs/site.py` adds.
+In: CONTRIBUTING.md, docs/explanation/internals.md, the navigation of mkdocs.yml with the first sentence of each page.
+Out: `agents()`, the text of AGENTS.md, which `python docs/agents.py` writes; `llms()`, the text of llms.txt
+(https://llmstxt.org), which `docs/site.py` adds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def agents() -> str:
     return "\n\n".join(
         [
             "# For coding agents",
-            "Written by `python docs/agents.py` from CONTRIBUTING.md and docs/explanation/rooms.md: change those.",
+            "Written by `python docs/agents.py` from CONTRIBUTING.md and docs/explanation/internals.md: change those.",
             "lockstep trains transformers on any number of processes with the same bits. A result that is wrong in\n"
             "silence is the worst defect there is: prefer a refusal, before any process starts, that names the key\n"
             "and what to do.",
@@ -28,7 +29,7 @@ def agents() -> str:
             "One test: `.venv/bin/python -m pytest tests/launchers/test_lock.py -k NAME`. Set `OMP_NUM_THREADS=1`. A\n"
             "change to numerics needs a control that fails without it.",
             "## Where things are",
-            _block("docs/explanation/rooms.md", "The rooms", "| in `", "\n\n"),
+            _block("docs/explanation/internals.md", "Packages", "| in `", "\n\n"),
             "## Files that commands write",
             _section("CONTRIBUTING.md", "Files that commands write"),
             "## House rules",
@@ -38,28 +39,36 @@ def agents() -> str:
 
 
 def llms(address: str = "") -> str:
-    """The text of llms.txt: every page of docs/index.md, with the question it answers. `address`: the site's, with a
-    slash at its end."""
+    """The text of llms.txt: every page of the navigation, with its first sentence. `address`: the site's, with a slash
+    at its end."""
     lines: list[str] = []
-    for line in (ROOT / "docs/index.md").read_text(encoding="utf-8").splitlines():
-        if line.startswith("## "):
-            lines += ["", line, ""]
-        elif line.startswith("| ["):
-            answer = line.split(" | ")[-1].removesuffix(" |")
-            lines += [
-                f"- [{name}]({address}{place.removesuffix('.md')}.html): {answer}"
-                for name, place in re.findall(r"\[([^\]]+)\]\(([^)]+)\)", line.rpartition(" | ")[0])
-            ]
+    for line in (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2].splitlines():
+        entry = line.strip().removeprefix("- ")
+        page = ROOT / "docs" / entry
+        if entry.endswith(":"):
+            lines += ["", f"## {entry[:-1]}", ""] if line.startswith("  - ") else []
+        elif entry.endswith(".md") and page.exists():
+            title, sentence = _first_words(page.read_text(encoding="utf-8"))
+            lines.append(f"- [{title}]({address}{entry.removesuffix('.md')}.html){': ' if sentence else ''}{sentence}")
     return "\n".join(
         [
             "# lockstep",
             "",
             "> Distributed training of transformers that gives the same weights, bit for bit, on one process or many;",
             "> `lockstep verify` and `lockstep trace` find training that is wrong in silence.",
-            *lines[: lines.index("## Project") - 1],
+            *lines,
             "",
         ]
     )
+
+
+def _first_words(text: str) -> tuple[str, str]:
+    """The title of a page, and the first sentence of its first paragraph, without links."""
+    title = text.partition("\n")[0].removeprefix("# ")
+    blocks = re.split(r"\n\n+", re.sub(r"^<!--.*?-->$|^```.*?^```$", "", text, flags=re.M | re.S))[1:]
+    prose = next((block for block in blocks if re.match(r"[\w`*\[]", block)), "")
+    plain = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", " ".join(prose.split()))
+    return title, re.split(r"(?<=[.:]) (?=[A-Z`])", plain)[0]
 
 
 def _section(page: str, title: str) -> str:

@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))
+from support import key_table  # noqa: E402 - tests are no package that is installed
+
 SOURCES = ("src/lockstep", "packages")
 ROOMS = {
     "0": "The command line, Python, trackers and reports",
@@ -38,6 +41,7 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 KEY = re.compile(r"^([a-z_]+(?:\.[a-z0-9_]+)*)[.:]")
 DOTTED = re.compile(r"(?<![\w./<-])[a-z_]+(?:\.[a-z0-9_]+)+")
 REFERENCE, CODE_PAGES = "reference", "reference/messages/all"  # folders below docs/
+MESSAGES, KEY_PAGE = "reference/messages.md", "reference/run-file-keys.md"  # below docs/; docs/site.py writes them
 EVERYDAY = {"run", "example", "export"}  # words of the glossary that messages also use as everybody does
 HEAD = """---
 hide: [toc]
@@ -86,7 +90,7 @@ def code_pages() -> str:
     """A section for each code, with links from reference/messages/CODE/."""
     every = read()
     advice, files, words = remedies(CODE_PAGES), _purposes(every), _words_explained()
-    keys = [*_rows("run-file-keys.md")]
+    keys = [*key_table.KEYS]
     keys += sorted({key.partition(".")[0] for key in keys if "." in key})
     sections = set(re.findall(r"^## `(\w+)`$", (ROOT / "docs/reference/run-file.md").read_text(encoding="utf-8"), re.M))
     parts = ["---\nhide: [navigation, toc]\n---\n\n# Messages by code\n"]

@@ -2,7 +2,8 @@
 
 In: the repository. Out: the pages of docs/, README, CONTRIBUTING, CHANGELOG and the log as pages, the run files in
 runs/ as one page, the list of all messages (docs/messages.py) and a page with a section for each, which docs/publish.py
-splits, and llms.txt; source and results that pages link to become files under repository/, as they are. Links are
+splits, what each key changes (tests/support/key_table.py), tables of other systems' keys (docs/tables.py), and
+llms.txt; source and results that pages link to become files under repository/, as they are. Links are
 changed to suit the site, and the code of a message becomes a link to its entry. A link to what does not exist is left
 alone: `zensical build --strict` fails.
 """
@@ -14,9 +15,13 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from agents import llms
 from messages import CODE as MESSAGE_CODE
-from messages import CODE_PAGES, code_pages, messages, read
+from messages import CODE_PAGES, KEY_PAGE, MESSAGES, code_pages, messages, read
+from tables import fill
+
+from support import key_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -25,7 +30,6 @@ PAGES = {
     "CHANGELOG.md": "project/changelog.md",
     "benchmarks/log.md": "project/log.md",
 }
-MESSAGES = "reference/messages.md"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.M | re.S)
 BADGE = re.compile(r"^\[!\[.*\]\(https://.*\)\]\(.*\)\n", re.M)  # nothing is loaded from elsewhere
@@ -44,11 +48,12 @@ def main(out: Path) -> None:
     homes |= {page: home for home, page in PAGES.items()}
     copied: set[str] = set()
     for page, home in homes.items():
-        text, places = _moved((ROOT / home).read_text(encoding="utf-8"), home, page)
+        text, places = _moved(fill((ROOT / home).read_text(encoding="utf-8")), home, page)
         copied |= places
         _write(out / page, text)
     _write(out / "reference/runs.md", _run_files())
     _write(out / MESSAGES, messages())
+    _write(out / KEY_PAGE, key_table.page())
     _write(out / CODE_PAGES / "index.md", code_pages())
     for place in sorted(copied):
         _write(out / f"repository/{place}.txt", (ROOT / place).read_text(encoding="utf-8"))

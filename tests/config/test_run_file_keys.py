@@ -9,7 +9,7 @@ import pytest
 from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
-from support.key_table import EFFECTS, KEYS, PAGE, Elsewhere, Tried, page
+from support.key_table import EFFECTS, KEYS, Elsewhere, Tried
 from support.key_table_runs import Place, tried
 from support.places import TESTS
 
@@ -74,7 +74,3 @@ def test_entries_say_what_the_page_explains_and_name_tests_that_there_are() -> N
             file = TESTS / case.test
             assert file.name.startswith("test_"), (key, case.test)
             assert re.search(rf"\b{key.rpartition('.')[2]}\b", file.read_text()), (key, case.test)
-
-
-def test_the_page_is_that_of_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "PYTHONPATH=tests python -m support.key_table writes it"

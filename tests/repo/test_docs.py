@@ -11,7 +11,7 @@ from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.tools import commands
-from support.page_commands import script
+from support.documents import script
 from support.places import ROOT
 
 _ALL = messages._described(Run)
@@ -130,7 +130,7 @@ def test_the_options_of_commands_are_those_of_the_parsers() -> None:
     assert text == script("options").page(), "PYTHONPATH=src python docs/options.py writes it"
 
 
-def test_the_list_of_pages_has_every_page_of_the_index() -> None:
+def test_the_list_of_pages_has_every_page() -> None:
     listed = set(re.findall(r"\(([\w/-]+)\.html\)", _agents().llms()))
     pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md")} - {"index"}
     assert pages - listed == set()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support.page_commands import environment, script
+from support.documents import script
+from support.page_commands import environment
 from support.places import ROOT
 
 WANTED = {

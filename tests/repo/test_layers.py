@@ -44,7 +44,7 @@ ROOMS = (
     "tools",
 )
 
-# Where private names of torch, transformers, accelerate and deepspeed may be used: docs/explanation/engines.md has a
+# Where private names of torch, transformers, accelerate and deepspeed may be used: docs/reference/engines.md has a
 # row for each.
 ADAPTERS = (
     "strategies/engines/",
@@ -263,7 +263,7 @@ def test_the_ground_needs_torch_and_numpy_alone() -> None:
 
 
 def test_every_adapter_is_in_the_table() -> None:
-    page = (TESTS.parent / "docs/explanation/engines.md").read_text()
+    page = (TESTS.parent / "docs/reference/engines.md").read_text()
     using = [f for f in FILES if f.startswith(ADAPTERS) and facts(ROOT / f).private]
     packages = [f for files in PACKAGE_FILES.values() for f in files if str(f).endswith(PACKAGE_ADAPTERS)]
     assert len(packages) == len(PACKAGE_ADAPTERS)

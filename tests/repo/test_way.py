@@ -1,4 +1,4 @@
-"""The way of a run from the command to its first step: short, and as docs/explanation/how-it-works.md draws it."""
+"""The way of a run from the command to its first step: short, and as docs/explanation/internals.md draws it."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def test_the_way_to_the_first_step_can_be_read_downwards() -> None:
     assert {above for above, _ in stops} <= set(way)
     assert not {below for _, below in stops} & set(way), "a file that is left is called once more from below"
     assert len({*way, *(below for _, below in stops)}) <= 25
-    page = (ROOT / "docs/explanation/how-it-works.md").read_text()
+    page = (ROOT / "docs/explanation/internals.md").read_text()
     assert picture.strip() == page.partition("```mermaid\n")[2].partition("\n```")[0]

@@ -1,18 +1,15 @@
-"""Every key of the run file, with what changing it changes: the data of docs/reference/run-file-keys.md and
-of its test.
+"""Every key of the run file, with what changing it changes: the data of the site's page reference/run-file-keys.md
+(docs/site.py) and of its test.
 
 In: nothing. Out: `KEYS`, a key -> `Tried`, a pair of small runs that differ in the key and what must differ between
 them, or `Elsewhere`, the test file that tries it, because it needs several processes, a network, a cluster or a GPU.
-`PYTHONPATH=tests python -m support.key_table` writes docs/reference/run-file-keys.md.
+`PYTHONPATH=tests python -m support.key_table` prints the page.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from support.places import ROOT
-
-PAGE = ROOT / "docs/reference/run-file-keys.md"
 # What may differ between two runs, and in which words the page says so.
 EFFECTS = {
     "order": "which examples stand in which step and micro-batch",
@@ -337,26 +334,23 @@ def row(key: str, case: Tried | Elsewhere) -> str:
 
 
 def page() -> str:
-    """docs/reference/run-file-keys.md."""
+    """The text of reference/run-file-keys.md."""
     words = "\n".join(f"- **{name}**: {text}" for name, text in EFFECTS.items())
     rows = "\n".join(row(key, KEYS[key]) for key in sorted(KEYS))
     return f"""# What each key changes
 
-This page is made by `PYTHONPATH=tests python -m support.key_table` from the table that
-`tests/config/test_run_file_keys.py` tests: two small runs that differ in one key must differ in what stands here, and
-in nothing else. A key that has an effect only beside another one is tried with it. Where weights differ, exports,
-scores and texts do as well; they are compared where the weights are the same. Keys that change the order, inputs or
-weights alone are tried in three steps of one process, the others in a whole run. Keys that need several processes, a
-network, a cluster or a GPU have tests of their own, which the last column names. A key that is not in the
-table fails the test.
+Two small runs that differ in one key must differ in what this table says, and in nothing else:
+`tests/config/test_run_file_keys.py` tests it. The third column shows what was set beside the key, because some keys
+have an effect only with others. If weights differ, exports, scores and texts differ as well. Keys that need several
+processes, a network, a cluster or a GPU have tests of their own, which the last column names.
 
 {words}
 
-| key | changes | tried | by |
+| key | changes | tried with | change or test |
 |---|---|---|---|
 {rows}
 """
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    print(page())

@@ -42,9 +42,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
@@ -102,16 +100,6 @@ def blocks(page: Path) -> list[Block]:
             language = each["language"].strip()
             found.append(Block(page, line, language, each["code"], each["note"] or "", each.span("code")))
     return found
-
-
-def script(name: str) -> ModuleType:
-    """A script of docs/ as a module."""
-    spec = spec_from_file_location(name, ROOT / f"docs/{name}.py")
-    assert spec
-    assert spec.loader
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def levels_of(page: Path) -> list[str]:

@@ -318,7 +318,7 @@ def refuse_old(packages: Sequence[str]) -> None:
                 raise RunError(
                     "LS1094",
                     f"{package} {installed} is older than the versions that lockstep supports: pip install "
-                    f"'{package}{least}' (docs/explanation/engines.md says what earlier versions do)",
+                    f"'{package}{least}' (docs/reference/engines.md says what earlier versions do)",
                 )
 
 

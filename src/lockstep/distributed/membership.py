@@ -2,7 +2,7 @@
 
 In: the launchers' store, and this process's member name. Out: the members of the newest generation, in rank order; and
 the abort of everything this process waits for in a generation that lost a member.
-docs/explanation/lost-rank.md describes the protocol; `training/elastic/recovery.py` is the ranks' side of it,
+docs/how-to/faults.md describes the protocol; `training/elastic/recovery.py` is the ranks' side of it,
 `launchers/processes/elastic_ranks.py` the launchers'.
 
 A generation never changes: the next one has the next number, and the store accepts each number once. Ranks join the

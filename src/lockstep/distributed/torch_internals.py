@@ -1,7 +1,7 @@
 """Private parts of torch that this package uses outside of the engines, and asynchronous copies.
 
 See each function for in and out. If a torch release moves one of the private parts (the default store, groups, pickles,
-the flight recorder, gloo's threads, the parts of a sparse tensor), only this file breaks; docs/explanation/engines.md
+the flight recorder, gloo's threads, the parts of a sparse tensor), only this file breaks; docs/reference/engines.md
 lists what stops working then.
 
 `torch.tensor(..., device=)`, `.to()` and `.item()` wait until the device has finished its queue; copies between

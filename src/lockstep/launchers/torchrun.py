@@ -170,7 +170,7 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
     else:
         say(
             f"note: no {network.SECRET_VARIABLE}: whoever reaches {host}:{port} can disturb this job "
-            "(docs/explanation/security.md)"
+            "(docs/reference/security.md)"
         )
     if not holds:
         network.reach(host, port, options.join_timeout_s, say)
