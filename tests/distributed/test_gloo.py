@@ -47,6 +47,17 @@ def test_inexact_runs_too() -> None:
     assert run_on(2, threads, run=tiny("strategy.name=ddp", "strategy.exact=false")) == [[1] * 4] * 2
 
 
+def summed_column(world: World) -> list[list[float]]:
+    matrix = torch.arange(12.0).view(4, 3)
+    world.sum(matrix[:, 0])
+    return matrix.tolist()
+
+
+def test_a_column_of_a_matrix_is_summed_where_it_stands() -> None:
+    doubled = [[0.0, 1.0, 2.0], [6.0, 4.0, 5.0], [12.0, 7.0, 8.0], [18.0, 10.0, 11.0]]
+    assert run_on(2, summed_column, run=tiny("strategy.name=ddp")) == [doubled] * 2
+
+
 class Functional(TorchDispatchMode):
     """Counts functional collectives, and those of sparse tensors."""
 

@@ -34,6 +34,16 @@ KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": 
 SIX = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def sum_in_place(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum a tensor with any strides over a group's ranks, in place, and return it. Collective."""
+    if tensor.layout != torch.strided:
+        dist.all_reduce(tensor, group=group)
+        return tensor
+    dense = tensor.contiguous()  # gloo adds memory as it lies: of a column, the numbers next to each other
+    dist.all_reduce(dense, group=group)
+    return tensor if dense is tensor else tensor.copy_(dense)
+
+
 class World:
     """This process among the ranks of the job. Call `join` first and `close` last; both are collective."""
 
@@ -201,7 +211,7 @@ class World:
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over ranks, in place. Exact for integers, and if all but one rank hold zero. Collective."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self._control if tensor.device.type == "cpu" else None)
+            sum_in_place(tensor, self._control if tensor.device.type == "cpu" else None)
         return tensor
 
     def asked_to_stop(self, by_clock: bool = True) -> bool:

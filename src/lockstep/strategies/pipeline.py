@@ -24,7 +24,7 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.hardware import share_gpus
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
-from lockstep.distributed.world import World
+from lockstep.distributed.world import World, sum_in_place
 from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, cuts
 from lockstep.strategies.engines.cuts import Cut
@@ -292,9 +292,7 @@ class Pipeline(ShardedRecovery):
 
     def sum_over_pipelines(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks that run the same stage, in place. Collective."""
-        if self.pipelines > 1:
-            dist.all_reduce(tensor, group=self.across)
-        return tensor
+        return sum_in_place(tensor, self.across) if self.pipelines > 1 else tensor
 
     # -- the other methods -------------------------------------------------------------------------------------------
 

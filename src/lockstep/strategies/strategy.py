@@ -24,7 +24,7 @@ from lockstep.config.run import Run
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.sharded import Saved, WholeState, gather
 from lockstep.distributed.step_timer import StepTimer
-from lockstep.distributed.world import World
+from lockstep.distributed.world import World, sum_in_place
 from lockstep.strategies.engines.side_effects import SideEffects
 from lockstep.strategies.exact import held_state
 from lockstep.strategies.exact.gradient import LossScale
@@ -51,11 +51,7 @@ class DataParallel:
 def summing(group: dist.ProcessGroup) -> Any:
     """Return a function that sums a tensor over the ranks of a group, in place."""
 
-    def add(tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=group)
-        return tensor
-
-    return add
+    return lambda tensor: sum_in_place(tensor, group)
 
 
 class WeightFormats(Flag):

@@ -1,0 +1,265 @@
+"""What lockstep takes for granted of autograd, modules, hooks and autocast."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from support.assumed import rests_on_it
+
+
+@rests_on_it("src/lockstep/strategies/native.py", "src/lockstep/strategies/engines/zero_sums.py")
+def test_a_weight_used_twice_is_told_of_once() -> None:
+    """A post-accumulate hook runs once for each backward, after all uses of the weight have been added to .grad."""
+    weight = nn.Parameter(torch.ones(2))
+    seen: list[list[float]] = []
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.tolist()))
+    (weight * 2 + weight * 3).sum().backward()
+    assert seen == [[5.0, 5.0]]
+
+
+@rests_on_it("src/lockstep/strategies/observer.py", "src/lockstep/training/replaying.py")
+def test_a_tensor_hook_sees_one_backward_alone() -> None:
+    """A hook of register_hook on a weight gets this backward's gradient, whatever .grad holds already."""
+    weight = nn.Parameter(torch.ones(2))
+    seen: list[list[float]] = []
+    weight.register_hook(lambda gradient: seen.append(gradient.tolist()))
+    for _ in range(2):
+        (weight * 2 + weight * 3).sum().backward()
+    assert seen == [[5.0, 5.0]] * 2
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [10.0, 10.0]
+
+
+@rests_on_it("src/lockstep/strategies/exact/held_state.py", "src/lockstep/strategies/engines/fsdp.py")
+def test_gradients_can_be_wider_than_weights() -> None:
+    """With grad_dtype float32, .grad of a bfloat16 weight is float32, and backwards add in float32."""
+    weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    for factor in (256.0, 1.0):
+        (weight * factor).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+    assert weight.grad.item() == 257.0
+
+
+@rests_on_it("src/lockstep/strategies/exact/gradient.py", "src/lockstep/strategies/native.py")
+def test_an_unused_weight_has_no_gradient() -> None:
+    """A weight that a backward does not reach keeps None as .grad; one that gets zeros has zeros."""
+    used, unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    (used * 0 + torch.ones(1)).sum().backward()
+    assert used.grad is not None
+    assert used.grad.item() == 0
+    assert unused.grad is None
+
+
+@rests_on_it("src/lockstep/strategies/exact/optim.py", "src/lockstep/strategies/exact/gradient.py")
+def test_a_gradient_lies_in_memory_as_its_weight_does() -> None:
+    """.grad of a contiguous weight is contiguous, though the product's gradient is a transposed matrix."""
+    weight = nn.Parameter(torch.randn(3, 5))
+    (torch.randn(4, 5) @ weight.t()).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.is_contiguous()
+
+
+@rests_on_it("src/lockstep/strategies/exact/reduction.py", "src/lockstep/plain/train.py")
+def test_accumulating_is_adding_from_the_left() -> None:
+    """Several backwards add to .grad in their order: ((a + b) + c), bit for bit."""
+    torch.manual_seed(0)
+    factors = [torch.randn(64) for _ in range(3)]
+    weight = nn.Parameter(torch.ones(64))
+    for factor in factors:
+        (weight * factor).sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, (factors[0] + factors[1]) + factors[2])
+
+
+@rests_on_it("src/lockstep/strategies/fsdp2.py", "src/lockstep/strategies/engines/cuts.py")
+def test_autocast_keeps_its_casts_for_the_region() -> None:
+    """Within one autocast region a weight is cast once, so a change of it is not seen; the next region casts again."""
+    layer = nn.Linear(4, 4, bias=False)
+    x = torch.ones(1, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = layer(x)
+        with torch.no_grad():
+            layer.weight.zero_()
+        within = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        after = layer(x)
+    assert torch.equal(before, within)
+    assert not after.any()
+
+
+@rests_on_it("src/lockstep/strategies/engines/cuts.py")
+def test_autocast_adds_uses_of_a_weight_in_bfloat16() -> None:
+    """Under autocast the gradients of two uses of one weight are added in bfloat16 where the cast is shared."""
+    weight = nn.Parameter(torch.ones(1, 1))
+    big, small = torch.full((1, 1), 256.0), torch.ones(1, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        total = nn.functional.linear(big, weight) + nn.functional.linear(small, weight)
+    total.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+    assert weight.grad.item() == 256.0
+
+
+@rests_on_it("src/lockstep/tasks/language_modeling.py", "src/lockstep/tasks/models/chunked_loss.py")
+def test_autocast_computes_losses_in_float32() -> None:
+    """Under autocast cross_entropy of bfloat16 logits is that of the logits in float32."""
+    logits = torch.randn(8, 16).bfloat16()
+    labels = torch.arange(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(
+        nn.functional.cross_entropy(logits.float(), labels, reduction="sum").item(), rel=1e-6
+    )
+
+
+@rests_on_it("src/lockstep/strategies/engines/blocks.py")
+def test_a_recomputed_layer_has_the_same_bits_and_dropout() -> None:
+    """checkpoint(use_reentrant=False) gives output and gradients with the bits of a plain call, dropout too."""
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+
+    def gradients(recompute: bool) -> list[Tensor]:
+        layer.zero_grad()
+        torch.manual_seed(1)
+        output = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        output.sum().backward()
+        return [output.detach(), *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
+
+
+@rests_on_it("src/lockstep/strategies/engines/side_effects.py", "src/lockstep/strategies/engines/blocks.py")
+def test_a_recomputed_layer_writes_its_buffers_twice() -> None:
+    """checkpoint runs a layer's forward again in backward, with its writes: a BatchNorm counts two batches."""
+    norm = nn.BatchNorm1d(2)
+    checkpoint(norm, torch.randn(4, 2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert norm.num_batches_tracked is not None
+    assert int(norm.num_batches_tracked) == 2
+
+
+@rests_on_it("src/lockstep/strategies/engines/fsdp.py", "src/lockstep/strategies/engines/zero_graph.py")
+def test_hooks_run_in_the_order_of_their_registration() -> None:
+    """Forward hooks run in the order of registration, and with prepend before all others."""
+    layer, seen = nn.Linear(1, 1), []
+    layer.register_forward_hook(lambda *_: seen.append("first"))
+    layer.register_forward_hook(lambda *_: seen.append("second"))
+    layer.register_forward_hook(lambda *_: seen.append("before"), prepend=True)
+    layer(torch.ones(1, 1))
+    assert seen == ["before", "first", "second"]
+
+
+@rests_on_it("src/lockstep/strategies/engines/fsdp.py")
+def test_the_node_that_was_made_last_runs_first() -> None:
+    """Of autograd nodes whose gradients are complete, the one created last runs first."""
+    x = torch.ones(1, requires_grad=True)
+    seen: list[str] = []
+    first, second = x * 2, x * 3
+    first.register_hook(lambda _: seen.append("first"))
+    second.register_hook(lambda _: seen.append("second"))
+    (first + second).sum().backward()
+    assert seen == ["second", "first"]
+
+
+@rests_on_it("src/lockstep/strategies/exact/optim.py", "src/lockstep/checkpoint/storage.py")
+def test_names_of_weights_are_in_the_order_of_registration() -> None:
+    """named_parameters and state_dict are in the order of registration; a tied weight comes once in the former, under
+    its first name, and twice in the latter."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second, self.first = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+            self.first.weight = self.second.weight
+
+    assert [name for name, _ in Tied().named_parameters()] == ["second.weight"]
+    assert list(Tied().state_dict()) == ["second.weight", "first.weight"]
+
+
+@rests_on_it("src/lockstep/checkpoint/storage.py", "src/lockstep/strategies/exact/optim.py")
+def test_buffers_that_are_not_persistent_are_not_saved() -> None:
+    """state_dict leaves out buffers registered with persistent=False; named_buffers has them."""
+    module = nn.Module()
+    module.register_buffer("kept", torch.ones(1))
+    module.register_buffer("made", torch.ones(1), persistent=False)
+    assert list(module.state_dict()) == ["kept"]
+    assert [name for name, _ in module.named_buffers()] == ["kept", "made"]
+
+
+@rests_on_it("src/lockstep/strategies/engines/zero_partition.py", "src/lockstep/tasks/task.py")
+def test_a_deep_copy_keeps_ties() -> None:
+    """copy.deepcopy of a module keeps tied weights one tensor, apart from the original."""
+    module = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+    module[1].weight = module[0].weight
+    copied = copy.deepcopy(module)
+    assert copied[0].weight is copied[1].weight
+    assert copied[0].weight.data_ptr() != module[0].weight.data_ptr()
+
+
+@rests_on_it(
+    "src/lockstep/strategies/fsdp2.py", "src/lockstep/strategies/pipeline.py", "src/lockstep/training/resolve.py"
+)
+def test_a_model_on_meta_draws_nothing() -> None:
+    """Modules made on the meta device have shapes, dtypes and ties, and take nothing from torch's generator."""
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        layer = nn.Linear(3, 2)
+    assert torch.equal(before, torch.get_rng_state())
+    assert (layer.weight.is_meta, layer.weight.shape) == (True, (2, 3))
+
+
+@rests_on_it("src/lockstep/tasks/models/storage_dtype.py", "src/lockstep/strategies/engines/zero_graph.py")
+def test_saved_tensors_can_be_replaced_without_a_change() -> None:
+    """saved_tensors_hooks see a weight that a product saves, and what unpack returns takes its place in backward."""
+    weight, x = nn.Parameter(torch.randn(2, 3)), torch.randn(4, 3, requires_grad=True)
+    packed: list[Any] = []
+
+    def pack(tensor: Tensor) -> Any:
+        packed.append(tensor.data_ptr())
+        return tensor.detach().clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held):
+        y = nn.functional.linear(x, weight)
+    y.sum().backward()
+    assert weight.data_ptr() in packed
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(4, 2) @ weight.detach())
+
+
+@rests_on_it("src/lockstep/strategies/exact/rows.py")
+def test_a_sparse_gradient_has_a_row_for_each_use() -> None:
+    """Embedding(sparse=True) gives one row per index, in the order of the indices, repeated ones apart."""
+    layer = nn.Embedding(4, 2, sparse=True)
+    layer(torch.tensor([3, 1, 3])).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad._indices().tolist() == [[3, 1, 3]]
+    assert not layer.weight.grad.is_coalesced()
+
+
+@rests_on_it("src/lockstep/strategies/exact/update.py", "src/lockstep/tasks/models/inference.py")
+def test_evaluation_draws_nothing() -> None:
+    """A model in eval() takes nothing from torch's generator for dropout."""
+    layer = nn.Dropout(0.5).eval()
+    before = torch.get_rng_state()
+    layer(torch.ones(8))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@rests_on_it("src/lockstep/distributed/portable.py", "src/lockstep/strategies/hf_accelerate.py")
+def test_a_layer_norm_in_bfloat16_depends_on_threads() -> None:
+    """The gradient of LayerNorm's bias is summed in bfloat16, on each thread, where its input is bfloat16 and its
+    weights are float32, on a CPU: which is why bits need one number of threads."""
+    layer = nn.LayerNorm(8)
+    layer(torch.randn(4096, 8).bfloat16()).sum().backward()
+    assert layer.bias.grad is not None
+    assert layer.bias.grad.dtype == torch.float32
+    assert layer.bias.grad[0].item() == 256.0 * torch.get_num_threads()

@@ -1,0 +1,151 @@
+"""What lockstep takes for granted of torch's collectives and engines, seen by three processes over gloo."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.assumed import rests_on_it
+from support.assumed_ranks import OCTETS, RANKS, bits, facts
+
+pytestmark = pytest.mark.processes
+
+
+@rests_on_it("src/lockstep/strategies/exact/reduction.py", "src/lockstep/strategies/strategy.py")
+def test_all_ranks_have_the_bits_of_a_sum() -> None:
+    """all_reduce gives every rank the same bits, at odd sizes too."""
+    first, *others = facts()["sum_at_odd_sizes"]
+    assert all(each == first for each in others)
+
+
+@rests_on_it("src/lockstep/distributed/world.py", "src/lockstep/strategies/engines/zero_sums.py")
+def test_integers_are_summed_exactly() -> None:
+    """all_reduce of integers is exact beyond 2**53, and of one rank's bits and zeros gives these bits."""
+    assert facts()["sum_of_integers"] == [[3 * 2**53 + 3, -3]] * RANKS
+    assert facts()["sum_of_one_and_zeros"] == [bits(OCTETS)] * RANKS
+
+
+@rests_on_it("src/lockstep/distributed/world.py")
+def test_the_greatest_integer_is_exact() -> None:
+    """all_reduce with MAX of integers is exact beyond 2**53."""
+    assert facts()["greatest_integer"] == [2**53 + 2] * RANKS
+
+
+@rests_on_it("src/lockstep/distributed/world.py")
+def test_gloo_adds_memory_as_it_lies() -> None:
+    """gloo's all_reduce of a view with strides adds numbers that lie next to each other; lockstep gives it none."""
+    assert facts()["sum_of_a_column"] == [[0.0, 9.0, 6.0, 9.0]] * RANKS
+
+
+@rests_on_it("src/lockstep/distributed/world.py", "src/lockstep/strategies/exact/rows.py")
+def test_a_gather_keeps_bits_and_order() -> None:
+    """all_gather returns each rank's bits, NaN and -0.0 among them, in the order of the ranks."""
+    assert [seen[1] for seen in facts()["gathered_bits"]] == [bits(OCTETS)] * RANKS
+
+
+@rests_on_it(
+    "src/lockstep/distributed/world.py", "src/lockstep/strategies/fsdp2.py", "src/lockstep/checkpoint/storage.py"
+)
+def test_a_broadcast_keeps_bits() -> None:
+    """broadcast gives every rank the bits of the source, in float32 and bfloat16."""
+    first, *others = facts()["broadcast_bits"]
+    assert first[0] == bits(OCTETS)
+    assert all(each == first for each in others)
+
+
+@rests_on_it("src/lockstep/strategies/exact/reduction.py")
+def test_pieces_of_all_to_all_are_in_the_order_of_ranks() -> None:
+    """all_to_all_single with unequal pieces puts them one after another in the order of the ranks they are of."""
+    for rank, seen in enumerate(facts()["uneven_all_to_all"]):
+        expected = [100.0 * of + rank * (of + 1) + i for of in range(RANKS) for i in range(of + 1)]
+        assert seen == expected
+
+
+@rests_on_it("src/lockstep/strategies/exact/reduce_schedule.py", "src/lockstep/strategies/engines/pipelining.py")
+def test_messages_of_two_ranks_arrive_in_order() -> None:
+    """Messages from one rank to another arrive in the order of batch_isend_irecv, without tags."""
+    for rank, seen in enumerate(facts()["messages_in_order"]):
+        of = 10.0 * ((rank - 1) % RANKS)
+        assert seen == [of + 3] * 3 + [of + 1] + [of + 2] * 2
+
+
+@rests_on_it("src/lockstep/distributed/world.py")
+def test_objects_are_gathered_in_the_order_of_ranks() -> None:
+    """all_gather_object returns equal Python values in the order of the ranks, None and great integers among them."""
+    assert facts()["gathered_objects"] == [[{"rank": r, "none": None, "whole": 2**70} for r in range(RANKS)]] * RANKS
+
+
+@rests_on_it("src/lockstep/strategies/engines/fsdp.py")
+def test_each_rank_has_its_piece_of_a_reduce_scatter() -> None:
+    """reduce_scatter_tensor gives rank r the r-th equal piece of the sum."""
+    assert facts()["reduce_scattered"] == [[0.0, 3.0], [6.0, 9.0], [12.0, 15.0]]
+
+
+@rests_on_it("src/lockstep/distributed/sharded.py", "src/lockstep/strategies/fsdp2.py")
+def test_fsdp_shards_rows_as_chunk_does() -> None:
+    """fully_shard gives each rank ceil(rows / ranks) rows, the last ranks fewer; full_tensor brings back the bits."""
+    assert facts()["rows_of_uneven_shards"] == [[2, True], [2, True], [1, True]]
+
+
+@rests_on_it("src/lockstep/strategies/engines/fsdp.py", "src/lockstep/strategies/fsdp2.py")
+def test_fsdp_averages_and_adds_at_the_next_sync() -> None:
+    """FSDP2 averages gradients over ranks, or adds them with a divisor of 1 and forced sums; without sync it keeps them
+    out of .grad and adds them at the next sync; under bfloat16 they have the weights' dtype."""
+    for averaged, summed, accumulated, kind in facts()["fsdp_gradient"]:
+        assert averaged == [2.0] * RANKS
+        assert summed == [6.0] * RANKS
+        assert accumulated == [4.0] * RANKS
+        assert kind == "torch.float32"
+
+
+@rests_on_it("src/lockstep/strategies/engines/hooked_ddp.py", "src/lockstep/strategies/ddp.py")
+def test_ddp_averages_and_a_hook_does_not() -> None:
+    """DDP takes rank 0's weights and averages gradients; no_sync leaves a rank's own, to which the next sync adds; what
+    a communication hook returns is not divided, and with gradient_as_bucket_view .grad lies in the bucket."""
+    for rank, seen in enumerate(facts()["ddp_gradient"]):
+        same, averaged, alone, accumulated, hooked, in_bucket = seen
+        assert same
+        assert (averaged, alone, accumulated, hooked) == (2.0, rank + 1.0, 4.0, 6.0)
+        assert in_bucket
+
+
+@rests_on_it("src/lockstep/checkpoint/storage.py")
+def test_a_checkpoint_takes_unsharded_values_of_any_rank() -> None:
+    """torch.distributed.checkpoint divides values that are not sharded among ranks: they have to be equal on all."""
+    assert len(set(facts()["checkpoint_of_unequal_values"][0])) > 1
+
+
+@rests_on_it("src/lockstep/checkpoint/storage.py")
+def test_shards_are_read_whole_by_one_process() -> None:
+    """Shards saved by three ranks load into one whole tensor."""
+    assert facts()["checkpoint_of_shards"] == [True] * RANKS
+
+
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/rules/data.py")
+def test_a_distributed_sampler_repeats_the_first_rows() -> None:
+    """DistributedSampler gives rank r every n-th row from r on and fills up with the first rows; its order repeats
+    until set_epoch."""
+    plain = [seen[0] for seen in facts()["sampled_rows"]]
+    assert plain == [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
+    for _, first, again, _ in facts()["sampled_rows"]:
+        assert first == again
+    assert [seen[1] for seen in facts()["sampled_rows"]] != [seen[3] for seen in facts()["sampled_rows"]]
+
+
+@rests_on_it("src/lockstep/training/elastic/recovery.py", "src/lockstep/distributed/world.py")
+def test_a_group_is_formed_again_in_one_process() -> None:
+    """After destroy_process_group another group is formed in the same processes."""
+    assert facts()["formed_again"] == [3.0] * RANKS
+
+
+@rests_on_it("src/lockstep/distributed/watchdog.py")
+def test_a_lost_rank_is_told_of_by_gloo() -> None:
+    """A collective with a rank that is gone raises RuntimeError with one of the messages that name a lost peer."""
+    lost = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "Socket closed",
+        "Connection refused",
+    )
+    for message in facts()["rank_lost"][:-1]:
+        assert any(each in message for each in lost), message

@@ -1,0 +1,202 @@
+"""What lockstep takes for granted of torch's optimizers, clipping and learning rate schedules."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LinearLR
+
+from support.assumed import rests_on_it
+
+FUSED = {"AdamW": {}, "Adam": {}, "SGD": {"momentum": 0.9}, "Adagrad": {}}
+
+
+def updated(kind: str, weight: Tensor, steps: int = 3, **options: Any) -> Tensor:
+    parameter = nn.Parameter(weight.clone())
+    optimizer = getattr(torch.optim, kind)([parameter], lr=0.1, **options)
+    for step in range(steps):
+        drawn = torch.Generator().manual_seed(step)
+        parameter.grad = torch.randn(weight.shape, generator=drawn).to(weight.dtype)
+        optimizer.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@rests_on_it(
+    "src/lockstep/strategies/optimizers/adamw.py",
+    "src/lockstep/strategies/optimizers/sgd.py",
+    "src/lockstep/strategies/optimizers/adagrad.py",
+)
+def test_fused_kernels_agree_with_plain_ones_in_float32(kind: str) -> None:
+    """Fused AdamW, Adam, SGD and Adagrad move float32 weights as the plain ones do, to rounding, at odd sizes too."""
+    weight = torch.linspace(-1, 1, 33)
+    fused, plain = updated(kind, weight, fused=True, **FUSED[kind]), updated(kind, weight, **FUSED[kind])
+    assert torch.allclose(fused, plain, rtol=1e-5, atol=1e-6)
+
+
+@rests_on_it("src/lockstep/strategies/exact/optim.py", "src/lockstep/strategies/optimizers/sgd.py")
+def test_fused_sgd_does_not_move_bfloat16() -> None:
+    """torch's fused SGD leaves bfloat16 weights as they are on a CPU; lockstep widens them to float32 first."""
+    moved = updated("SGD", torch.zeros(32, dtype=torch.bfloat16), fused=True)
+    assert not moved.any()
+
+
+@rests_on_it("src/lockstep/strategies/optimizers/adamw.py", "src/lockstep/plain/train.py")
+def test_adamw_decays_before_it_moves() -> None:
+    """AdamW multiplies a weight by 1 - lr * decay before its update, and the first update is lr in size."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5, eps=0)
+    weight.grad = torch.full((1,), 7.0)
+    optimizer.step()
+    assert weight.item() == pytest.approx(1 - 0.1 * 0.5 - 0.1)
+
+
+@rests_on_it("src/lockstep/strategies/optimizers/sgd.py", "src/lockstep/plain/train.py")
+def test_sgd_decays_by_way_of_the_gradient() -> None:
+    """SGD adds decay * weight to the gradient, before momentum, whose first value is that sum."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1, weight_decay=0.5, momentum=0.9)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert optimizer.state[weight]["momentum_buffer"].item() == 1.5
+    assert weight.item() == pytest.approx(1 - 0.15)
+
+
+@rests_on_it("src/lockstep/strategies/exact/optim.py", "src/lockstep/strategies/engines/zero.py")
+def test_a_weight_without_gradient_is_left_alone() -> None:
+    """An optimizer passes over a weight whose .grad is None: no decay, no state; zeros are decayed and counted."""
+    without, zeros = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([without, zeros], lr=0.1, weight_decay=0.5)
+    zeros.grad = torch.zeros(1)
+    optimizer.step()
+    assert (without.item(), len(optimizer.state[without])) == (1.0, 0)
+    assert zeros.item() == pytest.approx(0.95)
+    assert optimizer.state[zeros]["step"].item() == 1
+
+
+@rests_on_it("src/lockstep/strategies/exact/optim.py", "src/lockstep/checkpoint/storage.py")
+def test_the_state_of_an_optimizer_is_by_number() -> None:
+    """state_dict numbers parameters over all groups in their order; load_state_dict goes by number, not by name."""
+    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([{"params": [b]}, {"params": [a]}])
+    a.grad, b.grad = torch.ones(1), torch.ones(2)
+    optimizer.step()
+    assert [len(state["exp_avg"]) for _, state in sorted(optimizer.state_dict()["state"].items())] == [2, 1]
+
+
+@rests_on_it("src/lockstep/strategies/optimizers/adamw.py")
+def test_found_inf_leaves_weights_and_state() -> None:
+    """The fused AdamW kernel with found_inf 1 changes neither weights nor moments, and takes its step back."""
+    weight, moments = torch.ones(4), [torch.zeros(4), torch.zeros(4)]
+    step = torch.zeros(())
+    torch._fused_adamw_(
+        [weight], [torch.ones(4)], [moments[0]], [moments[1]], [], [step],
+        lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+        found_inf=torch.ones(1),
+    )  # fmt: skip
+    assert torch.equal(weight, torch.ones(4))
+    assert not moments[0].any()
+    assert not moments[1].any()
+
+
+@rests_on_it("src/lockstep/plain/train.py", "src/lockstep/strategies/exact/gradient.py")
+def test_clipping_multiplies_by_at_most_one() -> None:
+    """clip_grad_norm_ returns the norm before it, multiplies by limit / (norm + 1e-6), and by 1 below the limit."""
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    assert nn.utils.clip_grad_norm_([weight], 1.0).item() == 5.0
+    assert weight.grad.tolist() == pytest.approx([3 / (5 + 1e-6), 4 / (5 + 1e-6)])
+    before = weight.grad.clone()
+    nn.utils.clip_grad_norm_([weight], 2.0)
+    assert torch.equal(before, weight.grad)
+
+
+@rests_on_it("src/lockstep/strategies/exact/gradient.py", "src/lockstep/plain/train.py")
+def test_clipping_a_gradient_that_is_not_finite_makes_all_nan() -> None:
+    """clip_grad_norm_ raises no error for a NaN and makes every gradient NaN: lockstep looks at the norm first."""
+    good, bad = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    good.grad, bad.grad = torch.ones(1), torch.full((1,), math.nan)
+    assert nn.utils.clip_grad_norm_([good, bad], 1.0).isnan()
+    assert good.grad.isnan()
+
+
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py")
+def test_global_step_hooks_see_every_optimizer() -> None:
+    """register_optimizer_step_pre_hook and _post_hook run around step() of each torch optimizer, with its arguments."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    seen: list[str] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(f"before {type(optimizer).__name__}")),
+        register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(f"after {type(optimizer).__name__}")),
+    ]
+    try:
+        for kind in ("SGD", "AdamW"):
+            getattr(torch.optim, kind)([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == ["before SGD", "after SGD", "before AdamW", "after AdamW"]
+
+
+@rests_on_it("src/lockstep/config/optim.py", "packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py")
+def test_a_schedule_sets_the_first_rate_when_it_is_made() -> None:
+    """LambdaLR sets the rate of step 0 when it is made, and each step() that of the next step."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = LambdaLR(optimizer, lambda step: 1 / (step + 2))
+    rates = [optimizer.param_groups[0]["lr"]]
+    optimizer.step()
+    schedule.step()
+    rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.5, pytest.approx(1 / 3)]
+
+
+@rests_on_it("src/lockstep/tools/import_config/loops.py")
+def test_a_linear_warmup_begins_at_a_third() -> None:
+    """LinearLR begins at a third of the rate and is at the whole after total_iters, 5, unless told otherwise."""
+    known = inspect.signature(LinearLR).parameters
+    assert (known["start_factor"].default, known["end_factor"].default, known["total_iters"].default) == (1 / 3, 1.0, 5)
+
+
+@rests_on_it("src/lockstep/config/optim.py")
+def test_one_cycle_has_its_usual_numbers() -> None:
+    """OneCycleLR rises over 0.3 of the steps from 1/25 of the rate, and ends at that by 1e4, along a cosine."""
+    known = inspect.signature(torch.optim.lr_scheduler.OneCycleLR).parameters
+    assert (known["pct_start"].default, known["div_factor"].default, known["final_div_factor"].default) == (
+        0.3,
+        25,
+        1e4,
+    )
+    assert known["anneal_strategy"].default == "cos"
+
+
+@rests_on_it("src/lockstep/config/optim.py", "src/lockstep/tools/import_config/loops.py")
+def test_usual_numbers_of_optimizers() -> None:
+    """AdamW decays by 0.01 with betas 0.9, 0.999 and eps 1e-8; Adam and SGD do not decay; SGD has no momentum."""
+    usual = {
+        kind: {name: each.default for name, each in inspect.signature(getattr(torch.optim, kind)).parameters.items()}
+        for kind in ("AdamW", "Adam", "SGD")
+    }
+    assert (usual["AdamW"]["weight_decay"], usual["AdamW"]["betas"], usual["AdamW"]["eps"]) == (
+        0.01,
+        (0.9, 0.999),
+        1e-8,
+    )
+    assert (usual["AdamW"]["lr"], usual["Adam"]["weight_decay"]) == (1e-3, 0)
+    assert (usual["SGD"]["weight_decay"], usual["SGD"]["momentum"], usual["SGD"]["lr"]) == (0, 0, 1e-3)
+
+
+@rests_on_it("src/lockstep/strategies/exact/averaging.py")
+def test_an_average_begins_with_a_copy() -> None:
+    """AveragedModel copies the weights at its first update, and is their mean after several."""
+    layer = nn.Linear(1, 1, bias=False)
+    average = torch.optim.swa_utils.AveragedModel(layer)
+    for value in (1.0, 2.0, 6.0):
+        nn.init.constant_(layer.weight, value)
+        average.update_parameters(layer)
+    assert average.module.weight.item() == pytest.approx(3.0)

@@ -1,0 +1,291 @@
+"""Facts about collectives and engines of torch, seen by three processes at once, for `tests/assumptions/`.
+
+In: nothing. Out: `facts()`, name -> what each rank saw; started once in a process of tests. No lockstep.
+"""
+
+# No `from __future__ import annotations` here: DDP reads a communication hook's annotations.
+
+import functools
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+RANKS = 3
+OCTETS = torch.tensor([1.0, -0.0, float("nan"), 1e-45, -1e30])
+SEEN: dict[str, Callable[[int, Path], Any]] = {}
+
+
+def fact(see: Callable[[int, Path], Any]) -> Callable[[int, Path], Any]:
+    SEEN[see.__name__] = see
+    return see
+
+
+def facts() -> dict[str, list[Any]]:
+    """Return what each rank saw, by the names of the functions below. Errors: of the first call, each time."""
+    seen = _facts()
+    if isinstance(seen, Exception):
+        raise seen
+    return seen
+
+
+@functools.cache
+def _facts() -> dict[str, list[Any]] | Exception:
+    try:
+        return _run()
+    except Exception as error:
+        return error
+
+
+def _run() -> dict[str, list[Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(_look, (folder,), nprocs=RANKS, start_method="spawn")
+        seen = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(RANKS)]
+    return {name: [each[name] for each in seen] for name in seen[0]}
+
+
+def _look(rank: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    room = Path(folder)
+    options: dict[str, Any] = {"rank": rank, "world_size": RANKS, "timeout": timedelta(seconds=60)}
+    dist.init_process_group("gloo", init_method=f"file://{room / 'store'}", **options)
+    seen = {}
+    for name, see in SEEN.items():
+        seen[name] = see(rank, room)
+        dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{room / 'again'}", **options)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    seen["formed_again"] = total.item()
+    dist.barrier()
+    if rank < RANKS - 1:  # the last rank is gone from here on
+        try:
+            dist.all_reduce(torch.ones(8))
+            seen["rank_lost"] = ""
+        except RuntimeError as error:
+            seen["rank_lost"] = str(error)
+    else:
+        seen["rank_lost"] = ""
+    (room / f"{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
+    os._exit(0)
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    kind = torch.int32 if tensor.element_size() == 4 else torch.int16
+    return tensor.detach().contiguous().view(kind).flatten().tolist()
+
+
+@fact
+def sum_at_odd_sizes(rank: int, _: Path) -> list[list[int]]:
+    drawn = torch.Generator().manual_seed(rank)
+    summed = []
+    for size in (1, 5, 1001):
+        numbers = torch.randn(size, generator=drawn)
+        dist.all_reduce(numbers)
+        summed.append(bits(numbers))
+    return summed
+
+
+@fact
+def sum_of_integers(rank: int, _: Path) -> list[int]:
+    numbers = torch.tensor([2**53 + rank, -rank])
+    dist.all_reduce(numbers)
+    return numbers.tolist()
+
+
+@fact
+def sum_of_one_and_zeros(rank: int, _: Path) -> list[int]:
+    held = OCTETS.view(torch.int32).clone() if rank == 1 else torch.zeros(5, dtype=torch.int32)
+    dist.all_reduce(held)
+    return held.tolist()
+
+
+@fact
+def greatest_integer(rank: int, _: Path) -> int:
+    number = torch.tensor([2**53 + rank])
+    dist.all_reduce(number, op=dist.ReduceOp.MAX)
+    return int(number)
+
+
+@fact
+def sum_of_a_column(rank: int, _: Path) -> list[float]:
+    column = torch.arange(12.0).view(4, 3)[:, 0]
+    dist.all_reduce(column)
+    return column.tolist()
+
+
+@fact
+def gathered_bits(rank: int, _: Path) -> list[list[int]]:
+    boxes = [torch.empty(5) for _ in range(RANKS)]
+    dist.all_gather(boxes, OCTETS * (1 if rank == 1 else 0))
+    return [bits(box) for box in boxes]
+
+
+@fact
+def broadcast_bits(rank: int, _: Path) -> list[list[int]]:
+    sent = []
+    for kind in (torch.float32, torch.bfloat16):
+        box = OCTETS.to(kind) if rank == 0 else torch.ones(5, dtype=kind)
+        dist.broadcast(box, src=0)
+        sent.append(bits(box))
+    return sent
+
+
+@fact
+def uneven_all_to_all(rank: int, _: Path) -> list[float]:
+    """Rank r sends r + 1 numbers to each rank."""
+    mine = torch.arange(float(RANKS * (rank + 1))) + 100 * rank
+    box = torch.empty(sum(r + 1 for r in range(RANKS)))
+    dist.all_to_all_single(box, mine, [r + 1 for r in range(RANKS)], [rank + 1] * RANKS)
+    return box.tolist()
+
+
+@fact
+def messages_in_order(rank: int, _: Path) -> list[float]:
+    to, of = (rank + 1) % RANKS, (rank - 1) % RANKS
+    boxes = [torch.empty(n) for n in (3, 1, 2)]
+    works = [dist.P2POp(dist.isend, torch.full((n,), 10.0 * rank + n), to) for n in (3, 1, 2)]
+    works += [dist.P2POp(dist.irecv, box, of) for box in boxes]
+    for work in dist.batch_isend_irecv(works):
+        work.wait()
+    return [number for box in boxes for number in box.tolist()]
+
+
+@fact
+def gathered_objects(rank: int, _: Path) -> list[Any]:
+    boxes: list[Any] = [None] * RANKS
+    dist.all_gather_object(boxes, {"rank": rank, "none": None, "whole": 2**70})
+    return boxes
+
+
+@fact
+def reduce_scattered(rank: int, _: Path) -> list[float]:
+    box = torch.empty(2)
+    dist.reduce_scatter_tensor(box, torch.arange(6.0))
+    return box.tolist()
+
+
+@fact
+def rows_of_uneven_shards(rank: int, _: Path) -> list[Any]:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    layer = nn.Linear(2, 5)
+    whole = bits(layer.weight)
+    fully_shard(layer)
+    assert isinstance(layer.weight, DTensor)
+    return [layer.weight.to_local().shape[0], bits(layer.weight.full_tensor()) == whole]
+
+
+@fact
+def fsdp_gradient(rank: int, _: Path) -> list[Any]:
+    """Of gradients 1, 2 and 3; after a backward without sync; the dtype under bfloat16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    def gradient(policy: MixedPrecisionPolicy, accumulate: bool = False, summed: bool = False) -> Any:
+        layer = nn.Linear(1, RANKS, bias=False)
+        fully_shard(layer, mp_policy=policy)
+        if summed:
+            layer.set_gradient_divide_factor(1.0)
+            layer.set_force_sum_reduction_for_comms(True)
+        if accumulate:
+            layer.set_requires_gradient_sync(False)
+            layer(torch.full((1, 1), rank + 1.0)).sum().backward()
+            assert layer.weight.grad is None
+            layer.set_requires_gradient_sync(True)
+        layer(torch.full((1, 1), rank + 1.0)).sum().backward()
+        return layer.weight.grad
+
+    plain = MixedPrecisionPolicy()
+    narrow = gradient(MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return [
+        gradient(plain).full_tensor().flatten().tolist(),
+        gradient(plain, summed=True).full_tensor().flatten().tolist(),
+        gradient(plain, accumulate=True).full_tensor().flatten().tolist(),
+        str(narrow.to_local().dtype),
+    ]
+
+
+@fact
+def ddp_gradient(rank: int, _: Path) -> list[Any]:
+    """Of gradients 1, 2 and 3: averaged; after a step in no_sync; of a hook that adds; weights of rank 0."""
+
+    def replica(**options: Any) -> tuple[nn.Linear, nn.parallel.DistributedDataParallel]:
+        torch.manual_seed(rank)
+        layer = nn.Linear(1, 1, bias=False)
+        return layer, nn.parallel.DistributedDataParallel(layer, **options)
+
+    x = torch.full((1, 1), rank + 1.0)
+    layer, model = replica()
+    torch.manual_seed(0)
+    same = torch.equal(layer.weight, nn.Linear(1, 1, bias=False).weight)
+    model(x).sum().backward()
+    assert layer.weight.grad is not None
+    averaged = layer.weight.grad.item()
+    layer.weight.grad = None
+    with model.no_sync():
+        model(x).sum().backward()
+    alone = layer.weight.grad.item()
+    model(x).sum().backward()
+    accumulated = layer.weight.grad.item()
+    layer, model = replica(gradient_as_bucket_view=True)
+    buckets: list[torch.Tensor] = []
+
+    def added(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buckets.append(bucket.buffer())
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda done: done.value()[0])
+
+    model.register_comm_hook(None, added)
+    model(x).sum().backward()
+    assert layer.weight.grad is not None
+    in_bucket = layer.weight.grad.untyped_storage().data_ptr() == buckets[-1].untyped_storage().data_ptr()
+    return [same, averaged, alone, accumulated, layer.weight.grad.item(), in_bucket]
+
+
+@fact
+def checkpoint_of_unequal_values(rank: int, room: Path) -> list[float]:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({name: torch.full((4,), float(rank)) for name in "abc"}, checkpoint_id=str(room / "unequal"))
+    loaded = {name: torch.full((4,), -1.0) for name in "abc"}
+    dcp.load(loaded, checkpoint_id=str(room / "unequal"))
+    return [loaded[name][0].item() for name in "abc"]
+
+
+@fact
+def checkpoint_of_shards(rank: int, room: Path) -> bool:
+    """Whether shards of three ranks are read whole by each."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    whole = torch.arange(10.0).view(5, 2)
+    shard = distribute_tensor(whole, init_device_mesh("cpu", (RANKS,)), [Shard(0)])
+    dcp.save({"a": shard}, checkpoint_id=str(room / "shards"))
+    loaded = {"a": torch.zeros(5, 2)}
+    dcp.load(loaded, checkpoint_id=str(room / "shards"), no_dist=True)
+    return torch.equal(loaded["a"], whole)
+
+
+@fact
+def sampled_rows(rank: int, _: Path) -> list[list[int]]:
+    from torch.utils.data.distributed import DistributedSampler
+
+    sampler: DistributedSampler[int] = DistributedSampler(range(7), shuffle=False)
+    drawn: DistributedSampler[int] = DistributedSampler(range(7), seed=3)
+    orders = [list(drawn), list(drawn)]
+    drawn.set_epoch(1)
+    return [list(sampler), *orders, list(drawn)]
