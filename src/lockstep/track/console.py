@@ -280,6 +280,7 @@ class Console:
             f"rate {numbers['learning_rate']:.2e}",
             f"{numbers['examples_per_s']:,.0f} examples/s",
             f"{numbers['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in numbers else "",
+            f"MFU {100 * numbers['mfu']:.0f} %" if "mfu" in numbers else "",
             self._memory.strip(),
         ]
         parts = [part for part in parts if part]

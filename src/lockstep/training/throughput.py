@@ -116,6 +116,7 @@ class Meter:
         self._overflowed: list[Tensor] = []  # as _used, for overflow at the fp16 loss scale
         self._of_sources = SourceLosses(list(sources), (state or {}).get("sources"))
         self._since = time.perf_counter()
+        self.utilization = 0.0  # MFU of one token per second; 0: not known
 
     def state(self) -> dict[str, Any]:
         """Counts since the last log line; equal on every rank except for seconds."""
@@ -154,6 +155,8 @@ class Meter:
         }
         if not lengths:
             return numbers
+        if self.utilization:
+            numbers["mfu"] = self.utilization * line.tokens / line.seconds
         return numbers | {
             "tokens_per_s": line.tokens / line.seconds,
             "padding": line.padded / line.tokens,

@@ -108,7 +108,9 @@ class TrainState:
         self.step = state["step"]
         self.first, self._hooks_done = state.get("first", self.step), state.get("hooks_done", self.step)
         self.pending, self.line, self.scores = set(state["pending"]), dict(state.get("line", {})), {}
+        utilization = self.meter.utilization
         self.meter = Meter(state["meter"], self._sources)
+        self.meter.utilization = utilization
         if "total" in state:
             self.meter.total = Counts(**state["total"])
         self.progress = Progress.of(self._run, state["progress"])

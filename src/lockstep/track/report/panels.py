@@ -23,12 +23,18 @@ _CURVES: dict[str, dict[str, tuple[str, str]]] = {
     "gradient norm, before clipping": {"norm": ("train", "grad_norm")},
     "examples per second": {"examples": ("train", "examples_per_s")},
     "tokens per second": {"tokens": ("train", "tokens_per_s")},
+    "model FLOPs utilization (MFU), share of the GPUs' rate": {"MFU": ("train", "mfu")},
     "padding: tokens computed per real token": {
         "as it was cut": ("train", "padding"),
         "cut at random": ("train", "padding_by_chance"),
     },
 }
-_FROM_ZERO = ("learning rate", "examples per second", "tokens per second")
+_FROM_ZERO = (
+    "learning rate",
+    "examples per second",
+    "tokens per second",
+    "model FLOPs utilization (MFU), share of the GPUs' rate",
+)
 # phase -> (what the page calls it, class of its colour), in the order they are stacked
 _PHASES = {
     "data": ("waiting for data", "c1"),
