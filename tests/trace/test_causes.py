@@ -95,6 +95,22 @@ def test_other_labels_are_not_another_order(tmp_path: Path, labels: bool) -> Non
     assert ("in another order" in result.cause) is not labels
 
 
+def test_another_precision_is_named_where_losses_agree(tmp_path: Path) -> None:
+    def constant(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        z = model(x)
+        return 1 + ((z - z.detach()) * x[:, :3]).sum()
+
+    def in_half(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return constant(model, x, y)
+
+    train(tmp_path / "a", constant, nn.Linear(5, 3))
+    train(tmp_path / "b", in_half, nn.Linear(5, 3))
+    result = compare(read(tmp_path / "a"), read(tmp_path / "b"))
+    assert result.first == "gradient"
+    assert "another precision on one side" in result.cause, result.cause
+
+
 def test_an_optimizer_that_is_made_anew_is_named(tmp_path: Path) -> None:
     result = verdict(tmp_path, cross, anew=4)
     assert "after 4 steps the optimizer is made anew here" in result.cause

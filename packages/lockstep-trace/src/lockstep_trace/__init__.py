@@ -10,31 +10,16 @@ numpy.
 from __future__ import annotations
 
 import dis
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep_trace.doors import Callback
+from lockstep_trace.doors import DEFAULT, Callback, LightningCallback, Recording
 
-__all__ = ["DEFAULT", "Callback", "traced"]
+__all__ = ["DEFAULT", "Callback", "LightningCallback", "traced"]
 __version__ = "0.1.0"  # equals that of lockstep-train: tests/repo/test_packages.py
-DEFAULT = "lockstep-trace"
-
-
-def _tracer() -> Any:
-    """Return the tracer of this process: the one injected by the command, if any."""
-    if "lockstep_tracer" in sys.modules:
-        return sys.modules["lockstep_tracer"]
-    from lockstep_trace import tracer
-
-    return tracer
-
-
-def _folder(folder: str | Path | None) -> str:
-    return str(Path(folder or os.environ.get("LOCKSTEP_TRACE") or DEFAULT).absolute())
 
 
 @contextmanager
@@ -42,27 +27,16 @@ def traced(model: Any, optimizer: Any, folder: str | Path | None = None, level: 
     """Context manager that traces the steps of `optimizer` and yields the trace's folder.
 
     `model`: the module that holds the parameters, wrapped or not. `folder`: default: $LOCKSTEP_TRACE, else
-    lockstep-trace; ignored if this process is traced already. `level`: losses, gradients or modules. Not collective.
-    Errors: `ValueError` for an unknown level."""
-    tracer = _tracer()
-    from lockstep_trace import streams
-    from lockstep_trace.tracer.settings import LEVELS, Settings
-
-    if level not in LEVELS:
-        raise ValueError(f"level: invalid value {level!r}; expected one of {', '.join(LEVELS)}")
-    own = tracer.running() is None
-    recorder = tracer.begin(Settings(_folder(folder), level=level)) if own else tracer.running()
-    if folder is not None and Path(recorder.settings.folder) != Path(_folder(folder)):
-        # for example by `import lockstep_trace` in the script
-        place = recorder.settings.folder
-        streams.put(sys.stderr, f"lockstep trace: this process is traced already, into {place}; {folder} is not used\n")
+    lockstep-trace; an older trace there is replaced; not used if a command records this process. `level`: losses,
+    gradients or modules. Not collective. Errors: `ValueError` for an unknown level."""
+    recording = Recording(folder, level)
+    recorder = recording.begin()
     recorder.root(model)
     recorder.number_of(optimizer)
     try:
         yield Path(recorder.settings.folder)
     finally:
-        if own:
-            tracer.end()
+        recording.end()
 
 
 def _imported_by_script() -> bool:
@@ -85,6 +59,4 @@ def _imported_by_script() -> bool:
 
 
 if _imported_by_script() and "lockstep_tracer" not in sys.modules:
-    from lockstep_trace.tracer.settings import Settings as _Settings
-
-    _tracer().begin(_Settings(_folder(None)))
+    Recording.by_import = Recording().begin()

@@ -36,6 +36,11 @@ CLIPPED_ELSEWHERE = (
 LEFT_OUT = "a part of the step's examples was left out, or went through the model twice"
 NORM = "the gradients agree and their norm does not: it is not taken over all of them, or not over all ranks"
 NOT_FINITE = "numbers that are not finite prove nothing, also where both hold the same ones: look at the loss"
+PRECISION = "products are computed in another precision on one side: compare autocast and the model's dtype"
+ELSEWHERE = (
+    "gradients point elsewhere though the losses agree: a part of them was left out or counted "
+    "twice, or a gradient was changed"
+)
 RANDOM = (
     "random numbers (dropout, augmentation) differ between the runs, or the loss function, or inputs that no hash "
     "sees, such as a mask"
@@ -215,7 +220,7 @@ def of_loss(
             "by the number of all targets"
         )
     if {s.autocast for s in ours} != {s.autocast for s in theirs}:
-        return "products are computed in another precision on one side: compare autocast and the model's dtype"
+        return PRECISION
     for way, name in _factors(len(other.each), other.micro_batches, one.micro_batches):
         if math.isfinite(ratio) and abs(ratio / way - 1) < ROUGHLY:
             return (
@@ -434,10 +439,7 @@ def of_sums(
             "their sum by the number of all targets. If that is done: a part of the gradients was left out or "
             "counted twice"
         )
-    return (
-        "gradients point elsewhere though the losses agree: a part of them was left out or counted "
-        "twice, or a gradient was changed"
-    )
+    return ELSEWHERE
 
 
 def few(names: Sequence[str], most: int = 3) -> str:

@@ -170,7 +170,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> int:
-    """Follow a trace until its command ends, and return the command's exit status."""
+    """Follow a trace until its command or its recording ends; return the command's exit status, or 0."""
     from lockstep_trace.findings import findings, proved
     from lockstep_trace.read import about, is_trace, read
     from lockstep_trace.terminal import finding_lines
@@ -182,7 +182,8 @@ def _watch(args: argparse.Namespace) -> int:
             raise TraceError(
                 "LS9039", f"{args.folder} is not a trace; expected the folder of `lockstep-trace record -o`"
             )
-        status = about(args.folder).get("status")
+        command = about(args.folder)
+        status, complete = command.get("status"), False
         try:
             trace = read(args.folder)
         except TraceError as error:
@@ -199,6 +200,10 @@ def _watch(args: argparse.Namespace) -> int:
                 if each.code not in printed:
                     printed.add(each.code)
                     print(*finding_lines([each]), sep="\n", flush=True)
+            complete = not command and len(trace.ranks) == trace.world and all(r.ended for r in trace.ranks)
+        if complete:  # recorded without a command, whose status would be in the folder
+            print("the recording is complete")
+            return 0
         if status is not None:
             print(f"the command ended with status {status}")
             return int(status)

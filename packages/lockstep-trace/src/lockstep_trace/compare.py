@@ -352,6 +352,9 @@ def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | No
         sides = (wrong, differences, factors)
         stochastic = _stochastic(pair)
         cause = causes.of_gradient(pair.b, pair.optimizer, pair.step, sides, set(split), losses, stochastic)
+        small = all(d < WITHOUT_REFERENCE["half"]["gradient"] for d in wrong.values())
+        if (small or cause == causes.ELSEWHERE) and len({s.autocast for side in pair.records() for s in side}) > 1:
+            cause = causes.PRECISION
         where = _first_module(pair, limit, "returned", "in backward whose output gets another gradient")
         raise _Parted("gradient", (f"gradients differ: {_listed(wrong)}", *where), cause)
 

@@ -5,6 +5,7 @@ copied next to any script. See docs/how-to/trace.md.
 from __future__ import annotations
 
 import atexit
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from .recorder import Recorder
     from .settings import Settings
 
+BEGAN = "LOCKSTEP_TRACE_BEGAN"  # set while a run is traced; workers of its data loaders inherit it
 _INSTALLED: list[Hooks] = []  # one per process
 
 
@@ -30,7 +32,7 @@ def begin(settings: Settings) -> Recorder:
         _INSTALLED.append(hooks)
         atexit.register(end)
     end()
-    recorder = Recorder(settings, Writer(Path(settings.folder)))
+    recorder = Recorder(settings, Writer(Path(settings.folder), settings.replace))
     _INSTALLED[0].recorder = recorder
     if new:
         watch(_INSTALLED[0])
@@ -42,6 +44,7 @@ def end() -> None:
     if _INSTALLED and (recorder := _INSTALLED[0].recorder) is not None:
         _INSTALLED[0].guarded(recorder.end)
         _INSTALLED[0].recorder = None
+        os.environ.pop(BEGAN, None)
 
 
 def running() -> Recorder | None:

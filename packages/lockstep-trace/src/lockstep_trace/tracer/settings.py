@@ -13,13 +13,15 @@ LEVELS = ("losses", "gradients", "modules")
 @dataclass(frozen=True)
 class Settings:
     """Settings of the recorder. `folder`: folder of the trace. `every`: measure each N-th step. `steps`: stop after so
-    many steps; None: never. `perturb`: flip the last bit of half of the weights before the first forward."""
+    many steps; None: never. `perturb`: flip the last bit of half of the weights before the first forward. `replace`:
+    replace what an earlier run left in the folder; False if a command has prepared it."""
 
     folder: str
     every: int = 1
     steps: int | None = None
     level: str = "gradients"
     perturb: bool = False
+    replace: bool = False
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import json
+import multiprocessing
 import os
 import socket
 import sys
@@ -19,15 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import BEGAN
+
 FORMAT = 1
 
 
 class Writer:
     """Appends the records of this process to its file, which is created with the first record, when the rank is known.
-    Errors do not propagate to the script: a full disk ends the trace with a warning."""
+    Errors do not propagate to the script: a full disk ends the trace with a warning. `replace`: the files of an earlier
+    run are removed first, those of this rank by each rank and those of higher ranks by rank 0."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, replace: bool = False) -> None:
         self.folder = folder
+        self.began = _beginning() if replace else None
         self.failed = False
         self._file: Any = None
         self._pid = 0
@@ -48,6 +53,8 @@ class Writer:
         rank, world = rank_and_world()
         self._pid = os.getpid()
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.began is not None:
+            _remove_earlier(self.folder, self.began, rank, world)
         host = socket.gethostname().replace("/", "_")
         self._file = (self.folder / f"rank-{rank:05d}-{host}-{self._pid}.jsonl").open("a", encoding="utf-8")
         head = {
@@ -62,6 +69,27 @@ class Writer:
             "time": time.time(),
         }
         self._file.write(json.dumps(head) + "\n")
+
+
+def _beginning() -> float | None:
+    """Return the time at which this run began, or None if torchrun has restarted it: its earlier files stay."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0"):
+        return None
+    if multiprocessing.parent_process() is None or BEGAN not in os.environ:
+        os.environ[BEGAN] = repr(time.time())
+    return float(os.environ[BEGAN])
+
+
+def _remove_earlier(folder: Path, began: float, rank: int, world: int) -> None:
+    """Remove the files that an earlier run wrote. Those of other running ranks stay, whenever they began."""
+    for path in folder.glob("rank-*-*.jsonl"):
+        number = path.name.split("-")[1]
+        of = int(number) if number.isdigit() else -1
+        if (of == rank or (rank == 0 and of >= world)) and path.stat().st_mtime < began:
+            path.unlink()
+    about = folder / "trace.json"  # of a command, which did not start this run
+    if rank == 0 and about.is_file() and about.stat().st_mtime < began:
+        about.unlink()
 
 
 def rank_and_world() -> tuple[int, int]:
