@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep_trace.doors import DEFAULT, Callback, LightningCallback, Recording
+from lockstep_trace.doors import DEFAULT, Callback, LightningCallback, ScopedTrace
 
 __all__ = ["DEFAULT", "Callback", "LightningCallback", "traced"]
 __version__ = "0.1.0"  # equals that of lockstep-train: tests/repo/test_packages.py
@@ -29,7 +29,7 @@ def traced(model: Any, optimizer: Any, folder: str | Path | None = None, level: 
     `model`: the module that holds the parameters, wrapped or not. `folder`: default: $LOCKSTEP_TRACE, else
     lockstep-trace; an older trace there is replaced; not used if a command records this process. `level`: losses,
     gradients or modules. Not collective. Errors: `ValueError` for an unknown level."""
-    recording = Recording(folder, level)
+    recording = ScopedTrace(folder, level)
     recorder = recording.begin()
     recorder.root(model)
     recorder.number_of(optimizer)
@@ -59,4 +59,4 @@ def _imported_by_script() -> bool:
 
 
 if _imported_by_script() and "lockstep_tracer" not in sys.modules:
-    Recording.by_import = Recording().begin()
+    ScopedTrace.by_import = ScopedTrace().begin()

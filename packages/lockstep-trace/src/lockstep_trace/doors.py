@@ -22,7 +22,7 @@ DEFAULT = "lockstep-trace"  # folder of a trace
 LIGHTNING = ("lightning.pytorch", "pytorch_lightning")  # one library under two names, with a class each
 
 
-class Recording:
+class ScopedTrace:
     """A trace of a part of a process. A command that records the process has precedence over it; `import
     lockstep_trace` has not, if a folder or a level is given that is another.
 
@@ -44,7 +44,7 @@ class Recording:
         tracer, folder = running_tracer(), _absolute(self.folder)
         recorder = tracer.running()
         other = recorder is not None and self.folder is not None and recorder.settings.folder != folder
-        if recorder is not None and recorder is Recording.by_import:
+        if recorder is not None and recorder is ScopedTrace.by_import:
             if other or recorder.settings.level != self.level:
                 recorder = None
         elif other:
@@ -86,7 +86,7 @@ class Callback:
     without communication. Errors: `ValueError` for an unknown level."""
 
     def __init__(self, folder: str | Path | None = None, level: str = "gradients") -> None:
-        self._recording = Recording(folder, level)
+        self._recording = ScopedTrace(folder, level)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the trace before Trainer's first step."""
@@ -133,7 +133,7 @@ def _lightning_class() -> Any:
         self.recording.end()
 
     def init(self: Any, folder: str | Path | None, level: str) -> None:
-        self.recording = Recording(folder, level)
+        self.recording = ScopedTrace(folder, level)
 
     def reduce(self: Any) -> Any:  # for ranks that are spawned
         return LightningCallback, (self.recording.folder, self.recording.level)
@@ -148,7 +148,7 @@ def run_script(words: list[str]) -> None:
     `accelerate launch -m lockstep_trace train.py --lr 1e-3` calls this on each rank. `words`: the script and its
     arguments."""
     if running_tracer().running() is None:
-        Recording().begin()
+        ScopedTrace().begin()
     sys.argv = words
     sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
     runpy.run_path(words[0], run_name="__main__")
