@@ -328,7 +328,9 @@ def _result(folder: Path, status: int) -> Result:
     done = status == 0 and export.is_dir()
     if done and (scores := history.scores_of(folder)):
         metrics |= {split: {"step": scores["step"], **split_scores} for split, split_scores in scores["splits"].items()}
-    state: Literal["done", "stopped", "submitted"] = "done" if done else "stopped" if status == STOPPED else "submitted"
+    state: Literal["done", "stopped", "submitted"] = "stopped" if status == STOPPED else "submitted"
+    if done:
+        state = "done"
     return Result(state, folder, metrics, export if done else None)
 
 

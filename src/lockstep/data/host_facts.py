@@ -128,7 +128,9 @@ def _kind(name: str, value: Any) -> type[Facts] | None:
         return TargetPlaces
     if value.dim() != 2:
         return None
-    return RealTokens if name in MASKS else TextsOfRows if name == POSITIONS else None
+    if name in MASKS:
+        return RealTokens
+    return TextsOfRows if name == POSITIONS else None
 
 
 def _looked_up(name: str, value: Any) -> Facts | None:

@@ -234,7 +234,9 @@ def write(
     record where documents start, see `separate`. `cut`: record truncation, see `beginnings`. `openings`: store tokens
     that no token precedes. The caller holds the lock. `key` identifies the inputs. Errors: `RunError` if the cache
     cannot be written."""
-    schema = WITH_STARTS if starts else WITH_LEFT if cut and not packed else SCHEMA
+    schema = WITH_LEFT if cut and not packed else SCHEMA
+    if starts:
+        schema = WITH_STARTS
     schema = _with_openings(schema) if openings else schema
     if not packed:
         return arrow_cache.write_split(

@@ -51,7 +51,8 @@ def _words(tokenizer: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     if settings["model"].get("continuing_subword_prefix") == "##" and settings["model"]["type"] == "WordPiece":
         return np.array([not token.startswith("##") for token in tokens]), np.ones(len(tokens), np.int8)
-    sign = "\u0120" if "ByteLevel" in kinds else "\u2581" if "Metaspace" in kinds else None
+    signs = {"ByteLevel": "\u0120", "Metaspace": "\u2581"}  # which begin a word
+    sign = next((sign for kind, sign in signs.items() if kind in kinds), None)
     if sign is None:
         return None, None
     begins = [token.startswith(sign) or not _goes_on(token[0]) for token in tokens]

@@ -33,7 +33,8 @@ def open_store(host: str, port: int, several: bool, timeout_s: float) -> TCPStor
     inside = ipaddress.ip_address(address.partition("%")[0]).is_loopback
     everywhere = several and inside
     try:
-        listener = _listener(("::" if ":" in address else "0.0.0.0") if everywhere else address, port)
+        every = "::" if ":" in address else "0.0.0.0"
+        listener = _listener(every if everywhere else address, port)
     except OSError as caught:
         raise network.NetworkError(
             "LS7040", f"{host}:{port} cannot be opened on this machine: {caught.strerror}"

@@ -166,7 +166,9 @@ class Slurm(SubmittedJob):
             where = shlex.quote(str(run.folder))
             console.say(f"the job goes on: lockstep logs --follow {where} shows it, lockstep stop {where} ends it")
             return 130
-        return last[0].status if last[0].status is not None else STOPPED if last[0].word == "stopped" else FAILED
+        if last[0].status is not None:
+            return last[0].status
+        return STOPPED if last[0].word == "stopped" else FAILED
 
     # -- the file ----------------------------------------------------------------------------------------------------
 

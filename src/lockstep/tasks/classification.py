@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 def objective_of(options: ClassificationOptions) -> type[Objective]:
     """The objective class for these options."""
-    return RegressionObjective if options.regression else SeveralLabels if options.multi_label else OneLabel
+    if options.regression:
+        return RegressionObjective
+    return SeveralLabels if options.multi_label else OneLabel
 
 
 class Classification(TextTask, Streams, LabelTask):
@@ -279,7 +281,9 @@ class Classification(TextTask, Streams, LabelTask):
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
-        kind = SeveralLabels if "labels" in answer else OneLabel if "label" in answer else RegressionObjective
+        kind: type[Objective] = SeveralLabels if "labels" in answer else RegressionObjective
+        if "label" in answer:
+            kind = OneLabel
         return kind.format_answer(answer) + "  " + "\t".join(row)
 
 

@@ -308,7 +308,9 @@ def run_to_recompute(
     values: dict[str, Any] = trained.model_dump(mode="json")
     if strategy is None:
         exact = plugins.find("strategies", trained.strategy.name).gives_bits(trained)  # type: ignore[attr-defined]
-        strategy = "single" if exact and processes == 1 else "ddp" if exact else trained.strategy.name
+        strategy = trained.strategy.name
+        if exact:
+            strategy = "single" if processes == 1 else "ddp"
     if strategy not in ("own", trained.strategy.name):
         values["strategy"] |= {"name": strategy, "options": {}}
     fields = type(trained.launch).model_fields  # without those of its launcher

@@ -96,7 +96,9 @@ class SdcCheck:
         decided = world.all_gather(self._recompute(batch, chosen, third))[third]
         who = {witness: f"rank {witness} on {hosts[witness]}", owner: f"rank {owner} on {hosts[owner]}, its owner,"}
         second = "its own second computation" if owner == witness else who[witness]
-        wrong = [witness] if decided == hashes[0] else [owner] if decided == hashes[1] else []
+        wrong = list[int]()
+        if decided in hashes:  # the other one of the two is wrong
+            wrong = [witness if decided == hashes[0] else owner]
         verdict = (
             f"a third computation shows that {who[wrong[0]]} was wrong"
             if wrong

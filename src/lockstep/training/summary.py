@@ -159,7 +159,9 @@ def score_rows(scores: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
 
     def cell(split: str, name: str) -> str:
         value = scores[split].get(name)  # missing if the split has no examples of that mixture source
-        return "" if value is None else f"{value:,.0f}" if name == "examples" else f"{value:.4f}"
+        if value is None:
+            return ""
+        return f"{value:,.0f}" if name == "examples" else f"{value:.4f}"
 
     names = list(dict.fromkeys(name for metrics in scores.values() for name in metrics))
     rows = [["", *names], *([split, *(cell(split, name) for name in names)] for split in scores)]

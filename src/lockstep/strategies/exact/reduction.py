@@ -163,7 +163,9 @@ class Scatter:
             self._travelling.add(self._in_stages(nodes, like, order))
             return
         mine = [nodes[node] for node in self._layout[self._rank]]
-        laid = mine[0] if len(mine) == 1 else torch.stack(mine, 1) if mine else like.new_empty(0)
+        laid = like.new_empty(0)
+        if mine:
+            laid = mine[0] if len(mine) == 1 else torch.stack(mine, 1)
         self.submit_laid(laid.view(-1), [like.shape[1]] * self._ranks)
 
     def submit_laid(
@@ -260,7 +262,9 @@ def in_order(rows: Tensor, has: tuple[int, ...], order: tuple[int, ...]) -> Tens
 
 def _together(parts: list[Tensor]) -> Tensor | None:
     """Return one message; a single partial node needs no copy."""
-    return None if not parts else parts[0] if len(parts) == 1 else torch.stack(parts)
+    if len(parts) > 1:
+        return torch.stack(parts)
+    return parts[0] if parts else None
 
 
 class Exchange:

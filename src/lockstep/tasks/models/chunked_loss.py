@@ -233,7 +233,9 @@ class _Loss(torch.autograd.Function):
         with torch.autocast(weight.device.type, enabled=False):
             missing = head_padding.missing_rows(len(weight), dtype, weight.device)
             matrix = pad(weight.to(dtype), (0, 0, 0, missing)) if missing else weight.to(dtype)
-            vector = bias if bias is None else pad(bias.to(dtype), (0, missing)) if missing else bias.to(dtype)
+            vector = None if bias is None else bias.to(dtype)
+            if vector is not None and missing:
+                vector = pad(vector, (0, missing))
             to_states = torch.zeros_like(states) if needs_grad[0] else None
             to_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad[3] else None
             to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_grad[4] else None

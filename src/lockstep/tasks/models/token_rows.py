@@ -110,7 +110,7 @@ def check(run: Run, head: str, tokenizers: Tokenizers) -> list[str]:
 def other_tokens(run: Run, tokenizer: Any) -> list[str]:
     """A note if ids of the run's tokenizer mean other tokens than in the pretrained model's. Empty if the model has no
     tokenizer that can be loaded."""
-    key = "tokenizer.train" if run.tokenizer.train else "tokenizer.source" if run.tokenizer.source else None
+    key = next((f"tokenizer.{name}" for name in ("train", "source") if getattr(run.tokenizer, name)), None)
     if run.model.source is None or key is None or run.tokenizer.source == run.model.source:
         return []
     from transformers import AutoTokenizer

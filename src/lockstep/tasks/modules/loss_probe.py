@@ -496,9 +496,11 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if not (name.startswith("_") and name.endswith(("hooks", "_parameters", "_buffers", "_modules"))):
-                attributes[f"{path}.{name}" if path else name] = value.clone() if isinstance(value, Tensor) else (
-                    list(value) if isinstance(value, list) else dict(value) if isinstance(value, dict) else value
-                )  # fmt: skip
+                if isinstance(value, Tensor):
+                    value = value.clone()
+                elif isinstance(value, list | dict):
+                    value = copy.copy(value)
+                attributes[f"{path}.{name}" if path else name] = value
     return attributes
 
 

@@ -35,7 +35,9 @@ def number(value: object) -> str:
     size = abs(value)
     if size >= 1e15:
         return f"{value:.4g}".replace("e+", "e")
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}" if size >= 1e-3 else f"{value:.2g}".replace("e-0", "e-")
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if size >= 1e-3 else f"{value:.2g}".replace("e-0", "e-")
 
 
 def seconds(value: float) -> str:

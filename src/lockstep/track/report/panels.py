@@ -355,7 +355,9 @@ def _unusual(history: History) -> list[str]:
 def _differed(event: Mapping[str, Any]) -> str:
     """Describe a finding of `sdc_check`."""
     out = ", ".join(map(str, event.get("out", [])))
-    then = f"{out} computed wrongly and left" if out else "computed once more" if event.get("retried") else "stopped"
+    then = "computed once more" if event.get("retried") else "stopped"
+    if out:
+        then = f"{out} computed wrongly and left"
     return f"in step {event.get('step', 0) + 1:,} ranks did not come to the same bits: {then}"
 
 

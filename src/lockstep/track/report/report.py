@@ -262,7 +262,9 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _value(value: object) -> str:
-    return "" if value is None else charts.number(value) if isinstance(value, int | float) else str(value)
+    if value is None:
+        return ""
+    return charts.number(value) if isinstance(value, int | float) else str(value)
 
 
 def _for_page(value: Any) -> Any:
