@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -213,6 +214,30 @@ def test_tags_are_the_texts_of_the_file(tmp_path: Path) -> None:
     stream = {"train": data["source"], "validation": save(tmp_path / "v.jsonl", tagged(TAGS)), "stream": True}
     with raises("LS3400", "row 0 holds '01'", "row 3 holds 5"):
         facts(stream, name="token_classification")
+
+
+@pytest.mark.processes
+def test_shards_of_a_stream_hold_tags_of_one_kind(tmp_path: Path) -> None:
+    """ "1" and 1 are one tag only where the run file says so."""
+    save(tmp_path / "a-0.jsonl", tagged(["1", "O", "2", "O", "O", "O"]))
+    save(tmp_path / "a-1.jsonl", tagged([1, 2, 2, 1, 1, 1]))
+    stream = {"train": str(tmp_path / "a-*.jsonl"), "stream": True}
+    stream |= {"validation": save(tmp_path / "v.jsonl", tagged(["1", "O", "2", "O", "O", "O"]))}
+    with raises("LS3460", "a-0.jsonl hold '1'", "a-1.jsonl hold 1"):
+        facts(stream, name="token_classification")
+    declared = facts(stream | {"types": {"tags": "text"}}, name="token_classification")
+    assert declared["labels"] == ["1", "2", "O"]
+
+
+def test_a_number_that_a_class_label_column_has_no_name_for(tmp_path: Path) -> None:
+    kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
+    some = {"text": [sentence(i) for i in range(48)], "label": [i % 2 for i in range(48)]}
+    datasets.Dataset.from_dict(some, features=kinds).to_parquet(tmp_path / "a.parquet")
+    table = pq.read_table(tmp_path / "a.parquet")
+    pq.write_table(table.set_column(1, table.schema.field("label"), [[7] * 48]), tmp_path / "t.parquet")
+    data = {"train": str(tmp_path / "a.parquet"), "test": str(tmp_path / "t.parquet")}
+    with raises("LS2103", "label 7 (row 0)", "numbered 0 to 1 (bad, good)"):
+        facts(data)
 
 
 def test_words_are_the_texts_of_the_file(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from lockstep.data import hub as hub_names
 from support.command import LOCKSTEP
 from support.hub_jobs import PUSH, RUN, Command, finished, hub, lockstep, process, trained
 from support.hub_server import Hub
+from support.messages import mentions
 
 __all__ = ["finished", "hub", "lockstep", "trained"]  # fixtures
 
@@ -152,3 +153,62 @@ def test_only_what_may_be_on_the_hub_is_asked_of_it(tmp_path: Path) -> None:
     assert hub_names.names_hub(Run.load(local | {"tokenizer": "some/tokenizer"}))
     assert not hub_names.names_hub(Run.load(local | {"data": "builtin/emotion"}))
     assert not hub_names.names_hub(Run.load(local | {"data": {"source": "s3://bucket/set", "train": "a.csv"}}))
+
+
+PAGE = b"---\nlicense: mit\n---\n# set"
+DECLARED = (
+    b"---\ndataset_info:\n  features:\n  - {name: text, dtype: string}\n  - {name: label, dtype: string}\n---\n# set"
+)
+SEMICOLONS = (
+    b"---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: data/*.csv}\n  sep: ;\n---\n# set"
+)
+OWN_OPTIONS = SEMICOLONS.replace(b"sep: ;", b"skiprows: 1")
+READ = """
+import sys
+from lockstep.config.run import RunError, load
+from lockstep.data import source
+from lockstep.data.column_types import ColumnUse
+for name in sys.argv[1:]:
+    run = load(None, [], {"data": "user/" + name, "task": "classification", "model": "builtin/tiny"})
+    try:
+        read = source.load(run.data, 0, None, {"task.text": "text", "task.label": "label"}, None, {"label": "label"})
+        print(name, read.splits["train"]["label"][:], *read.notes)
+    except RunError as error:
+        print(name, error)
+"""
+
+
+@pytest.mark.processes
+def test_labels_on_the_hub_are_the_texts_in_the_files(hub: Hub, tmp_path: Path, cache: Path) -> None:
+    """`datasets` reads "01" as 1 among numbers and in tables, and drops "null" and "NA"."""
+    labels = ["01", "1", 1, "null", "007", "x", "2020-01-01"]
+    mixed = "\n".join(json.dumps({"text": f"word {i}", "label": label}) for i, label in enumerate(labels)).encode()
+    tables = {"numbers": ["01", "1", "2"], "words": ["NA", "null", "x"]}
+    table = {name: "\n".join(["text,label", *(f"a,{label}" for label in some)]) for name, some in tables.items()}
+    hub.put("datasets", "user/mixed", {"train.jsonl": mixed, "README.md": PAGE})
+    hub.put("datasets", "user/declared", {"train.jsonl": mixed, "README.md": DECLARED})
+    for name, text in table.items():
+        hub.put("datasets", f"user/{name}", {"train.csv": text.encode(), "README.md": PAGE})
+    hub.put(
+        "datasets",
+        "user/semicolons",
+        {"data/a.csv": table["numbers"].replace(",", ";").encode(), "README.md": SEMICOLONS},
+    )
+    odd = f"a remark\n{table['numbers']}"
+    hub.put("datasets", "user/options", {"data/a.csv": odd.encode(), "README.md": OWN_OPTIONS})
+    odd_json = OWN_OPTIONS.replace(b"*.csv", b"*.jsonl").replace(b"skiprows: 1", b"encoding_errors: replace")
+    hub.put("datasets", "user/refused", {"data/a.jsonl": mixed, "README.md": odd_json})
+    names = ["refused", "mixed", "declared", "numbers", "words", "semicolons", "options"]
+    done = process(tmp_path, cache, hub, sys.executable, "-c", READ, *names)
+    assert done.returncode == 0, done.stderr
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert said["mixed"] == str(labels)
+    assert mentions(said["refused"], "LS2460", "'label'", "user/refused", "data.train")
+    assert said["declared"] == str([str(label) for label in labels])
+    for name in ("numbers", "semicolons"):
+        assert said[name].startswith("['01', '1', '2'] column 'label' holds whole numbers"), said[name]
+    assert said["words"] == "['NA', 'null', 'x']"
+    assert said["options"].startswith("[1, 1, 2] column 'label' of the train split of user/options was read as numbers")
+    code = f"import os\nos.environ['HF_HUB_OFFLINE'] = '1'\n{READ}"
+    offline = process(tmp_path, cache, hub, sys.executable, "-c", code, *names)
+    assert offline.stdout == done.stdout, offline.stderr

@@ -94,7 +94,7 @@ def table_of(columns: Mapping[str, list[Any]], features: Features) -> pa.Table:
 
     arrays = {}
     for name, values in columns.items():
-        json_inside = _has_json(features[name])
+        json_inside = has_json(features[name])
         try:
             written = [_written(value, features[name]) for value in values] if json_inside else values
             arrays[name] = pa.array(written, _stored(features[name]))
@@ -133,10 +133,11 @@ def is_json(feature: Any) -> bool:
     return type(feature).__name__ == "Json"
 
 
-def _has_json(feature: Any) -> bool:
+def has_json(feature: Any) -> bool:
+    """Whether a type is JSON, or holds JSON."""
     if isinstance(feature, Mapping):
-        return any(map(_has_json, feature.values()))
-    return is_json(feature) or ((inner := getattr(feature, "feature", None)) is not None and _has_json(inner))
+        return any(map(has_json, feature.values()))
+    return is_json(feature) or ((inner := getattr(feature, "feature", None)) is not None and has_json(inner))
 
 
 def _written(value: Any, feature: Any) -> Any:

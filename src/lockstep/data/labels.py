@@ -122,11 +122,15 @@ def codes_of(splits: dict[str, Dataset], column: str, label_names: list[str] | N
     for split, dataset in splits.items():
         if (unknown := set(distinct(dataset, column, split)) - train_labels) != set():
             row, label = _first(dataset, column, lambda label: label in unknown)
+            there = f"which is not in the train split; the train split has {', '.join(map(repr, values[:20]))}"
+            if feature_names:
+                listed = f"{', '.join(feature_names[:20])}{', ...' if len(feature_names) > 20 else ''}"
+                there = f"but the labels of its column are numbered 0 to {len(feature_names) - 1} ({listed})"
+            mend = "Correct the label" if feature_names else "Correct the label, add rows with it to train"
             raise RunError(
                 "LS2103",
-                f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which is not in "
-                f"the train split; the train split has {', '.join(map(repr, values[:20]))}. Correct the label, add "
-                "rows with it to train, or set data.drop_unusable=true to leave such rows out",
+                f"task.label: the {split} split of {name} has the label {label!r} (row {row}), {there}. {mend}, or set "
+                "data.drop_unusable=true to leave such rows out",
             )
     return Codes(column, list(names), values)
 

@@ -43,7 +43,7 @@ FORMATS = {
 }
 _SAVED = re.compile(r"(data-\d{5}-of-\d{5}|dataset)\.arrow")
 _ABOUT = ("state.json", "dataset_info.json")  # metadata files of save_to_disk
-VERSION = 2  # version of row reading; part of the key of prepared data
+VERSION = 3  # version of row reading; part of the key of prepared data
 INDEX = "__index_level_0__"  # column in which pandas stores an unnamed index
 READ = (
     f"{', '.join(FORMATS)} (all but .parquet and .arrow also with {', '.join(file_formats.ENDINGS)} after it; .tar "

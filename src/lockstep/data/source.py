@@ -25,11 +25,20 @@ import numpy as np
 from lockstep.config.data_sources import OWN, USUAL, OneSource, is_address
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import annotated, arrow_cache, column_types, file_formats, labels, remote, row_files, usable_rows
+from lockstep.data import (
+    annotated,
+    arrow_cache,
+    column_types,
+    file_formats,
+    hub_rows,
+    labels,
+    remote,
+    row_files,
+    usable_rows,
+)
 from lockstep.data import hub as pinning
 from lockstep.data.arrow_cache import digest, examples_in
 from lockstep.data.column_types import ColumnUse, Kind
-from lockstep.data.hub import downloading, explained
 from lockstep.data.usable_rows import TokenCounts
 
 if TYPE_CHECKING:
@@ -368,7 +377,8 @@ def _load(
             "LS2244", f"data.stream: {data.source} has no shards to stream; name files or a data set of the Hub"
         )
     else:
-        source = _from_hub(data)
+        hub = hub_rows.load(data, use)
+        source = Source(data.source or "", hub.splits, notes=hub.notes, of_texts=hub.of_texts)
     if "train" not in source.splits and not data.stream:
         raise RunError(
             "LS2245", f"data.train: {source.name} has no training split; name the split or its files in data.train"
@@ -389,7 +399,7 @@ def _load(
 def _typed(source: Source, data: DataSection, use: ColumnUse) -> Source:
     """Apply `data.types`, and convert labels of tables and lines to integers if all are integers. Errors:
     `RunError`."""
-    splits, notes = dict(source.splits), []
+    splits, notes = dict(source.splits), list(source.notes)
     for split, rows in splits.items():
         column_types.check_names(data.types, rows.column_names, f"the {split} split of {source.name}")
         splits[split] = column_types.declared(rows, data.types, split, source.name)
@@ -583,43 +593,6 @@ def _emotion(seed: int) -> dict[str, Dataset]:
     )
     columns = builtin.emotion(seed, train=12_000)
     return {name: datasets.Dataset.from_dict(split, features=features) for name, split in columns.items()}
-
-
-def _from_hub(data: DataSection) -> Source:
-    import datasets
-
-    assert data.source is not None
-    try:
-        with downloading(data.source, "dataset"):
-            dataset = datasets.load_dataset(data.source, data.config, revision=data.revision)
-    except Exception as error:  # network, permission, missing data set or config: user errors
-        raise RunError(
-            "LS2252",
-            f"data.source: {data.source!r} is not a local file or folder, and loading it from the Hub failed: "
-            f"{explained(error, data.revision)}",
-        ) from error
-    for name, rows in dataset.items():
-        if row_files.INDEX in rows.column_names and rows.info.builder_name == "csv":  # rows wider than the header
-            raise RunError(
-                "LS2253",
-                f"data.source: the {name} split of {data.source} is a table whose rows have more cells than its "
-                "header, which shifts every value by one column; download the files and name them in "
-                "data.train",
-            )
-    splits: dict[str, Dataset] = {}
-    for split, usual in USUAL.items():
-        split_name = getattr(data, split)
-        for name in [split_name] if split_name is not None else usual:
-            if name in dataset:
-                splits[split] = dataset[name]
-                break
-        else:
-            if split_name is not None:
-                raise RunError(
-                    "LS2254",
-                    f"data.{split}: {data.source} has no split {split_name!r}; it has {', '.join(map(str, dataset))}",
-                )
-    return Source(data.source, {split: row_files.without_index(rows) for split, rows in splits.items()})
 
 
 def _quiet() -> None:

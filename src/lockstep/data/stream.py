@@ -126,10 +126,14 @@ class StreamingSource:
         read = source.source_columns(self.entry, self.columns).values()
         return list(dict.fromkeys([*read, *self.data.filter, *(self.data.types or ())]))
 
+    def typed(self, chunk_rows: Rows, file: Path) -> Dataset:
+        """All rows of a chunk, with the types of `data.types`. Errors: `RunError`."""
+        rows = _dataset(chunk_rows, self.column_paths, file, self.data.drop_missing, self.within)
+        return column_types.declared(rows, self.data.types, "train", file.name)
+
     def usable(self, chunk_rows: Rows, file: Path) -> Used:
         """Select the usable rows of a chunk. Errors: `RunError`."""
-        rows = _dataset(chunk_rows, self.column_paths, file, self.data.drop_missing, self.within)
-        rows = column_types.declared(rows, self.data.types, "train", file.name)
+        rows = self.typed(chunk_rows, file)
         _, holds = usable_rows.holding(rows, self.data, "train", file.name, None)
         some = rows if holds.all() else rows.select(np.flatnonzero(holds))
         if len(some):

@@ -5,6 +5,7 @@ In: a run file as a mapping. Out: rows by split as mappings, in the order of the
 
 import glob
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -201,11 +202,42 @@ def read(data: dict, task: dict) -> Splits:
 
         hub = datasets.load_dataset(source, data["config"], revision=data["revision"])
         names = {s: next((w for w in [named.get(s), *words] if w in hub), None) for s, words in USUAL.items()}
+        if {rows.info.builder_name for rows in hub.values()} & {"json", "csv"}:
+            return _untyped(data, task, {split: name for split, name in names.items() if name}, hub)
         return {split: list(hub[name]) for split, name in names.items() if name}
     files |= {split: _files(value, root) for split, value in named.items()}
     read = {s: [(file, row) for file in some for row in _rows(file, data, task)] for s, some in files.items() if some}
     _number_labels([pair for pairs in read.values() for pair in pairs], data, task)
     return {split: [_declared(row, data["types"] or {}) for _, row in pairs] for split, pairs in read.items()}
+
+
+def _untyped(data: dict, task: dict, names: dict[str, str], hub: Any) -> Splits:
+    """Read JSON and CSV files of the Hub as local ones: `datasets` would guess the types of their columns. Errors:
+    `NotCovered` if their page says how to read them."""
+    import datasets
+    from huggingface_hub import constants, hf_hub_download, snapshot_download
+
+    source, revision = data["source"], data["revision"]
+    if offline := constants.HF_HUB_OFFLINE:
+        source = snapshot_download(source, repo_type="dataset", revision=revision, local_files_only=True)
+    with tempfile.TemporaryDirectory() as cache:
+        how = {} if offline else {"revision": revision}
+        builder = datasets.load_dataset_builder(source, data["config"], cache_dir=cache, **how)
+    if builder.info.features is not None:
+        raise NotCovered(f"data.source: the page of {data['source']} declares types of its columns")
+    if getattr(builder.config, "sep", ",") != ",":
+        data = data | {"separator": builder.config.sep}
+    pairs: dict[str, list[tuple[Path, Row]]] = {split: [] for split in names}
+    for split, name in names.items():
+        for address in {str(key): value for key, value in builder.config.data_files.items()}[name]:
+            repository, _, place = str(address).removeprefix("hf://datasets/").partition("@")
+            commit, _, path = place.partition("/")
+            file = address if offline else hf_hub_download(repository, path, repo_type="dataset", revision=commit)
+            pairs[split] += [(Path(file), row) for row in _rows(Path(file), data, task)]
+        if len(pairs[split]) != len(hub[name]):
+            raise NotCovered(f"data.source: the page of {data['source']} says how its files are read")
+    _number_labels([pair for each in pairs.values() for pair in each], data, task)
+    return {split: [_declared(row, data["types"] or {}) for _, row in each] for split, each in pairs.items()}
 
 
 def _number_labels(pairs: list[tuple[Path, Row]], data: dict, task: dict) -> None:

@@ -25,6 +25,7 @@ from lockstep.data import labels, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.data.column_types import Kind
+from lockstep.data.stream import Stream
 from lockstep.tasks.models import head_labels, heads
 from lockstep.tasks.models.head_labels import HeadLabels
 from lockstep.tasks.own_metrics import listed
@@ -41,6 +42,31 @@ _READ = {"B": "B", "I": "I", "M": "I", "E": "E", "L": "E", "S": "S", "U": "S", "
 _PREFIX = r"(?P<letter>[^\W\d_])[-_](?P<kind>.+)"  # B-PER, B_PER
 _OTHERS = (r"(?P<kind>.+)[-_](?P<letter>[^\W\d_])", r"(?P<letter>[A-Z])(?P<kind>)")  # PER-B, B
 _OUTSIDE = ("", "")
+
+
+def _check_one_kind(rows: Stream) -> None:
+    """Errors: `RunError` if a stream holds tags as numbers and as texts, in different chunks."""
+    kinds: dict[type, str] = {}  # type of tag -> first rows with it
+    for part in rows.parts:
+        column = source.source_columns(part.entry, part.columns)["task.tags"]
+        for file in part.files:
+            for chunk, some in part.opened(file).walk():
+                typed = part.typed(some, file)
+                if column not in typed.column_names or getattr(
+                    getattr(typed.features[column], "feature", None), "names", None
+                ):
+                    continue  # names of a parquet file
+                for _, lists in usable_rows.lists(typed, column):
+                    for tag in (tag for tags in lists for tag in tags or () if tag is not None):
+                        if type(tag) not in kinds:
+                            where = f"rows {chunk.row:,} to {chunk.row + chunk.rows - 1:,} of {part.display_name(file)}"
+                            kinds[type(tag)] = f"{where} hold {repr(tag)[:40]}"
+    if len(kinds) > 1:
+        raise RunError(
+            "LS3460",
+            f"task.tags: the train split mixes tags of several kinds: {', '.join(kinds.values())}; write all of them "
+            "as strings, or set data.types={COLUMN: text} for the column of the tags",
+        )
 
 
 def parts(tags: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -197,6 +223,8 @@ class TokenClassification(PerToken):
         else:
             of_chunks = data.rows.gather(lambda some: sorted(_tags(some)), "tags", "looking for the tags of the shards")
             names = sorted({tag for tags in of_chunks for tag in tags})
+            if any(tag.isdecimal() for tag in names):
+                _check_one_kind(data.rows)
         tags = head_labels.in_model_order(data.run, cls.head, names, names)
         parts(tags.names)  # refuses unknown tag schemes
         return tags
