@@ -116,14 +116,33 @@ def _command(name: str, words: list[str]) -> int:
         if (text := _unusable_path(caught)) is None:
             raise
         error(text)
+        if getattr(known, "debug", False):
+            raise
         return 2
     except KeyboardInterrupt:
         error(coded("LS0012", "interrupted"))
         return 130
 
 
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Faults of files and disks, and what to do about each.
+_MENDS = {
+    errno.EACCES: "check its permissions and its owner",
+    errno.EPERM: "check its permissions and its owner",
+    errno.EROFS: "its file system cannot be written; use another folder",
+    errno.ENOSPC: "free space on the disk, or use another folder",
+    errno.EDQUOT: "the disk quota is used up: free space, or use another folder",
+    errno.EFBIG: "the system limits the size of files (ulimit -f): raise the limit",
+    errno.ENOTDIR: "a file stands where a folder is expected",
+    errno.EISDIR: "a folder stands where a file is expected",
+    errno.ELOOP: "its links lead in a circle",
+    errno.EIO: "the disk fails: check it, or use another one",
+    errno.ESTALE: "the network file system has lost it: mount it again",
+}
+
+
 def _unusable_path(caught: OSError | UnicodeEncodeError) -> str | None:
-    """Return the message for a path that the system or locale cannot express or for too few open files, else None."""
+    """Return the message for a file or path that cannot be used, or for too few open files; None for other errors."""
     if isinstance(caught, UnicodeEncodeError):
         if caught.encoding != sys.getfilesystemencoding() or caught.encoding == "utf-8":
             return None
@@ -137,10 +156,14 @@ def _unusable_path(caught: OSError | UnicodeEncodeError) -> str | None:
 
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return coded("LS0232", f"this process may open {most} files (ulimit -n), which is too few; use ulimit -n 1024")
-    if caught.errno != errno.ENAMETOOLONG:
+    if caught.errno == errno.ENAMETOOLONG:
+        start, length = str(caught.filename)[:40], len(str(caught.filename))
+        return coded("LS0011", f"{start!r}... has {length:,} characters; a path cannot be that long")
+    mend = _MENDS.get(caught.errno or 0)
+    if mend is None or (caught.filename is None and caught.errno not in _DISK):
         return None
-    start, length = str(caught.filename)[:40], len(str(caught.filename))
-    return coded("LS0011", f"{start!r}... has {length:,} characters; a path cannot be that long")
+    where = "" if caught.filename is None else f"{os.fsdecode(caught.filename)}: "
+    return coded("LS0260", f"{where}{(caught.strerror or 'cannot be used').lower()}; {mend}")
 
 
 def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace) -> int:

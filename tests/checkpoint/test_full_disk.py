@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,11 +12,14 @@ import pytest
 from transformers import AutoModelForSequenceClassification
 
 from lockstep.checkpoint import exported
+from lockstep.checkpoint.folder import DiskSpace
 from lockstep.checkpoint.manifest import finished, newest_first
 from lockstep.config.errors import HALTED, uncoded
 from lockstep.config.run import Run
 from lockstep.distributed import job_record
 from lockstep.training import publish, rank
+from lockstep_trace.coded import codes
+from support.messages import raises
 from support.saving import disk, run_in, trained
 
 pytestmark = pytest.mark.processes  # mount
@@ -56,6 +60,31 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     run = run_in(tmp_path_factory.mktemp("untouched") / "out")
     assert trained(run)[0] == 0
     return weights_in(run.folder / "export")
+
+
+def test_a_limit_of_file_sizes_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """The model would be lost at the end (`ulimit -f`)."""
+    run = run_in(tmp_path / "out")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
+        status, said = trained(run)
+        space = DiskSpace(run)
+        space.export = 150_000
+        space.check(0, 9, 3, 1)
+        space.export = 200_000
+        with raises("LS6160", "at most 150 kB", "the export has one of about 200 kB"):
+            space.check(0, 9, 3, 1)
+        space.export_written = True
+        space.check(0, 9, 3, 1)
+        space.too_large = "tokenizer.json"
+        with raises("LS6160", "larger one (tokenizer.json)"):
+            space.check(0, 9, 3, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (status, codes(said)[-1]) == (2, "LS6160")
+    assert not (run.folder / "metrics.jsonl").exists()
+    assert not (run.folder / "export").exists()
 
 
 # kB; a checkpoint takes 496, the export 182, all other files 200

@@ -1,5 +1,6 @@
 """Preparation in shards: the same tokens however many processes make them, and what is made stays after a kill."""
 
+import errno
 import json
 import os
 import signal
@@ -260,3 +261,16 @@ def test_each_machine_reads_the_whole_once(own_cache: Path, monkeypatch: pytest.
         assert cache.damage(path) is None
     assert read[:2] == [11, 11]
     assert max(read[2:]) <= cache.SAMPLED  # drawn ones may be the ends, which are looked at anyway
+
+
+def test_without_shared_memory_the_parts_are_done_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only /dev/shm has no room for locks, nor for files of arrays."""
+
+    def none(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", none)
+    monkeypatch.setattr("multiprocessing.heap.Arena.__init__", none)
+    done: list[range] = []
+    arrow_cache.map_parts([range(5), range(5, 9)], done.append, "counting")
+    assert done == [range(5), range(5, 9)]

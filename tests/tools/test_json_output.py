@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lockstep.cli import main
+from lockstep.config.run import Run
 from lockstep.launchers import start
 from lockstep.tools import commands
 from lockstep.tools.commands import before_a_run, json_output
@@ -82,19 +84,29 @@ def test_the_command_line_records_what_a_command_says(
 def test_what_training_came_to(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks print to standard error; the object has what they left in OUTPUT, and of a run that failed nothing."""
+    """Ranks print to standard error; the object has what they left in OUTPUT: their notes of this start, and of a run
+    that came to its end the scores."""
     folder = tmp_path / "out"
     folder.mkdir()
     scores = {"step": 9, "export": "last", "splits": {"test": {"loss": 0.25, "accuracy": 0.5}}}
     (folder / "scores.json").write_text(json.dumps(scores))
     (folder / "export.json").write_text(json.dumps({"model.safetensors": "ab"}))
+    (folder / "log.txt").write_text("note: of an earlier start\n")
+
+    def train(run: Run, status: int) -> int:
+        with open(folder / "log.txt", "a") as log:
+            log.write(f"--- 2 processes\nnote: of status {status}\nnote: of status {status}\nstep 1\n")
+        os.write(1, b"a rank\n")
+        return status
+
     for status in (0, 75):
-        monkeypatch.setattr(start, "train", lambda run, status=status: status * os.write(1, b"a rank\n") ** 0)
+        monkeypatch.setattr(start, "train", partial(train, status=status))
         assert main(["train", "--json", f"output={folder}"]) == status
         said = capfd.readouterr()
         answer = Answer.model_validate_json(said.out)
         assert (answer.command, answer.status, said.err) == ("train", status, "a rank\n")
         assert answer.tables == ({} if status else {"scores": [{"split": "test", "loss": 0.25, "accuracy": 0.5}]})
+        assert answer.notes == [f"note: of status {status}"]
         assert answer.facts.get("sha256") == (None if status else {"model.safetensors": "ab"})
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -156,6 +156,31 @@ def test_too_few_open_files_are_a_message(monkeypatch: pytest.MonkeyPatch, capsy
     assert mentions(capsys.readouterr().err, "LS0232", "ulimit -n")
 
 
+@pytest.mark.parametrize(
+    ("number", "file", "values"),
+    [
+        (errno.EACCES, "out/log.txt", ["out/log.txt: permission denied", "permissions"]),
+        (errno.EROFS, "out", ["out: read-only file system", "another folder"]),
+        (errno.ENOTDIR, "a/b", ["a/b: not a directory", "a file stands"]),
+        (errno.ENOSPC, None, ["no space left", "free space"]),
+        (errno.EFBIG, None, ["file too large", "ulimit -f"]),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_a_message(
+    number: int,
+    file: str | None,
+    values: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def answer(*_: object) -> int:
+        raise OSError(number, os.strerror(number), file)
+
+    monkeypatch.setattr("lockstep.cli._answer", answer)
+    assert main(["list"]) == 2
+    assert mentions(capsys.readouterr().err, "LS0260", *values)
+
+
 def test_arguments_of_a_locale_that_cannot_read_them() -> None:
     assert _as_utf8("caf\xe9".encode().decode("ascii", "surrogateescape")) == "caf\xe9"
     assert _as_utf8("caf\xe9") == "caf\xe9"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -85,6 +86,8 @@ def clear_away(run: Run) -> None:
 
 
 _PAGES = 2**18  # bytes: report page, run.yaml, log.txt and similar
+_EXPORT_FILE = 5 * 10**10  # bytes after which transformers begins another file of weights
+_CERTAIN = 0.9  # share of an estimated size that a file has for certain
 _A_STEP, _A_LINE, _A_RANK = 128, 600, 256  # bytes per line of fingerprints.jsonl, other .jsonl files, ranks.jsonl
 
 
@@ -95,6 +98,8 @@ class DiskSpace:
         self.run = run
         self.checkpoint = 0  # bytes of one checkpoint, all ranks together
         self.export = 0  # bytes
+        self.export_written = False  # whether an export was written, and removed, before training
+        self.too_large: str | None = None  # why a file of that export could not be written: the system's limit
         self._folder, self._checkpoints = run.folder.resolve(), FolderInside(run.folder, folder_of(run).name)
         self._low = False  # whether `warning` has already warned
         self._written: tuple[str, bytes] | None = None  # name and manifest of the last checkpoint written
@@ -118,9 +123,10 @@ class DiskSpace:
         """Check, before training continues after `step` of `steps` updates with a checkpoint every `every` steps, that
         the disk has space. Returns notes for the user. Errors: `RunError`, if a checkpoint and the export do not fit.
         """
+        saves = -(-(steps - step) // every) if every else int(step < steps)
+        self._check_file_limit(self.checkpoint // processes if saves else 0)
         if (free := free_bytes(self.run.folder)) is None:
             return []
-        saves = -(-(steps - step) // every) if every else int(step < steps)
         lines = (steps - step) // self.run.track.every + 1
         records = _PAGES + (steps - step) * _A_STEP + lines * (_A_LINE + processes * _A_RANK)
         least = records + self.export + (self.checkpoint if saves else 0)
@@ -148,6 +154,22 @@ class DiskSpace:
                 f"need {_size(full_need)}: older ones are removed early where the next has no room"
             ]
         return []
+
+    def _check_file_limit(self, share: int) -> None:
+        """Errors: `RunError` if the system limits files to fewer bytes than the export's weights, or than `share`: a
+        rank's share of a checkpoint."""
+        if (most := file_limit()) is None:
+            return
+        weights = 0 if self.export_written else int(_CERTAIN * min(self.export, _EXPORT_FILE))
+        need, what = max((weights, "the export"), (int(_CERTAIN * share), "a checkpoint"))
+        if most < need or self.too_large is not None:
+            larger = f"{what} has one of about {_size(int(need / _CERTAIN))}"
+            raise RunError(
+                "LS6160",
+                f"output: a process may write files of at most {_size(most)} here (ulimit -f), and "
+                f"{larger if most < need else f'the export has a larger one ({self.too_large})'}, which could "
+                "not be kept; use ulimit -f unlimited",
+            )
 
     def warning(self, last: bool) -> str | None:
         """Return a warning when the disk becomes too full for the next writes, else None. Given once, until there is
@@ -218,6 +240,16 @@ def free_bytes(folder: Path) -> int | None:
             continue
         return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
     return None
+
+
+def file_limit() -> int | None:
+    """Largest file in bytes that this process may write (`ulimit -f`), or None for no limit."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if most == resource.RLIM_INFINITY else most
 
 
 def size_of(folder: Path) -> int:

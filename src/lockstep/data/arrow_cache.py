@@ -12,6 +12,7 @@ import gc
 import hashlib
 import itertools
 import json
+import mmap
 import multiprocessing
 import os
 import signal
@@ -404,7 +405,7 @@ def fill(
         placed(files[number], lambda aside: make(parts[number], aside, more))
 
     say()
-    if workers < 2 or sys.platform != "linux":
+    if workers < 2 or sys.platform != "linux" or not _can_fork():
         for number in todo:
             one(number, say)
     else:
@@ -425,17 +426,30 @@ def map_parts(parts: list[range], work: Callable[[range], None], doing: str) -> 
         work(parts[number])
         done[number] = len(parts[number])
 
-    if (workers := min(available_cores(), len(parts))) < 2 or sys.platform != "linux":
+    if (workers := min(available_cores(), len(parts))) < 2 or sys.platform != "linux" or not _can_fork():
         for number in range(len(parts)):
             one(number)
     else:
         _by_processes(one, [*range(len(parts))], workers, say, None)
 
 
-def _counts(begin: Iterable[int]) -> Any:
+def _counts(begin: Iterable[int]) -> memoryview:
     """One number per part, in memory shared by forked processes. Each has a single writer, so no lock is needed: a
-    process killed while holding one would block all others."""
-    return multiprocessing.get_context().RawArray("q", [*begin])
+    process killed while holding one would block all others. (Arrays of `multiprocessing` need files in /dev/shm.)"""
+    numbers = [*begin]
+    counts = memoryview(mmap.mmap(-1, 8 * max(1, len(numbers)))).cast("q")[: len(numbers)]
+    for place, number in enumerate(numbers):
+        counts[place] = number
+    return counts
+
+
+def _can_fork() -> bool:
+    """Whether forked processes can work together: locks between processes need a writable /dev/shm."""
+    try:
+        multiprocessing.get_context("fork").Lock()
+    except (OSError, ValueError, ImportError):
+        return False
+    return True
 
 
 def _by_processes(

@@ -7,6 +7,7 @@ evaluation, samples and the export, and leaves no trace.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -221,8 +222,12 @@ def _tried(session: Session, bound: MemoryBound | None) -> None:
         if weights is not None:
             try:
                 checkpoints.room.export = try_export(run, task, weights, scores)
+                checkpoints.room.export_written = True
             except OSError as caught:  # e.g. a full disk; it may have space by the end of training
-                checkpoints.say(f"the export could not be tried: {caught}")
+                if caught.errno == errno.EFBIG:  # a limit of the system, which `enough_room` reports
+                    checkpoints.room.too_large = str(caught.filename or caught)
+                else:
+                    checkpoints.say(f"the export could not be tried: {caught}")
 
 
 def without_effect(session: Session) -> list[str]:

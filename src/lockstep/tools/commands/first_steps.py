@@ -32,7 +32,8 @@ def run_train(args: argparse.Namespace) -> int:
             "LS8112", "--json: every rank would print an object; remove it here, and read OUTPUT/scores.json"
         )
     run = run_file.run_of(args)
-    return json_output.of_training(start.train(run), run.folder)
+    logged = json_output.log_end(run.folder)
+    return json_output.of_training(start.train(run), run.folder, logged)
 
 
 def predict_arguments(parser: argparse.ArgumentParser) -> None:

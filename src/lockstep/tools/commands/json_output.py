@@ -12,14 +12,14 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from lockstep.config.redaction import printable, redact_all
-from lockstep.track.console import RECORD, Record
+from lockstep.track.console import LOG, RECORD, Record
 from lockstep_trace import streams
 
 
@@ -66,11 +66,26 @@ def recording(command: str) -> Iterator[Callable[[int], int]]:
         RECORD.reset(token)
 
 
-def of_training(status: int, folder: Path) -> int:
-    """Add to the object, where one is asked for, what a run that was trained to its end came to: its scores, and the
-    hashes of the exported files. Returns the status."""
+def log_end(folder: Path) -> int:
+    """Bytes in the log of an output folder, before a command adds to it."""
+    try:
+        return (folder / LOG).stat().st_size
+    except OSError:
+        return 0
+
+
+def of_training(status: int, folder: Path, logged: int) -> int:
+    """Add to the object, where one is asked for, the notes of ranks in other processes, and what a run that was trained
+    to its end came to: its scores, and the hashes of the exported files. `logged`: `log_end` before training. Returns
+    the status."""
     record, scores, export = RECORD.get(), folder / "scores.json", folder / "export.json"
-    if record is None or status or not scores.is_file():
+    if record is None:
+        return status
+    with suppress(OSError), open(folder / LOG, "rb") as log:
+        log.seek(logged)
+        notes = [line for line in log.read().decode("utf-8", "replace").splitlines() if line.startswith("note: ")]
+        record.notes += [note for note in dict.fromkeys(notes) if note not in record.notes]
+    if status or not scores.is_file():
         return status
     report = json.loads(scores.read_text(encoding="utf-8"))
     record.facts |= {"output": str(folder), "step": report["step"], "export": report["export"]}

@@ -82,7 +82,8 @@ def run_branch(args: argparse.Namespace) -> int:
 
     say_what_ended()
     run = run_file.run_of(args)
-    return json_output.of_training(branch(args.begins_with, run), run.folder)
+    logged = json_output.log_end(run.folder)
+    return json_output.of_training(branch(args.begins_with, run), run.folder, logged)
 
 
 def attest_arguments(parser: argparse.ArgumentParser) -> None:
