@@ -44,8 +44,8 @@ ROOMS = (
     "tools",
 )
 
-# Where private names of torch, transformers, accelerate and deepspeed may be used: docs/reference/engines.md has a
-# row for each.
+# Where private names of torch, transformers, accelerate and deepspeed may be used.
+# src/lockstep/strategies/engines/README.md has a row for each.
 ADAPTERS = (
     "strategies/engines/",
     "launchers/processes/elastic",
@@ -263,7 +263,7 @@ def test_the_ground_needs_torch_and_numpy_alone() -> None:
 
 
 def test_every_adapter_is_in_the_table() -> None:
-    page = (TESTS.parent / "docs/reference/engines.md").read_text()
+    page = (TESTS.parent / "src/lockstep/strategies/engines/README.md").read_text()
     using = [f for f in FILES if f.startswith(ADAPTERS) and facts(ROOT / f).private]
     packages = [f for files in PACKAGE_FILES.values() for f in files if str(f).endswith(PACKAGE_ADAPTERS)]
     assert len(packages) == len(PACKAGE_ADAPTERS)

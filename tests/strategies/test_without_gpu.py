@@ -1,7 +1,7 @@
 """CUDA without a GPU: a training step of every strategy on tensors that are on `cuda` and have no numbers.
 
 torch refuses an operation of tensors on two devices then, and what the host would wait for is written down. What cannot
-be seen this way is told in docs/reference/engines.md. On a GPU: test_gpu.py."""
+be seen this way is told in docs/how-to/on-a-gpu.md. On a GPU: test_gpu.py."""
 
 import json
 import os

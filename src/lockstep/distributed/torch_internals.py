@@ -1,8 +1,8 @@
 """Private parts of torch that this package uses outside of the engines, and asynchronous copies.
 
 See each function for in and out. If a torch release moves one of the private parts (the default store, groups, pickles,
-the flight recorder, gloo's threads, the parts of a sparse tensor), only this file breaks; docs/reference/engines.md
-lists what stops working then.
+the flight recorder, gloo's threads, the parts of a sparse tensor), only this file breaks;
+src/lockstep/strategies/engines/README.md lists what stops working then.
 
 `torch.tensor(..., device=)`, `.to()` and `.item()` wait until the device has finished its queue; copies between
 page-locked memory and the device do not. `to_device`, `on_device` and `ToHost` use such copies for a few numbers.
