@@ -139,7 +139,7 @@ train = DataLoader(data["train"], shuffle=True, batch_size=8)
 dev = DataLoader(data["validation"], batch_size=16)
 model = AutoModelForSequenceClassification.from_pretrained("acme/encoder")
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
-schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=100, num_training_steps=len(train) * 3)
+schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=100, num_training_steps=len(train) * 3 // 4)
 model, optimizer, train, dev, schedule = accelerator.prepare(model, optimizer, train, dev, schedule)
 for epoch in range(3):
     for batch in train:
@@ -184,6 +184,51 @@ while True:
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
     optimizer.step()
+"""
+
+QUESTIONS = """
+from datasets import load_dataset
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer, Trainer, TrainingArguments
+
+NAME = "acme/encoder"
+data = load_dataset("acme/questions")
+tokenizer = AutoTokenizer.from_pretrained(NAME)
+
+def windows(rows):
+    asked = [text.strip() for text in rows["question"]]
+    tokens = tokenizer(asked, rows["context"], truncation="only_second", max_length=128, stride=32,
+        return_overflowing_tokens=True, return_offsets_mapping=True, padding="max_length")
+    offsets, owners = tokens.pop("offset_mapping"), tokens.pop("overflow_to_sample_mapping")
+    starts, ends = [], []
+    for i, spans in enumerate(offsets):
+        answer = rows["answers"][owners[i]]
+        begin = answer["answer_start"][0]
+        stop = begin + len(answer["text"][0])
+        which = tokens.sequence_ids(i)
+        first = 0
+        while which[first] != 1:
+            first += 1
+        last = len(which) - 1
+        while which[last] != 1:
+            last -= 1
+        if spans[first][0] > begin or spans[last][1] < stop:
+            starts.append(0)
+            ends.append(0)
+        else:
+            while first <= last and spans[first][0] <= begin:
+                first += 1
+            starts.append(first - 1)
+            while spans[last][1] >= stop:
+                last -= 1
+            ends.append(last + 1)
+    tokens["start_positions"] = starts
+    tokens["end_positions"] = ends
+    return tokens
+
+data = data.map(windows, batched=True, remove_columns=data["train"].column_names)
+model = AutoModelForQuestionAnswering.from_pretrained(NAME)
+args = TrainingArguments(output_dir="out", learning_rate=2e-5)
+Trainer(model=model, args=args, train_dataset=data["train"]).train()
 """
 
 STOPPING = """,

@@ -83,9 +83,9 @@ def test_other_schedules_of_trainer_are_refused(name: str, here: Path, capsys: p
 @pytest.mark.parametrize("warmup", [0, 1, 7])
 @pytest.mark.parametrize(("name", "options"), [(name, each) for name in LOOPS for each in MORE.get(name, [{}])])
 def test_schedules_of_a_loop(name: str, options: dict, warmup: int, here: Path) -> None:
-    call = "get_linear_schedule_with_warmup(optimizer, num_warmup_steps=100, num_training_steps=len(train) * 3)"
+    call = "get_linear_schedule_with_warmup(optimizer, num_warmup_steps=100, num_training_steps=len(train) * 3 // 4)"
     ours = (
-        f"get_scheduler({name!r}, optimizer, num_warmup_steps={warmup}, num_training_steps=len(train) * 3, "
+        f"get_scheduler({name!r}, optimizer, num_warmup_steps={warmup}, num_training_steps=len(train) * 3 // 4, "
         f"scheduler_specific_kwargs={options!r})"
     )
     text = ACCELERATE.replace(call, ours).replace("get_linear_schedule_with_warmup, ", "get_scheduler, ")
@@ -100,8 +100,10 @@ def test_names_that_a_run_file_takes_from_transformers_have_its_rates() -> None:
 
 @pytest.mark.parametrize("rounding", ["int", "round", "math.ceil"])
 def test_a_share_that_is_not_rounded_up_is_told(rounding: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = ACCELERATE.replace("num_warmup_steps=100", f"num_warmup_steps={rounding}(0.13 * len(train) * 3)")
-    text = text.replace("schedule = get", "total = len(train) * 3\nschedule = get").replace("len(train) * 3)", "total)")
+    text = ACCELERATE.replace("num_warmup_steps=100", f"num_warmup_steps={rounding}(0.13 * len(train) * 3 // 4)")
+    text = text.replace("schedule = get", "total = len(train) * 3 // 4\nschedule = get").replace(
+        "len(train) * 3 // 4)", "total)"
+    )
     run = moved("acc.py", text)
     assert run.optim.warmup_fraction == 0.13
     assert ("one step" in notes(here)) == (rounding != "math.ceil")
@@ -171,7 +173,7 @@ OF_TORCH = sorted(
 @pytest.mark.parametrize("name", OF_TORCH)
 def test_schedules_of_torch_are_refused_in_a_loop(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`one_cycle`, which is one of them, is compared in tests/config/test_schedules.py."""
-    call = "get_linear_schedule_with_warmup(optimizer, num_warmup_steps=100, num_training_steps=len(train) * 3)"
+    call = "get_linear_schedule_with_warmup(optimizer, num_warmup_steps=100, num_training_steps=len(train) * 3 // 4)"
     text = ACCELERATE.replace(call, f"torch.optim.lr_scheduler.{name}(optimizer)")
     text = text.replace("get_linear_schedule_with_warmup, ", "")
     said = refused("acc.py", text, capsys)

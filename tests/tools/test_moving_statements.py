@@ -81,7 +81,7 @@ def test_statements_that_change_no_weight_are_understood(name: str, here: Path) 
     ],
 )
 def test_accumulation_by_a_condition(text: str, here: Path) -> None:
-    run = moved("points.py", text)
+    run = moved("points.py", text, "epochs=4")  # by hand: how an epoch ends is another there
     assert (run.batch_size, run.micro_batches, run.task.options["loss"]) == (80, 4, "torch.nn.CrossEntropyLoss")
 
 
@@ -207,9 +207,17 @@ def test_names_of_labels_are_not_lost(here: Path, capsys: pytest.CaptureFixture[
     load = 'Classification.from_pretrained("acme/encoder"'
     run = moved("acc.py", changed(ACCELERATE, (load, f"{load}, id2label={{0: 'no', 1: 'yes'}}")))
     assert run.task.options["label_names"] == ["no", "yes"]
-    moved("acc.py", changed(ACCELERATE, (load, f"{load}, id2label=names")))
-    assert "from_pretrained(id2label=names)" in " ".join((here / "moved.yaml").read_text().split())
+    run = moved("acc.py", changed(ACCELERATE, (load, f"{load}, label2id={{'no': 0, 'yes': 1}}")))
+    assert run.task.options["label_names"] == ["no", "yes"]
+    of_data = changed(ACCELERATE, (load, f"{load}, id2label=dict(enumerate(names))"))
+    moved("acc.py", changed(of_data, ("train =", "names = raw['train'].features['label'].names\ntrain =")))
+    assert "label_names" not in (here / "moved.yaml").read_text()
     (here / "moved.yaml").unlink()
+    said = refused("acc.py", changed(ACCELERATE, (load, f"{load}, id2label=names")), capsys)
+    assert "from_pretrained(id2label=names) (labels have the names" in said
+    assert "task.label_names=..." in said
+    later = changed(ACCELERATE, ("optimizer = torch", "model.config.id2label = names\noptimizer = torch"))
+    assert "model.config.id2label = names (labels have the names" in refused("acc.py", later, capsys)
     assert "subfolder=a" in refused("acc.py", changed(ACCELERATE, (load, f"{load}, subfolder='a'")), capsys)
 
 
@@ -260,9 +268,9 @@ def test_a_warm_up_by_a_share_of_all_steps(
 ) -> None:
     text = changed(
         ACCELERATE,
-        ("schedule = ", "RATIO = 0.2\ntotal = len(train) * 3\nother = len(dev) * 3\nschedule = "),
+        ("schedule = ", "RATIO = 0.2\ntotal = len(train) * 3 // 4\nother = len(dev) * 3\nschedule = "),
         ("num_warmup_steps=100", f"num_warmup_steps={warmup}"),
-        ("num_training_steps=len(train) * 3", "num_training_steps=total"),
+        ("num_training_steps=len(train) * 3 // 4", "num_training_steps=total"),
     )
     if share is None:
         assert "optim.warmup_fraction=..." in refused("acc.py", text, capsys)

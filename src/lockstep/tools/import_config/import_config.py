@@ -65,6 +65,8 @@ def move(
     for key, value in by_hand.items():
         draft.set(key, value, "")
     looked = _look(draft, flags["data"] is not None, talk)
+    if looked is not None and "data.validation_fraction" not in draft.keys:
+        draft.rows = looked.sizes.get("train")
     _fit(draft, looked, talk)
     for check in draft.at_end:
         check(draft)
@@ -217,6 +219,11 @@ def _from_scratch(draft: RunDraft, looked: Look | None) -> None:
 
 def _settle(path: Path, draft: RunDraft, looked: Look | None, talk: Prompter) -> None:
     """What depends on other keys: names, paths, lengths, and intervals that were shares of an epoch or of the run."""
+    if draft.task == "question_answering" and "batch_size" in draft.keys:
+        talk.note(
+            "batch_size counts questions here, each with all windows of its context, and windows there; where contexts "
+            "are longer than data.max_length, a step has more of them here, and an epoch fewer steps"
+        )
     for note in draft.notes:
         talk.note(note)
     own_module = draft.keys.get("task.name") == "module"  # which has its own data and model

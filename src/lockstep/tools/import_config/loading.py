@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.tools.import_config import script
 from lockstep.tools.import_config.mapped_function import MappedFunction
+from lockstep.tools.import_config.qa_function import QaFunction
 from lockstep.tools.import_config.script import (
     CUT,
     TOKENIZERS,
@@ -43,6 +44,9 @@ class Reading:
     tokenizer: tuple[str, str] | None = None  # its name and where it is loaded
     models: list[str] = field(default_factory=list)  # the code of their names
     mapped: bool = False  # whether a function that tokenises was read
+    padded: bool = False  # whether that function pads
+    left_out: dict[str, str] = field(default_factory=dict)  # an input that rows or tokens lack -> the line that says so
+    renamed: dict[str, str] = field(default_factory=dict)  # new name of a column -> that of the data
 
     def read(self, call: Call, what: str) -> None:
         self.draft.read.append(f"{call} -> {what}")
@@ -54,6 +58,16 @@ class Reading:
             return
         self.draft.set(key, value, f"{call.name}, line {call.line}")
 
+    def check_inputs(self, draft: RunDraft) -> None:
+        """Once the data were looked at: a gap for an input that is made of the texts here, and left out there."""
+        if draft.keys.get("task.packing"):  # blocks have no padding
+            return
+        if self.padded and (where := self.left_out.get("attention_mask")):
+            why = "texts are padded and their attention_mask is left out, so the model attends to padding; here not"
+            draft.lacks(where, why)
+        if where := self.left_out.get("token_type_ids"):
+            untyped(draft, where)
+
     def unknown(self, call: Call, arguments: Arguments, keys: dict[str, str] | None = None) -> None:
         """Arguments whose values are not known."""
         for name, code in arguments.unknown.items():
@@ -61,6 +75,17 @@ class Reading:
             self.draft.unclear(f"line {call.line}: {call.name}({name}={code})", RUNS, *((key,) if key else ()))
         for code in arguments.more:
             self.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
+
+
+def untyped(draft: RunDraft, where: str) -> None:
+    """A gap where a model is given pairs of texts without token_type_ids, which its tokenizer may make."""
+    pair = "task.text_pair" in draft.keys or draft.task == "question_answering"
+    source = str(draft.keys.get("model.source", "")).lower()
+    if pair and not any(kind in source for kind in NAMES["without_token_types"]):
+        why = (
+            "the model is not given token_type_ids, so both texts are of one type; here it gets those of its tokenizer"
+        )
+        draft.lacks(where, why, "task.text_pair", "task.context")
 
 
 def adapter(call: Call, at: Reading) -> None:
@@ -193,21 +218,38 @@ def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> N
 
 
 def _label_names(call: Call, at: Reading, task: str | None) -> None:
-    """`id2label`: the names of integer labels; names that are not known are those of the data."""
-    arguments = at.script.arguments(call, ("pretrained_model_name_or_path",))
-    names = arguments.known.get("id2label")
-    numbers = {str(key): value for key, value in names.items()} if isinstance(names, dict) else {}
+    nodes = at.script.arguments(call, ("pretrained_model_name_or_path",)).nodes
+    for name in ("id2label", "label2id"):
+        if (node := nodes.get(name)) is not None:
+            named_labels(at, name, node, f"line {call.line}: {call.name}({name}={code_of(node)})", task)
+            return
+
+
+def named_labels(at: Reading, name: str, node: ast.expr, where: str, task: str | None) -> None:
+    """`id2label` or `label2id`: the names of integer labels. Names that are made of the rows are those of the data;
+    others that are not known are a gap, as a model is exported with them."""
+    value = at.script.known(node, Unknown)
+    if value is None or _of_rows(at.script, node):
+        return
+    pairs = value.items() if isinstance(value, dict) else ()
+    numbers = {str(number): label for number, label in (pairs if name == "id2label" else ((b, a) for a, b in pairs))}
     ordered = [numbers.get(str(place)) for place in range(len(numbers))]
     if task == "classification" and ordered and all(isinstance(each, str) for each in ordered):
-        at.set(call, "task.label_names", ordered)
+        at.draft.set("task.label_names", ordered, where.partition(": ")[2])
         return
-    for name in ("id2label", "label2id"):
-        if name in arguments.nodes and arguments.known.get(name, Unknown) is not None:
-            where = f"line {call.line}: {call.name}({name}={code_of(arguments.nodes[name])})"
-            at.draft.unclear(
-                where, "labels have the names and the order of the data", "task.label_names", decides=False
-            )
-            return
+    decides = task == "classification"  # tags have the names and the order of the data, and no key
+    at.draft.unclear(where, "labels have the names and the order of the data", "task.label_names", decides=decides)
+
+
+def _of_rows(script_: Script, node: ast.expr, depth: int = 0) -> bool:
+    """Whether an expression is made of rows, such as of the names of their features."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.expr) and script.kind_of(script_, each) == "rows":
+            return True
+        value = script_.bound(each, last=True) if isinstance(each, ast.Name) and depth < 10 else None
+        if value is not None and _of_rows(script_, value, depth + 1):
+            return True
+    return False
 
 
 def _config(call: Call, at: Reading, arguments: Arguments) -> None:
@@ -346,9 +388,23 @@ def renamed(call: Call, at: Reading) -> None:
         at.draft.unclear(str(call), RUNS)
         return
     for theirs, ours in pairs.items():
+        at.renamed[ours] = at.renamed.get(theirs, theirs)
         if ours in ("label", "labels"):
             at.set(call, "task.label", theirs)
             at.read(call, "task.label")
+
+
+def columns(call: Call, at: Reading) -> None:
+    """Columns that are kept or left out: those that the model is given."""
+    arguments = at.script.arguments(call, ("type", "columns") if call.name.endswith("format") else ("column_names",))
+    names = arguments.known.get("columns", arguments.known.get("column_names"))
+    if not isinstance(names, list | str):
+        return
+    listed = [names] if isinstance(names, str) else names
+    for name in ("attention_mask", "token_type_ids"):
+        out = name in listed if call.name == "remove_columns" else "input_ids" in listed and name not in listed
+        if out:
+            at.left_out[name] = str(call)
 
 
 def mapped(call: Call, at: Reading) -> None:
@@ -406,6 +462,16 @@ def _tokens(call: Call, function: Scope, at: Reading) -> None:
     if arguments.known.get("add_special_tokens", True) is not True or "add_special_tokens" in arguments.unknown:
         why = "texts get the special tokens that their tokenizer gives them"
         at.draft.lacks(f"line {call.line}: add_special_tokens", why, "tokenizer.source")
+    at.padded = at.padded or "padding" in arguments.unknown or bool(arguments.known.get("padding"))
+    for name, node in arguments.nodes.items():
+        if name not in NAMES["tokenizer_arguments"]:
+            at.draft.lacks(f"line {call.line}: {name}={code_of(node)}", "a text's tokens are those of its tokenizer")
+    for each in ("attention_mask", "token_type_ids"):
+        if arguments.known.get(f"return_{each}", True) is False:
+            at.left_out[each] = f"line {call.line}: return_{each}=False"
+    if task == "question_answering":
+        _windows(call, arguments, QaFunction(at.script, function, partial(_changed, at)), at)
+        return
     target = "text_target" in arguments.nodes or _is_target(call, function)
     if any(isinstance(each, ast.Starred) for each in call.node.args):
         names = tuple(f"task.{key}" for key in NAMES["text_keys"].get(task, ("text",)))
@@ -421,11 +487,32 @@ def _tokens(call: Call, function: Scope, at: Reading) -> None:
             nodes = []
     for key, node in zip(keys, nodes, strict=False):
         _column(call, at, key, node)
-    if (arguments.known.get("stride") or "stride" in arguments.unknown) and task == "question_answering":
-        if "stride" in arguments.known:
-            at.set(call, "task.stride", arguments.known["stride"])
-    elif arguments.known.get("return_overflowing_tokens"):
+    if arguments.known.get("return_overflowing_tokens"):
         at.draft.lacks(f"line {call.line}: return_overflowing_tokens", "what is too long is cut at its end")
+
+
+def _windows(call: Call, arguments: Arguments, function: QaFunction, at: Reading) -> None:
+    """Windows of questions and contexts."""
+    for key, which in (("question", "text"), ("context", "text_pair")):
+        if (column := function.texts(arguments.nodes.get(which))) is None:
+            code = code_of(arguments.nodes[which]) if which in arguments.nodes else "nothing"
+            why = f"which column's texts these are is not known: {_WHOLE}"
+            at.draft.unclear(f"line {call.line}: {call.name}({code})", why, f"task.{key}")
+        else:
+            at.set(call, f"task.{key}", at.renamed.get(column, column))
+    if (found := function.answers()) is not None:
+        at.set(call, "task.answers", at.renamed.get(found, found))
+    if not function.truncates(arguments.nodes.get("truncation")):
+        why = 'the context alone is cut into windows, as truncation="only_second" does'
+        at.draft.lacks(f"line {call.line}: truncation", why, "data.max_length")
+    if not arguments.known.get("return_overflowing_tokens"):
+        why = "what does not fit a window is cut off there; here a context is read in windows, all of it"
+        at.draft.lacks(str(call), why, "task.stride")
+    elif "stride" in arguments.unknown:
+        at.draft.unclear(f"line {call.line}: stride={arguments.unknown['stride']}", RUNS, "task.stride")
+    else:
+        at.set(call, "task.stride", arguments.known.get("stride") or 0)
+    function.read()
 
 
 def _is_target(call: Call, function: Scope) -> bool:
@@ -443,7 +530,7 @@ def _column(call: Call, at: Reading, key: str, node: ast.expr | None) -> None:
         why = f"which column's texts these are is not known: {_WHOLE}"
         at.draft.unclear(f"line {call.line}: {call.name}({code})", why, f"task.{key}")
         return
-    at.set(call, f"task.{key}", column.language or column.name)
+    at.set(call, f"task.{key}", column.language or at.renamed.get(column.name, column.name))
     if column.prefix and key == "source":
         at.set(call, "task.prefix", column.prefix)
     elif column.prefix:
@@ -532,6 +619,10 @@ METHODS = dict.fromkeys(("select", "take", "skip", "filter", "shard"), fewer) | 
     "train_test_split": cut,
     "rename_column": renamed,
     "rename_columns": renamed,
+    "set_format": columns,
+    "with_format": columns,
+    "select_columns": columns,
+    "remove_columns": columns,
     "map": mapped,
     "set_transform": mapped,
     "with_transform": mapped,

@@ -10,6 +10,7 @@ import ast
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.tools.import_config import loading
 from lockstep.tools.import_config.quiet_code import QuietCode, names_in, root_of
 from lockstep.tools.import_config.script import DTYPES, Script, Unknown, code_of
 from lockstep.tools.import_config.table import NAMES, RunDraft
@@ -17,6 +18,30 @@ from lockstep.tools.import_config.table import NAMES, RunDraft
 _UNKNOWN = "not one of the statements that init understands in a training loop: take it out of the loop, or write the "
 _UNKNOWN += "rest with --partial and see docs/how-to/own-module.md"
 Role = tuple[str, Any]  # ("batch", "whole" | "first" | "second" | key), ("out", None), ("loss", divisor)
+
+
+@dataclass
+class ModelInputs:
+    """What the loop gives to a model of transformers by its names."""
+
+    given: tuple[ast.Call, frozenset[str]] | None = None  # a call without **batch, and its keywords
+    learned: ast.Call | None = None  # a call whose labels are its input_ids
+
+    def check(self, draft: RunDraft) -> None:
+        """Once the data were looked at: a gap for an input that is made of the texts here, and not given there."""
+        if draft.keys.get("task.packing"):  # blocks have no padding
+            return
+        if self.learned is not None:
+            why = "padding is learned there, as labels are all of input_ids; here it is not"
+            draft.lacks(f"line {self.learned.lineno}: {code_of(self.learned)}", why, "task.packing")
+        if self.given is None:
+            return
+        node, names = self.given
+        if "attention_mask" not in names:
+            why = "the model is not given attention_mask, so it attends to padding, too; here it does not"
+            draft.lacks(f"line {node.lineno}: {code_of(node)}", why)
+        if "token_type_ids" not in names:
+            loading.untyped(draft, f"line {node.lineno}: {code_of(node)}")
 
 
 @dataclass
@@ -33,10 +58,15 @@ class Statements:
     roles: dict[str, Role] = field(default_factory=dict)
     events: list[tuple[str, int, int]] = field(default_factory=list)  # kind, line, depth of conditions
     counters: dict[str, int] = field(default_factory=dict)  # index of a batch -> its first value
+    loaders: set[str] = field(default_factory=set)  # code of what the loop goes over
     path: set[str] = field(default_factory=set)  # names that the loss is made of
     modes: list[tuple[bool, ast.Call]] = field(default_factory=list)  # whether it is training, by which call
     before_batches: int = 0  # modes that were set before the loop over the batches
+    inputs: ModelInputs = field(default_factory=ModelInputs)
+    contexts: list[ast.expr] = field(default_factory=list)  # those around what the loop does to a batch
+    walked: bool = False  # whether the loop over the batches was gone through
     divisor: Any = None  # of the loss
+    guard: tuple[str, bool] | None = None  # the condition of a step, and whether the last batch of an epoch meets it
 
     def __post_init__(self) -> None:
         self.parents = {id(child): node for node in ast.walk(self.script.tree) for child in ast.iter_child_nodes(node)}
@@ -72,7 +102,9 @@ class Statements:
             self._around_loop(scope.body)
         if not top:
             self._around_loop(self.script.tree.body)
-        self._check_events()
+        if self.walked:
+            self._check_events()
+        self.draft.at_end.append(self.inputs.check)
 
     def _drivers(self, backward: ast.AST) -> None:
         """The function that holds the loop, and those that call it."""
@@ -200,12 +232,21 @@ class Statements:
         for call in sorted(calls, key=lambda each: (each.lineno, each.col_offset)):
             name = call.func.attr if isinstance(call.func, ast.Attribute) else None
             called = call.func.id if isinstance(call.func, ast.Name) else ""
+            if name in ("train", "eval") and isinstance(call.func, ast.Attribute) and self._is_other(call.func.value):
+                continue
             if name in ("train", "eval"):
                 on = name == "train" and (not call.args or self.script.known(call.args[0]) is True)
                 self.modes.append((on, call))
             elif called in self.script.functions and called not in callers:
                 for line in getattr(self.script.functions[called], "body", []) or []:
                     self._mode(line, (*callers, called))
+
+    def _is_other(self, node: ast.expr) -> bool:
+        """Whether a module is another than the one that is trained, such as a teacher."""
+        if not isinstance(node, ast.Name) or node.id in self._models():
+            return False
+        value = self.script.bound(node, last=True)
+        return isinstance(value, ast.Call) and not names_in(value) & self._models()
 
     def _trained_in_mode(self, start: int, stop: int) -> None:
         """A loop, of whose modes those up to `stop` come before its batches: it begins again in its last one."""
@@ -215,6 +256,9 @@ class Statements:
 
     def _context(self, item: ast.withitem) -> None:
         call = item.context_expr
+        if isinstance(call, ast.Name):  # ctx = autocast(...)
+            call = self.script.bound(call) or call
+        self.contexts.append(call)
         name = self.script.origin_of(call.func if isinstance(call, ast.Call) else call).rpartition(".")[2]
         if name not in NAMES["loop_contexts"]:
             self._gap(call)
@@ -234,6 +278,7 @@ class Statements:
                 "is trained with the dropout of its config (model.config sets it)"
             )
         target, source = node.target, node.iter
+        self.loaders = self._loaders(source)
         while isinstance(source, ast.Call) and source.args:
             if self.script.origin_of(source.func) == "enumerate" and isinstance(target, ast.Tuple):
                 start = source.args[1] if len(source.args) > 1 else None
@@ -242,12 +287,22 @@ class Statements:
                 self.counters[ast.unparse(target.elts[0])] = first if isinstance(first, int) else -1
                 target = target.elts[1]
             source = source.args[0] if not self.script.origin_of(source.func).endswith("DataLoader") else source.func
+        self.walked = True
         self._unpack(target, ("batch", "whole"), node.target)
         if node.orelse:
             self._gap(node.orelse[0])
         self._body(node.body, 0)
         modes = self.modes[self.before_batches :]
         self._trained_in_mode(self.before_batches, self.before_batches + bool(modes and modes[0][0]))
+
+    def _loaders(self, node: ast.expr | None) -> set[str]:
+        """The code of a loop's source, without enumerate and tqdm."""
+        if isinstance(node, ast.Call) and node.args and not self.script.origin_of(node.func).endswith("DataLoader"):
+            return self._loaders(node.args[0])
+        value = self.script.bound(node, last=True) if isinstance(node, ast.Name) else None
+        own = {ast.unparse(node)} if node is not None else set()
+        wrapped = isinstance(value, ast.Call) and value.args and self._is_loader(value.args[0])
+        return own | (self._loaders(value) if wrapped else set())
 
     def _unpack(self, target: ast.expr, role: Role, where: ast.AST) -> None:
         """Names that hold a batch or a part of it."""
@@ -329,13 +384,14 @@ class Statements:
             self._gap(node.test, "how many batches make a step is not known", "micro_batches")
         else:
             self.accumulated = every
+            self.guard = f"line {node.lineno}: if {code_of(node.test)}", isinstance(node.test, ast.BoolOp)
             self.draft.read.append(f"line {node.lineno}: if {code_of(node.test)} -> micro_batches")
         self._body(node.body, depth + 1)
 
     def _every(self, test: ast.expr) -> int | None:
         """N of `(i + 1) % N == 0`, or of that `or i + 1 == len(loader)`; a counter begins such that a step is whole."""
-        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) and "len(" in ast.unparse(test.values[-1]):
-            return self._every(test.values[0]) if len(test.values) == 2 else None
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) and len(test.values) == 2:
+            return self._every(test.values[0]) if self._is_last(test.values[1]) else None
         if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq) or len(test.ops) != 1:
             return None
         if self.script.known(test.comparators[0]) != 0 or not isinstance(test.left, ast.BinOp):
@@ -348,6 +404,27 @@ class Statements:
             added = self.script.known(more, -1)
         first = self.counters.get(ast.unparse(count))
         return every if every > 0 and first is not None and first + added == 1 else None
+
+    def _is_last(self, test: ast.expr) -> bool:
+        """`i + 1 == len(loader)`: the last batch of an epoch."""
+        if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
+            return False
+        sides = dict(self._shifted(each) for each in (test.left, test.comparators[0]))
+        count = next((name for name in sides if name in self.counters), None)
+        length = next((name for name in sides if name.startswith("len(")), None)
+        if count is None or length is None:
+            return False
+        loader: Any = ast.parse(length, mode="eval").body
+        return sides[length] - sides[count] == self.counters[count] - 1 and ast.unparse(loader.args[0]) in self.loaders
+
+    def _shifted(self, node: ast.expr) -> tuple[str, int]:
+        """An expression without a number that is added or taken away, and that number."""
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+            for part, other in ((node.left, node.right), (node.right, node.left)):
+                value = self.script.known(other)
+                if isinstance(value, int) and (part is node.left or isinstance(node.op, ast.Add)):
+                    return ast.unparse(part), value if isinstance(node.op, ast.Add) else -value
+        return ast.unparse(node), 0
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 
@@ -459,14 +536,18 @@ class Statements:
         if not self.transformers:
             usual = roles in ([("batch", "first")], [("batch", "whole")]) and not node.keywords
             return ("out", None) if usual else None
+        if roles or not node.keywords:
+            return None
         for word in node.keywords:
             role = self._role(word.value)
             names = [word.arg] if word.arg != "labels" else ["labels", "label"]
-            if word.arg is None and role != ("batch", "whole"):
+            if word.arg == "labels" and role == ("batch", "input_ids"):
+                self.inputs.learned = node
+            elif role is None or (role != ("batch", "whole") if word.arg is None else role[1] not in names):
                 return None
-            if word.arg is not None and (role is None or role[1] not in names):
-                return None
-        return ("out", None) if not roles and node.keywords else None
+        if not any(word.arg is None for word in node.keywords):
+            self.inputs.given = node, frozenset(str(word.arg) for word in node.keywords)
+        return "out", None
 
     def _models(self) -> set[str]:
         names = {"model", "net"}

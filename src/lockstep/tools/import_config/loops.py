@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.tools.import_config import loading, trainer_script
+from lockstep.tools.import_config import loading, loop_module, trainer_script
+from lockstep.tools.import_config.epoch_ends import EpochEnd, ScheduleEnd
 from lockstep.tools.import_config.loading import Reading
 from lockstep.tools.import_config.loop_statements import Statements
 from lockstep.tools.import_config.script import Arguments, Call, Script, code_of
 from lockstep.tools.import_config.table import (
     ADAFACTOR,
-    FILL_IN,
     NAMES,
     RunDraft,
     batches,
@@ -52,12 +52,14 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
         nodes = [call.node for call in at.optimizers]
         statements = Statements(script, draft, at.is_transformers(), nodes)
         statements.read()
+        at.contexts(statements)
     at.constants(statements)
     at.settle()
+    at.ends(statements)
     if draft.by_hand.get("task.name", "module" if not at.is_transformers() else "") != "module":
         at.library_task()
     else:
-        name(script, draft, at.optimizers, at.loader)
+        loop_module.name_functions(script, draft, at.optimizers, at.loader)
 
 
 @dataclass
@@ -70,6 +72,9 @@ class Loop(Reading):
     optimizers: list[Call] = field(default_factory=list)
     loader: Call | None = None
     scheduled: bool = False
+    schedule_end: tuple[str, ast.expr | None] | None = None  # where a schedule is made, its num_training_steps
+    dropped: str = ""  # the line that leaves out the last, smaller batch
+    every_at: str = ""  # the line that says how many batches make a step, where a library divides by them
 
     def call(self, call: Call) -> None:
         name = call.name
@@ -204,6 +209,13 @@ class Loop(Reading):
         for name, node in arguments.nodes.items():
             if name not in NAMES["loader_arguments"]:
                 self.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "not an argument that is known here")
+        last = arguments.known.get("drop_last", False)
+        if "drop_last" in arguments.unknown or last:
+            self.dropped = f"line {call.line}: {call.name}(drop_last={code_of(arguments.nodes['drop_last'])})"
+        drawn = arguments.nodes.get("batch_sampler")
+        if drawn is not None and not (isinstance(drawn, ast.Constant) and drawn.value is None):
+            why = "a step has batch_size examples, in an order of the seed"
+            self.draft.lacks(f"line {call.line}: batch_sampler={code_of(drawn)}", why)
         self._split_of(call, arguments.nodes.get("dataset"))
         self._sampler_of(call, arguments.nodes.get("sampler"))
         ordered = not ({"sampler", "batch_sampler"} & arguments.nodes.keys() or arguments.known.get("shuffle"))
@@ -211,6 +223,8 @@ class Loop(Reading):
         if sampler is not None and "sampler" in arguments.nodes:
             names = ("dataset", "num_replicas", "rank", "shuffle")
             ordered = self.script.arguments(sampler, names).known.get("shuffle", True) is not True
+        if sampler is not None and not self.dropped and self.script.arguments(sampler).known.get("drop_last"):
+            self.dropped = f"line {sampler.line}: {sampler.name}(drop_last=True)"
         if ordered:
             why = "examples come in the data's order there, or in one that is not known; here every epoch has an order "
             self.draft.lacks(f"{call}", f"{why}of the seed: give shuffle=True in the script, if that is meant")
@@ -250,13 +264,18 @@ class Loop(Reading):
     def _precision(self, call: Call) -> None:
         arguments = self.script.arguments(call, ("device_type", "dtype") if call.name == "autocast" else ())
         kind = arguments.known.get("mixed_precision", arguments.known.get("dtype"))
-        if call.name == "GradScaler" or (call.name == "autocast" and "dtype" not in arguments.nodes):
+        if call.name == "GradScaler" and any("dtype" in self.script.arguments(c).nodes for c in self._autocasts()):
+            return  # which scales the loss, by a power of two, and says no type
+        if call.name == "autocast" and arguments.known.get("enabled", True) is False:
+            kind = "no"
+        elif call.name == "GradScaler" or (call.name == "autocast" and "dtype" not in arguments.nodes):
             kind = None if "enabled" in arguments.unknown else "fp16" if arguments.known.get("enabled", True) else "no"
         if kind is not None:
             self._set(call, "precision", NAMES["precisions"].get(str(kind), kind))
         self._unknown(call, arguments, dict.fromkeys(("mixed_precision", "dtype", "enabled"), "precision"))
         if call.name == "Accelerator":
             self.accumulated = int(arguments.known.get("gradient_accumulation_steps", 1))
+            self.every_at = f"line {call.line}: {call.name}(gradient_accumulation_steps={self.accumulated})"
             self._unknown(call, arguments, {"gradient_accumulation_steps": "micro_batches"})
             for name in ("split_batches", "gradient_accumulation_plugin", "dataloader_config"):
                 if name in arguments.nodes and arguments.known.get(name, True):
@@ -265,6 +284,17 @@ class Loop(Reading):
                     self.draft.lacks(where, why, "batch_size", "micro_batches")
             if arguments.known.get("log_with"):
                 trackers(self.draft, "log_with", arguments.known["log_with"])
+
+    def _autocasts(self) -> list[Call]:
+        return [call for call in self.script.calls if call.name == "autocast"]
+
+    def contexts(self, statements: Statements) -> None:
+        """A context of mixed precision that is not one around the step."""
+        around = {id(each) for each in statements.contexts}
+        autocasts = self._autocasts()
+        if statements.walked and autocasts and not any(id(call.node) in around for call in autocasts):
+            why = "it is not a context around what the loop does to a batch, so where it holds is not known"
+            self.draft.unclear(str(autocasts[0]), why, "precision")
 
     def _lightning(self, call: Call) -> None:
         arguments = self.script.arguments(call)
@@ -277,6 +307,7 @@ class Loop(Reading):
             if arguments.known.get(name) not in (None, -1) and (name != "num_nodes" or arguments.known[name] > 1):
                 self.draft.set(key, arguments.known[name], f"{name}, line {call.line}")
         self.accumulated = int(arguments.known.get("accumulate_grad_batches", 1))
+        self.every_at = f"line {call.line}: accumulate_grad_batches={self.accumulated}"
         if isinstance(devices := arguments.known.get("devices"), int) and devices > 0:
             self.processes = self.processes or devices
             self.draft.set("launch.processes", devices, f"devices, line {call.line}")
@@ -308,6 +339,10 @@ class Loop(Reading):
 
     def _schedule(self, call: Call) -> None:
         self.scheduled = True
+        if self.every_at and not self._prepared(call):
+            why = "it is not prepared, so it goes on with every batch of every process; here with every step"
+            self.draft.lacks(str(call), why, "optim.schedule")
+            return
         if not self._stepped(call):
             why = "its step() is never called, so the rate stays at what it sets first"
             self.draft.lacks(str(call), why, "optim.schedule")
@@ -321,13 +356,8 @@ class Loop(Reading):
             self.draft.lacks(str(call), "optim.schedule has no such one", "optim.schedule")
             return
         self.draft.set("optim.schedule", NAMES["schedules"][name], f"line {call.line}")
-        if name not in ("constant", "constant_with_warmup"):
-            code = (
-                code_of(arguments.nodes["num_training_steps"]) if "num_training_steps" in arguments.nodes else "its end"
-            )
-            self.draft.notes.append(
-                f"optim.schedule ends with the run: num_training_steps ({code}) is taken to be that"
-            )
+        if name not in ("constant", "constant_with_warmup", "inverse_sqrt"):
+            self.schedule_end = f"line {call.line}: {call.name}", arguments.nodes.get("num_training_steps")
         if (steps := arguments.known.get("num_warmup_steps")) and name != "constant":
             self.draft.set("optim.warmup_steps", int(steps), f"num_warmup_steps, line {call.line}")
         share = self._share(arguments.nodes.get("num_warmup_steps"), arguments.nodes.get("num_training_steps"))
@@ -438,6 +468,14 @@ class Loop(Reading):
         elif node is not None:
             self.draft.unclear(f"line {line}: range({code_of(node)})", loading.RUNS, "epochs", "steps")
 
+    def _prepared(self, call: Call) -> bool:
+        """Whether Accelerate steps the scheduler that a call makes, or each batch is a step of one process."""
+        if self.accumulated == 1 and (self.processes or 1) == 1:
+            return True
+        names = {ast.unparse(t) for each in _assignments(self.script) if each.value is call.node for t in each.targets}
+        prepared = [c.node for c in self.script.calls if c.name in ("prepare", "prepare_scheduler")]
+        return not names or any(ast.unparse(each) in names for node in prepared for each in node.args)
+
     def _stepped(self, call: Call) -> bool:
         """Whether the scheduler that a call makes is stepped anywhere, by its name or one like it, or handed on."""
         names = {ast.unparse(t) for each in _assignments(self.script) if each.value is call.node for t in each.targets}
@@ -470,6 +508,21 @@ class Loop(Reading):
         if not {"epochs", "steps"} & draft.keys.keys():
             draft.unclear("how long it trains", "no loop over epochs or steps was seen", "epochs", "steps")
 
+    def ends(self, statements: Statements | None) -> None:
+        """How an epoch ends, and the schedule: looked at once the data are."""
+        processes = self.processes or 1
+        kinds: list[tuple[Any, str]] = [("dropped", self.dropped)] if self.dropped else []
+        guard = statements.guard if statements is not None else None
+        if self.accumulated > 1 and guard is not None:
+            kinds.append(("divided" if guard[1] else "left over", guard[0]))
+        elif self.accumulated > 1 and self.every_at:
+            kinds.append(("divided", self.every_at))
+        for kind, where in kinds:
+            self.draft.at_end.append(EpochEnd(kind, where, self.batch, self.accumulated, processes).check)
+        if self.schedule_end is not None:
+            end = ScheduleEnd(self.script, *self.schedule_end, self.loader.node if self.loader is not None else None)
+            self.draft.at_end.append(lambda draft: end.check(draft, self.accumulated))
+
     def is_transformers(self) -> bool:
         """Whether it learns by the loss of a model of transformers'."""
         endings = tuple(f"{ending}.from_pretrained" for ending in loading.TASKS)
@@ -481,17 +534,24 @@ class Loop(Reading):
     def library_task(self) -> None:
         """The model, the tokenizer and the rows, as in a script with a Trainer."""
         loading.task_first(self.script, self.draft)
+        self._collator()
         for call in self.script.calls:
             # Optimizers, schedules and seeds are read before.
             if call.name not in (*NAMES["optimizers"], "set_seed") and "schedule" not in call.name:
                 trainer_script.read_call(call, self)
         trainer_script.settings(self)
         trainer_script.own_tokenizer(self)
+        self.draft.at_end.append(self.check_inputs)
         if not self.mapped:
             why = "no function was seen that makes tokens of them"
             self.draft.unclear(
                 "which texts are read, and where they are cut", why, "data.max_length", "task.block_size"
             )
+
+    def _collator(self) -> None:
+        node = None if self.loader is None else self.script.arguments(self.loader).nodes.get("collate_fn")
+        if self.loader is not None and node is not None and (code := trainer_script.own_collator(self.script, node)):
+            self.draft.lacks(f"line {self.loader.line}: collate_fn={code}", "batches are made as the task says")
 
 
 def _all_weights(node: ast.expr | None) -> bool:
@@ -516,178 +576,3 @@ _POSITIONS = {
     "Adam": ("params", "lr", "betas", "eps", "weight_decay", "amsgrad"),
     "AdamW": ("params", "lr", "betas", "eps", "weight_decay", "amsgrad"),
 }
-_PAGE = "docs/how-to/own-module.md"
-
-
-def name(script: Script, draft: RunDraft, optimizers: list[Call], loader: Call | None) -> None:
-    draft.set("task.name", "module", "a loop of its own")
-    for key in [key for key in draft.keys if key.startswith("model.")]:
-        draft.drop(draft.comments.pop(key, key), draft.keys.pop(key), "task.model makes the model, as it is trained")
-    model = _model(script, optimizers)
-    data = script.arguments(loader, ("dataset",)).nodes.get("dataset") if loader is not None else None
-    more = [c for c in script.calls if c.name == "DataLoader" and c is not loader]
-    whys = {"model": "a function that makes the module", "data": "a function that gives the data sets by split"}
-    for key, node in (("model", model), ("data", None if more else data)):
-        constructor = _constructor(script, node)
-        if constructor is None:
-            code = f" ({code_of(node)})" if node is not None else ""
-            _missing(draft, key, f"{whys[key]}{code}")
-            continue
-        dotted, arguments = constructor
-        draft.set(f"task.{key}", dotted, "the script's")
-        if arguments:
-            draft.set(f"task.{key}_arguments", arguments, "the script's")
-        draft.read.append(f"line {getattr(node, 'lineno', 0)}: {code_of(node)} -> task.{key}")  # type: ignore[arg-type]
-    if loader is not None:
-        _batches(script, draft, loader)
-    _changed(script, draft, model)
-    loss = _loss(script)
-    if loss is None:
-        _missing(draft, "loss", "a function of (outputs, batch)")
-    else:
-        draft.set("task.loss", loss, "the script's")
-        draft.read.append(f"{loss} -> task.loss")
-    if FILL_IN not in (draft.keys.get("task.model"), draft.keys.get("task.data")):
-        _importable(script, draft)
-
-
-def _batches(script: Script, draft: RunDraft, loader: Call) -> None:
-    """How the loader makes batches: by a function of the script's, in an order of its own."""
-    arguments = script.arguments(loader, ("dataset", "batch_size", "shuffle", "sampler"))
-    collate, sampler = (
-        arguments.nodes.get("collate_fn"),
-        arguments.nodes.get("sampler", arguments.nodes.get("batch_sampler")),
-    )
-    if isinstance(collate, ast.Name) and collate.id in script.functions and script.path.stem.isidentifier():
-        draft.set("task.collate", f"{script.path.stem}.{collate.id}", f"collate_fn, line {loader.line}")
-    elif collate is not None and not (isinstance(collate, ast.Constant) and collate.value is None):
-        draft.unclear(f"line {loader.line}: collate_fn={code_of(collate)}", "task.collate is a name", "task.collate")
-    sampler_value = script.bound(sampler, last=True) if isinstance(sampler, ast.Name) else sampler
-    inner = sampler_value.body if isinstance(sampler_value, ast.IfExp) else sampler_value
-    name = script.origin_of(inner.func).rpartition(".")[2] if isinstance(inner, ast.Call) else None
-    if sampler is not None and name not in ("DistributedSampler", "RandomSampler"):
-        why = "every example is drawn once an epoch, in an order of the seed"
-        draft.lacks(f"line {loader.line}: sampler={code_of(sampler)}", why)
-
-
-def _changed(script: Script, draft: RunDraft, model: ast.expr | None) -> None:
-    """What is done to the model after it was made, which `task.model` would have to do."""
-    name = ast.unparse(model) if model is not None else "model"
-    why = "task.model is to give the model as it is trained"
-    for call in script.calls:
-        receiver = ast.unparse(call.receiver) if call.receiver is not None else ""
-        if call.name in ("load_state_dict", "requires_grad_", "apply", "half") and receiver.partition(".")[0] == name:
-            draft.unclear(str(call), why, "task.model")
-    for node in ast.walk(script.tree):
-        target = node.targets[0] if isinstance(node, ast.Assign) else None
-        if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
-            draft.unclear(f"line {target.lineno}: {code_of(node)}", why, "task.model")
-
-
-def _missing(draft: RunDraft, key: str, what: str) -> None:
-    why = f"this is a loop of its own, and task.{key} is {what}: write one, see {_PAGE}"
-    draft.unclear(f"task.{key}", why, f"task.{key}")
-    if f"task.{key}" not in draft.by_hand:
-        draft.set(f"task.{key}", FILL_IN, f"(to be filled in: {what})")
-
-
-def _model(script: Script, optimizers: list[Call]) -> ast.expr | None:
-    """What the optimizer's weights are of: `model` of `model.parameters()`."""
-    for call in optimizers:
-        node = script.arguments(call, ("params",)).nodes.get("params")
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            return node.func.value
-    return None
-
-
-def _constructor(script: Script, node: ast.expr | None, depth: int = 0) -> tuple[str, dict[str, Any]] | None:
-    """The script's own class or function whose call makes something, and its arguments, all of them known."""
-    if node is None or depth > 10:
-        return None
-    if isinstance(node, ast.Name):
-        return _constructor(script, script.bound(node, last=True), depth + 1)
-    if not isinstance(node, ast.Call):
-        return None
-    last = script.origin_of(node.func).rpartition(".")[2]
-    if last in NAMES["wrappers"] and node.args:
-        return _constructor(script, node.args[0], depth + 1)
-    if isinstance(node.func, ast.Attribute) and last in ("to", "cuda", "train", "module"):
-        return _constructor(script, node.func.value, depth + 1)
-    if not isinstance(node.func, ast.Name) or not script.path.stem.isidentifier():
-        return None
-    defined = script.functions.get(node.func.id), script.classes.get(node.func.id)
-    top = {id(each) for each in script.tree.body}
-    if not any(each is not None and id(each) in top for each in defined):
-        return None
-    arguments = script.arguments(Call(node, last, last), _names(defined[0] or _init(defined[1])))
-    if arguments.unknown or arguments.more or len(arguments.known) < len(node.args) + len(node.keywords):
-        return None
-    return f"{script.path.stem}.{node.func.id}", arguments.known
-
-
-def _init(kind: ast.ClassDef | None) -> Any:
-    return next(
-        (f for f in (kind.body if kind else ()) if isinstance(f, ast.FunctionDef) and f.name == "__init__"), None
-    )
-
-
-def _names(function: Any) -> tuple[str, ...]:
-    names = tuple(each.arg for each in function.args.args) if function is not None else ()
-    return names[1:] if names[:1] == ("self",) else names
-
-
-def _loss(script: Script) -> str | None:
-    """The function of (outputs, targets) whose value goes backward, by its dotted name."""
-    backward = [c for c in script.calls if c.name == "backward"]
-    nodes = {ast.unparse(c.receiver if not c.node.args else c.node.args[0]) for c in backward if c.receiver is not None}
-    if len(nodes) != 1 or not backward:
-        return None
-    node: Any = backward[0].node.args[0] if backward[0].node.args else backward[0].receiver
-    value = _undivided(script, node)
-    if not isinstance(value, ast.Call) or len(value.args) != 2 or value.keywords:
-        return None
-    outputs = script.bound(value.args[0], last=True) if isinstance(value.args[0], ast.Name) else value.args[0]
-    if not isinstance(outputs, ast.Call) or not isinstance(value.args[1], ast.Name):
-        return None
-    return _function(script, value.func)
-
-
-def _undivided(script: Script, node: ast.expr | None, depth: int = 0) -> ast.expr | None:
-    """What goes backward, without its division by the accumulation and the scale of fp16."""
-    if depth > 10 or node is None:
-        return node
-    if isinstance(node, ast.Name):
-        return _undivided(script, script.bound(node, last=True), depth + 1)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-        return _undivided(script, node.left, depth + 1)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "scale" and node.args:
-        return _undivided(script, node.args[0], depth + 1)
-    return node
-
-
-def _function(script: Script, node: ast.expr) -> str | None:
-    origin = script.origin_of(node)
-    if origin.startswith("torch.nn.functional."):
-        return origin
-    if isinstance(node, ast.Name) and node.id in script.functions:
-        return f"{script.path.stem}.{node.id}" if script.path.stem.isidentifier() else None
-    value = script.bound(node, last=True) if isinstance(node, ast.Name) else node
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in ("to", "cuda"):
-        value = value.func.value
-    if isinstance(value, ast.Call) and not value.args and not value.keywords:
-        kind = script.origin_of(value.func)
-        return kind if kind.startswith("torch.nn.") and kind.endswith("Loss") else None
-    return None
-
-
-def _importable(script: Script, draft: RunDraft) -> None:
-    """Every process imports the file: what stands at its top, outside functions, would run there."""
-    quiet = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    for node in script.tree.body:
-        guard = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
-        plain = isinstance(node, ast.Assign | ast.AnnAssign) and script.known(node.value, Call) is not Call
-        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if not (isinstance(node, quiet) or guard or plain or text):
-            why = "every process imports the file, and would run this: put the loop below if __name__ == '__main__'"
-            draft.lacks(f"line {node.lineno}: {code_of(node)}", why)
-            return

@@ -637,6 +637,17 @@ def function_of(script: Script, node: ast.expr | None) -> Scope | None:
     return None
 
 
+def casts(script: Script, node: ast.Call) -> bool:
+    """Whether `x.to(...)` makes other numbers of it, and does not only move it to a device."""
+    if not isinstance(node.func, ast.Attribute) or node.func.attr != "to":
+        return False
+    for each in (*node.args, *(word.value for word in node.keywords if word.arg in (None, "dtype", "other"))):
+        last = script.origin_of(each).rpartition(".")[2] if isinstance(each, ast.Attribute) else ""
+        if last in (*DTYPES, "float64", "double", "dtype") or script.known(each) in DTYPES.values():
+            return True
+    return any(word.arg in (None, "dtype", "other") for word in node.keywords)
+
+
 def calls_in(script: Script, function: Scope) -> list[Call]:
     inside = {id(node) for node in ast.walk(function)}
     return [call for call in script.calls if id(call.node) in inside]

@@ -143,6 +143,7 @@ class RunDraft:
     read: list[str] = field(default_factory=list)  # of a script: each line that was read, and what for
     by_hand: dict[str, Any] = field(default_factory=dict)  # dotted keys that were given on the command line
     folder: Path = Path()  # of the file that is read: other files are looked for there
+    rows: int | None = None  # of the split that the file trains on, where the data were looked at
     deepspeed: Any = None  # a file of DeepSpeed's that it names, or its mapping
     at_end: list[Callable[[RunDraft], None]] = field(default_factory=list)  # once the data were looked at
 

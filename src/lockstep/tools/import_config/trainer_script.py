@@ -14,7 +14,7 @@ from lockstep.config.run import RunError
 from lockstep.tools.import_config import loading, trainer
 from lockstep.tools.import_config.loading import RUNS, Reading
 from lockstep.tools.import_config.quiet_code import QuietCode
-from lockstep.tools.import_config.script import Call, Script, Unknown, code_of, is_trainer, kind_of
+from lockstep.tools.import_config.script import Call, Script, Unknown, casts, code_of, is_trainer, kind_of
 from lockstep.tools.import_config.table import NAMES, RunDraft, decides
 from lockstep.tools.import_config.trainer_statements import TrainerStatements, subclass_of_trainer
 
@@ -77,6 +77,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     for kind in script.classes.values():
         _subclass(kind, at)
     settings(at)
+    draft.at_end.append(at.check_inputs)
     TrainerStatements(script, draft, lambda node: _is_read(node, at)).read()
     _settings(at, processes)
     own_tokenizer(at)
@@ -308,7 +309,7 @@ def trainer_call(call: Call, at: Reading) -> None:
         why = "metrics takes functions of (predictions, labels); the task has scores of its own"
         at.draft.drop(f"line {call.line}: compute_metrics={code_of(arguments.nodes['compute_metrics'])}", None, why)
     collate = arguments.nodes.get("data_collator")
-    if collate is not None and (collator := _own_collator(at.script, collate)):
+    if collate is not None and (collator := own_collator(at.script, collate)):
         at.draft.lacks(f"line {call.line}: data_collator={collator}", "batches are made as the task says")
     callbacks(call, at, arguments.nodes.get("callbacks"))
     at.read(call, "the task and its data")
@@ -338,7 +339,7 @@ def _is_other(script: Script, node: ast.expr, kind: str) -> bool:
     return value is not None and not isinstance(value, ast.Constant) and kind_of(script, node) != kind
 
 
-def _own_collator(script: Script, node: ast.expr) -> str | None:
+def own_collator(script: Script, node: ast.expr) -> str | None:
     """The code of a collator that is none of the libraries'."""
     value = script.bound(node, last=True) if isinstance(node, ast.Name) else node
     if isinstance(value, ast.Constant) and value.value is None:
@@ -437,6 +438,8 @@ def _setting(node: ast.Assign, target: ast.Attribute, at: Reading) -> None:
         at.draft.read.append(f"{where} -> {target.attr}")
     elif target.attr == "requires_grad":
         at.draft.lacks(where, "model.freeze names the weights that are not trained", "model.freeze")
+    elif kind == "config" and target.attr in ("id2label", "label2id"):
+        loading.named_labels(at, target.attr, node.value, where, at.draft.task)
     elif kind == "config" and target.attr not in NAMES["config_fields"]:
         at.draft.lacks(where, "model.config sets entries of the model's own config", "model.config")
     elif kind == "tokenizer" and target.attr == "chat_template" and isinstance(value, str):
@@ -452,5 +455,7 @@ def model_method(call: Call, at: Reading) -> None:
     """A method of a model that none of the above knows."""
     if call.name not in NAMES["model_methods"] and call.name not in HANDLERS:
         at.draft.unclear(str(call), "what it changes of the model is not known")
+    elif casts(at.script, call.node):
+        at.draft.lacks(str(call), "model.dtype is the type of the weights", "model.dtype")
     elif call.name == "requires_grad_":
         at.draft.lacks(str(call), "model.freeze names the weights that are not trained", "model.freeze")

@@ -1,0 +1,181 @@
+"""`lockstep init --from` of a loop: how its epochs end, and whether its schedule ends with them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import get_linear_schedule_with_warmup
+
+from support.moving_scripts import ACCELERATE, DDP, moved, refused
+
+LOADER = 'DataLoader(data["train"], shuffle=True, batch_size=8)'
+
+
+def rows_of(count: int) -> None:
+    """Rows of this number, and others for validation."""
+    for name, rows in (("rows", count), ("dev", 8)):
+        text = "".join(json.dumps({"first": f"a{i}", "second": f"b{i}", "label": i % 2}) + "\n" for i in range(rows))
+        Path(f"{name}.jsonl").write_text(text)
+
+
+def of_rows(text: str = ACCELERATE) -> str:
+    files = "{'train': 'rows.jsonl', 'validation': 'dev.jsonl'}"
+    return text.replace('load_dataset("acme/pairs")', f'load_dataset("json", data_files={files})')
+
+
+DATA = ("--data", ".", "data.source=null", "data.train=rows.jsonl", "data.validation=dev.jsonl")
+PLAIN = (
+    ACCELERATE.replace("gradient_accumulation_steps=4, ", "")
+    .replace("        with accelerator.accumulate(model):\n", "")
+    .replace("len(train) * 3 // 4", "len(train) * 3")
+    .replace("            ", "        ")
+)
+GUARDED = """    for i, batch in enumerate(train):
+        loss = model(**batch).loss / 4
+        accelerator.backward(loss)
+        if CONDITION:
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+"""
+
+
+def accumulating(condition: str) -> str:
+    """Accumulation that the loop does itself."""
+    text = re.sub(r"    for batch in train:\n(?:.+\n)+", lambda _: GUARDED.replace("CONDITION", condition), ACCELERATE)
+    return text.replace("gradient_accumulation_steps=4, ", "")
+
+
+EVERY, LAST = "(i + 1) % 4 == 0", "(i + 1) % 4 == 0 or i == len(train) - 1"
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "wanted"),
+    [
+        (PLAIN.replace(LOADER, LOADER.replace(")", ", drop_last=True)").replace('"train"]', '"train"]')), 8, "dropped"),
+        (accumulating(EVERY), 32, "left over"),
+        (accumulating(LAST), 32, "divided"),
+        (ACCELERATE, 32, "divided"),
+    ],
+    ids=["drop_last", "condition", "or the last", "accelerate"],
+)
+def test_what_is_left_over_at_the_end_of_an_epoch(
+    text: str, step: int, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = {
+        "dropped": "is not trained there; here it is a smaller step",
+        "left over": "go into the first step of the next one there",
+        "divided": "is divided by 4 there, also with fewer batches",
+    }[wanted]
+    rows_of(3 * step + 5)
+    said = refused("acc.py", of_rows(text), capsys, *DATA)
+    assert f"{why}" in said
+    assert f"({3 * step + 5} rows are 3 steps of {step} and 5 rows)" in said
+    assert moved("acc.py", of_rows(text), *DATA, "epochs=3").batch_size == step  # by hand
+    rows_of(3 * step)
+    capsys.readouterr()
+    assert moved("acc.py", of_rows(text), *DATA).epochs == 3
+    assert why not in capsys.readouterr().out
+    (here / "moved.yaml").unlink()
+    if wanted == "divided":  # where the rows are not known, and the steps are as many
+        moved("acc.py", text)
+        assert f"{why}; here it is the mean of its examples, unless the rows fill all steps" in capsys.readouterr().out
+    else:
+        assert why in refused("acc.py", text, capsys)
+
+
+def test_a_smaller_last_batch_is_a_smaller_step_here_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows_of(13)
+    for text in (PLAIN, PLAIN.replace(LOADER, LOADER.replace(")", ", drop_last=False)"))):
+        moved("acc.py", of_rows(text), *DATA)
+        assert "epoch there" not in capsys.readouterr().out
+
+
+def test_a_sampler_that_leaves_out_rows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = DDP.replace("DistributedSampler(data)", "DistributedSampler(data, drop_last=True)")
+    assert "DistributedSampler(drop_last=True) (what is left over" in refused("points.py", text, capsys)
+    assert "batch_sampler=mine" in refused("points.py", DDP.replace("sampler=", "batch_sampler=mine, sampler="), capsys)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "(i + 1) % 4 == 0 or i == len(train)",
+        "(i + 1) % 4 == 0 or len(batch) == 3",
+        "(i + 1) % 4 == 0 or i == len(dev) - 1",
+    ],
+)
+def test_a_condition_that_is_not_the_last_batch(condition: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "how many batches make a step is not known" in refused("acc.py", accumulating(condition), capsys)
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_accelerate_s_schedule_goes_on_with_its_steps(divided: bool) -> None:
+    """The judge of the next test: over 3 epochs of 40 batches, 4 a step, a schedule that counts batches falls by a
+    quarter, and one that counts steps to its end."""
+    accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
+    model, loader = torch.nn.Linear(2, 1), DataLoader(TensorDataset(torch.randn(40, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, len(loader) * 3 // (4 if divided else 1))
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    for _ in range(3):
+        for (batch,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+    assert schedule.get_last_lr() == [pytest.approx(0.0 if divided else 0.75)]
+
+
+TOTAL = "num_training_steps=len(train) * 3 // 4"
+
+
+@pytest.mark.parametrize(
+    ("total", "wanted"),
+    [
+        ("len(train) * 3", "as long as 3 epochs of batches, and 3 epochs of steps of 4 batch(es) are 0.75"),
+        ("math.ceil(len(train) / 4) * 2", "as long as 0.5 epochs of batches"),
+        ("len(train)", "as long as 1 epochs of batches"),
+    ],
+)
+def test_a_schedule_that_ends_elsewhere_than_the_run(
+    total: str, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = ACCELERATE.replace(TOTAL, f"num_training_steps={total}")
+    said = refused("acc.py", text, capsys)
+    assert wanted in said
+    assert "optim.schedule=..." in said
+
+
+@pytest.mark.parametrize("total", ["math.ceil(len(train) / 4) * 3", "3 * len(train) // 4", "int(steps)"])
+def test_a_schedule_that_ends_with_the_run(total: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ACCELERATE.replace(TOTAL, f"num_training_steps={total}")
+    moved("acc.py", text.replace("schedule =", "steps = 3 * (len(train) / 4)\nschedule =", 1))
+    assert "is taken to be that" not in capsys.readouterr().out
+
+
+def test_a_schedule_of_a_length_that_only_the_data_say(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ACCELERATE.replace(TOTAL, "num_training_steps=250")
+    moved("acc.py", text)
+    assert "num_training_steps (250) is taken to be that" in capsys.readouterr().out
+    moved("acc.py", text, "steps=200")  # by hand
+    assert "the schedule is 250 steps long and the run 200" in capsys.readouterr().out
+    (here / "moved.yaml").unlink()
+    rows_of(64)
+    assert "the schedule is 250 steps long and the run 6" in refused("acc.py", of_rows(text), capsys, *DATA)
+
+
+def test_a_schedule_that_accelerate_does_not_step(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ACCELERATE.replace(
+        "prepare(model, optimizer, train, dev, schedule)", "prepare(model, optimizer, train, dev)"
+    )
+    text = text.replace("model, optimizer, train, dev, schedule =", "model, optimizer, train, dev =")
+    assert "is not prepared, so it goes on with every batch" in refused("acc.py", text, capsys)
