@@ -25,7 +25,7 @@ _WHYS = {
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """What becomes of batches that are left over at the end of an epoch: they are dropped, their gradients go into the
+    """How a loop treats batches that are left over at the end of an epoch: they are dropped, their gradients go into the
     next epoch, or they are divided as a whole step is."""
 
     kind: Literal["dropped", "left over", "divided"]
@@ -65,7 +65,7 @@ class ScheduleEnd:
         batches a step."""
         epochs, steps = draft.keys.get("epochs"), draft.keys.get("steps")
         passes = self.passes(self.node)
-        given = self.script.known(self.node)
+        length = self.script.known(self.node)
         code = code_of(self.node) if self.node is not None else "its end"
         if passes is not None and epochs:
             if abs(passes * every - epochs) > 1e-6:
@@ -75,9 +75,9 @@ class ScheduleEnd:
             return
         if steps is None and draft.rows is not None and epochs and not draft.keys.get("task.packing"):
             steps = max(1, round(epochs * -(-draft.rows // int(draft.keys["batch_size"]))))
-        if isinstance(given, int) and steps is not None:
-            if given != steps:
-                why = f"the schedule is {given} steps long and the run {steps}; here it ends with the run"
+        if isinstance(length, int) and steps is not None:
+            if length != steps:
+                why = f"the schedule is {length} steps long and the run {steps}; here it ends with the run"
                 draft.lacks(f"{self.where}: num_training_steps={code}", why, "optim.schedule", "steps")
             return
         draft.notes.append(f"optim.schedule ends with the run: num_training_steps ({code}) is taken to be that")

@@ -500,8 +500,8 @@ def _windows(call: Call, arguments: Arguments, function: QaFunction, at: Reading
             at.draft.unclear(f"line {call.line}: {call.name}({code})", why, f"task.{key}")
         else:
             at.set(call, f"task.{key}", at.renamed.get(column, column))
-    if (found := function.answers()) is not None:
-        at.set(call, "task.answers", at.renamed.get(found, found))
+    if (answers := function.answers()) is not None:
+        at.set(call, "task.answers", at.renamed.get(answers, answers))
     if not function.truncates(arguments.nodes.get("truncation")):
         why = 'the context alone is cut into windows, as truncation="only_second" does'
         at.draft.lacks(f"line {call.line}: truncation", why, "data.max_length")

@@ -24,7 +24,7 @@ Role = tuple[str, Any]  # ("batch", "whole" | "first" | "second" | key), ("out",
 class ModelInputs:
     """What the loop gives to a model of transformers by its names."""
 
-    given: tuple[ast.Call, frozenset[str]] | None = None  # a call without **batch, and its keywords
+    named: tuple[ast.Call, frozenset[str]] | None = None  # a call without **batch, and its keywords
     learned: ast.Call | None = None  # a call whose labels are its input_ids
 
     def check(self, draft: RunDraft) -> None:
@@ -34,9 +34,9 @@ class ModelInputs:
         if self.learned is not None:
             why = "padding is learned there, as labels are all of input_ids; here it is not"
             draft.lacks(f"line {self.learned.lineno}: {code_of(self.learned)}", why, "task.packing")
-        if self.given is None:
+        if self.named is None:
             return
-        node, names = self.given
+        node, names = self.named
         if "attention_mask" not in names:
             why = "the model is not given attention_mask, so it attends to padding, too; here it does not"
             draft.lacks(f"line {node.lineno}: {code_of(node)}", why)
@@ -546,7 +546,7 @@ class Statements:
             elif role is None or (role != ("batch", "whole") if word.arg is None else role[1] not in names):
                 return None
         if not any(word.arg is None for word in node.keywords):
-            self.inputs.given = node, frozenset(str(word.arg) for word in node.keywords)
+            self.inputs.named = node, frozenset(str(word.arg) for word in node.keywords)
         return "out", None
 
     def _models(self) -> set[str]:

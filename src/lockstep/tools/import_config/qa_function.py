@@ -160,8 +160,8 @@ class QaFunction:
             return bool(value == 0) and not isinstance(value, bool)
         if isinstance(node, ast.BinOp) and isinstance(node.left, ast.Name) and self.script.known(node.right) == 1:
             counted = any(_is_of(each, node.left.id) for each in ast.walk(self.function))
-            wanted = ast.Sub if "start" in to else ast.Add
-            return counted and isinstance(node.op, wanted)
+            kind = ast.Sub if "start" in to else ast.Add
+            return counted and isinstance(node.op, kind)
         if isinstance(node, ast.Name):
             return any("cls_token_id" in ast.unparse(each) for each in self._values(node.id))
         return (
