@@ -25,8 +25,8 @@ _WHYS = {
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """How a loop treats batches that are left over at the end of an epoch: they are dropped, their gradients go into the
-    next epoch, or they are divided as a whole step is."""
+    """How a loop treats batches that are left over at the end of an epoch: they are dropped, their gradients go into
+    the next epoch, or they are divided as a whole step is."""
 
     kind: Literal["dropped", "left over", "divided"]
     where: str  # the line that says so
