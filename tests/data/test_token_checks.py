@@ -83,6 +83,64 @@ def test_a_constant_column_is_noted(folder: Path) -> None:
     assert any("all 18 rows of train hold the same text (text)" in note for note in notes)
 
 
+LANGUAGE = {"model": "gpt2", "name": "language_modeling", "block_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "task", "wanted"),
+    [
+        ([{"text": "w1 w2 w3"}] * 24, (), LANGUAGE, "all 18 rows of train hold the same text (text)"),
+        (
+            [{"text": "w1 w2 w3"}] * 17 + [{"text": text_of(n)} for n in range(7)],
+            (),
+            LANGUAGE,
+            "17 of 18 rows of train hold the same text (text)",
+        ),
+        (
+            [{"text": "w1 w2 w3"}] * 24,
+            ("data.stream=true",),
+            LANGUAGE,
+            "all of the first 18 rows of train hold the same text (text)",
+        ),
+        ([{"text": "w1 " * 40 + f"w{2 + n}"} for n in range(24)], (), LANGUAGE, "are 'w1'"),
+        (
+            [{"prompt": text_of(n), "response": "w1 w2"} for n in range(24)],
+            (),
+            LANGUAGE | {"block_size": 32, "prompt": "prompt", "response": "response"},
+            "all 18 rows of train hold the same text in response",
+        ),
+        (
+            [{"anchor": text_of(n), "positive": "w1 w2"} for n in range(24)],
+            (),
+            {"name": "embedding", "anchor": "anchor", "positive": "positive"},
+            "all 18 rows of train hold the same text in positive",
+        ),
+        (
+            [{"anchor": text_of(n), "positive": text_of(n)} for n in range(24)],
+            (),
+            {"name": "embedding", "anchor": "anchor", "positive": "positive"},
+            "all 18 rows of train hold the same text in anchor as in positive",
+        ),
+        (
+            [{"prompt": text_of(n), "chosen": "w1", "rejected": "w2"} for n in range(24)],
+            (),
+            {"model": "gpt2", "name": "preference"},
+            "all 18 rows of train hold the same text in chosen",
+        ),
+    ],
+)
+def test_rows_that_nearly_all_hold_the_same_are_noted(
+    rows: list[dict[str, Any]], overrides: tuple[str, ...], task: dict[str, Any], wanted: str, folder: Path
+) -> None:
+    assert any(wanted in note for note in notes_of(run_on(folder, rows, *overrides, **task)))
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_rows_that_differ_are_not_noted(stream: str, folder: Path) -> None:
+    rows = [{"text": text_of(n)} for n in range(24)]
+    assert not any("same text" in note for note in notes_of(run_on(folder, rows, f"data.stream={stream}", **LANGUAGE)))
+
+
 def test_texts_of_one_token_are_noted(folder: Path) -> None:
     notes = notes_of(run_on(folder, labelled([" ".join(["w1"] * (number + 1)) for number in range(24)])))
     assert any("171 tokens of train are 'w1'" in note for note in notes)

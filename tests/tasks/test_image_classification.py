@@ -369,3 +369,16 @@ def test_folders_of_classes_are_compared_with_the_plain_reference(
     summed: Any = image_classification.ImageClassification.loss_sum
     monkeypatch.setattr(image_classification.ImageClassification, "loss_sum", lambda self, *a: summed(self, *a) / 2)
     assert against_plain.differences(run).differences
+
+
+def test_images_that_are_all_one_picture_are_noted(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    for split, count in (("train", 6), ("validation", 2)):
+        for label in LABELS:
+            (tmp_path / "same" / split / label).mkdir(parents=True)
+            for number in range(count):
+                shown = image("bar", np.random.default_rng(1)) if label != "disc" or number else image(label, draw)
+                shown.save(tmp_path / "same" / split / label / f"{number}.png")
+    run = job(tmp_path / "same", tmp_path / "out")
+    facts = prepare(run, plugins.find("tasks", "image_classification")).facts
+    assert "17 of the 18 images of train are the same picture" in facts["notes"]

@@ -1,11 +1,14 @@
-"""Whether a tokenizer makes something of the texts: looked at once they are encoded, before any process starts.
+"""Whether a tokenizer makes something of the texts, and whether these differ: looked at once they are encoded, before
+any process starts.
 
 In: rows, their examples and the tokenizer. Out: notes with counts, or a `RunError` if nothing could be learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,6 +24,8 @@ _TOKENS = 1_000_000  # approximate number of tokens counted
 _MANY_UNKNOWN = 0.25  # share of tokens
 _FEW_DIFFERENT = 0.5  # of the texts
 _LEAST = 8  # minimum number of rows for reporting shares
+_NEARLY_ALL = 0.9  # of the rows, or of the tokens
+_TOKENS_OF_SHARE = 100  # minimum number of tokens for reporting the most frequent one
 
 
 class Limit(NamedTuple):
@@ -55,9 +60,10 @@ def check(
         return []
     counts = np.unique(np.concatenate(sample), return_counts=True)
     notes = _unknown(counts, tokenizer, split, side, len(columns), more)
-    if len(columns) != len(rows):  # examples are not rows: packed texts, windows
-        return notes
-    return notes + _alike(rows, texts, split, sample[:_ROWS], limit)
+    values = _texts(rows, texts, min(len(rows), _ROWS))
+    if len(columns) == len(rows):  # else examples are not rows: packed texts, windows
+        notes += _alike(values, split, sample[:_ROWS], limit)
+    return notes + _constant(values, split, len(rows))
 
 
 def _sample(columns: Columns, side: str) -> tuple[list[np.ndarray], bool]:
@@ -97,19 +103,41 @@ def _unknown(
             f"{bad:,} of {total:,} {what} of {split} ({bad / total:.0%}) are {tokenizer.unk_token!r}: the tokenizer "
             "does not know these texts"
         )
-    if total and np.count_nonzero(of_texts) == 1:
-        name = tokenizer.convert_ids_to_tokens(int(ids[of_texts][0]))
+    if not total:
+        return notes
+    most, id_ = int(numbers[of_texts].max()), int(ids[of_texts][numbers[of_texts].argmax()])
+    name = tokenizer.convert_ids_to_tokens(id_)
+    if most == total:
         notes.append(f"all {total:,} {what} of {split} are {name!r}: texts differ by their lengths alone")
+    elif id_ != unknown and total >= _TOKENS_OF_SHARE and most / total >= _NEARLY_ALL:
+        notes.append(f"{most:,} of {total:,} {what} of {split} ({most / total:.0%}) are {name!r}")
     return notes
 
 
+def of_stream(rows: Iterator[Dataset], texts: Sequence[str], split: str) -> list[str]:
+    """Notes on the texts of the first rows of a stream. `rows`: its usable rows, in order."""
+    first = next(rows, None)
+    return [] if first is None else _constant(_texts(first, texts, min(len(first), _ROWS)), split, None)
+
+
+def pictures(columns: Columns, name: str, split: str) -> list[str]:
+    """A note on pictures that are nearly all the same. `name`: the column that holds their pixels."""
+    ragged, count = columns.ragged(name), min(len(columns), _ROWS)
+    most = Counter(ragged.row(row).tobytes() for row in range(count)).most_common(1)[0][1] if count else 0
+    if count < _LEAST or most < _NEARLY_ALL * count:
+        return []
+    of = f"the {count:,}" if count == len(columns) else f"the first {count:,}"
+    return [f"{most:,} of {of} images of {split} are the same picture"]
+
+
 def _alike(
-    rows: Dataset, texts: Sequence[str], split: str, sample: Sequence[np.ndarray], limit: Limit | None
+    values: Mapping[str, Sequence[str]], split: str, sample: Sequence[np.ndarray], limit: Limit | None
 ) -> list[str]:
-    """A note if few token sequences represent many texts. Errors: `RunError` if one represents all."""
+    """A note if few token sequences represent many texts. `values`: see `_texts`. Errors: `RunError` if one represents
+    all."""
     if len(sample) < 2:
         return []
-    different = len({repr(each) for each in _texts(rows, texts, len(sample))})
+    different = len(set(zip(*(each[: len(sample)] for each in values.values()), strict=True)))
     left = len({each.tobytes() for each in sample})
     cut = limit is not None and all(len(each) == limit.tokens for each in sample)
     why, what = "", "use a tokenizer that knows these texts"
@@ -121,17 +149,33 @@ def _alike(
             f"{'data' if cut else 'tokenizer'}: {different:,} different texts of {split} "
             f"become the same {len(sample[0])} tokens{why}, so nothing could be learned; {what}",
         )
-    if len(sample) < _LEAST:
-        return []
-    of = "" if len(sample) == len(rows) else f" of the first {len(sample):,} rows"
-    if different == 1:
-        return [f"all {len(sample):,} rows{of} of {split} hold the same text ({', '.join(texts)})"]
-    if left <= _FEW_DIFFERENT * different:
+    if len(sample) >= _LEAST and different > 1 and left <= _FEW_DIFFERENT * different:
+        of = "" if len(sample) == len(next(iter(values.values()))) else f" of the first {len(sample):,} rows"
         return [f"{different:,} different texts{of} of {split} become {left:,} different sequences{why}"]
     return []
 
 
-def _texts(rows: Dataset, texts: Sequence[str], count: int) -> Iterator[tuple[Any, ...]]:
-    """Values of the columns `texts` in the first rows."""
+def _constant(values: Mapping[str, Sequence[str]], split: str, rows: int | None) -> list[str]:
+    """Notes on rows that nearly all hold the same text, and on columns that hold the same or equal each other in every
+    row. `values`: see `_texts`; `rows`: number of all rows of the split; None: not known."""
+    count = len(next(iter(values.values()), ()))
+    if count < _LEAST:
+        return []
+    most = Counter(zip(*values.values(), strict=True)).most_common(1)[0][1]
+    of_all = count == rows
+    where = f"rows of {split}" if of_all else f"the first {count:,} rows of {split}"
+    number = f"{most:,} of {count:,}" if of_all else f"{most:,} of"
+    every = f"all {count:,}" if of_all else "all of"
+    if most >= _NEARLY_ALL * count:
+        return [f"{every if most == count else number} {where} hold the same text ({', '.join(values)})"]
+    notes = [f"{every} {where} hold the same text in {name}" for name, each in values.items() if len(set(each)) == 1]
+    for (name, each), (other, more) in combinations(values.items(), 2):
+        if each == more:
+            notes.append(f"{every} {where} hold the same text in {name} as in {other}")
+    return notes
+
+
+def _texts(rows: Dataset, texts: Sequence[str], count: int) -> dict[str, list[str]]:
+    """Values of each of the columns `texts` in the first rows, as they are written."""
     first = rows.select_columns(list(texts))[:count]
-    return zip(*(first[name] for name in texts), strict=True)
+    return {name: [repr(value) for value in first[name]] for name in texts}

@@ -19,7 +19,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import arrow_cache, labels, row_files, source, splitting, usable_rows
+from lockstep.data import arrow_cache, labels, row_files, source, splitting, token_checks, usable_rows
 from lockstep.data.arrow_cache import VERSION, Columns, Prepared, content, digest
 from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.cache import cached, folder_of
@@ -136,6 +136,7 @@ class ImageClassification(LabelTask):
             hashed = content(rows, [options.image, options.label])
             key = digest("images", VERSION, hashed, folder.name, options.image, options.label, codes.names)
             files[split] = _encode(rows, options, codes, processor, shape, split, key)
+        notes += token_checks.pictures(Columns(files["train"]), "pixels", "train")
         facts |= {"source": data.name, "labels": codes.names, "label_values": codes.values, "of_label": counts}
         facts |= labels.alike(dict(zip(codes.names, counts, strict=True))) | {"shape": list(shape)}
         facts |= {"notes": notes} if notes else {}

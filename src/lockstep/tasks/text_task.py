@@ -325,6 +325,8 @@ class TextTask(Task):
             names.append((split, cls.content_name(files[split], key, of_sources)))
             if of_sources:
                 left_out["sources"]["rows"][split] = of_sources
+        if rows is not None:
+            notes += token_checks.of_stream((part for *_, part in rows.walk()), texts, "train")
         facts = {"source": read.name} | cls.facts(data, files)
         notes = [*read.notes, *facts.get("notes", []), *notes]
         facts |= {"notes": notes} if notes else {}
