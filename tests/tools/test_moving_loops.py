@@ -146,6 +146,14 @@ def test_what_a_loop_says_in_other_words_is_read(old: str, new: str, here: Path)
     [
         ("num_warmup_steps=100,", "num_warmup_steps=100, num_cycles=2,", "num_cycles: 2 (optim has no such key)"),
         ("max_length=64)", "max_length=64, add_special_tokens=False)", "add_special_tokens (texts get the special"),
+        ("mixed_precision", "even_batches=False, mixed_precision", "even_batches=False (no such setting"),
+        (
+            "mixed_precision",
+            "step_scheduler_with_optimizer=False, mixed_precision",
+            "step_scheduler_with_optimizer=False (no such setting",
+        ),
+        ("mixed_precision", "fsdp_plugin=plugin, mixed_precision", "fsdp_plugin=plugin (no such setting"),
+        ("max_length=64)", "max_length=64, padding_side='left')", "padding_side='left' (a text's tokens"),
         ("mixed_precision", "split_batches=True, mixed_precision", "split_batches=True (batch_size is all of a step"),
         (
             "gradient_accumulation_steps=4",

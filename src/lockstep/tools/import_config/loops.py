@@ -282,6 +282,10 @@ class Loop(Reading):
                     where = f"line {call.line}: {name}={code_of(arguments.nodes[name])}"
                     why = "batch_size is all of a step, and micro_batches what it is cut into"
                     self.draft.lacks(where, why, "batch_size", "micro_batches")
+            for name, node in arguments.nodes.items():
+                turned_off = name in ("step_scheduler_with_optimizer", "even_batches") and not arguments.known.get(name)
+                if turned_off or name not in NAMES["accelerator_arguments"]:
+                    self.draft.lacks(f"line {call.line}: {name}={code_of(node)}", "no such setting of a step is here")
             if arguments.known.get("log_with"):
                 trackers(self.draft, "log_with", arguments.known["log_with"])
 
