@@ -151,7 +151,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: 
     times = query.shape[1] // key.shape[1]  # query heads per key head
     if times > 1:
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    return _attention(_by_token(query), _by_token(key), _by_token(value), causal, dropout, scale)[0].transpose(1, 2)
+    return _attention(query, key, value, causal, dropout, scale)[0].transpose(1, 2)
 
 
 def fits(query: Tensor, value: Tensor, dropout: float) -> bool:
