@@ -254,6 +254,7 @@ rules and kept closed, 13 are named by default and 10 more under `--verbose`; of
 def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result]]) -> str:
     found, right = sum(bool(r.said) for _, r in rows), sum(r.right for _, r in rows)
     clean = sum(r.right for _, r in healthy)
+    quiet = sum(r.said.startswith(("suspicious:", "info:")) for _, r in rows)
     lines = [
         "# The museum of silent faults",
         "",
@@ -262,7 +263,8 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         "reference is named, `lockstep diff` compares it with a right job on one process. Written by",
         "`python benchmarks/silent_faults.py page` from `tests/museum`.",
         "",
-        f"**{found} of {len(rows)} faults are found, {right} with the cause that was expected named first. "
+        f"**{found} of {len(rows)} faults are found, {right} with the cause that was expected named first; "
+        f"{quiet} of them are suspicious, which is printed with `--verbose`. "
         f"{sum(_how(e) in AS_RELEASED for e, _ in rows)} of them are real and public: the library that is reported, "
         "with the fault that is reported. "
         f"{clean} of {len(healthy)} healthy scripts have no finding.**",

@@ -443,6 +443,22 @@ PAIRS: dict[Callable[[bool], None], str] = {
 # -- what is right, and was accused -----------------------------------------------------------------------------------
 
 
+def a_checkpoint_is_read_into_the_model() -> None:
+    """As torch.distributed.checkpoint reads: into the tensors of the model's own state_dict, which is loaded then."""
+    model = net()
+    optimizer = sgd(model)
+    kept = copy.deepcopy(model.state_dict())
+    for i, (x, y) in enumerate(batches()):
+        step(model, optimizer, x, y)
+        if i == 2:
+            state = model.state_dict()
+            for name, tensor in state.items():
+                tensor.copy_(kept[name])
+            model.load_state_dict(state)
+    other = net()
+    other.load_state_dict(other.state_dict())  # read into a new model
+
+
 def a_mean_teacher() -> None:
     model = net(0.2)
     teacher = copy.deepcopy(model)
@@ -520,6 +536,7 @@ def a_compiled_step() -> None:
 
 
 RIGHT = (
+    a_checkpoint_is_read_into_the_model,
     a_mean_teacher,
     a_frozen_body,
     two_schedules,

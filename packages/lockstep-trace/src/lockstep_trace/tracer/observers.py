@@ -15,6 +15,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from .versions import written
+
 COLLECTIVES = (
     "all_reduce",
     "all_gather",
@@ -147,7 +149,13 @@ def _wrap_loads(hooks: Any) -> None:
 def _loads(recorder: Any, module: nn.Module, state: Any) -> None:
     own = [(p, state[n]) for n, p in module.named_parameters() if isinstance(state.get(n), Tensor)]
     plain = [(p, t) for p, t in own if type(p) is nn.Parameter and p.numel() and t.layout == torch.strided]
-    if plain and all(p.data_ptr() == t.data_ptr() and p.shape == t.shape for p, t in plain):
+    if not all(p.data_ptr() == t.data_ptr() and p.shape == t.shape for p, t in plain):
+        return
+    versions = (
+        recorder.versions()
+    )  # torch.distributed.checkpoint writes into a model's own state_dict, which is then loaded
+    known = [(p, versions[id(p)]) for p, _ in plain if id(p) in versions]
+    if known and all(written(p) == version for p, version in known):
         recorder.write("self load", model=type(module).__name__, count=len(plain), steps=list(recorder.steps))
 
 

@@ -300,6 +300,17 @@ class Recorder:
         roots = [r for ref in self.roots if (r := ref()) is not None]
         return [part for parts in fsdp1.expanded(parameters, roots) for part in parts]
 
+    def versions(self) -> dict[int, tuple[int, int]]:
+        """Return (version, address) of each optimized parameter after the last measured step, by id."""
+        rows: dict[int, tuple[int, int]] = {}
+        for number, ref in enumerate(self.optimizers):
+            layout = self.layouts.get(number)
+            if (optimizer := ref()) is not None and layout is not None and layout.versions is not None:
+                params = self.parts(p for group in optimizer.param_groups for p in group["params"])
+                if len(params) == len(layout.versions):
+                    rows |= {id(p): v for p, v in zip(params, layout.versions, strict=True)}
+        return rows
+
     def names(self, fresh: bool = False) -> tuple[dict[int, str], list[list[str]]]:
         if fresh or not self._names[0]:
             self._names = placement.named_parameters([r for ref in self.roots if (r := ref()) is not None])
