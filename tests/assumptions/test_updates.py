@@ -30,7 +30,6 @@ def updated(kind: str, weight: Tensor, steps: int = 3, **options: Any) -> Tensor
 @rests_on_it(
     "src/lockstep/strategies/optimizers/adamw.py",
     "src/lockstep/strategies/optimizers/sgd.py",
-    "src/lockstep/strategies/optimizers/adagrad.py",
 )
 def test_fused_kernels_agree_with_plain_ones_in_float32(kind: str) -> None:
     """Fused AdamW, Adam, SGD and Adagrad move float32 weights as the plain ones do, to rounding, at odd sizes too."""

@@ -14,6 +14,7 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
+from lockstep.tasks.models import adapters
 from lockstep.training.data_loader import StepLoader
 from support.harness import build, digest, run_on
 from support.messages import raises
@@ -179,3 +180,44 @@ def test_an_adapter_of_a_tied_weight_is_merged_once(target: str, ensure: bool) -
     ids = torch.arange(8)[None]
     before = model(ids).logits
     assert torch.allclose(before, storage_dtype.merged(model, low=False)(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_all_linear_leaves_the_head_whole(folder: Path) -> None:
+    """peft would put an adapter on a head that is drawn at random and stays frozen."""
+    run = run_of(
+        folder, "token_classification", 'model.adapter={"type": "lora", "r": 4, "target_modules": "all-linear"}'
+    )
+    task_class: Any = find("tasks", run.task.name)
+    model = task_class(run, prepare(run, task_class)).model()
+    moving = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert [name for name in moving if "classifier" in name and "lora" in name] == []
+    assert any("classifier.modules_to_save" in name for name in moving)
+    assert any("lora_A" in name for name in moving)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "head", "saved"),
+    [
+        ("Bert", "QuestionAnswering", "question_answering", ["qa_outputs"]),
+        ("Roberta", "SequenceClassification", "classification", ["classifier"]),
+        ("DistilBert", "SequenceClassification", "classification", ["pre_classifier", "classifier"]),
+    ],
+)
+def test_all_linear_leaves_heads_of_all_kinds_whole(
+    family: str, kind: str, head: str, saved: list[str], folder: Path
+) -> None:
+    """By their names' ends, as peft finds what it trains whole: pre_classifier is a classifier to it."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = getattr(transformers, f"{family}For{kind}")(
+        getattr(transformers, f"{family}Config")(vocab_size=30, **sizes)
+    )
+    run = run_of(
+        folder, "token_classification", 'model.adapter={"type": "lora", "r": 4, "target_modules": "all-linear"}'
+    )
+    moving = [name for name, weight in adapters.wrap(run, model, head).named_parameters() if weight.requires_grad]
+    whole = [name for name in moving if "modules_to_save" in name]
+    assert {name.split(".modules_to_save")[0].rsplit(".", 1)[-1] for name in whole} == set(saved)
+    assert [name for name in whole if "lora" in name] == []
+    assert any("lora_A" in name for name in moving)

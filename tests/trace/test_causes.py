@@ -163,3 +163,22 @@ def test_packed_rows_are_proved_by_positions_and_the_mask_of_attention(tmp_path:
         optimizer.step()
     tracer.end()
     assert [f.code for f in proved(findings(read(tmp_path)))] == ([] if masked else ["packed-rows"])
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_packed_rows_of_a_model_of_transformers_are_proved_unless_it_cuts_them(tmp_path: Path, cut: bool) -> None:
+    """transformers cuts rows where positions begin anew if use_cache is False and no mask is given."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, bool] = {"use_cache": False} if cut else {}
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * 2)
+    tracer.begin(Settings(str(tmp_path)))
+    for ids in torch.randint(0, 20, (3, 2, 8), generator=torch.Generator().manual_seed(0)):
+        optimizer.zero_grad()
+        model(ids, position_ids=positions, labels=ids, **options).loss.backward()
+        optimizer.step()
+    tracer.end()
+    assert [f.code for f in proved(findings(read(tmp_path)))] == ([] if cut else ["packed-rows"])

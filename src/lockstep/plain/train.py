@@ -94,12 +94,19 @@ def _untie(model: Any, weights: dict[str, Tensor]) -> None:
             setattr(model.get_submodule(holder), last, nn.Parameter(torch.empty_like(parameter)))
 
 
+HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score"), "QUESTION_ANS": ("qa_outputs",)}
+
+
 def _adapted(model: nn.Module, adapter: dict, kind: str | None) -> nn.Module:
     """Add a peft adapter. `kind`: peft's task type; None if peft has none, so the head has to be named."""
     import peft
 
     head = {"modules_to_save": ["classifier"]} if kind is None else {}
     options = {"peft_type": adapter.pop("type", "lora").upper(), "task_type": kind, **head, **adapter}
+    if str(options.get("target_modules")).lower() == "all-linear":  # heads are trained whole, without an adapter
+        whole = [*(options.get("modules_to_save") or []), *HEADS.get(kind or "", ())]
+        if whole:
+            options.setdefault("exclude_modules", rf".*({'|'.join(map(re.escape, whole))})(\..*)?")
     return peft.get_peft_model(model, peft.get_peft_config(options))
 
 

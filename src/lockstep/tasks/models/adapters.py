@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 OURS = {"type", "export"}  # keys of `model.adapter` that are not peft's
 EXPORTS = ("merged", "adapter")
+_CLASSIFIER = ("classifier", "score")
+HEADS = {"SEQ_CLS": _CLASSIFIER, "TOKEN_CLS": _CLASSIFIER, "QUESTION_ANS": ("qa_outputs",)}  # trained whole by peft
 
 
 def check(run: Run) -> None:
@@ -64,6 +67,11 @@ def config(run: Run, head: str) -> Any:
     task_type = heads.of(head).adapter
     if task_type is None and "modules_to_save" in fields:
         entries.setdefault("modules_to_save", ["classifier"])  # peft detects the heads of the other classifiers
+    if str(entries.get("target_modules")).lower() == "all-linear" and "exclude_modules" in fields:
+        # peft leaves out heads of sequence classifiers of one layer; other heads it adapts and trains whole, or fails
+        trained = [*(entries.get("modules_to_save") or []), *HEADS.get(str(task_type), ())]
+        if trained:
+            entries.setdefault("exclude_modules", rf".*({'|'.join(map(re.escape, trained))})(\..*)?")
     try:
         return kind(task_type=task_type, **entries)
     except (TypeError, ValueError) as error:
@@ -85,7 +93,7 @@ def wrap(run: Run, model: nn.Module, head: str) -> nn.Module:
     try:
         with no_rename_warning():
             return get_peft_model(model, config(run, head))
-    except ValueError as error:  # no such modules, or an unsupported adapter type
+    except (TypeError, ValueError) as error:  # no such modules, or an unsupported adapter type
         raise RunError("LS3076", f"model.adapter: {' '.join(str(error).split())[:400]}") from error
 
 

@@ -1,0 +1,175 @@
+"""What lockstep takes for granted of tokenizers, safetensors and transformers: offsets, windows, files, drawing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from support.assumed import rests_on_it
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3}
+WORDS = {**SPECIAL, "one": 4, "two": 5, "three": 6, "four": 7, "\u00e9t\u00e9": 8}
+
+
+def tiny(**options: object) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, **{**SIZES, **options}))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.WordLevel(WORDS, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
+@rests_on_it("src/lockstep/data/qa_features.py", "src/lockstep/data/annotated.py")
+def test_offsets_count_characters() -> None:
+    """Offsets of tokens count characters of the text, not bytes; special tokens have (0, 0)."""
+    encoded = tokenizer()("\u00e9t\u00e9 one", return_offsets_mapping=True)
+    assert encoded["offset_mapping"] == [(0, 0), (0, 3), (4, 7), (0, 0)]
+
+
+@rests_on_it("src/lockstep/data/qa_features.py")
+def test_windows_overlap_by_the_stride() -> None:
+    """Overflowing windows repeat `stride` tokens of the one before, each with the special tokens, and say whose they
+    are."""
+    encoded = tokenizer()(
+        ["one two three four", "one"], truncation=True, max_length=5, stride=1, return_overflowing_tokens=True
+    )
+    assert encoded["input_ids"] == [[2, 4, 5, 6, 3], [2, 6, 7, 3], [2, 4, 3]]
+    assert encoded["overflow_to_sample_mapping"] == [0, 0, 1]
+
+
+@rests_on_it("src/lockstep/data/text_pairs.py")
+def test_the_longer_of_a_pair_is_cut_first() -> None:
+    """Truncation of a pair cuts the longer text first; "only_second" cuts the second alone."""
+    made = tokenizer()
+    assert made("one two three four", "one", truncation=True, max_length=6)["input_ids"] == [2, 4, 5, 3, 4, 3]
+    cut = made("one", "one two three four", truncation="only_second", max_length=6)["input_ids"]
+    assert cut == [2, 4, 3, 4, 5, 3]
+
+
+@rests_on_it("src/lockstep/data/annotated.py", "src/lockstep/tasks/token_classification.py")
+def test_words_of_tokens_are_none_for_special_ones() -> None:
+    """word_ids numbers the given words from 0, and is None for special tokens."""
+    encoded = tokenizer()(["one", "two two"], is_split_into_words=True)
+    assert encoded.word_ids() == [None, 0, 1, 1, None]
+
+
+@rests_on_it("src/lockstep/data/tokenizer.py")
+def test_a_saved_tokenizer_gives_the_same_ids(tmp_path: Path) -> None:
+    """A tokenizer that is saved and loaded gives the same ids, and writes the same file again."""
+    made = tokenizer()
+    made.save_pretrained(tmp_path / "a")
+    again = AutoTokenizer.from_pretrained(tmp_path / "a")
+    again.save_pretrained(tmp_path / "b")
+    assert again("one [SEP] five")["input_ids"] == made("one [SEP] five")["input_ids"] == [2, 4, 3, 1, 3]
+    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
+
+
+@rests_on_it("src/lockstep/data/tokenizer.py", "src/lockstep/data/arrow_cache.py")
+def test_a_call_with_truncation_leaves_the_next_one_alone() -> None:
+    """Truncation and padding of one call are not those of the next call of the tokenizer."""
+    made = tokenizer()
+    whole = made("one two three four")["input_ids"]
+    made(["one two three four", "one"], truncation=True, max_length=3, padding=True)
+    assert made("one two three four")["input_ids"] == whole
+
+
+@rests_on_it("src/lockstep/tasks/models/models.py", "src/lockstep/distributed/randomness.py")
+def test_a_new_model_is_drawn_from_torch_alone() -> None:
+    """A model of a config has the same bits for one torch.manual_seed."""
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        drawn.append(tiny().state_dict())
+    assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
+
+
+@rests_on_it("src/lockstep/tasks/models/models.py", "src/lockstep/training/export_check.py")
+def test_a_loaded_model_has_the_bits_and_is_in_evaluation(tmp_path: Path) -> None:
+    """save_pretrained and from_pretrained keep every bit, and the loaded model is in eval()."""
+    model = tiny()
+    model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert not loaded.training
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+@rests_on_it("src/lockstep/tasks/models/storage_dtype.py", "src/lockstep/tasks/models/models.py")
+def test_a_narrow_file_is_widened_exactly(tmp_path: Path) -> None:
+    """from_pretrained with dtype float32 of a bfloat16 file gives these numbers in float32."""
+    model = tiny().bfloat16()
+    model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert all(torch.equal(value.float(), loaded.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+@rests_on_it("src/lockstep/tasks/models/source_ties.py", "src/lockstep/checkpoint/export.py")
+def test_a_tied_head_is_saved_once(tmp_path: Path) -> None:
+    """save_pretrained writes a tied weight under one name, and from_pretrained ties it again."""
+    from safetensors import safe_open
+
+    tiny(tie_word_embeddings=True).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert len(names & {"lm_head.weight", "model.embed_tokens.weight"}) == 1
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+@rests_on_it("src/lockstep/tasks/models/models.py", "src/lockstep/tasks/models/padding.py")
+def test_padding_on_the_right_changes_nothing_before_it() -> None:
+    """Logits of a causal model at real tokens have no part of padding on their right."""
+    model = tiny().eval()
+    ids = torch.tensor([[5, 6, 7, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 0, 0]])
+    with torch.no_grad():
+        padded, alone = model(ids, attention_mask=mask).logits[:, :3], model(ids[:, :3]).logits
+    assert torch.allclose(padded, alone, atol=1e-6)
+
+
+@rests_on_it("src/lockstep/tasks/models/inference.py")
+def test_greedy_decoding_takes_the_likeliest_token() -> None:
+    """generate with do_sample False takes the argmax of each next token, and draws nothing."""
+    torch.manual_seed(0)
+    model = tiny().eval()
+    ids = torch.tensor([[5, 6]])
+    before = torch.get_rng_state()
+    written = model.generate(ids, do_sample=False, max_new_tokens=4, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(before, torch.get_rng_state())
+    with torch.no_grad():
+        for _ in range(4):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(written, ids)
+
+
+@rests_on_it("src/lockstep/checkpoint/exported.py", "src/lockstep/checkpoint/storage.py")
+def test_the_same_tensors_make_the_same_file(tmp_path: Path) -> None:
+    """safetensors writes the same bytes for the same tensors, in whatever order they are given."""
+    from safetensors.torch import save_file
+
+    tensors = {"b": torch.ones(3), "a": torch.zeros(2, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "1")
+    save_file(dict(sorted(tensors.items())), tmp_path / "2")
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+
+
+@rests_on_it("src/lockstep/checkpoint/storage.py", "src/lockstep/training/reference_pass.py")
+def test_a_cut_file_of_tensors_raises(tmp_path: Path) -> None:
+    """safe_open raises SafetensorError for a file that ends too early."""
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(100)}, tmp_path / "whole")
+    (tmp_path / "cut").write_bytes((tmp_path / "whole").read_bytes()[:-8])
+    with pytest.raises(SafetensorError), safe_open(tmp_path / "cut", "pt"):
+        pass

@@ -1,0 +1,181 @@
+"""What lockstep takes for granted of datasets, pyarrow and numpy: rows, shards, streams, fingerprints, files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from support.assumed import rests_on_it
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def rows(count: int = 6) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_dict({"x": list(range(count))})
+
+
+@rests_on_it("src/lockstep/data/usable_rows.py")
+def test_selecting_columns_with_a_fingerprint_hashes_nothing() -> None:
+    """select_columns takes new_fingerprint, keeps it, and leaves rows and their order as they are."""
+    selected = rows().select_columns(["x"], new_fingerprint="given")
+    assert selected._fingerprint == "given"
+    assert selected[:]["x"] == list(range(6))
+
+
+@rests_on_it("src/lockstep/data/usable_rows.py")
+def test_the_arrow_format_returns_tables() -> None:
+    """With the format arrow a slice is a pyarrow table, in the order of the rows, after a selection too."""
+    selected = rows().select([4, 0, 2])
+    selected.set_format("arrow")
+    part = selected[:2]
+    assert isinstance(part, pa.Table)
+    assert part.column(0).to_pylist() == [4, 0]
+
+
+@rests_on_it("src/lockstep/data/prepare.py", "src/lockstep/data/splitting.py")
+def test_concatenated_rows_are_in_order() -> None:
+    """concatenate_datasets puts rows one after another, and refuses columns of one name whose types differ."""
+    from datasets import Dataset, concatenate_datasets
+
+    joined = concatenate_datasets([rows(2), rows(3)])
+    assert joined[:]["x"] == [0, 1, 0, 1, 2]
+    with pytest.raises(ValueError, match="align"):
+        concatenate_datasets([rows(2), Dataset.from_dict({"x": ["a"]})])
+
+
+@rests_on_it("src/lockstep/data/column_types.py", "src/lockstep/data/annotated.py")
+def test_a_list_that_grows_a_float_is_all_floats() -> None:
+    """from_dict of integers and floats in one column makes floats of all."""
+    from datasets import Dataset
+
+    made = Dataset.from_dict({"x": [1, 2.5]})
+    assert made.features["x"].dtype == "float64"
+    assert made[:]["x"] == [1.0, 2.5]
+
+
+@rests_on_it("src/lockstep/data/column_types.py")
+def test_declared_features_refuse_what_does_not_fit() -> None:
+    """from_dict with features raises for a text where an integer is declared, and for an integer beyond its width."""
+    from datasets import Dataset, Features, Value
+
+    for value in ("text", 300):
+        with pytest.raises((pa.ArrowInvalid, ValueError, OverflowError, TypeError)):
+            Dataset.from_dict({"x": [value]}, features=Features({"x": Value("int8")}))
+
+
+@rests_on_it("src/lockstep/data/labels.py")
+def test_names_of_classes_come_from_their_column() -> None:
+    """A ClassLabel column holds integers, its names in the order of their numbers, and None for a missing label."""
+    from datasets import ClassLabel, Dataset, Features
+
+    made = Dataset.from_dict({"y": [1, 0, None]}, features=Features({"y": ClassLabel(names=["no", "yes"])}))
+    assert made[:]["y"] == [1, 0, None]
+    assert made.features["y"].names == ["no", "yes"]
+
+
+@rests_on_it("src/lockstep/data/labels.py")
+def test_class_labels_become_their_numbers() -> None:
+    """cast_column of a ClassLabel to int64 keeps its numbers."""
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    made = Dataset.from_dict({"y": [1, 0]}, features=Features({"y": ClassLabel(names=["no", "yes"])}))
+    assert made.cast_column("y", Value("int64"))[:]["y"] == [1, 0]
+
+
+@rests_on_it("src/lockstep/tools/import_config/loading.py")
+def test_a_split_in_order_cuts_the_test_rows_off_the_end() -> None:
+    """train_test_split without shuffling cuts the test rows off the end; with a seed it repeats."""
+    parts = rows(10).train_test_split(test_size=0.3, shuffle=False)
+    assert (parts["train"][:]["x"], parts["test"][:]["x"]) == (list(range(7)), [7, 8, 9])
+    first, second = (rows(10).train_test_split(test_size=0.3, seed=1)["test"][:]["x"] for _ in range(2))
+    assert first == second
+
+
+@rests_on_it("src/lockstep/data/arrow_cache.py", "src/lockstep/data/prepare.py")
+def test_an_arrow_file_is_mapped_with_its_rows(tmp_path: Path) -> None:
+    """Dataset.from_file reads an Arrow stream file by a memory map, with its types, and without a copy."""
+    from datasets import Dataset
+
+    table = pa.table({"x": pa.array([1, 2, 3], pa.int32())})
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    before = pa.total_allocated_bytes()
+    read = Dataset.from_file(str(tmp_path / "a.arrow"))
+    assert read[:]["x"] == [1, 2, 3]
+    assert read.features["x"].dtype == "int32"
+    assert pa.total_allocated_bytes() - before < 4096
+
+
+@rests_on_it("src/lockstep/data/arrow_cache.py")
+def test_a_cut_arrow_file_raises(tmp_path: Path) -> None:
+    """An Arrow stream file that ends in the middle of a batch raises when it is read."""
+    table = pa.table({"x": list(range(1000))})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    whole = sink.getvalue().to_pybytes()
+    (tmp_path / "cut.arrow").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises((pa.ArrowInvalid, OSError)), pa.memory_map(str(tmp_path / "cut.arrow")) as source:
+        pa.ipc.open_stream(source).read_all()
+
+
+@rests_on_it("src/lockstep/data/lm_documents.py", "src/lockstep/data/usable_rows.py")
+def test_arrow_integers_are_read_without_a_copy() -> None:
+    """np.asarray of a pyarrow array of integers without nulls shares its memory; of booleans it cannot."""
+    array = pa.array([1, 2, 3], pa.int64())
+    assert np.asarray(array).ctypes.data == array.buffers()[1].address
+    with pytest.raises(pa.ArrowInvalid):
+        pa.array([True, False]).to_numpy(zero_copy_only=True)
+
+
+@rests_on_it("src/lockstep/data/arrow_cache.py", "src/lockstep/data/usable_rows.py")
+def test_a_slice_of_an_arrow_array_shares_its_buffers() -> None:
+    """A slice of a pyarrow array keeps the whole buffer and an offset: bytes of a slice are not its buffer's."""
+    part = pa.array(range(10), pa.int64()).slice(4, 2)
+    assert (part.offset, part.buffers()[1].size) == (4, 80)
+    assert part.to_pylist() == [4, 5]
+
+
+@rests_on_it("src/lockstep/data/lm_documents.py", "src/lockstep/data/batch.py")
+def test_list_columns_are_one_flat_array_with_offsets() -> None:
+    """A pyarrow list array of a slice has flat values of the slice by flatten(), and of all rows by .values."""
+    lists = pa.array([[1, 2], [3], [4, 5, 6]])
+    part = lists.slice(1, 2)
+    assert part.flatten().to_pylist() == [3, 4, 5, 6]
+    assert part.values.to_pylist() == [1, 2, 3, 4, 5, 6]
+
+
+@rests_on_it("src/lockstep/data/lm_documents.py", "src/lockstep/plain/rows.py")
+def test_a_permutation_is_the_same_everywhere() -> None:
+    """numpy's default_rng gives the permutation that it always gave for a seed."""
+    assert np.random.default_rng(7).permutation(6).tolist() == [5, 2, 0, 4, 1, 3]
+
+
+@rests_on_it("src/lockstep/data/order.py", "src/lockstep/distributed/splitmix.py")
+def test_unsigned_integers_wrap_around() -> None:
+    """numpy's uint64 arrays wrap around at 2**64 without a warning."""
+    with np.errstate(all="raise"):
+        assert (np.array([2**64 - 1], np.uint64) + np.uint64(2)).tolist() == [1]
+        assert (np.array([2**63], np.uint64) * np.uint64(2)).tolist() == [0]
+
+
+@rests_on_it("src/lockstep/data/order.py")
+def test_a_stable_argsort_keeps_ties_in_order() -> None:
+    """np.argsort(kind="stable") keeps equal keys in their order."""
+    keys = np.array([1, 0, 1, 0, 1] * 20)
+    order = np.argsort(keys, kind="stable")
+    assert order.tolist() == sorted(range(100), key=lambda i: (keys[i], i))
