@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,20 @@ __version__ = "0.1.0"  # equals that of lockstep-train: tests/repo/test_packages
 
 
 @contextmanager
-def traced(model: Any, optimizer: Any, folder: str | Path | None = None, level: str = "gradients") -> Iterator[Path]:
+def traced(
+    model: Any,
+    optimizer: Any,
+    folder: str | Path | None = None,
+    level: str = "gradients",
+    check: Sequence[int] = (),
+) -> Iterator[Path]:
     """Context manager that traces the steps of `optimizer` and yields the trace's folder.
 
     `model`: the module that holds the parameters, wrapped or not. `folder`: default: $LOCKSTEP_TRACE, else
     lockstep-trace; an older trace there is replaced; not used if a command records this process. `level`: losses,
-    gradients or modules. Not collective. Errors: `ValueError` for an unknown level."""
-    recording = ScopedTrace(folder, level)
+    gradients or modules. `check`: steps to recompute on copies, counted from 0. Not collective. Errors:
+    `ValueError` for an unknown level."""
+    recording = ScopedTrace(folder, level, check)
     recorder = recording.begin()
     recorder.root(model)
     recorder.number_of(optimizer)

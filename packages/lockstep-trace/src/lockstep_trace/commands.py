@@ -16,7 +16,7 @@ from lockstep_trace import DEFAULT, __version__, streams
 from lockstep_trace.coded import coded
 from lockstep_trace.errors import TraceError
 from lockstep_trace.redaction import redact
-from lockstep_trace.tracer.settings import LEVELS
+from lockstep_trace.tracer.settings import CHECKED, LEVELS
 
 WATCH_S = 2.0  # polling interval of a trace that is being written
 
@@ -50,6 +50,13 @@ def recording_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--perturb", action="store_true", help="flip the last bit of half of the weights before the first forward"
     )
+    parser.add_argument(
+        "--check",
+        type=int,
+        nargs="*",
+        metavar="STEP",
+        help="recompute these steps on copies inside the command, and compare (default 1 and 10, counted from 0)",
+    )
     verbose_option(parser)
 
 
@@ -63,7 +70,18 @@ def recording_settings(args: argparse.Namespace) -> dict[str, object]:
     """Return the recorder's settings from parsed `recording_options`. Errors: `TraceError`."""
     for name in ("every", "steps"):
         require_positive(f"--{name}", getattr(args, name))
-    return {name: getattr(args, name) for name in ("every", "steps", "level", "perturb")}
+    settings: dict[str, object] = {name: getattr(args, name) for name in ("every", "steps", "level", "perturb")}
+    if args.check is not None:
+        settings["check"] = checked_steps(args.check or CHECKED)
+    return settings
+
+
+def checked_steps(steps: Sequence[int]) -> tuple[int, ...]:
+    """Return the steps to check, in order. Errors: `TraceError` for a negative one."""
+    for step in steps:
+        if step < 0:
+            raise TraceError("LS9190", f"--check: invalid value {step}; expected a step >= 0, counted from 0")
+    return tuple(sorted(set(steps)))
 
 
 def require_positive(option: str, value: int | None) -> None:

@@ -12,7 +12,7 @@ import importlib
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,17 @@ class ScopedTrace:
     lockstep_trace` has not, if a folder or a level is given that is another.
 
     `folder`: default: $LOCKSTEP_TRACE, else lockstep-trace; an older trace there is replaced. `level`: losses,
-    gradients or modules. Errors: `ValueError` for an unknown level."""
+    gradients or modules. `check`: steps to recompute on copies, counted from 0. Errors: `ValueError`
+    for an unknown level."""
 
     by_import: Any = None  # recorder that `import lockstep_trace` began
 
-    def __init__(self, folder: str | Path | None = None, level: str = "gradients") -> None:
+    def __init__(self, folder: str | Path | None = None, level: str = "gradients", check: Sequence[int] = ()) -> None:
         from lockstep_trace.tracer.settings import LEVELS
 
         if level not in LEVELS:
             raise ValueError(f"level: invalid value {level!r}; expected one of {', '.join(LEVELS)}")
-        self.folder, self.level = folder, level
+        self.folder, self.level, self.check = folder, level, tuple(check)
         self._own = False
 
     def begin(self) -> Any:
@@ -55,7 +56,7 @@ class ScopedTrace:
             from lockstep_trace.tracer.settings import Settings
 
             self._own = True
-            recorder = tracer.begin(Settings(folder, level=self.level, replace=True))
+            recorder = tracer.begin(Settings(folder, level=self.level, check=self.check, replace=True))
         return recorder
 
     def end(self) -> None:
@@ -82,11 +83,12 @@ class Callback:
     """Traces `Trainer.train` of transformers and TRL: `Trainer(..., callbacks=[lockstep_trace.Callback()])`.
 
     `folder`: folder of the trace; default: $LOCKSTEP_TRACE, else lockstep-trace; an older trace there is replaced; not
-    used if a command records the process. `level`: losses, gradients or modules. Each process writes its own file,
-    without communication. Errors: `ValueError` for an unknown level."""
+    used if a command records the process. `level`: losses, gradients or modules. `check`: steps to recompute on copies,
+    counted from 0. Each process writes its own file, without communication. Errors: `ValueError` for an
+    unknown level."""
 
-    def __init__(self, folder: str | Path | None = None, level: str = "gradients") -> None:
-        self._recording = ScopedTrace(folder, level)
+    def __init__(self, folder: str | Path | None = None, level: str = "gradients", check: Sequence[int] = ()) -> None:
+        self._recording = ScopedTrace(folder, level, check)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the trace before Trainer's first step."""
@@ -103,12 +105,12 @@ class Callback:
         return lambda *args, **kwargs: None
 
 
-def LightningCallback(folder: str | Path | None = None, level: str = "gradients") -> Any:
+def LightningCallback(folder: str | Path | None = None, level: str = "gradients", check: Sequence[int] = ()) -> Any:
     """Return a callback that traces `fit` of Lightning: `Trainer(..., callbacks=[lockstep_trace.LightningCallback()])`.
 
     Works with the Trainer of `lightning` and that of `pytorch_lightning`. Arguments and errors are those of `Callback`;
     `ImportError` if neither library is installed."""
-    return _lightning_class()(folder, level)
+    return _lightning_class()(folder, level, check)
 
 
 @functools.cache
@@ -132,11 +134,11 @@ def _lightning_class() -> Any:
     def end(self: Any, *args: Any, **kwargs: Any) -> None:
         self.recording.end()
 
-    def init(self: Any, folder: str | Path | None, level: str) -> None:
-        self.recording = ScopedTrace(folder, level)
+    def init(self: Any, folder: str | Path | None, level: str, check: Sequence[int]) -> None:
+        self.recording = ScopedTrace(folder, level, check)
 
     def reduce(self: Any) -> Any:  # for ranks that are spawned
-        return LightningCallback, (self.recording.folder, self.recording.level)
+        return LightningCallback, (self.recording.folder, self.recording.level, self.recording.check)
 
     methods = {"__init__": init, "__reduce__": reduce, "setup": begin, "teardown": end, "on_exception": end}
     return type("LightningCallback", bases, methods)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from lockstep_trace.read import Trace
-from lockstep_trace.rules import data, gradients, losses, modes, parameters, replicas, schedules
+from lockstep_trace.rules import checks, data, gradients, losses, modes, parameters, replicas, schedules
 from lockstep_trace.rules.finding import LEVELS, WRONG, Finding
 
 __all__ = ["Finding", "findings", "proved"]
@@ -37,6 +37,7 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     parameters.rate_zero,
     losses.means,
     parameters.dtypes,
+    checks.checked,
 )
 OF_ALL: tuple[Callable[[Trace], Iterable[Finding]], ...] = (
     modes.evaluated,
@@ -56,7 +57,8 @@ FOLLOWS = {  # finding -> findings that are its consequences
     "untied": ("in-no-optimizer", "no-gradient"),
     "one-batch": ("same-order", "seen-part"),
     "same-examples": ("seen-often", "seen-twice", "replicas-start", "not-reduced"),
-    "not-zeroed": ("not-finite",),
+    "not-zeroed": ("not-finite", "check-gradient"),
+    "not-reduced": ("check-gradient",),
     "equal-shards": ("same-examples",),
 }
 

@@ -182,6 +182,8 @@ class Rank:
     errors: list[Mapping[str, Any]] = field(default_factory=list)
     loads: list[Mapping[str, Any]] = field(default_factory=list)  # loads of a model's own tensors into itself
     workers: list[Mapping[str, Any]] = field(default_factory=list)  # data loader workers
+    checks: list[Mapping[str, Any]] = field(default_factory=list)  # recomputed steps
+    check_updates: list[Mapping[str, Any]] = field(default_factory=list)
     ended: Mapping[str, Any] | None = None
 
     @property
@@ -339,6 +341,8 @@ def _take(rank: Rank, kind: str, record: Mapping[str, Any]) -> None:
             "error": rank.errors,
             "worker": rank.workers,
             "self load": rank.loads,
+            "check": rank.checks,
+            "check update": rank.check_updates,
         }
         lists.get(kind, []).append(record)
 

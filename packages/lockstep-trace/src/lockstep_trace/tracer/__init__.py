@@ -20,6 +20,7 @@ _INSTALLED: list[Hooks] = []  # one per process
 
 def begin(settings: Settings) -> Recorder:
     """Start to trace this process into `settings.folder`, ending an earlier trace."""
+    from .check.checker import Checker
     from .hooks import Hooks
     from .late_imports import watch
     from .recorder import Recorder
@@ -33,6 +34,8 @@ def begin(settings: Settings) -> Recorder:
         atexit.register(end)
     end()
     recorder = Recorder(settings, Writer(Path(settings.folder), settings.replace))
+    if settings.check:
+        recorder.checker = Checker(_INSTALLED[0], recorder, settings.check)
     _INSTALLED[0].recorder = recorder
     if new:
         watch(_INSTALLED[0])

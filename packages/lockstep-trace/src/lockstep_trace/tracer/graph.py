@@ -42,7 +42,12 @@ class LossFunction:
 
 def objectives(loss: Any) -> list[LossFunction]:
     """Return the loss functions in a tensor's graph, nearest to the loss first."""
-    rows: list[LossFunction] = []
+    return [loss_function(node) for node in loss_nodes(loss)]
+
+
+def loss_nodes(loss: Any) -> list[Any]:
+    """Return the graph nodes of `objectives`."""
+    rows: list[Any] = []
     queue: deque[Any] = deque([getattr(loss, "grad_fn", None)])
     known: set[Any] = set()
     count = 0
@@ -53,7 +58,7 @@ def objectives(loss: Any) -> list[LossFunction]:
         known.add(node)
         count += 1
         if name_of(node) in KINDS:
-            rows.append(_objective(node))
+            rows.append(node)
         else:
             queue.extend(before for before, _ in node.next_functions)
     return rows
@@ -65,7 +70,8 @@ def name_of(node: Any) -> str:
     return name.partition("Backward")[0]
 
 
-def _objective(node: Any) -> LossFunction:
+def loss_function(node: Any) -> LossFunction:
+    """Return the facts about a loss function's node."""
     name, target = name_of(node), getattr(node, "_saved_target", None)
     reduction, ignored = getattr(node, "_saved_reduction", -1), getattr(node, "_saved_ignore_index", None)
     before = [n for n, _ in node.next_functions if n is not None]

@@ -37,6 +37,7 @@ class Hooks:
         self.recorder: Recorder | None = None
         self.backward_depth = 0
         self.failed = False
+        self.replaying = False  # a checked step is recomputed on copies
         self.engine_steps = False  # an engine is in its step, which contains its inner optimizers' steps
         self.at_first_call: list[Callable[[], None]] = []  # of any model
         self._stepping: dict[int, dict[str, Any]] = {}
@@ -85,14 +86,14 @@ class Hooks:
         if closure is None and self._makes_state(optimizer):
             return None
         if closure is None:
-            self._stepping[id(optimizer)] = self.guarded(self.recorder.before_step, optimizer) or {}
+            self._stepping[id(optimizer)] = self._measured(optimizer)
             return None
 
         def wrapped() -> Any:  # gradients exist after the closure; the last of several calls counts
             result = closure()
             if self.recorder is not None:
                 first = self._stepping.get(id(optimizer)) or {}
-                here = self.guarded(self.recorder.before_step, optimizer) or {}
+                here = self._measured(optimizer)
                 at_first = {name: first[name] for name in ("before", "start", "shards") if name in first}
                 self._stepping[id(optimizer)] = here | at_first  # weights before the step come from the first call
             return result
@@ -100,6 +101,14 @@ class Hooks:
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
+
+    def _measured(self, optimizer: Any) -> dict[str, Any]:
+        """Measure, and check, a step whose gradients are complete."""
+        assert self.recorder is not None
+        here: dict[str, Any] = self.guarded(self.recorder.before_step, optimizer) or {}
+        if self.recorder.checker is not None and here:
+            self.guarded(self.recorder.checker.at_step, optimizer, here)
+        return here
 
     def _makes_state(self, optimizer: Any) -> bool:
         """Return whether a step only initializes the optimizer's state: the first step, before any backward, with a
@@ -115,6 +124,8 @@ class Hooks:
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         here = self._stepping.pop(id(optimizer), None)
         if self.recorder is not None and here:
+            if self.recorder.checker is not None:
+                self.guarded(self.recorder.checker.after_step, optimizer)
             self.guarded(self.recorder.after_step, optimizer, here)
 
 
@@ -130,6 +141,8 @@ def _wrap_call(hooks: Hooks) -> None:
         if depth:
             if recorder.since.autocast is None:
                 hooks.guarded(recorder.inside, module)
+            if recorder.checker is not None and recorder.checker.current is not None:
+                hooks.guarded(recorder.checker.inside, module)
             if recorder.settings.level == "modules" and torch.is_grad_enabled():
                 return _observed(hooks, module, original(module, *args, **kwargs))
             return original(module, *args, **kwargs)
@@ -139,11 +152,16 @@ def _wrap_call(hooks: Hooks) -> None:
             hooks.at_first_call.pop()()
         hooks.guarded(fsdp1.install, hooks)
         hooks.guarded(recorder.entered, module, args, kwargs)
+        checker = recorder.checker
+        checked = None if checker is None else hooks.guarded(checker.before_call, module, args, kwargs)
         _THREAD.depth = 1
         try:
-            return original(module, *args, **kwargs)
+            result = original(module, *args, **kwargs)
         finally:
             _THREAD.depth = 0
+        if checker is not None and checked is not None:
+            hooks.guarded(checker.after_call, checked, (args, kwargs), result)
+        return result
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
 
@@ -188,6 +206,8 @@ def _wrap_backward(hooks: Hooks) -> None:
             return original(tensors, *args, **kwargs)
         if not hooks.backward_depth:
             hooks.guarded(recorder.backward, tensors, hooks._scaled is tensors or hooks._scaled is _first(tensors))
+            if recorder.checker is not None:
+                hooks.guarded(recorder.checker.before_backward, tensors)
         depth, hooks.backward_depth = getattr(_THREAD, "depth", 0), hooks.backward_depth + 1
         try:
             return original(tensors, *args, **kwargs)

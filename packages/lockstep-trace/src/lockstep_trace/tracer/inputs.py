@@ -53,7 +53,7 @@ def _tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, 
 def call_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallInputs | None:
     """Hash the inputs of a call; None if no input has a batch dimension."""
     tensors = [(n, t) for n, t in [*_tensors(args), *_tensors(kwargs)] if t.dim() and t.numel()]
-    if not tensors:
+    if not tensors or any(wrapped(t) for _, t in tensors):
         return None
     first = next((t for n, t in tensors if n == "input_ids"), tensors[0][1])
     size, device = first.shape[0], first.device
@@ -70,6 +70,11 @@ def call_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallInputs 
         if name in LABELS:
             labels = part if labels is None else labels + part
     return CallInputs(total, None if labels is None else total - labels, targets, _restarts(tensors, mask))
+
+
+def wrapped(tensor: Tensor) -> bool:
+    """Return whether a tensor is seen from inside of vmap or grad of torch.func, where it has no values."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def _restarts(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | None:

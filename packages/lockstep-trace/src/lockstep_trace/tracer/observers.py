@@ -61,6 +61,8 @@ def _wrap_collectives(hooks: Any) -> None:
 def _counting(hooks: Any, name: str, original: Any) -> Any:
     @functools.wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
+        if hooks.replaying:
+            raise RuntimeError(f"torch.distributed.{name}: not called while a step is recomputed on one rank")
         if not torch.compiler.is_compiling() and hooks.recorder is not None:
             hooks.guarded(hooks.recorder.collective, name, _elements((args, list(kwargs.values()))))
         return original(*args, **kwargs)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import fsdp1, placement, workers
+from .check.checker import Checker
 from .fingerprint import Block, differences, heads, measure, whole, width_of
 from .graph import objectives, unmasked_attention
 from .inputs import CallInputs, call_inputs
@@ -65,6 +66,7 @@ class Recorder:
         self.settings = settings
         self.writer = writer
         self.active = True
+        self.checker: Checker | None = None
         self.roots: list[weakref.ref[nn.Module]] = []
         self.optimizers: list[weakref.ref[Any]] = []
         self.schedules = Schedules()

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 LEVELS = ("losses", "gradients", "modules")
+CHECKED = (1, 10)  # steps that --check recomputes if none is given
 
 
 @dataclass(frozen=True)
 class Settings:
     """Settings of the recorder. `folder`: folder of the trace. `every`: measure each N-th step. `steps`: stop after so
     many steps; None: never. `perturb`: flip the last bit of half of the weights before the first forward. `replace`:
-    replace what an earlier run left in the folder; False if a command has prepared it."""
+    replace what an earlier run left in the folder; False if a command has prepared it. `check`: steps of each optimizer
+    to recompute on copies."""
 
     folder: str
     every: int = 1
@@ -22,6 +24,7 @@ class Settings:
     level: str = "gradients"
     perturb: bool = False
     replace: bool = False
+    check: tuple[int, ...] = ()
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -29,4 +32,4 @@ class Settings:
     @classmethod
     def load(cls, path: Path) -> Settings:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**values)
+        return cls(**{**values, "check": tuple(values.get("check", ()))})

@@ -1,0 +1,352 @@
+"""Rules on checked steps (`record --check`): the gradient and the update against references that the tracer computed on
+copies inside the process, and a call of the model against itself.
+
+A reference differs from the training for many right reasons, so each finding is `suspicious` or `info`: in-batch
+negatives, batch statistics and balance losses of experts mix rows on purpose; losses may be sums; gradients may be
+written to by hand (noise, surgery, normalization); weights may be clipped, averaged or restored after a step. A
+recomputation that was not possible is `info`, with the reason. Nothing is concluded from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lockstep_trace.causes import few
+from lockstep_trace.read import OptimizerLayout, Step, Trace, Value, decode
+from lockstep_trace.rules.finding import INFO, SUSPICIOUS, Finding
+from lockstep_trace.rules.premises import declared
+
+ROUNDING = 2e-3  # relative; sketches are float32, and repeated forwards may round otherwise
+ROUNDING_HALF = 5e-2
+FACTOR = 0.995  # least cosine of gradients that are one a multiple of the other
+Values = dict[str, Value]
+
+
+def checked(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report the differences of all checked steps of an optimizer, each kind once."""
+    reported: set[tuple[str, str]] = set()
+    for step in sorted({int(c["step"]) for r in trace.ranks for c in r.checks if c["opt"] == optimizer}):
+        for finding in _of_step(trace, optimizer, step):
+            if (finding.code, finding.level) not in reported:
+                reported.add((finding.code, finding.level))
+                yield finding
+
+
+def _of_step(trace: Trace, optimizer: int, step: int) -> Iterator[Finding]:
+    rows = [
+        (rank.steps.get(optimizer, {}).get(step), check)
+        for rank in trace.ranks
+        for check in rank.checks
+        if check["opt"] == optimizer and check["step"] == step
+    ]
+    whole = [(s, c) for s, c in rows if s is not None]
+    if not whole:
+        return
+    yield from _gradient(trace, whole, step)
+    yield from _accumulated(trace, whole, step)
+    _, check = whole[0]
+    references = check.get("references", ())
+    yield from _not_made(references, step)
+    for reference in references:
+        if reference["result"] == "differs":
+            yield DESCRIBED[reference["reference"]](reference, step)
+    for rank in trace.ranks[:1]:
+        for update in rank.check_updates:
+            if update["opt"] == optimizer and update["step"] == step:
+                yield from _updated(update, step)
+
+
+# -- the gradient ----------------------------------------------------------------------------------------------------
+
+
+def values_of(packed: Any, of: list[int], layout: OptimizerLayout) -> Values:
+    """Decode measured tensors of an optimizer's parameters."""
+    chosen = [layout.parameters[i] for i in of]
+    return dict(zip([p.name for p in chosen], decode(packed, [p.width for p in chosen]), strict=False))
+
+
+def _joined(values: Values, names: list[str]) -> Any:
+    return np.concatenate([v.sketch for n in names if (v := values[n]).sketch is not None] or [np.zeros(1)])
+
+
+def _mean(rows: list[Values], names: list[str]) -> Values:
+    """Return the mean over ranks of sketches."""
+    means = {}
+    for name in names:
+        sketch = np.mean([s for row in rows if (s := row[name].sketch) is not None], axis=0)
+        means[name] = Value(0, float(sketch @ sketch), sketch)
+    return means
+
+
+def _gradient(trace: Trace, rows: list[tuple[Step, Mapping[str, Any]]], step: int) -> Iterator[Finding]:
+    reasons = [c["reason"] for _, c in rows if "reason" in c]
+    excluded = {n: why for _, c in rows for n, why in c.get("excluded", {}).items()}
+    if reasons or any(not c.get("of") for _, c in rows):
+        why = reasons[0] if reasons else next(iter(excluded.values()), "no gradient arrived")
+        what = f"the gradient of step {step} was not recomputed: {why}"
+        yield Finding("check-gradient", what, "nothing is concluded", step, INFO)
+        return
+    received = [s.unclipped for s, _ in rows]
+    own = [values_of(c["recomputed"], c["of"], s.layout) for s, c in rows]
+    names = [n for n in own[0] if all(n in v for v in (*received, *own))]
+    if not names or any(received[0][n].sketch is None for n in names):
+        return
+    if any(len(s.clips or ()) > 1 for s, _ in rows):
+        what = f"the gradient of step {step} was not compared: it is clipped more than once"
+        yield Finding("check-gradient", what, "nothing is concluded", step, INFO)
+        return
+    group = declared(trace)
+    references = [_mean(own, names)] * len(rows) if group else own
+    for rank, ((record, check), got, reference) in enumerate(zip(rows, received, references, strict=True)):
+        limit = ROUNDING_HALF if check.get("autocast") or record.layout.parameters[0].dtype != "float32" else ROUNDING
+        a, b = _joined(got, names), _joined(reference, names)
+        size = max(float(np.linalg.norm(a)), float(np.linalg.norm(b)))
+        distance = float(np.linalg.norm(a - b)) / size if size else 0.0
+        if distance <= limit:
+            continue
+        worst = max(names, key=lambda n: float(np.linalg.norm(_joined(got, [n]) - _joined(reference, [n]))))
+        kind = _kind(trace, rows, rank, (a, b), names, limit)
+        yield _differs(kind, distance, worst, record, check, step, rank, len(rows))
+        return
+
+
+def _kind(
+    trace: Trace,
+    rows: list[tuple[Step, Mapping[str, Any]]],
+    rank: int,
+    vectors: tuple[Any, Any],
+    names: list[str],
+    limit: float,
+) -> tuple[str, float]:
+    """Return what the gradient is instead: (`left`, share of the step before), (`factor`, factor), (`own`, 0) for that
+    of one rank, (`sum`, 0) over ranks, or (`other`, cosine)."""
+    got, reference = vectors
+    record, check = rows[rank]
+    left = values_of(check.get("left"), check.get("left_of", []), record.layout)
+    if left:
+        previous = np.concatenate([left[n].sketch if n in left else np.zeros(record_width(record, n)) for n in names])
+        rest = got - reference
+        size = float(np.linalg.norm(got))
+        if float(np.linalg.norm(rest - previous)) <= limit * max(size, float(np.linalg.norm(previous))):
+            return "left", float(np.linalg.norm(previous)) / size if size else 0.0
+    if len(rows) > 1:
+        own = [values_of(c["recomputed"], c["of"], s.layout) for s, c in rows]
+        alone, total = _joined(own[rank], names), sum(_joined(o, names) for o in own)
+        for kind, vector in (("own", alone), ("sum", total), ("mean", total / len(rows))):
+            size = float(np.linalg.norm(vector))
+            if size and float(np.linalg.norm(got - vector)) <= limit * size:
+                return kind, 0.0
+    norms = float(np.linalg.norm(got)), float(np.linalg.norm(reference))
+    cosine = float(got @ reference) / (norms[0] * norms[1]) if all(norms) else 0.0
+    if abs(cosine) > FACTOR and norms[1]:
+        return "factor", float(got @ reference) / norms[1] ** 2
+    return "other", cosine
+
+
+def record_width(record: Step, name: str) -> int:
+    return next(p.width for p in record.layout.parameters if p.name == name)
+
+
+def _differs(
+    kind: tuple[str, float],
+    distance: float,
+    worst: str,
+    record: Step,
+    check: Mapping[str, Any],
+    step: int,
+    rank: int,
+    world: int,
+) -> Finding:
+    name, number = kind
+    at = f"step {step}" + (f", rank {rank}" if world > 1 else "")
+    count = check["backwards"]
+    of = f"the sum over its {count} calls of backward" if count > 1 else "the one recomputed from its inputs"
+    what = f"{at}: the gradient in the optimizer differs from {of} by {distance:.3g} (most in {worst})"
+    level = SUSPICIOUS
+    if name == "left":
+        what += f"; the rest is what was there before: {number:.2f} of its norm is left from other steps"
+        cause = "call zero_grad() before the first backward of a step, also where another loss's backward passed"
+        otherwise, decides = "gradients that are summed over steps on purpose", "whether a step is meant to add to them"
+    elif name == "own":
+        what += f"; it is the gradient of rank {rank} alone, not the mean over {world} ranks"
+        cause = "reduce gradients over ranks in the backward before the step"
+        otherwise, decides = "ranks that are averaged later (local SGD)", "whether weights are averaged"
+    elif name == "sum":
+        what += f"; it is the sum over {world} ranks"
+        cause = f"divide by {world}, or scale the rate on purpose"
+        otherwise, decides = "a loss that is divided by the number of all examples", "by what the loss is divided"
+    elif name == "mean":
+        what = f"{at}: gradients are averaged over {world} ranks outside of DistributedDataParallel"
+        level, cause, otherwise, decides = INFO, "as the recomputed mean has it", "", ""
+    elif name == "factor":
+        what += f"; it is {number:.6g} times the recomputed one"
+        cause = "something multiplies gradients after backward" if record.rewritten else "a factor outside of the loss"
+        otherwise = "a loss that is a sum, divided later; a normalization of gradients by hand"
+        decides = "whether the factor is meant"
+    else:
+        what += f"; their cosine is {number:.3f}"
+        written = bool(record.rewritten)
+        cause = "gradients were written to between backward and step" if written else "it has a part that is not seen"
+        level = INFO
+        otherwise = "noise, surgery or clipping of gradients by hand; losses of parameters themselves"
+        decides = "what writes to them"
+    return Finding("check-gradient", what, cause, step, level, otherwise, decides)
+
+
+def _accumulated(trace: Trace, rows: list[tuple[Step, Mapping[str, Any]]], step: int) -> Iterator[Finding]:
+    """Report how the means of micro-batches are put together."""
+    record, check = rows[0]
+    factors, targets = check.get("factors"), check.get("targets", ())
+    if not factors or not check.get("means") or len(factors) < 2:
+        return
+    count, total = len(factors), sum(factors)
+    otherwise = "a weight of the loss, or a rate that is chosen for it"
+    if max(factors) - min(factors) <= 1e-3 * abs(max(factors)):
+        if abs(total - count) < 1e-3 * count:
+            what = (
+                f"step {step}: the gradient is {count} times that of the mean over its {count} micro-batches: the loss "
+            )
+            what += "of each enters with a factor of 1"
+            cause = f"divide each loss by {count}"
+            decides = "whether the gradient should grow with the number of micro-batches"
+            yield Finding("check-accumulation", what, cause, step, SUSPICIOUS, otherwise, decides)
+        elif abs(total * count - 1) < 1e-3:
+            what = f"step {step}: the loss of each of {count} micro-batches enters with a factor of {factors[0]:.4g}, "
+            what += f"1 / {count} twice: the gradient is {count} times too small for their mean"
+            cause = f"divide by {count} once: Accelerate and Trainer divide by themselves"
+            yield Finding("check-accumulation", what, cause, step, SUSPICIOUS, otherwise, "who divides the loss")
+    union = values_of(check.get("of_union"), check["of"], record.layout) if check.get("of_union") else {}
+    own = values_of(check["recomputed"], check["of"], record.layout)
+    names = [n for n in own if n in union and union[n].sketch is not None]
+    if names:
+        a, b = _joined(own, names), _joined(union, names)
+        size = max(float(np.linalg.norm(a)), float(np.linalg.norm(b)))
+        if size and (distance := float(np.linalg.norm(a - b)) / size) > ROUNDING_HALF:
+            what = (
+                f"step {step}: micro-batches of {few([str(n) for n in targets])} targets enter by other weights; the "
+            )
+            what += f"gradient differs by {distance:.2g} from that of one batch with all of them"
+            cause = "divide the sum of losses by the number of targets of the whole step"
+            decides = "whether each target, or each micro-batch, should weigh alike"
+            yield Finding("check-tokens", what, cause, step, SUSPICIOUS, "micro-batches that weigh alike", decides)
+
+
+# -- references of one call ------------------------------------------------------------------------------------------
+
+
+def _place(reference: Mapping[str, Any]) -> str:
+    module, operation = reference.get("module", ""), reference.get("operation", "")
+    inside = f"in {module}" if module else f"in {reference['model']} itself"
+    return f"{inside} ({operation})" if operation else inside
+
+
+def _not_made(references: Sequence[Mapping[str, Any]], step: int) -> Iterator[Finding]:
+    """Report the references that were not made, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for reference in references:
+        if reference["result"] == "not made":
+            reasons.setdefault(reference["why"], []).append(reference["reference"])
+    if reasons:
+        text = "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
+        yield Finding("check-not-made", f"step {step}: not compared: {text}", "nothing is concluded", step, INFO)
+
+
+def _mixed(reference: Mapping[str, Any], step: int) -> Finding:
+    reordered = reference["reference"] == "order"
+    how = "in another order" if reordered else f"{reference['of']} of {reference['rows']} without the others"
+    what = f"step {step}: with rows {how}, dropout off, outputs of the same rows differ by {reference['apart']:.2g}, "
+    what += f"first {_place(reference)}"
+    if reference.get("batch_norm"):
+        return Finding("check-rows", f"{what}: statistics of the batch", "as batch norm does", step, INFO)
+    cause = (
+        "an output depends on the place of its row in the batch: look for positions or masks along the first dimension"
+        if reordered
+        else "rows see each other: look for a dimension that is taken for another (batch_first, dim=0)"
+    )
+    otherwise = "in-batch negatives, experts with a capacity, sets and graphs, inputs whose first dimension is time"
+    return Finding("check-rows", what, cause, step, SUSPICIOUS, otherwise, "whether rows are examples, and may meet")
+
+
+def _padded(reference: Mapping[str, Any], step: int) -> Finding:
+    how = "the attention mask" if reference["how"] == "mask" else "runs of one value at the ends of rows"
+    what = (
+        f"step {step}: row {reference['row']} ({reference['tokens']} tokens, {reference['padding']} of padding on the "
+        f"{'left' if reference['left'] else 'right'}, by {how}) without its padding has outputs that differ by "
+        f"{reference['apart']:.2g}, first {_place(reference)}"
+    )
+    cause = (
+        "pass an attention mask, and position_ids that begin at the first token"
+        if reference["left"]
+        else "pass a mask of padding to attention and pooling, and read the last token, not the last position"
+    )
+    otherwise = "convolutions and poolings that are meant to see padding"
+    return Finding("check-padding", what, cause, step, SUSPICIOUS, otherwise, "whether outputs may depend on padding")
+
+
+def _padded_targets(reference: Mapping[str, Any], step: int) -> Finding:
+    what = (
+        f"step {step}: {reference['positions']} of {reference['counted']} positions that get a gradient from the loss "
+    )
+    what += f"are padding ({reference['apart']:.2g} of its square)"
+    cause = "give padded positions the label -100 (ignore_index), or mask the loss"
+    otherwise = "a value at the ends of rows that is no padding"
+    return Finding("check-padding", what, cause, step, SUSPICIOUS, otherwise, "whether padding should be learned")
+
+
+def _twice(reference: Mapping[str, Any], step: int) -> Finding:
+    what = f"step {step}: the same forward twice differs by {reference['apart']:.2g}, first {_place(reference)}"
+    cause = "it depends on something besides inputs, weights, buffers and random numbers, or adds in changing order"
+    level = SUSPICIOUS if reference["apart"] > 1e-3 else INFO
+    otherwise = "kernels that add in changing order (torch.use_deterministic_algorithms finds them)"
+    return Finding("check-twice", what, cause, step, level, otherwise, "what the module named reads")
+
+
+def _eager(reference: Mapping[str, Any], step: int) -> Finding:
+    what = f"step {step}: the compiled model's outputs differ from the eager ones by {reference['apart']:.2g}"
+    cause = "the compiler changes the result: try backend='aot_eager', then 'eager'"
+    otherwise = "random numbers that are not dropout, or sums in low precision"
+    return Finding("check-eager", what, cause, step, SUSPICIOUS, otherwise, "which backend it appears with")
+
+
+def _float32(reference: Mapping[str, Any], step: int) -> Finding:
+    what = (
+        f"step {step}: outputs in {reference['dtype']} differ from float32 by {reference['apart']:.2g}, where rounding "
+        f"explains about {reference['expected']:.2g}; the largest part is made {_place(reference)}"
+    )
+    cause = "compute it in float32"
+    otherwise = "outputs near zero, or choices (argmax, routing) that fall otherwise"
+    return Finding("check-float32", what, cause, step, SUSPICIOUS, otherwise, "whether the loss in float32 is another")
+
+
+DESCRIBED = {
+    "order": _mixed,
+    "alone": _mixed,
+    "padding": _padded,
+    "padded targets": _padded_targets,
+    "twice": _twice,
+    "eager": _eager,
+    "float32": _float32,
+}
+
+
+def _updated(update: Mapping[str, Any], step: int) -> Iterator[Finding]:
+    formula = update["formula"]
+    if formula:
+        name = max(formula, key=lambda n: formula[n])
+        what = f"step {step}: {len(formula)} weights are not what the optimizer's formula makes of their gradients, "
+        what += f"most {name} (by {formula[name]:.2g} of its update)"
+        cause = "something writes to weights during the step, or the step is another than torch's"
+        otherwise = "a hook that clips, masks or averages weights"
+        yield Finding("check-update", what, cause, step, SUSPICIOUS, otherwise, "what writes to them")
+    share = update["lost_share"]
+    if share is not None and share > 0.5:
+        what = (
+            f"step {step}: {share:.0%} of the elements of half-precision weights that have a gradient did not change: "
+        )
+        what += "their update is less than half a unit in the last place"
+        cause = "keep weights in float32 and use autocast, or an optimizer that rounds stochastically or compensates"
+        otherwise = "gradients of nearly zero, or a warm-up"
+        yield Finding("check-lost-update", what, cause, step, SUSPICIOUS, otherwise, "the share after the warm-up")

@@ -1,0 +1,298 @@
+"""Repeats a recorded call on a copy of its model.
+
+In: a `ModuleCall`. Out: its outputs, the outputs of modules or operations inside, or gradients of its parameters. All
+is computed on copies; `Isolation` restores what a forward may change outside of its model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.modules.module as torch_module
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .. import placement
+from ..fingerprint import measure, whole
+from .calls import ModuleCall, NotRecomputable, floats, mapped, tensors
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+OUR_HOOKS = ("torch.", "accelerate.")  # hooks of these are part of a module, and write to nothing else
+
+
+@dataclass
+class Replay:
+    """Results of a repeated call. `watched`: (module, operation or "", output) in the order in which they ended."""
+
+    output: Any
+    floats: list[Tensor]
+    watched: list[tuple[str, str, Tensor]] = field(default_factory=list)
+
+
+class Isolation(TorchFunctionMode):
+    """Restores what operations of a repeated forward write to outside of its copies: tensors of closures, and
+    generators passed to operations. `watched`: if set, operations directly inside the module `inside` are added."""
+
+    def __init__(self, own: Sequence[Tensor], inside: str | None, stack: list[str]) -> None:
+        super().__init__()
+        self.own = {_storage(t) for t in own}
+        self.alive = list(own)  # storages stay distinct while they are alive
+        self.inside, self.stack = inside, stack
+        self.watched: list[tuple[str, str, Tensor]] = []
+        self.written: dict[int, tuple[Tensor, Tensor]] = {}
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        generator = kwargs.get("generator")
+        if isinstance(generator, torch.Generator) and id(generator) not in self.generators:
+            self.generators[id(generator)] = (generator, generator.get_state())
+        targets = [kwargs.get("out")]
+        if args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name[:3] == "__i"):
+            targets.append(args[0])
+        for target in targets:
+            if isinstance(target, Tensor) and _storage(target) not in self.own and id(target) not in self.written:
+                self.written[id(target)] = (target, target.detach().clone())
+        foreign = {s for t in tensors((args, kwargs)) if (s := _storage(t)) not in self.own}
+        result = func(*args, **kwargs)
+        for tensor in tensors(result):
+            if (storage := _storage(tensor)) not in self.own and storage not in foreign:  # not a view of a closure's
+                self.own.add(storage)
+                self.alive.append(tensor)
+            if self.inside is not None and self.stack[-1:] == [self.inside] and tensor.is_floating_point():
+                self.watched.append((self.inside, name, tensor.detach()))
+        return result
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for target, value in self.written.values():
+                target.data.copy_(value)
+        for generator, state in self.generators.values():
+            generator.set_state(state)
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse, or inside of vmap
+        return id(tensor)
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed devices that are initialized later
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel and torch.compile. Errors: `NotRecomputable` for wrappers that
+    communicate or hold shards."""
+    while True:
+        names = {t.__name__ for t in type(module).__mro__}
+        if "DistributedDataParallel" in names:
+            if getattr(module, "mixed_precision", None) is not None:
+                raise NotRecomputable("DistributedDataParallel casts the parameters")
+            module = module.module  # type: ignore[assignment]
+        elif "OptimizedModule" in names:
+            module = module._orig_mod  # type: ignore[assignment]
+        else:
+            return module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return any(
+        type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) is not None
+        for m in module.modules()
+    )
+
+
+def require_plain(module: nn.Module) -> None:
+    """Errors: `NotRecomputable` if a copy of the module would not compute alone and without side effects."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        raise NotRecomputable("hooks on all modules are registered")
+    for name, inner in module.named_modules():
+        names = {t.__name__ for t in type(inner).__mro__}
+        if names & {"FSDPModule", "FullyShardedDataParallel", "DataParallel", "DistributedDataParallel"}:
+            raise NotRecomputable(f"{name or 'the model'} is wrapped in {type(inner).__name__}, which communicates")
+        if "forward" in vars(inner) and "_original_forward" not in vars(inner):
+            raise NotRecomputable(f"the forward of {name or 'the model'} was replaced")
+        for kind in HOOKS:
+            for hook in getattr(inner, kind, {}).values():
+                owner = getattr(hook, "__module__", None) or type(hook).__module__
+                if not str(owner).startswith(OUR_HOOKS):
+                    raise NotRecomputable(f"{name or 'the model'} has a hook of the script's own")
+    if any(placement.is_dtensor(p) for p in module.parameters()):
+        raise NotRecomputable("parameters are sharded (DTensor)")
+
+
+def copied(call: ModuleCall) -> nn.Module:
+    """Return a copy of a call's model with the weights of now and the buffers and modes of the call. Errors:
+    `NotRecomputable`."""
+    if call.reason:
+        raise NotRecomputable(call.reason)
+    inner = unwrapped(call.module)
+    require_plain(inner)
+    if any(getattr(p, "device", None) == torch.device("meta") for p in inner.parameters()):
+        raise NotRecomputable("parameters are on the meta device")
+    # those with a graph, such as an auxiliary loss that is kept in the module, cannot be copied otherwise
+    memo: dict[int, Any] = {id(t): t.detach().clone() for t in attribute_tensors(inner) if not t.is_leaf}
+    try:
+        twin = copy.deepcopy(inner, memo)
+    except Exception as error:  # a module may hold anything
+        raise NotRecomputable(f"{type(inner).__name__} cannot be copied: {type(error).__name__}: {error}") from None
+    originals = dict(zip(call.module.modules(), call.modes, strict=False))
+    for module, original in zip(twin.modules(), inner.modules(), strict=True):
+        module.training = originals.get(original, module.training)
+        if "_original_forward" in vars(module):  # Accelerate's; it refers to the original module
+            vars(module).pop("forward", None)
+    prefix = next((n for n, m in call.module.named_modules() if m is inner), "")
+    at_call = {n.removeprefix(f"{prefix}.") if prefix else n: b for n, b in call.buffers.items()}
+    with torch.no_grad():
+        for name, buffer in twin.named_buffers():
+            if name in at_call and at_call[name].shape == buffer.shape:
+                buffer.copy_(at_call[name])
+    return twin
+
+
+def attribute_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the tensors in attributes of a module and of those inside, other than parameters and buffers."""
+    return [t for m in module.modules() for t in tensors([v for k, v in vars(m).items() if not k.startswith("_")])]
+
+
+@contextlib.contextmanager
+def _named(twin: nn.Module, stack: list[str], watched: list[tuple[str, str, Tensor]] | None) -> Iterator[None]:
+    """Context manager that holds the names of the running modules in `stack`, and adds their outputs to `watched`."""
+    handles = []
+
+    def begin(name: str) -> Any:
+        return lambda module, args: stack.append(name)
+
+    def end(name: str) -> Any:
+        def ended(module: nn.Module, args: Any, output: Any) -> None:
+            if stack:
+                stack.pop()
+            if watched is not None:
+                watched.extend((name, "", t.detach()) for t in floats(output)[:1])
+
+        return ended
+
+    for name, module in twin.named_modules():
+        handles += [
+            module.register_forward_pre_hook(begin(name)),
+            module.register_forward_hook(end(name), always_call=True),
+        ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def run(
+    twin: nn.Module,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    call: ModuleCall,
+    gradients: bool = False,
+    modules: bool = False,
+    inside: str | None = None,
+    seed: int | None = None,
+    autocast: bool = True,
+) -> Replay:
+    """Call a copy. `modules`: watch the outputs of modules. `inside`: watch the operations of this module. `seed`: of
+    random numbers instead of the call's state. Errors: `NotRecomputable` if the forward fails."""
+    stack: list[str] = []
+    watched: list[tuple[str, str, Tensor]] | None = [] if modules else None
+    args, kwargs = mapped(inputs, lambda t: t.detach().clone().requires_grad_(t.requires_grad and gradients))
+    args, kwargs = _placed(call.module, args, kwargs)
+    own = [*twin.parameters(), *twin.buffers(), *tensors((args, kwargs)), *attribute_tensors(twin)]
+    guard = Isolation(own, inside, stack)
+    call.random.restore()
+    if seed is not None:
+        _seed(seed)
+    try:
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(torch.set_grad_enabled(gradients))
+            for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+                dtype = (
+                    call.autocast[1] if autocast and call.autocast is not None and call.autocast[0] == kind else None
+                )
+                contexts.enter_context(
+                    torch.autocast(kind, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+                )
+            contexts.enter_context(_named(twin, stack, watched))
+            contexts.enter_context(guard)
+            output = twin(*args, **kwargs)
+    except Exception as error:  # of the script's forward
+        raise NotRecomputable(f"the forward fails alone: {type(error).__name__}: {str(error)[:200]}") from error
+    finally:
+        guard.restore()
+    passed = {id(t) for t in floats((args, kwargs))}
+    outputs = [t for t in floats(output) if id(t) not in passed]
+    return Replay(output, outputs, guard.watched if inside is not None else watched or [])
+
+
+def _placed(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Move inputs to the device to which DistributedDataParallel moves them."""
+    devices = getattr(module, "device_ids", None)
+    if not devices:
+        return args, kwargs
+    on_device: tuple[Any, Any] = mapped((args, kwargs), lambda t: t.to(torch.device("cuda", int(devices[0]))))
+    return on_device
+
+
+def reproduced(call: ModuleCall, result: Replay) -> float:
+    """Return the largest relative difference between recorded and repeated outputs. Errors: `NotRecomputable` if they
+    are not alike in number."""
+    if len(result.floats) != len(call.outputs):
+        raise NotRecomputable("the forward returned other outputs when it was repeated")
+    largest = 0.0
+    for row, tensor in zip(call.outputs, result.floats, strict=True):
+        again = measure([tensor.detach()], [whole(tensor)])[0]
+        if again.shape != row.sketch.shape:
+            raise NotRecomputable("the forward returned outputs of other shapes when it was repeated")
+        if not torch.equal(again, row.sketch):
+            one, other = row.sketch[2:].view(torch.float64), again[2:].view(torch.float64)
+            size = max(float(one.norm()), float(other.norm()))
+            largest = max(largest, float((one - other).norm()) / size if size else 0.0, 1e-16)
+    return largest
+
+
+def gradients(twin: nn.Module, call: ModuleCall, number: int, autocast: bool = True) -> tuple[dict[int, Tensor], float]:
+    """Recompute what one backward adds to the gradients of a call's parameters: id of the parameter -> gradient, and
+    how far the repeated outputs are from the recorded ones. Errors: `NotRecomputable`.
+
+    The gradient that arrived at each output replaces the one computed inside, because the loss may use an output and
+    another one that is made of it."""
+    result = run(twin, (call.args, call.kwargs), call, gradients=True, autocast=autocast)
+    distance = reproduced(call, result)
+    fired = [i for i, row in enumerate(call.outputs) if number in row.gradients]
+    seeds = [i for i in call.seeds.get(number, []) if i in fired]
+    if not seeds:
+        if len(fired) != 1:
+            raise NotRecomputable("the loss reaches several outputs by a way that is not seen")
+        seeds = fired
+    arrived = {i: call.outputs[i].gradients[number].to(result.floats[i].dtype) for i in fired}
+    for i in fired:
+        if result.floats[i].requires_grad:
+            result.floats[i].register_hook(lambda _, value=arrived[i]: value)
+    twins = [p for p in twin.parameters() if p.requires_grad]
+    roots = [result.floats[i] for i in seeds if result.floats[i].requires_grad]
+    if not roots:
+        raise NotRecomputable("the repeated forward has no graph")
+    try:
+        parts = torch.autograd.grad(roots, twins, [arrived[i] for i in seeds], allow_unused=True)
+    except Exception as error:  # of a function of the script's
+        raise NotRecomputable(f"the backward fails alone: {str(error)[:200]}") from error
+    inner = unwrapped(call.module)
+    ids = [id(p) for p in inner.parameters() if p.requires_grad]
+    if len(ids) != len(twins):
+        raise NotRecomputable("requires_grad of parameters changed during the call")
+    return {key: g.detach() for key, g in zip(ids, parts, strict=True) if g is not None}, distance

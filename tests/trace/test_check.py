@@ -1,0 +1,136 @@
+"""`--check`: a step recomputed on copies. Faults that no rule names are found, what looks like them is not, and the
+training keeps its bits."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep_trace
+from lockstep_trace import tracer
+from lockstep_trace.commands import checked_steps
+from lockstep_trace.errors import TraceError
+from lockstep_trace.findings import Finding, findings, proved
+from lockstep_trace.read import read
+from lockstep_trace.tracer.settings import Settings
+from support.checked_cases import KEEP_BITS, PAIRS, X, Y, positions_of_rows
+
+NOT_RECOMPUTED = ("stateful", "plain_stateful", "in_backward")  # a hook, a counter, a step inside of backward
+
+
+def checked(case: Callable[[], object], folder: Path, steps: tuple[int, ...] = (1,)) -> list[Finding]:
+    torch.manual_seed(0)
+    tracer.begin(Settings(str(folder), check=steps))
+    case()
+    tracer.end()
+    trace = read(folder)
+    assert [e["text"] for e in trace.ranks[0].errors] == []
+    assert any(rank.checks for rank in trace.ranks)
+    return findings(trace)
+
+
+@pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
+@pytest.mark.parametrize("case", PAIRS, ids=lambda case: case.__name__)
+def test_a_fault_is_named_and_what_looks_like_it_is_not(
+    tmp_path: Path, case: Callable[[bool], None], wrong: bool
+) -> None:
+    rows = checked(lambda: case(wrong), tmp_path)
+    assert [f.code for f in proved(rows) if f.code != "unchanged"] == []
+    codes = {f.code for f in rows if f.level == "suspicious" and f.code.startswith("check-")}
+    assert codes == ({PAIRS[case]} if wrong else set())
+    assert all(f.otherwise and f.decides for f in rows if f.level == "suspicious")
+
+
+def test_module_and_operation_are_named(tmp_path: Path) -> None:
+    (finding,) = [f for f in checked(lambda: positions_of_rows(True), tmp_path) if f.code == "check-rows"]
+    assert "rows in another order" in finding.what
+    assert "first in places (embedding)" in finding.what
+
+
+def bits(case: Callable[[], nn.Module]) -> tuple[list[torch.Tensor], list[object]]:
+    torch.manual_seed(0)
+    random.seed(0)
+    model = case()
+    state = [t.clone() for t in model.state_dict().values()]
+    return state, [torch.get_rng_state().tolist(), random.getstate(), [m.training for m in model.modules()]]
+
+
+@pytest.mark.parametrize("case", KEEP_BITS, ids=lambda case: case.__name__)
+def test_a_checked_run_has_the_bits_of_an_unchecked_one(case: Callable[[], nn.Module], tmp_path: Path) -> None:
+    plain = bits(case)
+    tracer.begin(Settings(str(tmp_path), check=(0, 1, 2, 3)))
+    traced = bits(case)
+    tracer.end()
+    assert all(torch.equal(a, b) for a, b in zip(plain[0], traced[0], strict=True))
+    assert plain[1] == traced[1]
+    (rank,) = read(tmp_path).ranks
+    assert rank.errors == []
+    assert len(rank.checks) >= 4
+    assert all(not c.get("of") for c in rank.checks) == (case.__name__ in NOT_RECOMPUTED)
+
+
+def test_the_gradient_of_a_right_program_is_recomputed_to_the_last_bits(tmp_path: Path) -> None:
+    """The control is a gradient that is written to."""
+    from lockstep_trace.rules.checks import values_of
+
+    def train(times: float) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(0, 24, 4):
+            nn.functional.cross_entropy(model(X[i : i + 4].mean(1)), Y[i : i + 4]).backward()
+            if i % 8:
+                model[0].weight.grad *= times
+                optimizer.step()
+                optimizer.zero_grad()
+
+    for times in (1.0, 1.01):
+        checked(lambda times=times: train(times), tmp_path / str(times))
+        (rank,) = read(tmp_path / str(times)).ranks
+        (check,), step = rank.checks, rank.steps[0][1]
+        assert check["backwards"] == 2
+        assert check["excluded"] == {}
+        again = values_of(check["recomputed"], check["of"], step.layout)
+        same = {name: again[name].fingerprint == value.fingerprint for name, value in step.grads.items()}
+        assert len(same) == 4
+        assert [n for n, alike in same.items() if not alike] == ([] if times == 1.0 else ["0.weight"])
+
+
+def test_what_cannot_be_recomputed_is_said_and_nothing_is_concluded(tmp_path: Path) -> None:
+    def train() -> None:
+        model = nn.Linear(8, 2)
+        model.register_forward_hook(lambda *_: None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(X[i : i + 4].mean(1)), Y[i : i + 4]).backward()
+            optimizer.step()
+
+    rows = [f for f in checked(train, tmp_path) if f.code.startswith("check-")]
+    assert {f.level for f in rows} == {"info"}
+    assert any("has a hook of the script's own" in f.what for f in rows)
+
+
+def test_the_steps_of_a_check_are_given_by_the_library_as_well(tmp_path: Path) -> None:
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lockstep_trace.traced(model, optimizer, tmp_path, check=[0, 2]):
+        for i in range(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(X[i : i + 4].mean(1)), Y[i : i + 4]).backward()
+            optimizer.step()
+    (rank,) = read(tmp_path).ranks
+    assert [c["step"] for c in rank.checks] == [0, 2]
+    callback: Any = lockstep_trace.Callback(check=[3])
+    assert callback._recording.check == (3,)
+
+
+def test_a_negative_step_is_refused() -> None:
+    assert checked_steps([5, 1, 1]) == (1, 5)
+    with pytest.raises(TraceError) as error:
+        checked_steps([-1])
+    assert "LS9190" in str(error.value)
+    assert "-1" in str(error.value)
