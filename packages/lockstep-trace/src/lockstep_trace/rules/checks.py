@@ -21,7 +21,6 @@ from lockstep_trace.rules.premises import declared
 
 ROUNDING = 2e-3  # relative; sketches are float32, and repeated forwards may round otherwise
 ROUNDING_HALF = 5e-2
-FACTOR = 0.995  # least cosine of gradients that are one a multiple of the other
 Values = dict[str, Value]
 
 
@@ -140,10 +139,12 @@ def _kind(
             if size and float(np.linalg.norm(got - vector)) <= limit * size:
                 return kind, 0.0
     norms = float(np.linalg.norm(got)), float(np.linalg.norm(reference))
-    cosine = float(got @ reference) / (norms[0] * norms[1]) if all(norms) else 0.0
-    if abs(cosine) > FACTOR and norms[1]:
-        return "factor", float(got @ reference) / norms[1] ** 2
-    return "other", cosine
+    if not all(norms):
+        return "other", 0.0
+    factor = float(got @ reference) / norms[1] ** 2
+    if float(np.linalg.norm(got - factor * reference)) <= limit * norms[0]:
+        return "factor", factor
+    return "other", float(got @ reference) / (norms[0] * norms[1])
 
 
 def record_width(record: Step, name: str) -> int:

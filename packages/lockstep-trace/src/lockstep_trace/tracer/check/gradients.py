@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..graph import loss_function, loss_nodes
 from ..versions import written
 from . import replay
 from .calls import ModuleCall, NotRecomputable, connect
-
-EXACT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}  # rounding of a forward
 
 
 @dataclass
@@ -123,8 +120,7 @@ def _of_call(call: ModuleCall, backward: Backward, result: Recomputed) -> dict[i
         raise NotRecomputable("weights were written between the forward and the optimizer's step")
     added, distance = replay.gradients(replay.copied(call), call, backward.number)
     result.distance = max(result.distance, distance)
-    limit = 2e-2 if call.autocast else max((EXACT.get(p.dtype, 1e-4) for p in call.module.parameters()), default=1e-4)
-    if distance > limit:
+    if distance > replay.rounding_of(call):
         how = (
             "the model is compiled, and draws other random numbers or rounds otherwise"
             if replay.is_compiled(call.module)

@@ -22,6 +22,7 @@ from .. import placement
 from ..fingerprint import measure, whole
 from .calls import ModuleCall, NotRecomputable, floats, mapped, tensors
 
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 OUR_HOOKS = ("torch.", "accelerate.")  # hooks of these are part of a module, and write to nothing else
 
@@ -246,6 +247,19 @@ def _placed(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return args, kwargs
     on_device: tuple[Any, Any] = mapped((args, kwargs), lambda t: t.to(torch.device("cuda", int(devices[0]))))
     return on_device
+
+
+def rounding_of(call: ModuleCall) -> float:
+    """Return the largest relative difference of repeated outputs that rounding explains."""
+    if call.autocast:
+        return 2e-2
+    return max((ROUNDING.get(p.dtype, 1e-4) for p in call.module.parameters()), default=1e-4)
+
+
+def require_reproduced(call: ModuleCall) -> None:
+    """Errors: `NotRecomputable` if a repeated forward has other outputs than that of training."""
+    if reproduced(call, run(copied(call), (call.args, call.kwargs), call)) > rounding_of(call):
+        raise NotRecomputable("repeated outputs differ from those of training: the forward depends on a state")
 
 
 def reproduced(call: ModuleCall, result: Replay) -> float:

@@ -60,6 +60,8 @@ def batch_of(call: ModuleCall) -> int:
 def _prepared(call: ModuleCall) -> tuple[int, nn.Module, Replay]:
     """Return the batch size, a copy without dropout, and its results."""
     size = batch_of(call)
+    if not replay.is_compiled(call.module):  # which draws other random numbers
+        replay.require_reproduced(call)
     inputs = call.args, call.kwargs
     results = [replay.run(quiet(call, True), inputs, call, seed=seed) for seed in (1, 2)]
     if exactly(*results) > 0:
