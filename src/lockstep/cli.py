@@ -83,6 +83,7 @@ def _command(name: str, words: list[str]) -> int:
     from lockstep.track.console import error, strike_tracebacks
 
     strike_tracebacks()
+    _drop_leftovers(name)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its socket warnings print C++ stack traces
     if name in QUICK:
         gc.set_threshold(1_000_000, 100, 100)
@@ -122,6 +123,19 @@ def _command(name: str, words: list[str]) -> int:
     except KeyboardInterrupt:
         error(coded("LS0012", "interrupted"))
         return 130
+
+
+def _drop_leftovers(name: str) -> None:
+    """Remove torchrun's variables that another job has left in this terminal: a rank has both RANK and WORLD_SIZE."""
+    left = [variable for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if variable in os.environ]
+    if not left or {"RANK", "WORLD_SIZE"} <= set(left):
+        return
+    if name == "train":
+        values = " ".join(f"{variable}={os.environ[variable]}" for variable in left)
+        lacking = " and ".join(each for each in ("RANK", "WORLD_SIZE") if each not in left)
+        print(f"note: {values} in the environment is ignored: a rank of a job has {lacking}, too", file=sys.stderr)
+    for variable in left:
+        del os.environ[variable]
 
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -15,10 +15,12 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from lockstep.config.run import Run
 from lockstep.data import hub as hub_names
+from lockstep.tasks.models import model_configs
 from support.command import LOCKSTEP
+from support.harness import tiny
 from support.hub_jobs import PUSH, RUN, Command, finished, hub, lockstep, process, trained
 from support.hub_server import Hub
-from support.messages import mentions
+from support.messages import mentions, raises
 
 __all__ = ["finished", "hub", "lockstep", "trained"]  # fixtures
 
@@ -143,6 +145,24 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_silently(
         assert hub_names.reachable()
     finally:
         hub_names.reachable.cache_clear()
+
+
+def test_whoever_asks_the_hub_is_brief(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also `init`, `predict` and `evaluate`, which do not prepare a run first; what is local asks nothing."""
+    calls: list[None] = []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub_names, "be_brief", lambda: calls.append(None))
+    monkeypatch.setattr(model_configs, "be_brief", lambda: calls.append(None))
+    with hub_names.downloading("some/set", "dataset"):
+        assert len(calls) == 1
+    assert hub_names.optional_file("some/none", "config.json", None) is None
+    assert len(calls) == 2
+    with raises("LS3131"):
+        model_configs.load_config(tiny(model={"source": "some/none"}))
+    assert len(calls) == 3
+    with hub_names.downloading(str(tmp_path), "dataset"):
+        assert hub_names.optional_file(str(tmp_path), "config.json", None) is None
+    assert len(calls) == 3
 
 
 def test_only_what_may_be_on_the_hub_is_asked_of_it(tmp_path: Path) -> None:

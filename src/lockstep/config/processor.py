@@ -25,6 +25,16 @@ VARIABLES = {
     "AVX512_ICL,AVX512_SPR",
 }
 INSTRUCTIONS = ("avx2", "fma")
+# Variables by which libraries choose other instructions, or a lower precision, for the same computation.
+ARITHMETIC = (
+    *(name for name in VARIABLES if name != "OPENBLAS_NUM_THREADS"),
+    "MKL_ENABLE_INSTRUCTIONS",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
 
 _before: dict[str, str | None] = {}  # previous values, while the variables are pinned
 
@@ -46,6 +56,14 @@ def pin(portable: bool) -> None:
 def unpinned() -> list[str]:
     """Return the variables of this process with a wrong value, as the required `NAME=value`."""
     return [f"{name}={value}" for name, value in VARIABLES.items() if os.environ.get(name) != value]
+
+
+def set_by_user(portable: bool) -> list[str]:
+    """Return the variables of `ARITHMETIC` in this process's environment, as `NAME=value`, but for those of a portable
+    run. With them the same run may have other bits."""
+    pinned = VARIABLES if portable else {}
+    values = {name: os.environ[name] for name in ARITHMETIC if os.environ.get(name)}
+    return [f"{name}={value}" for name, value in values.items() if pinned.get(name) != value]
 
 
 def missing_instructions() -> str | None:

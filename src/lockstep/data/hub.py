@@ -200,6 +200,7 @@ def downloading(source: str, kind: Literal["model", "dataset"]) -> Iterator[None
         return
     from huggingface_hub.constants import HF_HUB_CACHE
 
+    be_brief()
     folder = Path(HF_HUB_CACHE) / f"{kind}s--{source.replace('/', '--')}" / "blobs"
     before, over = _bytes_in(folder), threading.Event()
     ACTIVITY.at(f"loading {source}")
@@ -234,6 +235,8 @@ def optional_file(source: str, name: str, revision: str | None, subfolder: str =
     loading the model reports that."""
     from transformers.utils import cached_file
 
+    if not Path(source).is_dir():
+        be_brief()
     quiet = dict.fromkeys(("gated_repo", "missing_entries", "connection_errors"), False)
     options: Any = {f"_raise_exceptions_for_{what}": no for what, no in quiet.items()}
     with suppress(OSError):
@@ -346,6 +349,7 @@ def _commit(repository: str, revision: str | None, what: str) -> str:
     """The commit that a branch or tag points to now. Errors: `RunError`."""
     from huggingface_hub import HfApi
 
+    be_brief()
     try:
         return str(HfApi().dataset_info(repository, revision=revision).sha)
     except Exception as error:  # any error of Hub, network or library

@@ -52,10 +52,11 @@ class World:
 
         `init_method`: where the ranks meet (`tcp://host:port`, `env://`, `file:///path`).
         """
-        self.rank = int(os.environ.get("RANK", 0))
-        self.size = int(os.environ.get("WORLD_SIZE", 1))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        started = os.environ if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else {}  # else: left over from another job
+        self.rank = int(started.get("RANK", 0))
+        self.size = int(started.get("WORLD_SIZE", 1))
+        self.local_rank = int(started.get("LOCAL_RANK", 0))
+        self.local_size = int(started.get("LOCAL_WORLD_SIZE", 1))
         self.host = socket.gethostname()
         self.hosts = [self.host] * self.size  # host of every rank, set by `join`
         self.log = run.folder.resolve() / LOG

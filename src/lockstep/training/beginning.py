@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.export import try_export
+from lockstep.config import processor
 from lockstep.config.errors import BAD, coded
-from lockstep.config.run import RunError
+from lockstep.config.run import Run, RunError
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import facts as start_facts
@@ -77,7 +78,7 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
     step, notes = session.checkpoints.resume(session.averaged, state)
     for text in notes:
         console.note(text)
-    for text in [*without_effect(session), *enough_room(session, step)]:
+    for text in [*without_effect(session), *other_arithmetic(session.run), *enough_room(session, step)]:
         console.note(text)
     if step:
         console.say(f"resuming after step {step} of {session.feed.total}")
@@ -246,6 +247,16 @@ def without_effect(session: Session) -> list[str]:
         "track.close_timeout_s": None if {*run.track.to} - {"jsonl"} else "without a tracker (track.to)",
     }
     return notes + [f"{key} has no effect {what}" for key, what in idle.items() if what and run.wrote(key)]
+
+
+def other_arithmetic(run: Run) -> list[str]:
+    """A note on variables of the environment by which libraries compute in another way."""
+    if not (variables := processor.set_by_user(run.strategy.exact == "portable")):
+        return []
+    return [
+        f"{', '.join(variables)} in the environment: libraries then compute with other instructions or another "
+        "precision, and the weights may not have the bits of a run without it; unset it unless it is intended"
+    ]
 
 
 def enough_room(session: Session, step: int) -> list[str]:

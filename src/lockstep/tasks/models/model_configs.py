@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from huggingface_hub.errors import StrictDataclassError
 
 from lockstep.config.run import Run, RunError
-from lockstep.data.hub import explained, model_folder
+from lockstep.data.hub import be_brief, explained, model_folder
 from lockstep.tasks.models import adapters
 
 if TYPE_CHECKING:
@@ -197,6 +197,8 @@ def load_config(run: Run) -> Any:
             )
         return from_scratch(CONFIG_MAPPING[run.model.type], run.model.config)
     source = local_or_id(run)
+    if not Path(source).is_dir():
+        be_brief()
     try:
         config = AutoConfig.from_pretrained(
             source, revision=run.model.revision, trust_remote_code=run.model.trust_remote_code
