@@ -87,6 +87,8 @@ MISTAKES = [
     Mistake("a key twice", "LS1106", "steps", "plan run.yaml", line("steps: 2", "steps: 2\nsteps: 3")),
     Mistake("a list for a run file", "LS1107", "run.yaml", "plan run.yaml", text("run.yaml", "- data\n")),
     Mistake("a run file that is not there", "LS1105", "run.yaml", "train rum.yaml"),
+    Mistake("a file in place of an output folder", "LS1122", "run.yaml: not a folder", "status run.yaml"),
+    Mistake("a run to compare that is not there", "LS1122", "none: no such folder", "diff none none"),
     Mistake("an override without =", "LS1113", "steps", "plan run.yaml steps"),
     Mistake("an unknown command", "LS8420", "train", "trian run.yaml"),
     Mistake("an unknown option", "LS1000", "launch.device", "plan run.yaml --devise cpu"),

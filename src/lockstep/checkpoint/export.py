@@ -434,7 +434,8 @@ def push(
     if not (folder / "README.md").is_file():
         raise RunError(
             "LS6017",
-            f"{output} has no export to push, because its run is not finished; run lockstep train again to finish it",
+            f"{output} has no export to push: its run is not finished, or the folder is gone; run lockstep "
+            "train again to write it",
         )
     if link := next((path for path in (folder, *sorted(folder.rglob("*"))) if path.is_symlink()), None):
         raise RunError(

@@ -342,7 +342,10 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
         text = Path(path).read_text(encoding="utf-8")
         values, lines = messages.read_yaml_with_lines(text)
     except OSError as error:
-        raise RunError("LS1105", f"cannot read the run file {path}: {error.strerror}{_instead(Path(path))}") from error
+        raise RunError(
+            "LS1105",
+            f"cannot read the run file {path}: {error.strerror}{'' if Path(path).exists() else _instead(Path(path))}",
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RunError("LS1106", f"{path} is not valid YAML: {messages.yaml_fault(error)}") from error
     if not isinstance(values, dict):
@@ -609,7 +612,9 @@ def require_output(output: Path) -> None:
     """Check that a folder is the output folder of a run. Errors: `RunError`."""
     if not output.is_dir():
         raise RunError(
-            "LS1122", f"{output}: no such folder; give the output folder of a run (`output` in its run file)"
+            "LS1122",
+            f"{output}: {'not a folder' if output.exists() else 'no such folder'}; give the output folder of a run "
+            "(`output` in its run file)",
         )
     if not (output / "run.yaml").is_file():
         raise RunError(

@@ -123,12 +123,13 @@ def unreached(error: BaseException) -> bool:
 
 
 def _is_offline(error: BaseException) -> bool:
-    """Whether HF_HUB_OFFLINE blocked a request; transformers reports it only in its message."""
+    """Whether HF_HUB_OFFLINE blocked a request; transformers and datasets report it only in their messages."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.OfflineModeIsEnabled):
         return True
-    return bool(constants.HF_HUB_OFFLINE) and isinstance(error, OSError) and "couldn't connect" in str(error)
+    said = "couldn't connect" in str(error) or "OfflineModeIsEnabled" in str(error)
+    return bool(constants.HF_HUB_OFFLINE) and isinstance(error, OSError) and said
 
 
 def status_of(error: BaseException) -> int | None:

@@ -66,6 +66,8 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
     if start.joining():
         raise RunError("LS8150", "lockstep diff starts its own processes; run it without torchrun or another launcher")
     console, both = Console(True), (a, b)
+    for folder in both:
+        require_output(folder)
     lines_of_runs = [list(lines_of(folder / fingerprints.FILE, ("step", "hash"))) for folder in both]
     for folder, lines in zip(both, lines_of_runs, strict=True):
         if not lines:

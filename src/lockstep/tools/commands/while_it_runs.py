@@ -316,13 +316,15 @@ def run_report(args: argparse.Namespace) -> int:
         try:
             print(write_report(folder))
         except OSError as error:
-            raise RunError("LS8141", f"the report of {folder} cannot be written: {error}") from None
+            file, why = error.filename or folder / "report.html", (error.strerror or str(error)).lower()
+            raise RunError("LS8141", f"the report of {folder} cannot be written: {file}: {why}") from None
         except (ValueError, TypeError, LookupError, AttributeError) as error:
+            named = str(error).startswith("run.yaml")
+            one = f"{error}" if named else "a file in it (metrics.jsonl, events.jsonl, ranks.jsonl, system.jsonl, "
+            rest = "samples.jsonl or tables.json) holds other values than lockstep writes"
+            what = one if named else f"{one}{rest} ({type(error).__name__}: {error})"
             raise RunError(
-                "LS8530",
-                f"the report of {folder} cannot be written: a file in it (metrics.jsonl, events.jsonl, ranks.jsonl, "
-                f"system.jsonl, samples.jsonl or tables.json) holds other values than lockstep writes "
-                f"({type(error).__name__}: {error}). Restore that file, or move it away",
+                "LS8530", f"the report of {folder} cannot be written: {what}. Restore that file, or move it away"
             ) from None
     if len(folders) > 1:
         common_folder = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
