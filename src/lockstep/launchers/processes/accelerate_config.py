@@ -97,7 +97,8 @@ def _differing(run: Run, settings: AccelerateSettings) -> Iterator[tuple[str, st
         if settings.precision not in ("bf16", "fp16"):
             known = f"precision=bf16, fp16 or fp32; lockstep has no {settings.precision}"
         yield f"mixed_precision {settings.precision}", known
-    if settings.compiler not in _UNUSED and not (run.model.compile or run.strategy.options.get("torch_compile")):
+    compiled = run.model.compile not in (False, "auto") or run.strategy.options.get("torch_compile")
+    if settings.compiler not in _UNUSED and not compiled:
         instead = (
             "model.compile=true, or strategy.name=hf_trainer strategy.options.torch_compile=true strategy.exact=false"
         )
