@@ -82,7 +82,7 @@ def test_shards_over_a_single_file_leave_it_and_it_is_read(tmp_path: Path) -> No
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight, new.lm_head.weight)
 
 
-@rests_on_it("src/lockstep/tasks/models/source_shapes.py", "src/lockstep/tasks/models/models.py")
+@rests_on_it("src/lockstep/tasks/models/source_files.py", "src/lockstep/tasks/models/models.py")
 def test_other_shapes_are_named_and_drawn_anew(tmp_path: Path) -> None:
     """from_pretrained with ignore_mismatched_sizes names each weight of another shape in `mismatched_keys`, as (name,
     shape in the file, shape in the model)."""

@@ -69,6 +69,47 @@ def test_a_default_is_called_one(
     assert accused(text, keys_written(tmp_path / "run.yaml", words.split())) == []
 
 
+def test_a_default_that_a_strategy_cannot_have_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluations of language models sample by default, and a pipeline writes greedily only."""
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(SMALL))
+    words = ["run.yaml", "task.name=language_modeling", "task.block_size=32", "strategy.name=pipeline"]
+    words += ["task.text=text", "strategy.options.stages=2", "model.config.n_layer=2"]
+    text = said(words, capfd)
+    assert "note: task.temperature is 0" in text
+    assert "its default is 0.8" in text
+    job = resolved(load(words[0], words[1:]))
+    assert job.run.task.model_dump()["temperature"] == 0
+    assert not job.run.wrote("task.temperature")
+    assert mentions(said([*words, "task.temperature=0.8"], capfd), "LS5131", "task.temperature=0")
+    assert "greedily" not in said([*words, "task.samples=0"], capfd)
+
+
+def test_a_written_value_that_is_the_default_is_known_from_the_file_of_the_output(tmp_path: Path) -> None:
+    values = SMALL | {"data": {"train": "train.csv", "max_length": 128}, "output": str(tmp_path)}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    run = load(tmp_path / "mine.yaml", [])
+    file = tmp_path / "run.yaml"
+    file.write_text(run.dump())
+    again = load(file, ["seed=3"])
+    assert again.written_keys == run.written_keys | {"seed"}
+    assert again.wrote("data.max_length")
+    assert not again.wrote("batch_size")
+    file.write_text(run.dump().replace("max_length: 128", "max_length: 64").replace("batch_size: 32", "batch_size: 8"))
+    edited = load(file, [])
+    assert edited.wrote("data.max_length")  # by the header
+    assert edited.wrote("batch_size")  # it is another than the default
+    file.write_text(run.dump().partition("\n")[2])
+    assert not load(file, []).wrote("data.max_length")  # as a file without the header has it
+    file.write_text(
+        "# the keys that were written, not filled in, as long as the rest has the SHA-256 1: {\n" + run.dump()
+    )
+    assert load(file, []).wrote("data.train")
+
+
 BESIDE = [
     *("model.type=bert", "data.train=train.csv", "data=train.csv", "task.name=image_classification"),
     *("task.name=language_modeling", "task.name=language_modeling task.block_size=32", "tokenizer.train=character"),

@@ -133,8 +133,8 @@ class Run(Section):
     def wrote(self, key: str) -> bool:
         """Return whether the user wrote a dotted key, or a key inside it, explicitly.
 
-        If this is not recorded, as for OUTPUT/run.yaml, which has every default: whether the value differs from the
-        default."""
+        If this is not recorded, as for a run file with every default that was edited: whether the value differs from
+        the default."""
         return self.written_keys.has(key)
 
     def with_compile(self, choice: bool | str) -> Run:
@@ -230,7 +230,8 @@ class Run(Section):
         values = self.model_dump(mode="json")
         if (hidden := messages.secret(values)) is not None:
             raise secret_in(hidden)
-        return messages.dump_yaml(redaction.redact_all(values, filtered), sort_keys=False, width=110)
+        body = messages.dump_yaml(redaction.redact_all(values, filtered), sort_keys=False, width=110)
+        return written.header(body, map(filtered, self.written_keys)) + body
 
     def arithmetic(self) -> dict[str, Any]:
         """Return the keys that affect the weights, flat: a resume must not change any of them. With `strategy.exact`
@@ -297,9 +298,11 @@ def load(
     """
     lines: dict[str, int] = {}
     values: Any = dict(defaults or {})
+    listed, unchanged = written.WrittenKeys(), False
     if path is not None:
         origin = str(path)
-        values, lines = _read_file(path)
+        values, lines, text = _read_file(path)
+        listed, unchanged = written.of_file(text)
         values = relative_to_file({key: at_length(key, value) for key, value in values.items()}, Path(path))
         values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
     overridden = overrides_of(overrides)
@@ -326,8 +329,11 @@ def load(
         processor.refuse()
     try:
         run = _validated(values, origin, lines, overridden, imports, by_person if quick else None)
-        filled_in = written.is_resolved(values, Run.model_fields)
-        return run.as_written(written.changed(run) | written.keys_of(chosen) if filled_in else by_person)
+        if written.is_resolved(values, Run.model_fields):
+            by_person = written.WrittenKeys(
+                written.keys_of(chosen) | listed | (set() if unchanged else written.changed(run))
+            )
+        return run.as_written(by_person)
     except RunError as error:
         try:
             _validated(alone, origin, lines, {}, imports)
@@ -336,8 +342,8 @@ def load(
         raise
 
 
-def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Read a run file and return (values, dotted key -> line). Errors: `RunError`."""
+def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, int], str]:
+    """Read a run file and return (values, dotted key -> line, text). Errors: `RunError`."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         values, lines = messages.read_yaml_with_lines(text)
@@ -353,7 +359,7 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
             "LS1107",
             f"{path} must contain a mapping of keys (see `lockstep schema`), but contains {messages.kind(values)}",
         )
-    return values, lines
+    return values, lines, text
 
 
 def _ranks_are_here(launch: Any) -> bool:

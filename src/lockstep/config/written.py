@@ -7,6 +7,8 @@ mark other keys as defaults.
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -51,6 +53,33 @@ def is_resolved(values: Mapping[str, Any], sections: Mapping[str, Any]) -> bool:
 def changed(run: Any) -> WrittenKeys:
     """Return the keys whose values differ from their defaults: the best guess for a run with defaults filled in."""
     return WrittenKeys(_changed(run, ""))
+
+
+_HEADER = "# the keys that were written, not filled in, as long as the rest has the SHA-256"
+
+
+def header(body: str, keys: Iterable[str]) -> str:
+    """Return a comment line for a run file with every default filled in. It lists the keys that the user wrote."""
+    return f"{_HEADER} {_hash(body)}: {json.dumps(sorted(keys))}\n"
+
+
+def of_file(text: str) -> tuple[WrittenKeys, bool]:
+    """Return the keys that the `header` of a run file lists, and whether the file is unchanged since."""
+    line, _, body = text.partition("\n")
+    if not line.startswith(_HEADER):
+        return WrittenKeys(), False
+    digest, _, keys = line.removeprefix(_HEADER).strip().partition(": ")
+    try:
+        listed = json.loads(keys)
+    except (ValueError, RecursionError):
+        return WrittenKeys(), False
+    if not isinstance(listed, list) or not all(isinstance(key, str) for key in listed):
+        return WrittenKeys(), False
+    return WrittenKeys(listed), digest == _hash(body)
+
+
+def _hash(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()[:16]
 
 
 def _changed(section: BaseModel, prefix: str) -> Iterator[str]:

@@ -91,6 +91,7 @@ class Generates(Task):
 
     plugin = "tasks"  # a base: it has no name in a run file
     greedy_by: ClassVar[str]  # a phrase: the keys by which its evaluations decode greedily, or generate nothing
+    greedy_option: ClassVar[tuple[str, Any] | None] = None  # an option and its value with which they decode greedily
 
     @abstractmethod
     def score_texts(self, generate: Generate, batch: MicroBatch, columns: Columns, rows: np.ndarray) -> Sums:

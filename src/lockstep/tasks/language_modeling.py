@@ -143,6 +143,7 @@ class LanguageModeling(PerToken, Generates):
     Options = LanguageModelingOptions
     head = heads.CAUSAL
     greedy_by = "set task.temperature=0, or task.samples=0 for no generation"
+    greedy_option = ("temperature", 0.0)
     column_keys = ("text",)
     answer_name = "written"
     column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {

@@ -321,7 +321,7 @@ def run_to_recompute(
     if "launch.threads" not in overrides_of(overrides) and (threads := start_of(output).get("threads")):
         values["launch"]["threads"] = threads
     values |= {"track": {"console": "quiet"}, "max_time": None, "hub": {}, "profile": {}}
-    return Run.model_validate(values)
+    return Run.model_validate(values).as_written(trained.written_keys)
 
 
 def start_of(output: Path) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def record_alone(run: Run, folder: Path, steps: int, timed: int = 0) -> int:
     fields = type(run.launch).model_fields  # without those of its launcher
     values["launch"] = {k: v for k, v in values["launch"].items() if k in fields} | {"name": "local", "processes": 1}
     values["output"] = str(folder)
-    keep(Run.model_validate(values))
+    keep(Run.model_validate(values).as_written(run.written_keys))
     code = "import sys; from lockstep.training.rank import main_of_file as main; main(sys.argv[1], sys.argv[2:])"
     command = [sys.executable, "-c", code, str(folder / "run.yaml"), RECORD, str(steps), str(timed)]
     launched = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")

@@ -275,13 +275,10 @@ def loaded(run: Run, task: Task, folder: Path) -> nn.Module:
         except ValueError:  # not known to an Auto class, e.g. the text part of a larger model
             kind = transformers.AutoConfig.from_pretrained(folder)
             return _without_cache(getattr(transformers, kind.architectures[0]).from_pretrained(folder))
-    from peft import PeftModel
-
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = {"dtype": torch.bfloat16} if run.model.dtype == "bfloat16" else {}
     base = auto.from_pretrained(model_configs.local_or_id(run), config=config, ignore_mismatched_sizes=True, **kind)
-    with adapters.no_rename_warning():
-        return _without_cache(PeftModel.from_pretrained(base, folder))
+    return _without_cache(adapters.load_onto(base, folder))
 
 
 def _without_cache(model: Any) -> nn.Module:

@@ -34,7 +34,7 @@ from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.exact.optim import ParamGroupSpec, assigned, freeze, state_bytes
 from lockstep.strategies.strategy import strategy_class
-from lockstep.tasks.models import config_checks, model_configs, quantized
+from lockstep.tasks.models import config_checks, model_configs, quantized, source_files
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
 
@@ -192,7 +192,7 @@ def remarks(run: Run, prepared: Prepared) -> list[str]:
     task: Any = plugins.find("tasks", run.task.name)
     idle = [note for note in idle_keys(run, task, prepared.facts) if applies(note, run)]
     about_data = [*too_few(run, prepared), *unused_links(run), *warnings(prepared.facts), *idle]
-    return [*about_data, *config_checks.notes(run, task.head)]
+    return [*about_data, *source_files.notes(run, task.head), *config_checks.notes(run, task.head)]
 
 
 def idle_keys(run: Run, task: type[Task], facts: Mapping[str, Any]) -> list[str]:

@@ -227,8 +227,7 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     from lockstep.strategies.engines import tensor_plans
     from lockstep.strategies.exact import averaging, held_state
     from lockstep.strategies.optimizers import optimizer as optimizers
-    from lockstep.strategies.strategy import Strategy, WeightFormats, strategy_class
-    from lockstep.tasks.abilities import Generates
+    from lockstep.strategies.strategy import WeightFormats, strategy_class
     from lockstep.tasks.models import quantized
 
     strategy = strategy_class(run)
@@ -249,13 +248,39 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
         )
     tensor_plans.check(run)
     plugins.refuse_old(["torch", "transformers", "tokenizers", *packages_of(run, strategy)])
-    task: Any = plugins.find("tasks", run.task.name)
-    if strategy.generate is Strategy.generate and issubclass(task, Generates) and not task.decodes_greedily(run):
+    if (option := _samples(run, strategy)) is not None and (not option or run.wrote(f"task.{option[0]}")):
+        task: Any = plugins.find("tasks", run.task.name)
         raise RunError(
             "LS5131",
             f"strategy.name: under {run.strategy.name} evaluations can generate texts greedily only; {task.greedy_by}",
         )
     return strategy
+
+
+def _samples(run: Run, strategy: type[Strategy]) -> tuple[str, Any] | tuple[()] | None:
+    """The task's option that decodes greedily and its value, `()` if it has none, where evaluations would sample or
+    search beams and the strategy cannot; else None."""
+    from lockstep.strategies.strategy import Strategy as Base
+    from lockstep.tasks.abilities import Generates
+
+    task: Any = plugins.find("tasks", run.task.name)
+    if strategy.generate is not Base.generate or not issubclass(task, Generates) or task.decodes_greedily(run):
+        return None
+    return task.greedy_option or ()
+
+
+def _greedy(run: Run, strategy: type[Strategy]) -> tuple[Run, list[str]]:
+    """Let the default by which evaluations sample, or search beams, give way to a strategy that cannot. Returns the run
+    and a note; `resolve_strategy` has refused a value that was written."""
+    if not (option := _samples(run, strategy)):
+        return run, []
+    name, value = option
+    default = plugins.find("tasks", run.task.name).options_of(run).model_dump()[name]  # type: ignore[attr-defined]
+    note = (
+        f"task.{name} is {value:g}, because evaluations under {run.strategy.name} can generate texts greedily only; "
+        f"its default is {default:g}"
+    )
+    return run.model_copy(update={"task": run.task.model_copy(update={name: value})}), [note]
 
 
 def packages_of(run: Run, strategy: type[Strategy]) -> list[str]:
@@ -365,7 +390,7 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     from lockstep.data import hub
     from lockstep.data.prepare import prepare
     from lockstep.tasks import own_metrics
-    from lockstep.tasks.models import model_configs, padding
+    from lockstep.tasks.models import model_configs, padding, source_files
     from lockstep.training import model_stats
     from lockstep.training.checkpoint_model import fetch
 
@@ -378,14 +403,17 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     label = "checks" if task.own_model else "tokens"
     prepared = prepare(data, task, fresh, None if tell is None else lambda text: tell(label, text))
     task.check_prepared(run, prepared)
+    if task.head is not None:
+        source_files.check(run, task.head)  # the cache of `prepare` does not depend on the weights
     job.strategy.check_prepared(run, job.processes)
     model_stats.check_names(run, prepared)
     own_metrics.check(run, prepared)
     model_stats.check_average(run, prepared)
+    run, greedily = _greedy(run, job.strategy)
     run, more = _compiled(replace(job, run=run), prepared)
     why = "the task pads" if task.head is None else padding.unsupported_reason(run, task.head)
     attention = model_configs.UNPADDED if why is None else run.model.attention or OWN_ATTENTION
-    return replace(job, run=run, prepared=prepared, padding=why, attention=attention, notes=(*notes, *more))
+    return replace(job, run=run, prepared=prepared, padding=why, attention=attention, notes=(*notes, *greedily, *more))
 
 
 def _compiled(job: Job, prepared: Prepared) -> tuple[Run, list[str]]:
@@ -415,8 +443,10 @@ def fitted(run: Run) -> Run:
     torch."""
     if importlib.util.find_spec("torch") is None:
         return run
+    from lockstep.strategies.strategy import strategy_class
+
     task: Any = plugins.find("tasks", run.task.name)
-    return task.fit_defaults(run)[0]
+    return _greedy(task.fit_defaults(run)[0], strategy_class(run))[0]
 
 
 def newest_checkpoint(job: Job) -> Manifest | None:

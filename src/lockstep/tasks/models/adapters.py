@@ -25,6 +25,7 @@ OURS = {"type", "export"}  # keys of `model.adapter` that are not peft's
 EXPORTS = ("merged", "adapter")
 _CLASSIFIER = ("classifier", "score")
 HEADS = {"SEQ_CLS": _CLASSIFIER, "TOKEN_CLS": _CLASSIFIER, "QUESTION_ANS": ("qa_outputs",)}  # trained whole by peft
+WEIGHTS = "adapter_model.safetensors"
 
 
 def check(run: Run) -> None:
@@ -118,9 +119,42 @@ def is_adapter(export: Path) -> bool:
 
 
 def load(model: nn.Module, export: Path) -> None:
-    """Load an adapter's weights into a model returned by `wrap`."""
+    """Load an adapter's weights into a model returned by `wrap`. Errors: `RunError` if their names differ."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    weights: Mapping[str, Tensor] = load_file(export / "adapter_model.safetensors")
+    weights: Mapping[str, Tensor] = load_file(export / WEIGHTS)
+    _check_names(model, export)
     set_peft_model_state_dict(model, weights)
+
+
+def load_onto(base: nn.Module, export: Path, trainable: bool = False) -> Any:
+    """Load an adapter, as its folder describes it, onto its base model. Errors: `RunError` if names differ; peft only
+    warns of weights that the folder lacks, and leaves them as they are drawn."""
+    from peft import PeftModel
+
+    with no_rename_warning():
+        warnings.filterwarnings("ignore", message="Found missing adapter keys", category=UserWarning)  # refused below
+        model = PeftModel.from_pretrained(base, export, is_trainable=trainable)
+    _check_names(model, export)
+    return model
+
+
+def _check_names(model: Any, export: Path) -> None:
+    """Errors: `RunError` if an adapter's file lacks weights of the model's adapter, or holds others."""
+    from peft import get_peft_model_state_dict
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+    from safetensors import safe_open
+
+    with safe_open(export / WEIGHTS, "pt") as file:
+        stored = {*file.keys()}
+    part = PEFT_TYPE_TO_PREFIX_MAPPING.get(model.active_peft_config.peft_type, "")
+    built = {*get_peft_model_state_dict(model, save_embedding_layers=False)}
+    for names, what in ((built - stored, "lacks"), (stored - built, "is of another model: it has no place for")):
+        if wrong := sorted(name for name in names if part in name):
+            more = f" and {len(wrong) - 1:,} more" * (len(wrong) > 1)
+            raise RunError(
+                "LS3493",
+                f"{export}: the adapter {what} {wrong[0]}{more}; restore its files, or name the model that it was "
+                "trained on in model.source",
+            )

@@ -32,7 +32,7 @@ from lockstep.tasks.models import (
     heads,
     padding,
     quantized,
-    source_shapes,
+    source_files,
     source_ties,
     storage_dtype,
     token_rows,
@@ -92,7 +92,7 @@ def check(
             )
     check_block_sparse(config, tokens or run.data.max_length, key)
     _check_loading(run, config, head)
-    source_shapes.check(run, config, head)
+    source_files.check(run, head)
     config_checks.check(run, head)
     padding.unsupported_reason(run, head)  # run the trial once and cache it for all processes
     config_checks.notes(run, head)
@@ -267,8 +267,7 @@ def _pretrained(run: Run, head: str, auto: Any, config: Any, options: Mapping[st
             output_loading_info=True,
             **options,
         )
-    differing = {name: (tuple(stored), tuple(built)) for name, stored, built in info["mismatched_keys"]}
-    source_shapes.refuse(run, model, head, differing)
+    source_files.check_loaded(run, head, model, info)
     source_ties.check(run, model, auto)
     freeze_as_from_config(model, auto)
     return model
@@ -412,12 +411,13 @@ def _exported_model(head: str, folder: Path, run: Run) -> Any:
     auto = getattr(transformers, heads.of(head).auto)
     if adapter:
         options |= storage_dtype.loaded_in(run)  # same frozen weights as in training
-    model = auto.from_pretrained(source, config=config, ignore_mismatched_sizes=adapter, **options)
+    options |= {"ignore_mismatched_sizes": adapter, "output_loading_info": True}
+    model, info = auto.from_pretrained(source, config=config, **options)
     if adapter:
-        from peft import PeftModel
-
-        with adapters.no_rename_warning():
-            model = PeftModel.from_pretrained(model, folder, is_trainable=run.model.quantization is not None)
+        source_files.check_loaded(run, head, model, info)
+        model = adapters.load_onto(model, folder, trainable=run.model.quantization is not None)
+    else:
+        source_files.check_whole(folder, model, info)
     model = model.float().eval()
     if adapter and run.model.quantization is not None:
         quantized.pack(run, model)  # packs only weights without a gradient
@@ -440,10 +440,9 @@ def check_block_sparse(config: Any, tokens: int, key: str) -> None:
     if tokens > shortest:
         raise RunError(
             "LS3080",
-            f"model.config.attention_type: a {config.model_type} changes from block_sparse to original_full, "
-            f"for good, at the first batch of texts of at most {shortest} tokens, so a process's results "
-            f"would depend on the batches before; set model.config.attention_type to original_full, or {key} "
-            f"to {shortest} or less",
+            f"model: this {config.model_type} has the attention block_sparse, which changes to original_full, for good, "
+            f"at the first batch of texts of at most {shortest} tokens, so that a process's results would depend on the "
+            f"batches before; set model.config.attention_type to original_full, or {key} to {shortest} or less",
         )
 
 

@@ -8,7 +8,8 @@ and receive weights by name must do the same. Only names are read, and tensors i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -83,7 +84,7 @@ def own_weights(run: Run, model: Any) -> tuple[str, ...]:
         return ()
     source = local_or_id(run)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    present = _present(model, shapes, _names(source, run.model.revision))
+    present = places(model, _names(source, run.model.revision))
     both = {t: s for t, s in pairs.items() if t in present and s in present}
     if not both:
         return ()
@@ -123,26 +124,41 @@ def _put(model: Any, name: str, parameter: nn.Parameter) -> None:
     setattr(model.get_submodule(parent), last, parameter)
 
 
-def _present(
-    model: Any, shapes: Mapping[str, Any], names: tuple[str, ...], made_of_several: bool = True
-) -> dict[str, str]:
-    """Name in the model -> name in the files, after the renaming of `from_pretrained`. `made_of_several`: include
-    weights that it merges or splits."""
+def places(model: Any, names: Iterable[str], made_of_several: bool = True) -> dict[str, str]:
+    """Name in the model -> name in the files, after the renaming of `from_pretrained`; a name for which the model has
+    no place is a key, too. `made_of_several`: include weights that it merges or splits."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
+    shapes = dict(model.state_dict())
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    targets = {pattern: each.target_patterns for each in converters for pattern in each.source_patterns}
+    prefix = model.base_model_prefix
     present: dict[str, str] = {}
-    for name in names:
-        renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(shapes))
-        if converted is not None and not made_of_several:
-            continue
+    for name in sorted(names, key=dot_natural_key):  # some renamings begin at the first name of a kind
+        renamed, converted = rename_source_key(name, renamings, converters, prefix, shapes)
         if renamed not in shapes and name in shapes:
-            renamed = name
-        present[renamed] = name
+            renamed, converted = rename_source_key(name, [], [], prefix, shapes)
+        if converted is None:
+            present[renamed] = name
+        elif made_of_several:
+            present |= dict.fromkeys(_made(renamed, targets[converted]), name)
     return present
+
+
+def _made(first: str, patterns: Sequence[str]) -> Iterator[str]:
+    """Names of the weights that a conversion makes, of which `first` is named by the first pattern."""
+    begin = re.escape(patterns[0]).replace(re.escape(r"\1"), "(.+?)")
+    yield first
+    for pattern in patterns[1:]:
+        yield re.sub(begin, pattern, first, count=1)
 
 
 def _file(source: str, name: str, revision: str | None, here: bool = False) -> Path | None:
@@ -178,13 +194,10 @@ def _index(source: str, revision: str | None, here: bool) -> tuple[Path, dict[st
 
 def _names(source: str, revision: str | None) -> tuple[str, ...]:
     """Names of the weights in the files. For a Hub repository that is not downloaded, the headers suffice."""
-    local = Path(source).is_dir()
     index = _index(source, revision, here=True)
-    if index is None and not local:
-        from huggingface_hub import get_safetensors_metadata
-
-        with suppress(Exception):  # no such files, or unsupported by the server: download them
-            return tuple(get_safetensors_metadata(source, revision=revision).weight_map)
+    if index is None and not Path(source).is_dir():
+        if there := _shapes_on_hub(source, revision):
+            return tuple(there)
         with downloading(source, "model"):
             index = _index(source, revision, here=False)
     if index is None:
@@ -193,22 +206,41 @@ def _names(source: str, revision: str | None) -> tuple[str, ...]:
     return tuple(weight_map) if weight_map is not None else _names_in(path, path.stat().st_mtime_ns)
 
 
-def shapes_here(run: Run, model: Any) -> dict[str, tuple[int, ...]]:
-    """Name in the model -> shape in the source's files that are on this machine.
+def stored_shapes(run: Run) -> dict[str, tuple[int, ...]]:
+    """Name in the source's files -> shape, as far as their headers can be read without a download; empty if not. A
+    shard that is not on this machine is left out. Errors: `RunError`."""
+    from huggingface_hub import constants
 
-    `model`: built from the config, on the meta device. Excludes weights that `from_pretrained` merges from several."""
     source, revision = local_or_id(run), run.model.revision
     index = _index(source, revision, here=True)
     if index is None:
-        return {}
+        there = not Path(source).is_dir() and not constants.HF_HUB_OFFLINE
+        return dict(_shapes_on_hub(source, revision)) if there else {}
     path, weight_map = index
-    files = [path] if weight_map is None else [_file(source, n, revision, True) for n in {*weight_map.values()}]
-    in_files: dict[str, tuple[int, ...]] = {}
+    files = [path] if weight_map is None else [_file(source, n, revision, True) for n in sorted({*weight_map.values()})]
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        in_files |= {} if file is None else _shapes_in(file, file.stat().st_mtime_ns)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    present = _present(model, shapes, tuple(in_files), made_of_several=False)
-    return {name: in_files[origin] for name, origin in present.items() if name in shapes}
+        shapes |= {} if file is None else _shapes_in(file, file.stat().st_mtime_ns)
+    return shapes
+
+
+def stored_names(run: Run) -> tuple[str, ...]:
+    """Names in the source's files, those of shards that are not on this machine included; empty if they cannot be read
+    without a download. Errors: `RunError`."""
+    index = _index(local_or_id(run), run.model.revision, here=True)
+    return tuple(stored_shapes(run)) if index is None or index[1] is None else tuple(index[1])
+
+
+@lru_cache(maxsize=8)
+def _shapes_on_hub(source: str, revision: str | None) -> dict[str, tuple[int, ...]]:
+    """Shapes from the headers of a repository's files; empty if it has no such files or the server cannot send parts
+    of one."""
+    from huggingface_hub import get_safetensors_metadata
+
+    with suppress(Exception):
+        files = get_safetensors_metadata(source, revision=revision).files_metadata
+        return {n: tuple(tensor.shape) for file in files.values() for n, tensor in file.tensors.items()}
+    return {}
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,267 @@
+"""A pretrained model's files against the model of its config: weights that they lack, hold in another shape, or hold
+under names that the model does not have.
+
+In: a run, and a model of its config. Out: notes, or a `RunError`. `from_pretrained` draws a weight that it misses at
+random, and reports that in a log which training does not show; `ignore_mismatched_sizes`, with which a head for other
+labels is reinitialized, does the same to any weight of another shape. A base that is in part random is refused. A
+pooler is often absent, because models that are pretrained without one (masked language models) are saved without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from lockstep.config.run import Run, RunError
+from lockstep.tasks.models import heads, source_ties
+from lockstep.tasks.models.model_configs import load_config, with_architectures
+
+_OWN_HEADS = (heads.CLASSIFICATION, heads.IMAGE_CLASSIFICATION, heads.TOKEN_CLASSIFICATION, heads.QUESTION_ANSWERING)
+_LANGUAGE_HEADS = (heads.CAUSAL, heads.MASKED, heads.SEQ2SEQ)
+_NAMES = 3  # in a message
+_WRAPPERS = {  # prefixes of names -> who writes them
+    "module.": "DistributedDataParallel",
+    "_orig_mod.": "torch.compile",
+    "_fsdp_wrapped_module.": "FSDP",
+    "base_model.model.": "peft",
+}
+
+Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # name -> shape in the files, shape by the config
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A model of the run's config, and the same without its head: None if that cannot be built."""
+
+    run: Run
+    model: Any
+    base: Any
+
+    @cached_property
+    def base_names(self) -> frozenset[str]:
+        return frozenset() if self.base is None else frozenset(self.base.state_dict())
+
+    def in_base(self, name: str) -> bool:
+        """Whether a weight belongs to the pretrained part, which every head of the family shares."""
+        if self.base is None:
+            return name.startswith(f"{self.model.base_model_prefix}.")
+        return name in self.base_names or name.partition(".")[2] in self.base_names
+
+    def lacking(self, present: Collection[str]) -> list[str]:
+        """Trained weights that neither `present` nor a tie provides, without those that transformers expects to be
+        missing."""
+        names: dict[int, list[str]] = {}
+        for name, tensor in self.model.named_parameters(remove_duplicate=False):
+            if tensor.requires_grad:  # Marian's positions are computed
+                names.setdefault(id(tensor), []).append(name)
+        expected = [*(self.model._keys_to_ignore_on_load_missing or ())]
+        return [
+            tied[0]
+            for tied in names.values()
+            if not any(name in present for name in tied) and not any(re.search(e, tied[0]) for e in expected)
+        ]
+
+
+def _build(run: Run, head: str) -> _Built | None:
+    """Build the run's model on the meta device; None if it has no source, or needs memory to be built."""
+    if run.model.source is None:
+        return None
+    import transformers
+
+    built: list[Any] = []
+    for auto in (heads.of(head).auto, "AutoModel"):
+        model = None
+        with suppress(Exception), torch.device("meta"):  # inconsistent sizes are refused elsewhere
+            config = with_architectures(load_config(run))
+            if getattr(config, "quantization_config", None) is not None:  # names and shapes are the quantizer's
+                return None
+            model = getattr(transformers, auto).from_config(config, trust_remote_code=run.model.trust_remote_code)
+        built.append(model)
+        if model is None and not built[1:]:
+            return None
+    return _Built(run, *built)
+
+
+def check(run: Run, head: str) -> None:
+    """Refuse, before any process starts, a config that does not match the model's files, as far as their headers can be
+    read without a download. Errors: `RunError`."""
+    built = _build(run, head)
+    stored = {} if built is None else source_ties.stored_shapes(run)
+    if built is None or not stored:
+        return
+    there = {name: tuple(tensor.shape) for name, tensor in built.model.state_dict().items()}
+    places = source_ties.places(built.model, source_ties.stored_names(run))
+    single = source_ties.places(built.model, stored, made_of_several=False)
+    shapes = {name: stored[origin] for name, origin in single.items() if name in there}
+    _refuse_lacking(built, places, places)
+    refuse(run, built.model, head, {n: (of, there[n]) for n, of in shapes.items() if of != there[n]})
+
+
+def check_loaded(run: Run, head: str, model: Any, info: Mapping[str, Any]) -> None:
+    """Refuse a model that `from_pretrained` has built with random weights in its base; `check` has not seen files that
+    were not downloaded yet. `info`: its report. Errors: `RunError`."""
+    differing = {name: (tuple(stored), tuple(built)) for name, stored, built in info["mismatched_keys"]}
+    refuse(run, model, head, differing)
+    missing = set(info["missing_keys"])
+    built = _build(run, head) if missing else None
+    if built is not None:
+        present = {name for name, _ in model.named_parameters(remove_duplicate=False)} - missing
+        _refuse_lacking(built, present, dict.fromkeys(info["unexpected_keys"]))
+
+
+def check_whole(folder: Any, model: Any, info: Mapping[str, Any]) -> None:
+    """Refuse an export that lacks weights of its model, the head's included. `info`: the report of `from_pretrained`.
+    Errors: `RunError`."""
+    missing = {*info["missing_keys"]} & {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if missing:
+        raise RunError(
+            "LS3492",
+            f"{folder}: its files lack {_listed(sorted(missing))} of {type(model).__name__}, which would be drawn at "
+            "random; restore its files, or write it again (of a run: remove the export and run lockstep train again)",
+        )
+
+
+def notes(run: Run, head: str | None) -> list[str]:
+    """Notes on weights that are drawn at random although a pretrained model may have them (its pooler, the head of a
+    language model), and on weights in the files of which the model makes no use. Errors: `RunError`."""
+    built = None if head is None else _build(run, head)
+    stored = () if built is None else source_ties.stored_names(run)
+    if head is None or built is None or not stored:
+        return []
+    places = source_ties.places(built.model, stored)
+    absent = [
+        name
+        for name in built.lacking(places)
+        if (_is_pooler(name) and head != heads.EMBEDDING) or (head in _LANGUAGE_HEADS and not built.in_base(name))
+    ]
+    texts = []
+    if absent:
+        texts.append(
+            f"model.source: the files of {run.model.source} hold no {_listed(absent)}: initialized anew, from the seed"
+        )
+    if unused := [] if run.model.config else _unused(built, places):
+        texts.append(
+            f"model.source: the files of {run.model.source} hold {_listed(unused)}, for which the model of its "
+            "config.json has no place: not used"
+        )
+    return texts
+
+
+def _is_pooler(name: str) -> bool:
+    return "pooler" in name.split(".")
+
+
+def _unused(built: _Built, places: Mapping[str, str]) -> list[str]:
+    """Names in the files of further layers than the model has, or of a bias where it has a weight alone."""
+    names = set(built.model.state_dict())
+    ignored = [*(built.model._keys_to_ignore_on_load_unexpected or ())]
+    based = {name for name in names if built.in_base(name)}
+    patterns = {_pattern(name) for name in based}
+    return [
+        origin
+        for name, origin in places.items()
+        if name not in names
+        and not any(re.search(each, name) for each in ignored)
+        and (_pattern(name) in patterns or (name.endswith(".bias") and _weight_beside(name) in based))
+    ]
+
+
+def _weight_beside(bias: str) -> str:
+    return f"{bias.removesuffix('.bias')}.weight"
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = list(names)
+    more = f" and {len(every) - _NAMES:,} more" if len(every) > _NAMES else ""
+    return ", ".join(every[:_NAMES]) + more
+
+
+def _refuse_lacking(built: _Built, present: Collection[str], places: Mapping[str, Any]) -> None:
+    """`present`: weights of the model that the files hold. `places`: name in the model, or without a place there ->
+    name in the files. Errors: `RunError` if the base is not whole."""
+    lacking = built.lacking(present)
+    base = [name for name in lacking if built.in_base(name) and not _is_pooler(name)]
+    none = lacking and not any(name in present for name, _ in built.model.named_parameters(remove_duplicate=False))
+    if not base and not none:
+        return
+    source, kind = built.run.model.source, type(built.model).__name__
+    hint = _hint(built, [name for name in places if name not in built.model.state_dict()])
+    trained = [name for name, _ in built.model.named_parameters() if built.in_base(name) and not _is_pooler(name)]
+    if len(base) < len(trained) and not none:
+        raise RunError(
+            "LS3491",
+            f"model.source: {source} lacks {_listed(base)} of {kind}, which would be drawn at random among "
+            f"pretrained weights{hint or _depth(built.run)}",
+        )
+    first = next(iter(places.values()), None) or next(iter(places), "none")
+    hint = hint or "; save it with save_pretrained of transformers"
+    raise RunError(
+        "LS3490",
+        f"model.source: {source} holds no weight that {kind} reads, so that the whole model would be random: expected "
+        f"names such as {(base or lacking)[0]}, and its files have {first}{hint}",
+    )
+
+
+def _depth(run: Run) -> str:
+    if run.model.config:
+        return f"; leave out entries of model.config ({', '.join(run.model.config)}) that make the model larger"
+    return (
+        "; correct its config.json, or restore its files. To train new weights beside pretrained ones, save the model "
+        "that from_pretrained makes of them, and name that folder"
+    )
+
+
+def _hint(built: _Built, unplaced: list[str]) -> str:
+    """How to make the files readable, if the names without a place show it."""
+    trained = {name for name, _ in built.model.named_parameters() if built.in_base(name)}
+    for prefix in dict.fromkeys([*_WRAPPERS, *(f"{name.split('.')[0]}." for name in unplaced)]):
+        cut = [name.removeprefix(prefix) for name in unplaced if name.startswith(prefix)]
+        if cut and prefix != f"{built.model.base_model_prefix}." and trained & {*source_ties.places(built.model, cut)}:
+            whose = f" ({_WRAPPERS[prefix]} adds it)" if prefix in _WRAPPERS else ""
+            if prefix not in _WRAPPERS and built.base is not None and _covers(built.base, unplaced):
+                break
+            return f"; save the weights under names without {prefix!r}{whose}"
+    if built.base is not None and _covers(built.base, unplaced):
+        return (
+            f"; {type(built.base).__name__} reads these files: save it alone "
+            f"(AutoModel.from_pretrained({built.run.model.source!r}).save_pretrained(FOLDER)), and set "
+            "model.source=FOLDER"
+        )
+    return ""
+
+
+def _covers(model: Any, names: list[str]) -> bool:
+    """Whether names in files give a model all its weights."""
+    places = source_ties.places(model, names)
+    return all(name in places for name, tensor in model.named_parameters() if tensor.requires_grad)
+
+
+def refuse(run: Run, model: Any, head: str, differing: Shapes) -> None:
+    """Errors: `RunError` if weights other than a label head have mismatched shapes."""
+    base = f"{model.base_model_prefix}."
+    wrong = {name: of for name, of in sorted(differing.items()) if head not in _OWN_HEADS or name.startswith(base)}
+    if not wrong:
+        return
+    name, (stored, built) = next(iter(wrong.items()))
+    more = f" (and {len(wrong) - 1:,} more)" if len(wrong) > 1 else ""
+    what = "its config.json asks for another shape; correct it"
+    if run.model.config:
+        what = f"model.config ({', '.join(run.model.config)}) asks for another shape; leave such entries out"
+    add = ""
+    if not run.model.config or "vocab_size" in run.model.config:
+        add = "; to add rows for tokens, save the model after resize_token_embeddings of transformers"
+    raise RunError(
+        "LS3442",
+        f"model.source: {run.model.source} holds {name}{more} with the shape {list(stored)}, and {what}. The weight "
+        f"would be drawn anew with the shape {list(built)}, and what it had learned be lost{add}",
+    )
