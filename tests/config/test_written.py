@@ -98,7 +98,11 @@ def test_a_written_value_that_is_the_default_is_known_from_the_file_of_the_outpu
     assert again.written_keys == run.written_keys | {"seed"}
     assert again.wrote("data.max_length")
     assert not again.wrote("batch_size")
-    file.write_text(run.dump().replace("max_length: 128", "max_length: 64").replace("batch_size: 32", "batch_size: 8"))
+    file.write_text(
+        run.dump()
+        .replace("max_length: 128", "max_length: 64")
+        .replace(f"batch_size: {run.batch_size}", "batch_size: 9")
+    )
     edited = load(file, [])
     assert edited.wrote("data.max_length")  # by the header
     assert edited.wrote("batch_size")  # it is another than the default
