@@ -81,7 +81,7 @@ def test_a_default_that_a_strategy_cannot_have_gives_way(
     text = said(words, capfd)
     assert "note: task.temperature is 0" in text
     assert "its default is 0.8" in text
-    job = resolved(load(words[0], words[1:]))
+    _, _, job = resolved(load(words[0], words[1:]))
     assert job.run.task.model_dump()["temperature"] == 0
     assert not job.run.wrote("task.temperature")
     assert mentions(said([*words, "task.temperature=0.8"], capfd), "LS5131", "task.temperature=0")

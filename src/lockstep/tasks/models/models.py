@@ -440,8 +440,8 @@ def check_block_sparse(config: Any, tokens: int, key: str) -> None:
     if tokens > shortest:
         raise RunError(
             "LS3080",
-            f"model: this {config.model_type} has the attention block_sparse, which changes to original_full, for good, "
-            f"at the first batch of texts of at most {shortest} tokens, so that a process's results would depend on the "
+            f"model: this {config.model_type} changes its attention from block_sparse to original_full, for good, at "
+            f"the first batch of texts of at most {shortest} tokens, so that a process's results would depend on the "
             f"batches before; set model.config.attention_type to original_full, or {key} to {shortest} or less",
         )
 
