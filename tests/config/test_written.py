@@ -196,7 +196,7 @@ def test_what_was_written_reaches_the_ranks(tmp_path: Path, monkeypatch: pytest.
 def test_of_a_file_with_every_default_what_differs_from_them_counts(tmp_path: Path) -> None:
     run = Run.load(SMALL | {"name": "a", "output": str(tmp_path / "a"), "batch_size": 128})
     assert run.wrote("batch_size")
-    (tmp_path / "run.yaml").write_text(run.dump())
+    (tmp_path / "run.yaml").write_text(run.dump().partition("\n")[2])  # without the line that lists what was written
     again = load(tmp_path / "run.yaml", ["hub.private=true"])
     assert again == run
     assert again.wrote("launch.device")
