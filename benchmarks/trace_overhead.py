@@ -4,9 +4,9 @@
 
 On a GPU it is the time of the clock, from one wait for the device to the next, each after `--group` steps.
 
-In: a model of MiniLM's size (6 layers of 384, a vocabulary of 30,522; 8 texts of 64 tokens), the quick start's size
-(2 layers of 64), and one of more than 300 tensors. Out: medians of a step's seconds, the ratio of the medians and that
-of the least, and bytes of trace a step.
+In: a model of MiniLM's size (6 layers of 384, a vocabulary of 30,522; 8 texts of 64 tokens), a small GPT-2, the quick
+start's size (2 layers of 64), and one of more than 300 tensors. Out: medians of a step's seconds, the ratio of the
+medians and that of the least, and bytes of trace a step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from lockstep_trace import tracer
 from lockstep_trace.tracer.settings import Settings
@@ -26,6 +26,7 @@ from lockstep_trace.tracer.settings import Settings
 SIZES = {
     "MiniLM, 22.7M parameters": (384, 6, 12, 30522, 8, 64),
     "MiniLM, 16 texts of 128 tokens": (384, 6, 12, 30522, 16, 128),
+    "GPT-2, 6 layers of 384": (384, 6, 6, 50257, 8, 64),
     "2 layers of 64": (64, 2, 4, 4000, 32, 64),
     "19 layers of 64": (64, 19, 4, 4000, 8, 64),
 }
@@ -39,11 +40,10 @@ def now(device: str) -> float:
     return time.perf_counter()
 
 
-def measured(
-    sizes: tuple[int, ...], rounds: int, steps: int, device: str, group: int
-) -> tuple[list[float], list[float], int, int]:
-    """Seconds of steps without and with the tracer, each the mean of `group` steps, bytes a step, tensors."""
-    width, layers, heads, words, batch, length = sizes
+def model_of(name: str, sizes: tuple[int, ...]) -> torch.nn.Module:
+    width, layers, heads, words = sizes[:4]
+    if name.startswith("GPT-2"):
+        return GPT2LMHeadModel(GPT2Config(vocab_size=words, n_embd=width, n_layer=layers, n_head=heads))
     config = BertConfig(
         vocab_size=words,
         hidden_size=width,
@@ -51,10 +51,19 @@ def measured(
         num_attention_heads=heads,
         intermediate_size=4 * width,
     )
+    return BertForSequenceClassification(config)
+
+
+def measured(
+    name: str, sizes: tuple[int, ...], rounds: int, steps: int, device: str, group: int
+) -> tuple[list[float], list[float], int, int]:
+    """Seconds of steps without and with the tracer, each the mean of `group` steps, bytes a step, tensors."""
+    words, batch, length = sizes[3:]
     torch.manual_seed(0)
-    model = BertForSequenceClassification(config).to(device)
+    model = model_of(name, sizes).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    ids, labels = torch.randint(0, words, (batch, length), device=device), torch.randint(2, (batch,), device=device)
+    ids = torch.randint(0, words, (batch, length), device=device)
+    labels = ids if name.startswith("GPT-2") else torch.randint(2, (batch,), device=device)
     times: dict[bool, list[float]] = {False: [], True: []}
     size = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +102,7 @@ def main() -> None:
     for name, sizes in SIZES.items():
         if known.only and known.only not in name:
             continue
-        every, all_traced, size, tensors = measured(sizes, known.rounds, known.steps, known.device, known.group)
+        every, all_traced, size, tensors = measured(name, sizes, known.rounds, known.steps, known.device, known.group)
         plain, traced, least = statistics.median(every), statistics.median(all_traced), min(all_traced) / min(every)
         row = (
             name,

@@ -232,10 +232,15 @@ OTHERS: dict[str, str | tuple[str, ...]] = {
 
 
 # And of lockstep-trace, in which nothing else private is used.
-GROUND_OTHERS = {
+GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     "tracer/hooks.py": "self._scale",  # the loss scale on its device: GradScaler.get_scale waits for it
     "tracer/late_imports.py": "getattr(getattr(module, '__spec__', None), '_initializing'",  # importlib's
     "tracer/graph.py": "getattr(node, '_",  # what autograd keeps of a loss: targets, reduction, shapes, masks
+    # a mode that sees each operation, below those of the script; autograd's sequence numbers; what operations write
+    "tracer/operations.py": (
+        *("from torch.utils._python_dispatch", "from torch.utils", "dispatch._", "getattr(m, '_mode_key'", "torch._C"),
+        *("torch.autograd._get_sequence_nr", "node._sequence_nr", "func._schema", "getattr(func, '_schema'"),
+    ),
     "tracer/placement.py": "getattr(ddp, '_comm_hooks'",  # whether gradients are reduced in a way of the script's own
     "tracer/recorder.py": "getattr(module, '_tied_weights_keys'",  # whether a model of transformers has any to tie
     "tracer/schedules.py": "getattr(scheduler, '_last_lr'",  # the rates of a scheduler's state

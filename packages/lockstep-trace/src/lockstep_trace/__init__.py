@@ -29,14 +29,16 @@ def traced(
     folder: str | Path | None = None,
     level: str = "gradients",
     check: Sequence[int] = (),
+    step: int | None = None,
 ) -> Iterator[Path]:
     """Context manager that traces the steps of `optimizer` and yields the trace's folder.
 
     `model`: the module that holds the parameters, wrapped or not. `folder`: default: $LOCKSTEP_TRACE, else
     lockstep-trace; an older trace there is replaced; not used if a command records this process. `level`: losses,
-    gradients or modules. `check`: steps to recompute on copies, counted from 0. Not collective. Errors:
-    `ValueError` for an unknown level."""
-    recording = ScopedTrace(folder, level, check)
+    gradients, modules or operations. `check`: steps to recompute on copies, counted from 0. `step`: at the level
+    operations, the step whose operations are recorded (default: 0). Not collective. Errors: `ValueError` for an unknown
+    level."""
+    recording = ScopedTrace(folder, level, check, step)
     recorder = recording.begin()
     recorder.root(model)
     recorder.number_of(optimizer)

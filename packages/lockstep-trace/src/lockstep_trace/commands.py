@@ -48,6 +48,13 @@ def recording_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="record the first N steps; the command goes on")
     parser.add_argument("--level", choices=LEVELS, default="gradients", help="what is recorded (default gradients)")
     parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="with --level operations: the step whose operations are recorded (default: the one in which `diff` saw "
+        "the first difference of the trace in DIR, else 0)",
+    )
+    parser.add_argument(
         "--perturb", action="store_true", help="flip the last bit of half of the weights before the first forward"
     )
     parser.add_argument(
@@ -70,10 +77,23 @@ def recording_settings(args: argparse.Namespace) -> dict[str, object]:
     """Return the recorder's settings from parsed `recording_options`. Errors: `TraceError`."""
     for name in ("every", "steps"):
         require_positive(f"--{name}", getattr(args, name))
-    settings: dict[str, object] = {name: getattr(args, name) for name in ("every", "steps", "level", "perturb")}
+    _require_step(args.step, args.steps, args.level)
+    settings: dict[str, object] = {name: getattr(args, name) for name in ("every", "steps", "level", "perturb", "step")}
     if args.check is not None:
         settings["check"] = checked_steps(args.check or CHECKED)
     return settings
+
+
+def _require_step(step: int | None, steps: int | None, level: str) -> None:
+    """Check the step whose operations are recorded. Errors: `TraceError`."""
+    if step is None:
+        return
+    if level != "operations":
+        raise TraceError("LS9183", f"--step {step} chooses a step for --level operations; the level is {level}")
+    if step < 0:
+        raise TraceError("LS9184", f"--step: invalid value {step}; expected an integer >= 0")
+    if steps is not None and step >= steps:
+        raise TraceError("LS9185", f"--step {step}: --steps {steps} records the steps 0 to {steps - 1}; raise --steps")
 
 
 def checked_steps(steps: Sequence[int]) -> tuple[int, ...]:

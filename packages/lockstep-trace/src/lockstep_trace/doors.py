@@ -27,17 +27,23 @@ class ScopedTrace:
     lockstep_trace` has not, if a folder or a level is given that is another.
 
     `folder`: default: $LOCKSTEP_TRACE, else lockstep-trace; an older trace there is replaced. `level`: losses,
-    gradients or modules. `check`: steps to recompute on copies, counted from 0. Errors: `ValueError`
-    for an unknown level."""
+    gradients, modules or operations. `check`: steps to recompute on copies, counted from 0. `step`: at the level
+    operations, the step whose operations are recorded (default: 0). Errors: `ValueError` for an unknown level."""
 
     by_import: Any = None  # recorder that `import lockstep_trace` began
 
-    def __init__(self, folder: str | Path | None = None, level: str = "gradients", check: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        level: str = "gradients",
+        check: Sequence[int] = (),
+        step: int | None = None,
+    ) -> None:
         from lockstep_trace.tracer.settings import LEVELS
 
         if level not in LEVELS:
             raise ValueError(f"level: invalid value {level!r}; expected one of {', '.join(LEVELS)}")
-        self.folder, self.level, self.check = folder, level, tuple(check)
+        self.folder, self.level, self.check, self.step = folder, level, tuple(check), step
         self._own = False
 
     def begin(self) -> Any:
@@ -56,7 +62,7 @@ class ScopedTrace:
             from lockstep_trace.tracer.settings import Settings
 
             self._own = True
-            recorder = tracer.begin(Settings(folder, level=self.level, check=self.check, replace=True))
+            recorder = tracer.begin(Settings(folder, level=self.level, check=self.check, replace=True, step=self.step))
         return recorder
 
     def end(self) -> None:
@@ -83,12 +89,18 @@ class Callback:
     """Traces `Trainer.train` of transformers and TRL: `Trainer(..., callbacks=[lockstep_trace.Callback()])`.
 
     `folder`: folder of the trace; default: $LOCKSTEP_TRACE, else lockstep-trace; an older trace there is replaced; not
-    used if a command records the process. `level`: losses, gradients or modules. `check`: steps to recompute on copies,
-    counted from 0. Each process writes its own file, without communication. Errors: `ValueError` for an
-    unknown level."""
+    used if a command records the process. `level`: losses, gradients, modules or operations. `check`: steps to
+    recompute on copies, counted from 0. `step`: at the level operations, the step whose operations are recorded
+    (default: 0). Each process writes its own file, without communication. Errors: `ValueError` for an unknown level."""
 
-    def __init__(self, folder: str | Path | None = None, level: str = "gradients", check: Sequence[int] = ()) -> None:
-        self._recording = ScopedTrace(folder, level, check)
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        level: str = "gradients",
+        check: Sequence[int] = (),
+        step: int | None = None,
+    ) -> None:
+        self._recording = ScopedTrace(folder, level, check, step)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the trace before Trainer's first step."""

@@ -184,6 +184,7 @@ class Rank:
     workers: list[Mapping[str, Any]] = field(default_factory=list)  # data loader workers
     checks: list[Mapping[str, Any]] = field(default_factory=list)  # recomputed steps
     check_updates: list[Mapping[str, Any]] = field(default_factory=list)
+    operations: list[Mapping[str, Any]] = field(default_factory=list)  # of one step, at the level `operations`
     ended: Mapping[str, Any] | None = None
 
     @property
@@ -343,6 +344,7 @@ def _take(rank: Rank, kind: str, record: Mapping[str, Any]) -> None:
             "self load": rank.loads,
             "check": rank.checks,
             "check update": rank.check_updates,
+            "operations": rank.operations,
         }
         lists.get(kind, []).append(record)
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,24 @@ def prepare(folder: Path, command: Sequence[str], settings: Settings) -> None:
     settings.save(inject / "settings.json")
     values = {"format": 1, "command": redact_words(command), "began": time.time(), "cwd": os.getcwd()}
     values |= {"every": settings.every, "steps": settings.steps, "level": settings.level, "perturbed": settings.perturb}
+    if settings.level == "operations":
+        values["step"] = settings.step or 0
     (folder / ABOUT).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def note_difference(folder: Path, step: int) -> None:
+    """Note in a trace the step in which a comparison saw the first difference. A trace recorded without the command, or
+    in a folder that cannot be written, stays as it is."""
+    if (folder / ABOUT).is_file():
+        with suppress(OSError):
+            _note(folder, first_difference=step)
+
+
+def step_of_difference(folder: Path, command: Sequence[str]) -> int | None:
+    """Return the step of `note_difference` if a folder holds a trace of the same command."""
+    values = about(folder) if folder.is_dir() else {}
+    step = values.get("first_difference")
+    return step if isinstance(step, int) and values.get("command") == redact_words(command) else None
 
 
 def environment_of(folder: Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from lockstep_trace import operations
 from lockstep_trace.alignment import window
 from lockstep_trace.causes import few
 from lockstep_trace.compare import COLUMNS, Comparison, compare, row_cells
@@ -23,7 +24,7 @@ from lockstep_trace.read import Trace, read
 from lockstep_trace.redaction import redact_words
 from lockstep_trace.report import write
 from lockstep_trace.rules.finding import WRONG
-from lockstep_trace.run import run
+from lockstep_trace.run import note_difference, run, step_of_difference
 
 ROWS = 12  # shown in a table
 
@@ -61,6 +62,12 @@ def record(command: Sequence[str], folder: Path, options: Mapping[str, Any], ver
     """Run a command and trace it. What is said goes to standard error: standard output is the command's own. Returns
     the command's exit status. `verbose`: also findings that are not proved. Errors: `TraceError` where it cannot be
     started."""
+    if options.get("level") == "operations" and options.get("step") is None:
+        step = step_of_difference(folder, command)
+        options = {**options, "step": step or 0}
+        if step is not None:
+            text = f"records the operations of step {step}, in which `diff` saw the first difference"
+            print(f"lockstep trace: {text}", file=sys.stderr)
     status = run(command, folder, **options)
     for line in summary(folder, verbose):
         print(f"lockstep trace: {line}", file=sys.stderr)
@@ -78,6 +85,7 @@ def summary(folder: Path, verbose: bool = False) -> list[str]:
     if trace.others:
         lines.append(f"{trace.others} other processes trained, too, as another job; they are not looked at")
     lines += [f"rank {r.number}: an error of the tracer's own: {e['text']}" for r in trace.ranks for e in r.errors[:1]]
+    lines += operations.summary_lines(trace)
     rows = findings(trace)
     return [*lines, counted(rows, verbose), *finding_lines(rows if verbose else proved(rows))]
 
@@ -138,6 +146,8 @@ def compared(
         _say(output, verdict, f"{_optimizer(one, verdict.optimizer)}: " if len(verdicts) > 1 else "")
         if align and verdict.first == "examples":
             output.say(_aligned(one, other, verdict.optimizer))
+    for line in _of_operations(one, other, verdicts):
+        output.say(line)
     for trace in (one, other):
         rows = findings(trace)
         if lines := finding_lines(rows if verbose else proved(rows)):
@@ -145,6 +155,18 @@ def compared(
             for line in lines:
                 output.say(f"  {line}")
     return verdicts
+
+
+def _of_operations(one: Trace, other: Trace, verdicts: Sequence[Comparison]) -> list[str]:
+    """Return the first operation that differs, or how to record operations where a step differs, and note that step in
+    both traces: it is the one whose operations are recorded into these folders by default."""
+    step = next((v.step for v in verdicts if v.optimizer == 0 and v.first in operations.MADE_BY_OPERATIONS), None)
+    if step is not None:
+        for trace in (one, other):
+            note_difference(trace.folder, step)
+    if lines := operations.comparison_lines(one, other):
+        return lines
+    return [] if step is None else operations.advice(one, other, step)
 
 
 def _aligned(one: Trace, other: Trace, optimizer: int) -> str:

@@ -37,6 +37,10 @@ def begin(settings: Settings) -> Recorder:
     if settings.check:
         recorder.checker = Checker(_INSTALLED[0], recorder, settings.check)
     _INSTALLED[0].recorder = recorder
+    if settings.level == "operations":
+        from .operations import begin as begin_operations
+
+        begin_operations(_INSTALLED[0], recorder)
     if new:
         watch(_INSTALLED[0])
     return recorder

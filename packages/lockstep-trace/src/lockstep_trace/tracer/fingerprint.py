@@ -449,34 +449,32 @@ class _Scratch:
 
     integers: Tensor  # int64 [ROWS * p]
     doubles: Tensor  # float64 [ROWS * p]
-    floats: Tensor  # float32 [ROWS * p]
+    signs: Tensor  # float64 [ROWS * p], of the elements
+    ones: Tensor  # float64 [ROWS]
 
 
 @functools.lru_cache(maxsize=16)
 def _scratch(p: int, thread: int) -> _Scratch:
-    kinds = (torch.int64, torch.float64, torch.float32)
-    return _Scratch(*(torch.empty(ROWS * p, dtype=kind) for kind in kinds))
+    integers, doubles = (torch.empty(ROWS * p, dtype=kind) for kind in (torch.int64, torch.float64))
+    return _Scratch(integers, doubles, _tables(p, CPU)[0].double(), torch.ones(ROWS, dtype=torch.float64))
 
 
 def _add(flat: Tensor, chunk: int, begin: int, p: int, sums: tuple[Tensor, Tensor, Tensor | None]) -> None:
     total, square, buckets = sums
     n = flat.numel()
-    signs, odd = _tables(p, CPU)
+    _, odd = _tables(p, CPU)
     scratch = _scratch(p, threading.get_ident())
     bits = scratch.integers[:n].copy_(flat.view(_INTEGERS[flat.element_size()]))
-    weights = odd[begin : begin + n]
-    total.add_(torch.dot(bits, weights) * _chunk_number(chunk))
-    numbers = _numbers(flat)
-    double = scratch.doubles[:n].copy_(numbers)
+    total.add_(torch.dot(bits, odd[begin : begin + n]) * _chunk_number(chunk))
+    lead, tail = begin % p, -(begin + n) % p
+    room = scratch.doubles[: lead + n + tail]
+    double = room[lead : lead + n].copy_(_numbers(flat))
     square.add_(torch.dot(double, double))
     if buckets is None:
         return
-    lead, tail = begin % p, -(begin + n) % p
-    if numbers.dtype == torch.float64:
-        room = numbers.new_empty(lead + n + tail)
-    else:
-        room = scratch.floats[: lead + n + tail]
     room[:lead] = 0
-    torch.mul(numbers, signs[begin : begin + n], out=room[lead : lead + n])
     room[lead + n :] = 0
-    buckets.add_(room.view(-1, p).sum(0, dtype=torch.float64) * _chunk_signs(p, chunk))
+    double.mul_(scratch.signs[begin : begin + n])
+    rows = room.view(-1, p)
+    sums_of_columns = torch.mv(rows.t(), scratch.ones[: rows.shape[0]])  # by BLAS
+    buckets.add_(sums_of_columns.mul_(_chunk_signs(p, chunk)))

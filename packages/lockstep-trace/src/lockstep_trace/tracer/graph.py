@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .fingerprint import signed
 from .inputs import hash_of
 
 NODES = 256  # nodes of a graph to visit, starting at the loss
@@ -98,7 +99,7 @@ def loss_function(node: Any) -> LossFunction:
     counted = target.numel()
     numbers = [torch.full((), counted, dtype=torch.int64, device=target.device), *hash_of(target)]
     if ignored is not None and not target.is_floating_point():
-        numbers[0] = (target != int(ignored)).sum()
+        numbers[0] = (target != signed(int(ignored) & (1 << 64) - 1)).sum()  # torch 2.4: -100 without its sign
     return LossFunction(about, torch.stack([n.reshape(()) for n in numbers]))
 
 

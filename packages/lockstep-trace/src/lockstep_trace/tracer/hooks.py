@@ -30,6 +30,11 @@ from .writer import warn
 _THREAD = threading.local()
 
 
+def working() -> bool:
+    """Return whether this thread does the tracer's own work, whose operations are not the script's."""
+    return bool(getattr(_THREAD, "working", 0))
+
+
 class Hooks:
     """All hooks of a process, installed once; they record into `recorder` while it is set."""
 
@@ -47,6 +52,7 @@ class Hooks:
         """Return the result of `work`, or None if it fails."""
         if self.recorder is None:
             return None
+        _THREAD.working = getattr(_THREAD, "working", 0) + 1
         try:
             return work(*args)
         except Exception as error:
@@ -55,6 +61,8 @@ class Hooks:
                 self.failed = True
                 warn(f"an error of the tracer's own, the trace is incomplete: {type(error).__name__}: {error}")
             return None
+        finally:
+            _THREAD.working -= 1
 
     def install(self) -> None:
         _wrap_call(self)
@@ -83,7 +91,7 @@ class Hooks:
             return None
         self._stepping[id(optimizer)] = {}
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
-        if closure is None and self._makes_state(optimizer):
+        if closure is None and self.guarded(self._makes_state, optimizer):
             return None
         if closure is None:
             self._stepping[id(optimizer)] = self._measured(optimizer)
@@ -243,7 +251,7 @@ def _wrap_clipping(hooks: Hooks) -> None:
             if record is not None:
                 hooks.guarded(recorder.has_clipped, record, parameters)
             if record is not None and is_plain_tensor(result):
-                recorder.since.norms.append((record, result.detach().clone()))
+                hooks.guarded(lambda: recorder.since.norms.append((record, result.detach().clone())))
             return result
 
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -263,7 +271,7 @@ def _wrap_scaler(hooks: Hooks) -> None:
     def scale_(self: Any, outputs: Any) -> Any:
         result = scale(self, outputs)
         if hooks.recorder is not None and self.is_enabled():
-            hooks.recorder.since.scale = self._scale.detach().clone()  # `get_scale` would synchronize
+            hooks.guarded(hooks.recorder.scaled, self._scale)  # `get_scale` would synchronize
             hooks._scaled = result
         return result
 

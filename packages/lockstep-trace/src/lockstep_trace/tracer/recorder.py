@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from .schedules import Schedules
 from .settings import Settings
 from .versions import GradientVersion, gradient_versions, has_gradient, local_shape, touched, untouched, written
 from .writer import Writer
+
+if TYPE_CHECKING:
+    from .operations import Operations
 
 SPARSE = 8  # measure moments, and weights that seem unmodified, every so many steps
 HASHES = 200_000  # most hashes recorded per evaluation pass
@@ -89,6 +92,7 @@ class Recorder:
         self.by_scaler = False  # whether a scaler makes the step
         self.optimizers_made = 0
         self.late: dict[int, weakref.ref[Any]] = {}  # parameters created after an optimizer
+        self.operations: Operations | None = None  # at the level `operations`
         self.cleared = 0  # how often autocast's cache was cleared
         self.cast_at = self.stepped_at = -1  # `cleared` at the last forward under autocast, and at a step after it
         self.packed_looks = 0
@@ -253,6 +257,10 @@ class Recorder:
         roots = (r for ref in self.roots if (r := ref()) is not None)
         self.after = gradient_versions(p for root in roots for p in root.parameters())
 
+    def scaled(self, scale: Tensor) -> None:
+        """Record the scale of a loss that a scaler multiplied."""
+        self.since.scale = scale.detach().clone()
+
     def collective(self, name: str, elements: int) -> None:
         """Count a call of a torch.distributed collective."""
         row = self.since.collectives.setdefault(name, [0, 0])
@@ -372,7 +380,7 @@ class Recorder:
         number = here["number"]
         if here.get("skip"):
             self.since = Since()
-            self.steps[number] += 1
+            self._made_step(number)
             return
         self.flush()
         record = self._cheap(here)
@@ -390,10 +398,15 @@ class Recorder:
         self.zeroed[number] = not self.last_grads[number]
         pending = Pending(record, self.since, vectors | numbers_of(self.since, here["groups"]))
         self.pending.append(pending)
-        self.steps[number] += 1
         self.since = Since()
         if not pending.on_device:
             self.flush()
+        self._made_step(number)
+
+    def _made_step(self, number: int) -> None:
+        self.steps[number] += 1
+        if self.operations is not None:
+            self.operations.stepped(number, self.steps[number])
 
     def _cheap(self, here: dict[str, Any]) -> dict[str, Any]:
         number, since = here["number"], self.since
@@ -576,6 +589,8 @@ class Recorder:
         self.write("skipped", opt=number, step=self.steps[number], scale=scale, examples=examples)
         self.last_grads = {}
         self.since = Since()
+        if self.operations is not None:
+            self.operations.skipped()
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -600,6 +615,9 @@ class Recorder:
     def end(self) -> None:
         """Write pending records and the end record, at a normal exit."""
         self.flush()
+        if self.operations is not None:
+            self.operations.finish(unfinished=True)
+            self.operations.flush()
         self.end_evaluation()
         if self.steps:
             stepped = [i for i, each in enumerate(self.schedules.schedulers) if each.stepped]

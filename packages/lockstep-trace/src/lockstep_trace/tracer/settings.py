@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-LEVELS = ("losses", "gradients", "modules")
+LEVELS = ("losses", "gradients", "modules", "operations")
 CHECKED = (1, 10)  # steps that --check recomputes if none is given
 
 
@@ -16,7 +16,7 @@ class Settings:
     """Settings of the recorder. `folder`: folder of the trace. `every`: measure each N-th step. `steps`: stop after so
     many steps; None: never. `perturb`: flip the last bit of half of the weights before the first forward. `replace`:
     replace what an earlier run left in the folder; False if a command has prepared it. `check`: steps of each optimizer
-    to recompute on copies."""
+    to recompute on copies. `step`: whose operations are recorded at the level `operations`; None: 0."""
 
     folder: str
     every: int = 1
@@ -25,6 +25,7 @@ class Settings:
     perturb: bool = False
     replace: bool = False
     check: tuple[int, ...] = ()
+    step: int | None = None
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
