@@ -55,7 +55,9 @@ def train(
     model = of()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
     torch.manual_seed(seed)
-    block = lockstep_trace.traced(model, optimizer, folder, "operations", step=step) if folder else contextlib.nullcontext()
+    block = (
+        lockstep_trace.traced(model, optimizer, folder, "operations", step=step) if folder else contextlib.nullcontext()
+    )
     generator = torch.Generator().manual_seed(1)
     with block:
         for _ in range(3):
