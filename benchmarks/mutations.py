@@ -272,7 +272,7 @@ JUDGES = (
 
 def by_plain(copy: Copy, names: tuple[str, ...]) -> Verdict:
     """The first of these of `BESIDE` that differs from the plain reference."""
-    from lockstep.tools.against_plain import differences
+    from lockstep.proof.against_plain import differences
     from support import task_runs
     from support.harness import tiny
 

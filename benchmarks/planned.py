@@ -21,8 +21,8 @@ from statistics import median
 from typing import Any
 
 from lockstep.config.run import Run, RunError, load
-from lockstep.tools import bench
-from lockstep.tools.bench import Bench, BenchRow, machine
+from lockstep.lab import bench
+from lockstep.lab.bench import Bench, BenchRow, machine
 from lockstep_plan import calibrate, planner
 
 SMALL = {

@@ -22,9 +22,9 @@ from run import processor
 
 from lockstep.config import plugins
 from lockstep.config.run import QUICK_START, Run, RunError, keep, load
+from lockstep.proof.recording import Recording, read
+from lockstep.proof.verify import RECORD, compare, findings, record_alone
 from lockstep.strategies.strategy import strategy_class
-from lockstep.tools.verify import RECORD, compare, findings, record_alone
-from lockstep.training.recording import Recording, read
 from lockstep_trace.compare import Comparison
 
 # (name in the table, strategy.name, strategy.options)

@@ -1,6 +1,6 @@
 """docs/reference/options.md: every command and its options, from the argument parsers.
 
-In: `lockstep.tools.commands`. Out: `page()`, the text, which `PYTHONPATH=src python docs/options.py` writes.
+In: `lockstep.commands`. Out: `page()`, the text, which `PYTHONPATH=src python docs/options.py` writes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import re
 from pathlib import Path
 
-from lockstep.tools import commands
+from lockstep import commands
 
 PAGE = Path(__file__).parent / "reference/options.md"
 HEAD = """# Options of every command
@@ -39,7 +39,7 @@ def page() -> str:
 
 
 def _command(name: str, text: str) -> str:
-    module = importlib.import_module(f"lockstep.tools.commands.{commands.file_of(name)}")
+    module = importlib.import_module(f"lockstep.commands.{commands.file_of(name)}")
     parser = argparse.ArgumentParser(prog=f"lockstep {name}")
     getattr(module, f"{name}_arguments")(parser)
     rows = [_row(action) for action in parser._actions if action.dest != "help" and action.help != argparse.SUPPRESS]

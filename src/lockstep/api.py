@@ -18,11 +18,11 @@ from typing import Any, Literal
 from lockstep.config import plugins
 from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError, overrides_of
+from lockstep.lab import event_stream, import_path
+from lockstep.lab.event_stream import Event, Following
+from lockstep.lab.subprocess_job import Child
 from lockstep.launchers import start
 from lockstep.launchers.start import further
-from lockstep.tools import event_stream, import_path
-from lockstep.tools.event_stream import Event, Following
-from lockstep.tools.subprocess_job import Child
 from lockstep.track.report import history
 from lockstep_trace import streams
 
@@ -234,7 +234,7 @@ def replay(
     Returns an object with `model` (before the step), `batch`, `gradients`, `losses` by row, and `same`: whether all
     recomputed fingerprints equal the recorded ones. Builds the model and runs its code in this process. Errors:
     `RunError`."""
-    from lockstep.tools.diff import open_replay
+    from lockstep.proof.diff import open_replay
 
     _begins()
     return open_replay(_folder(output), step, overrides or {}, processes, strategy)
@@ -357,7 +357,7 @@ def _predict(words: list[str]) -> int:
 
 
 def _verify(words: list[str]) -> int:
-    from lockstep.tools.verify import verify
+    from lockstep.proof.verify import verify
 
     verdict_path, path, steps = words
     return verify(Run.load(path), int(steps), Path(verdict_path))

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from types import ModuleType
 
+from lockstep import commands
 from lockstep._version import __version__
 from lockstep.config import entry_points
 from lockstep.config.errors import RunError, coded
-from lockstep.tools import commands
 from lockstep_trace import streams
 from lockstep_trace.coded import VERBOSE
 from lockstep_trace.errors import TraceError
@@ -67,7 +67,7 @@ def _answer_words(words: list[str]) -> int:
 
 
 def _completion(words: list[str]) -> int:
-    from lockstep.tools.commands import completion
+    from lockstep.commands import completion
     from lockstep.track.console import error
 
     try:
@@ -79,7 +79,7 @@ def _completion(words: list[str]) -> int:
 
 def _command(name: str, words: list[str]) -> int:
     """Run one command. Its modules are imported here, so that `lockstep --help` does not import them."""
-    from lockstep.tools.commands import run_file
+    from lockstep.commands import run_file
     from lockstep.track.console import error, strike_tracebacks
 
     strike_tracebacks()
@@ -184,7 +184,7 @@ def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace)
     """Call the command's functions until one returns an exit status, and return that status. With `--json`, print an
     object in place of the command's output, unless the command prints its own."""
     from lockstep.distributed.activity import ACTIVITY
-    from lockstep.tools.commands import json_output
+    from lockstep.track import json_output
     from lockstep.track.busy import Waiting
 
     answers = (getattr(module, f"run_{name.replace('-', '_')}")(known) for module in modules)

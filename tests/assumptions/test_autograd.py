@@ -23,7 +23,7 @@ def test_a_weight_used_twice_is_told_of_once() -> None:
     assert seen == [[5.0, 5.0]]
 
 
-@rests_on_it("src/lockstep/strategies/observer.py", "src/lockstep/training/replaying.py")
+@rests_on_it("src/lockstep/strategies/observer.py", "src/lockstep/proof/replaying.py")
 def test_a_tensor_hook_sees_one_backward_alone() -> None:
     """A hook of register_hook on a weight gets this backward's gradient, whatever .grad holds already."""
     weight = nn.Parameter(torch.ones(2))

@@ -21,7 +21,7 @@ def accelerator(**options: object) -> object:
     return accelerate.Accelerator(cpu=True, **options)
 
 
-@rests_on_it("src/lockstep/strategies/hf_accelerate.py", "src/lockstep/tools/import_config/loops.py")
+@rests_on_it("src/lockstep/strategies/hf_accelerate.py", "src/lockstep/lab/import_config/loops.py")
 def test_accelerate_divides_by_accumulation_steps() -> None:
     """Accelerator.backward divides the loss by gradient_accumulation_steps, and by nothing at 1."""
     for steps in (1, 4):
@@ -102,7 +102,7 @@ def test_accelerate_shards_batches_in_turns() -> None:
     assert shards == [[[0, 1, 2, 3], [8, 9, 0, 1]], [[4, 5, 6, 7], [2, 3, 4, 5]]]
 
 
-@rests_on_it("src/lockstep/tools/import_config/loops.py", "packages/lockstep-trace/src/lockstep_trace/rules/data.py")
+@rests_on_it("src/lockstep/lab/import_config/loops.py", "packages/lockstep-trace/src/lockstep_trace/rules/data.py")
 def test_accelerate_loses_batches_that_are_short() -> None:
     """BatchSamplerShard loses a batch below its sampler's batch_size that is not the last: lockstep's own batches never
     go through it."""
@@ -174,7 +174,7 @@ def test_deepspeed_updates_weights_without_a_gradient() -> None:
     assert "unused weights are decayed: True" in done.stdout
 
 
-@rests_on_it("src/lockstep/config/foreign_keys/trl.yaml", "src/lockstep/tools/import_config/trainer.py")
+@rests_on_it("src/lockstep/config/foreign_keys/trl.yaml", "src/lockstep/lab/import_config/trainer.py")
 def test_trl_trains_in_bfloat16_unless_told_otherwise() -> None:
     """SFTConfig and DPOConfig have bf16 on, unlike transformers' TrainingArguments."""
     trl = pytest.importorskip("trl")

@@ -107,7 +107,7 @@ def test_trackio_has_the_step_that_comes_next() -> None:
     assert "_next_step" in inspect.getsource(trackio.run)
 
 
-@rests_on_it("src/lockstep/tools/sweep/sweep_file.py")
+@rests_on_it("src/lockstep/lab/sweep/sweep_file.py")
 def test_optuna_asks_for_the_same_trial_again() -> None:
     """A new study with the same seed and the same finished trials, added by add_trial, asks for the same parameters."""
     optuna = pytest.importorskip("optuna")
@@ -124,7 +124,7 @@ def test_optuna_asks_for_the_same_trial_again() -> None:
     assert asked() == asked()
 
 
-@rests_on_it("src/lockstep/tools/sweep/sweep_file.py")
+@rests_on_it("src/lockstep/lab/sweep/sweep_file.py")
 def test_optuna_draws_the_first_ten_at_random() -> None:
     """TPESampler draws without a model until ten trials are finished: the first ten do not depend on their values."""
     optuna = pytest.importorskip("optuna")

@@ -171,7 +171,7 @@ def test_training_step_takes_the_divisor() -> None:
     assert "num_items_in_batch" in inspect.signature(Trainer.training_step).parameters
 
 
-@rests_on_it("src/lockstep/tools/import_config/trainer.py", "src/lockstep/strategies/hf_trainer.py")
+@rests_on_it("src/lockstep/lab/import_config/trainer.py", "src/lockstep/strategies/hf_trainer.py")
 def test_trainer_counts_labels_from_the_second_on(tmp_path: Path) -> None:
     """Trainer's divisor of a causal model leaves out the first label of each row, which is no target."""
     trainer = Trainer(tiny(), TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]))
@@ -190,7 +190,7 @@ def test_loading_info_has_what_was_drawn(tmp_path: Path) -> None:
     assert torch.equal(model.model.embed_tokens.weight, base.embed_tokens.weight)
 
 
-@rests_on_it("src/lockstep/tools/import_config/trainer.py")
+@rests_on_it("src/lockstep/lab/import_config/trainer.py")
 def test_schedules_begin_with_warmup() -> None:
     """get_scheduler("linear") has the rate 0 in the first step of a warmup, the whole after it, 0 after the last."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)

@@ -155,7 +155,7 @@ def test_a_schedule_sets_the_first_rate_when_it_is_made() -> None:
     assert rates == [0.5, pytest.approx(1 / 3)]
 
 
-@rests_on_it("src/lockstep/tools/import_config/loops.py")
+@rests_on_it("src/lockstep/lab/import_config/loops.py")
 def test_a_linear_warmup_begins_at_a_third() -> None:
     """LinearLR begins at a third of the rate and is at the whole after total_iters, 5, unless told otherwise."""
     known = inspect.signature(LinearLR).parameters
@@ -174,7 +174,7 @@ def test_one_cycle_has_its_usual_numbers() -> None:
     assert known["anneal_strategy"].default == "cos"
 
 
-@rests_on_it("src/lockstep/config/optim.py", "src/lockstep/tools/import_config/loops.py")
+@rests_on_it("src/lockstep/config/optim.py", "src/lockstep/lab/import_config/loops.py")
 def test_usual_numbers_of_optimizers() -> None:
     """AdamW decays by 0.01 with betas 0.9, 0.999 and eps 1e-8; Adam and SGD do not decay; SGD has no momentum."""
     usual = {

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from lockstep.checkpoint.manifest import Manifest, Progress, best_first, read_manifest
 from lockstep.cli import main
 from lockstep.config.run import Run, load
-from lockstep.tools.sweep.sweep import SweepTrial
+from lockstep.lab.sweep.sweep import SweepTrial
 from support.best import told
 from support.command import CommandJob, train
 from support.harness import TINY

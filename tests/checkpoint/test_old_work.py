@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.checkpoint import check_resumable
+from lockstep.commands.while_it_runs import checkpoints, last_metrics
 from lockstep.config.run import RunError
 from lockstep.data.prepare import prepare
 from lockstep.tasks.classification import Classification
-from lockstep.tools.commands.while_it_runs import checkpoints, last_metrics
 from lockstep.track.jsonl import Jsonl
 from lockstep.track.report import history
 from support.harness import digest, tiny

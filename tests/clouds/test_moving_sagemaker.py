@@ -11,8 +11,8 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import load
-from lockstep.tools.import_config.script import Script
-from lockstep.tools.import_config.table import RunDraft
+from lockstep.lab.import_config.script import Script
+from lockstep.lab.import_config.table import RunDraft
 from lockstep_clouds.sagemaker_script import NEWER, TABLE, arguments, move
 from support.documents import chapters
 from support.messages import raises

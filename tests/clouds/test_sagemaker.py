@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from lockstep.cli import main
+from lockstep.commands import while_it_runs as logs_command
 from lockstep.config.run import load
 from lockstep.distributed import job_record
 from lockstep.launchers import start
-from lockstep.tools.commands import while_it_runs as logs_command
 from lockstep_clouds import aws
 from lockstep_clouds.sagemaker import Sagemaker
 from lockstep_clouds.sagemaker_job import STOPPED, fetch, new_lines, state_from
@@ -322,7 +322,7 @@ def test_stop_asks_aws(cloud: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_verify_stays_here(cloud: Any) -> None:
     run = run_of()
     with raises("LS7383", "launch.name=local"):
-        Sagemaker().start(run, Sagemaker().plan(run), ("lockstep.training.recording.record", "5"))
+        Sagemaker().start(run, Sagemaker().plan(run), ("lockstep.proof.recording.record", "5"))
 
 
 def test_names_fit_and_depend_on_what_is_trained(here: Path) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 import lockstep
+from lockstep import commands
 from lockstep.cli import main
+from lockstep.commands.before_a_run import listed
 from lockstep.config import entry_points, plugins, user_code
 from lockstep.config.run import load
-from lockstep.tools import commands
-from lockstep.tools.commands.before_a_run import listed
 from support.command import LOCKSTEP, Process, ended, start, start_anew
 from support.contributed import distribution, example
 from support.messages import raises

@@ -11,7 +11,7 @@ from lockstep.cli import main
 from lockstep.config import error_messages, plugins
 from lockstep.config.key_aliases import foreign_names, without_counterpart
 from lockstep.config.run import Run, RunError, load, schema
-from lockstep.tools.import_config import trainer
+from lockstep.lab.import_config import trainer
 from support.documents import chapters
 from support.messages import mentions, raises
 

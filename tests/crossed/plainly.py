@@ -8,7 +8,7 @@ from pathlib import Path
 
 from crossed.broken import Finding
 
-AVAILABLE = importlib.util.find_spec("lockstep.tools.against_plain") is not None
+AVAILABLE = importlib.util.find_spec("lockstep.proof.against_plain") is not None
 
 
 def compared(folder: Path) -> str:
@@ -18,7 +18,7 @@ def compared(folder: Path) -> str:
     if not (folder / "plain").exists():
         return "dropout that no entry of the config switches off"
     from lockstep.config.run import load
-    from lockstep.tools.against_plain import compare
+    from lockstep.proof.against_plain import compare
 
     run = load("run.yaml", ["output=alone"])
     try:

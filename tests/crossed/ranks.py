@@ -205,7 +205,7 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
 
 
 def _keeping(folder: Path) -> None:
-    """Write down what a job on one process trains, as `lockstep.tools.against_plain` reads it."""
+    """Write down what a job on one process trains, as `lockstep.proof.against_plain` reads it."""
     from lockstep.training import rank
 
     train = rank.train

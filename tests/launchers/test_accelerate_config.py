@@ -9,7 +9,7 @@ import yaml
 from lockstep.config.run import RunError
 from lockstep.launchers.accelerate import Accelerate
 from lockstep.launchers.start import joined
-from lockstep.tools.verify import verify
+from lockstep.proof.verify import verify
 from support.harness import tiny
 from support.messages import raises
 

@@ -25,6 +25,7 @@ from lockstep.data.batch import StepBatch
 from lockstep.distributed.world import World
 from lockstep.plain import rows
 from lockstep.plain.losses import batch_loss
+from lockstep.proof import against_plain, recording
 from lockstep.strategies.native import Native
 from lockstep.strategies.strategy import StepResult
 from lockstep.tasks.classification import Classification
@@ -40,9 +41,7 @@ from lockstep.tasks.reward import Reward
 from lockstep.tasks.task import Task
 from lockstep.tasks.token_classification import TokenClassification
 from lockstep.tasks.translation import Translation
-from lockstep.tools import against_plain
 from lockstep.track.console import Console
-from lockstep.training import recording
 from lockstep.training.resolve import for_rank
 from support.harness import run_on, tiny
 from support.own_modules import MEAN, NET, NET_FUNCTIONS, job

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from lockstep.plain import train
-from lockstep.tools import against_plain
+from lockstep.proof import against_plain
 from lockstep.training.plain_measures import perturb_
 from lockstep_trace import causes
 

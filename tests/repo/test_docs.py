@@ -6,11 +6,11 @@ from types import ModuleType
 
 import pytest
 
+from lockstep import commands
 from lockstep.cli import main
 from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
-from lockstep.tools import commands
 from support.documents import script
 from support.places import ROOT
 

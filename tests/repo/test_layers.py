@@ -1,4 +1,4 @@
-"""Eleven rooms, one above the other: a file imports from its own room and from those below. What must answer at once
+"""Thirteen rooms, one above the other: a file imports from its own room and from those below. What must answer at once
 imports nothing heavy; what others keep private is used in few places."""
 
 import ast
@@ -18,7 +18,7 @@ ROOT = Path(lockstep.__file__).parent
 FILES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 
 # The distributions beside lockstep-train: package -> the highest room that its files import from, as one room's do.
-PACKAGES = {"lockstep_clouds": "launchers", "lockstep_plan": "tools"}
+PACKAGES = {"lockstep_clouds": "launchers", "lockstep_plan": "commands"}
 PACKAGE_TOOLS = ("lockstep_clouds/sagemaker_script.py",)  # of `lockstep init --from`, by whom it is called
 GROUND = "lockstep_trace"  # beneath the core, which imports it: torch and numpy, and nothing of lockstep
 PACKAGE_ADAPTERS = (  # as `ADAPTERS` below
@@ -41,7 +41,9 @@ ROOMS = (
     "strategies",
     "training",
     "launchers",
-    "tools",
+    "proof",
+    "lab",
+    "commands",
 )
 
 # Where private names of torch, transformers, accelerate and deepspeed may be used.
@@ -52,6 +54,7 @@ ADAPTERS = (
     "distributed/torch_internals.py",
     "tasks/models/masks.py",
     "tasks/models/repeatable.py",
+    "tasks/models/source_files.py",
 )
 ENGINES = ("torch", "transformers", "accelerate", "deepspeed")
 
@@ -159,7 +162,7 @@ def test_a_distribution_beside_it_imports_the_core_by_its_public_modules(package
     for file in PACKAGE_FILES[package]:
         names = [name for name, _ in facts(file).imports if name.partition(".")[0] == "lockstep"]
         rooms = {name: floor(file_of(name) or "") for name in names if name != "lockstep"}
-        highest = ROOMS.index("tools" if str(file).endswith(PACKAGE_TOOLS) else PACKAGES[package])
+        highest = ROOMS.index("lab" if str(file).endswith(PACKAGE_TOOLS) else PACKAGES[package])
         assert [name for name, room in rooms.items() if room > highest] == [], file
         assert [name for name in names if any(part.startswith("_") for part in name.split("."))] == [], file
         assert [name for name, _ in facts(file).imports if name.partition(".")[0] in PACKAGES.keys() - {package}] == []
@@ -220,7 +223,7 @@ def test_no_file_imports_itself_by_a_detour() -> None:
 # Of other packages, which no strategy depends on.
 OTHERS: dict[str, str | tuple[str, ...]] = {
     "cli.py": "command._actions",  # argparse's
-    "tools/commands/run_file.py": "parser._actions",
+    "commands/run_file.py": "parser._actions",
     # a mode that hears of each operation on the meta device; the operation is the one by which a number leaves a tensor
     "tasks/models/chunked_loss.py": ("from torch.utils._python_dispatch", "torch.ops.aten._local_scalar_dense"),
     # torch's own operations beneath cross_entropy, which take the memory of what they give
@@ -321,7 +324,7 @@ def test_tasks_know_nothing_of_ranks() -> None:
     assert knowing == []
 
 
-SUBMITTING = ("config/", "launchers/", "tools/commands/", "cli.py")
+SUBMITTING = ("config/", "launchers/", "commands/", "cli.py")
 ELASTIC = "launchers/processes/elastic"  # runs on machines that train
 
 
@@ -363,5 +366,5 @@ def test_these_commands_import_no_torch(arguments: list[str]) -> None:
 @pytest.mark.processes
 def test_a_strategy_takes_no_transformers_before_there_is_a_model() -> None:
     """`init` and `plan` ask a strategy what it can do; of a table whose tokens are there they need no more."""
-    code = "import sys, lockstep.strategies.ddp, lockstep.tools.init.init\nsys.exit('transformers' in sys.modules)"
+    code = "import sys, lockstep.strategies.ddp, lockstep.lab.init.init\nsys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -12,13 +12,13 @@ import pytest
 from packaging.requirements import Requirement
 
 import lockstep_trace
+from lockstep import commands
 from lockstep._version import __version__
 from lockstep.cli import main
 from lockstep.config import entry_points, plugins
 from lockstep.config.run import RunError
-from lockstep.tools import commands
-from lockstep.tools.import_config import import_config
-from lockstep.tools.import_config.script import Script
+from lockstep.lab.import_config import import_config
+from lockstep.lab.import_config.script import Script
 from support.places import ROOT
 
 GROUND = "lockstep-trace"  # what lockstep-train stands on

@@ -17,7 +17,7 @@ ROOT = Path(lockstep.__file__).parent
 PACKAGES = ROOT.parents[1] / "packages"
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 RIDDLES = re.compile(r"(The same\b|As above\b|As `|What becomes of\b)")
-# Participles that name nothing by themselves. Left are keys of files: `held` and `seen` in training/recording.py, and
+# Participles that name nothing by themselves. Left are keys of files: `held` and `seen` in proof/recording.py, and
 # `held` in lockstep_trace/read.py.
 WORDS = {
     "found": 0,

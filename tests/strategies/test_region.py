@@ -199,7 +199,7 @@ def test_code_that_does_not_repeat_or_is_wrong_or_cannot_be_made(
     with raises("LS4051", reason):
         steps_of(World(run), run)
     plain = packed(tmp_path, *PLAIN)
-    run = plain.with_compile("whole")
+    run = region.with_compile(plain, "whole")
     _, strategy, feed = build_with_feed(run, World(run))
     assert reason in "".join(strategy.remarks)
     strategy.train_step(feed.make(0), 1e-3)
@@ -244,7 +244,7 @@ def test_auto_goes_on_as_the_checkpoint_was_made(tmp_path: Path, monkeypatch: py
     """Wherever it goes on, and however many steps are left."""
     run = packed(tmp_path, "steps=20", "epochs=null")
     for then, gpus in (("whole", 0), (False, 1)):
-        made = SimpleNamespace(arithmetic=run.with_compile(then).arithmetic())
+        made = SimpleNamespace(arithmetic=region.with_compile(run, then).arithmetic())
         monkeypatch.setattr(manifest, "Manifest", SimpleNamespace)
         monkeypatch.setattr(manifest, "candidates", lambda run, made=made: iter([(None, made)]))
         assert decided(run, monkeypatch, gpus) == (then, [])
@@ -273,7 +273,7 @@ def test_what_cannot_be_compiled_whole(
 
 def test_fsdp2_that_shards_for_lack_of_memory_is_not_compiled_whole(tmp_path: Path) -> None:
     run = make(tmp_path, "packed", "strategy.name=fsdp2", "strategy.options.gather=micro_batch")
-    assert region.fitted(run.with_compile("whole"), strategy_class(run)).model.compile is False
+    assert region.fitted(region.with_compile(run, "whole"), strategy_class(run)).model.compile is False
     asked = make(tmp_path, "packed", "strategy.name=fsdp2", "strategy.options.gather=micro_batch", WHOLE)
     with raises("LS4051", "memory"):
         region.fitted(asked, strategy_class(asked))

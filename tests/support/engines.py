@@ -53,7 +53,7 @@ for engine in (
     "lockstep.launchers.start",
     "lockstep.plain.scores",
     "lockstep.tasks.models.models",
-    "lockstep.tools.commands.first_steps",
+    "lockstep.commands.first_steps",
     "lockstep.training.checkpoint_model",
 ):
     with contextlib.suppress(ImportError):

@@ -79,7 +79,7 @@ LATER = (
 SET = {"DS_ACCELERATOR": "cpu"}  # by `engines` for what it imports, and by commands for what they start
 FORK_TRACED = "LOCKSTEP_TESTS_FORK_TRACED"  # a variable: scripts that are traced need no interpreter of their own
 # that are run as `python -m`
-MODULES = ("lockstep", "lockstep.tools.subprocess_job", "torch.distributed.run", "accelerate.commands.launch")
+MODULES = ("lockstep", "lockstep.lab.subprocess_job", "torch.distributed.run", "accelerate.commands.launch")
 MODULES += ("lockstep_clouds.sagemaker_entry",)
 _NEW_NET, _NEW_MOUNTS, _NEW_NAMES = 0x40000000, 0x20000, 0x4000000  # of <sched.h>
 _SLAVE, _DETACH = 0x84000, 2  # of <sys/mount.h>

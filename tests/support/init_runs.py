@@ -13,7 +13,7 @@ from lockstep.config.run import Run, load
 from lockstep.data.arrow_cache import examples_in
 from lockstep.data.order import Order, total_steps
 from lockstep.data.prepare import prepare
-from lockstep.tools.init import questions
+from lockstep.lab.init import questions
 
 LAPTOP = questions.MachineInfo(cores=2, gpus=0, bf16=False, hub=False)
 

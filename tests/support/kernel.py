@@ -41,8 +41,8 @@ KERNEL = {
     "checkpoint/test_checkpoint_pairs.py::test_a_checkpoint_under_another_strategy[ddp-fsdp2]",
     "checkpoint/test_checkpoint_pairs.py::test_the_control_one_step_less_has_other_bits",
     # a mistake that `verify` finds, and none where there is none
-    "tools/test_verify.py::test_a_mistake_is_named[true-MeanOfMeans-said0]",
-    "tools/test_verify.py::test_what_is_right_passes[2-overrides1]",
+    "proof/test_verify.py::test_a_mistake_is_named[true-MeanOfMeans-said0]",
+    "proof/test_verify.py::test_what_is_right_passes[2-overrides1]",
     # the command: what it leaves, stopped and gone on with, killed and started again
     "jobs/test_command.py::test_what_a_run_leaves",
     "jobs/test_command.py::test_what_its_metrics_say",

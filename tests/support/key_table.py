@@ -141,7 +141,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "model.freeze": Tried("model.freeze=['transformer.wte*']", "weights"),
     "model.quantization": Elsewhere("weights", "tasks/test_quantized.py", "bitsandbytes"),
     "model.trust_remote_code": Elsewhere("refused", "data/test_trusted_tokenizer.py", "code of others"),
-    "tokenizer.source": Elsewhere("inputs weights", "tools/test_moving_loops.py", "a tokenizer"),
+    "tokenizer.source": Elsewhere("inputs weights", "lab/test_moving_loops.py", "a tokenizer"),
     "tokenizer.train": Tried("tokenizer.train=wordpiece", "order weights"),
     "tokenizer.vocab_size": Tried("tokenizer.vocab_size=150", "order weights"),
     # optim
@@ -264,7 +264,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.targets": Elsewhere("weights", "tasks/test_own_module.py", "code of one's own"),
     "task.metrics": Elsewhere("scores", "tasks/test_own_module.py", "code of one's own"),
     "task.generate": Elsewhere("text", "tasks/test_own_module_strategies.py", "code of one's own"),
-    "task.model_arguments": Elsewhere("weights", "tools/test_moving_loops.py", "code of one's own"),
+    "task.model_arguments": Elsewhere("weights", "lab/test_moving_loops.py", "code of one's own"),
     "task.data_arguments": Elsewhere("order", "tasks/test_own_module_data.py", "code of one's own"),
     "task.chosen": Tried("task.chosen=rejected", "order weights", "preference", ("task.rejected=prompt",)),
     "task.rejected": Tried("task.rejected=prompt", "order weights", "preference"),

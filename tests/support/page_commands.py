@@ -47,10 +47,10 @@ from typing import Any
 
 import yaml
 
+from lockstep import commands
 from lockstep.cli import takes_run_file
+from lockstep.commands import run_file
 from lockstep.config.run import Run, RunError, load
-from lockstep.tools import commands
-from lockstep.tools.commands import run_file
 from support.forked import FORK_TRACED, programs
 from support.hub_server import Hub
 from support.places import ROOT, TESTS_PATH

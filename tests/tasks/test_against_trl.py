@@ -19,9 +19,9 @@ from lockstep.plain import losses
 from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.scores import scores
+from lockstep.proof import against_plain
 from lockstep.tasks.preference import Preference
 from lockstep.tasks.reward import Reward
-from lockstep.tools import against_plain
 from lockstep.training.plain_sides import with_defaults
 from support.harness import build
 from support.task_runs import make, sentence, write

@@ -19,10 +19,10 @@ from lockstep.data.batch import IGNORED
 from lockstep.data.prepare import prepare
 from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
+from lockstep.proof import against_plain
 from lockstep.tasks.embedding import Embedding
 from lockstep.tasks.models import pooling, retrieval
 from lockstep.tasks.objectives import objective
-from lockstep.tools import against_plain
 from lockstep.training.plain_sides import with_defaults
 from support.messages import raises
 from support.task_runs import make, write

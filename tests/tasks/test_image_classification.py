@@ -19,11 +19,11 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
+from lockstep.lab.init import init as starter
+from lockstep.lab.init.questions import MachineInfo
+from lockstep.proof import against_plain
 from lockstep.tasks import image_classification
 from lockstep.tasks.image_classification import _opened
-from lockstep.tools import against_plain
-from lockstep.tools.init import init as starter
-from lockstep.tools.init.questions import MachineInfo
 from lockstep.training.predicting import predictions
 from lockstep.training.resolve import Machine, resolve
 from support.harness import run_on, works

@@ -14,9 +14,9 @@ from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import MicroBatch
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.world import World
+from lockstep.proof import recording
+from lockstep.proof.verify import compare, findings
 from lockstep.tasks.classification import Classification
-from lockstep.tools.verify import compare, findings
-from lockstep.training import recording
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import for_rank
 from support.harness import build_with_feed, digest, run_on, tiny

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep import api
 from lockstep.config import plugins
-from lockstep.tools import import_path
+from lockstep.lab import import_path
 from support.command import ended, start
 from support.messages import raises
 from support.own_modules import MEAN

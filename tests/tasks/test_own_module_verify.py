@@ -6,8 +6,8 @@ import pytest
 
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
-from lockstep.tools.verify import compare, findings
-from lockstep.training import recording
+from lockstep.proof import recording
+from lockstep.proof.verify import compare, findings
 from lockstep.training.resolve import for_rank
 from support.harness import run_on
 from support.marks import slow

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
+from lockstep.commands import while_it_runs as command
 from lockstep.distributed import job_record
-from lockstep.tools.commands import while_it_runs as command
 from lockstep.track.report import charts, panels
 from lockstep.track.report.charts import ChartStyle, lines
 from lockstep.track.report.history import read

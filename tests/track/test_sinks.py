@@ -16,9 +16,9 @@ from lockstep.checkpoint import export
 from lockstep.config.run import Run, keep, load
 from lockstep.distributed.watchdog import tell_failure
 from lockstep.distributed.world import World
+from lockstep.lab.sweep import sweep_file
+from lockstep.lab.sweep.sweep import Leaderboard
 from lockstep.tasks.classification import Classification
-from lockstep.tools.sweep import sweep_file
-from lockstep.tools.sweep.sweep import Leaderboard
 from lockstep.track import console
 from lockstep.track.report.report import write_report
 from lockstep.track.tracker import Tracker

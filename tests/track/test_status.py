@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
+from lockstep.commands.while_it_runs import advice, run_and_record
 from lockstep.config.run import load
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import TRAIN, JobRecord, Process, State
 from lockstep.distributed.world import World
-from lockstep.tools.commands.json_output import Answer
-from lockstep.tools.commands.while_it_runs import advice, run_and_record
+from lockstep.track.json_output import Answer
 from lockstep.training.rank import note_end
 from support.command import (
     LOCKSTEP,

@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.distributed import job_record
-from lockstep.tools.commands import json_output
+from lockstep.track import json_output
 from lockstep.track.console import Console, error
 from lockstep.training.predicting import _as_utf8
 from lockstep_trace import streams

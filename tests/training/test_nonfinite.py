@@ -15,16 +15,16 @@ from lockstep.checkpoint.manifest import Progress, best_first, score_of
 from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
+from lockstep.lab.sweep import sweep
+from lockstep.lab.sweep.sweep_file import read as read_sweep
+from lockstep.proof import attest, diff, verify
+from lockstep.proof.recording import TRACE, Recording, _recorded
+from lockstep.proof.recording import read as read_recording
 from lockstep.strategies.strategy import NotFinite, strategy_class
-from lockstep.tools import attest, diff, verify
-from lockstep.tools.sweep import sweep
-from lockstep.tools.sweep.sweep_file import read as read_sweep
 from lockstep.track.best import Best
 from lockstep.track.console import Console
 from lockstep.training import beginning, fingerprints
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.recording import TRACE, Recording, _recorded
-from lockstep.training.recording import read as read_recording
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session
 from lockstep.training.throughput import Spikes

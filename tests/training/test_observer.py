@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
+from lockstep.proof.replaying import hash_of
 from lockstep.strategies.observer import StepObserver, WholeGradient, listening
-from lockstep.training.replaying import hash_of
 from support.harness import build_with_feed, run_on, tiny
 
 Heard = dict[tuple[int, str], str]  # micro-batch and parameter -> the hash of its gradient

@@ -93,9 +93,9 @@ def test_trackers_are_those_of_rank_0(rank: int, monkeypatch: pytest.MonkeyPatch
 
 def test_every_command_asks_the_same_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`train`, `plan`, `verify`, `bench`, `replay`, `diff`, `branch`; `init` and `sweep` as far as the options."""
-    from lockstep.tools import bench
-    from lockstep.tools.init import init
-    from lockstep.tools.sweep import sweep
+    from lockstep.lab import bench
+    from lockstep.lab.init import init
+    from lockstep.lab.sweep import sweep
 
     scopes: list[Scope] = []
     right = resolve.resolve

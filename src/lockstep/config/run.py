@@ -137,10 +137,6 @@ class Run(Section):
         the default."""
         return self.written_keys.has(key)
 
-    def with_compile(self, choice: bool | str) -> Run:
-        """Return the run with this `model.compile`."""
-        return self.model_copy(update={"model": self.model.model_copy(update={"compile": choice})})
-
     @property
     def written_keys(self) -> written.WrittenKeys:
         """The dotted keys that the user wrote."""
@@ -348,10 +344,8 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, int], str]:
         text = Path(path).read_text(encoding="utf-8")
         values, lines = messages.read_yaml_with_lines(text)
     except OSError as error:
-        raise RunError(
-            "LS1105",
-            f"cannot read the run file {path}: {error.strerror}{'' if Path(path).exists() else _instead(Path(path))}",
-        ) from error
+        instead = "" if Path(path).exists() else _instead(Path(path))
+        raise RunError("LS1105", f"cannot read the run file {path}: {error.strerror}{instead}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RunError("LS1106", f"{path} is not valid YAML: {messages.yaml_fault(error)}") from error
     if not isinstance(values, dict):
@@ -625,9 +619,8 @@ def require_output(output: Path) -> None:
     if not (output / "run.yaml").is_file():
         raise RunError(
             "LS1123",
-            f"{output} is not the output folder of a run: it has no run.yaml. Give the "
-            "folder that `output` in the run file "
-            "names",
+            f"{output} is not the output folder of a run: it has no run.yaml. Give the folder that `output` in the run "
+            "file names",
         )
 
 
@@ -635,10 +628,7 @@ def check_output(run: Run) -> None:
     """Check that OUTPUT exists or can be created. Errors: `RunError`."""
     there = next(path for path in (run.folder, *run.folder.parents) if path.exists())
     if not there.is_dir():
-        raise RunError(
-            "LS1115",
-            f"output: cannot write to {run.folder}: {there} is a file, not a folder; choose another output",
-        )
+        raise RunError("LS1115", f"output: cannot write to {run.folder}: {there} is no folder; choose another output")
     if not os.access(there, os.W_OK):
         raise RunError(
             "LS1116",

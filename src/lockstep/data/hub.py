@@ -128,8 +128,8 @@ def _is_offline(error: BaseException) -> bool:
 
     if isinstance(error, errors.OfflineModeIsEnabled):
         return True
-    said = "couldn't connect" in str(error) or "OfflineModeIsEnabled" in str(error)
-    return bool(constants.HF_HUB_OFFLINE) and isinstance(error, OSError) and said
+    offline = "couldn't connect" in str(error) or "OfflineModeIsEnabled" in str(error)
+    return bool(constants.HF_HUB_OFFLINE) and isinstance(error, OSError) and offline
 
 
 def status_of(error: BaseException) -> int | None:

@@ -423,14 +423,14 @@ def _compiled(job: Job, prepared: Prepared) -> tuple[Run, list[str]]:
     if run.model.compile not in ("whole", "auto"):
         return run, []
     from lockstep.checkpoint.manifest import Manifest, candidates
+    from lockstep.strategies.engines import region
 
     before = next((each for _, each in candidates(run) if isinstance(each, Manifest)), None)
     then = None if before is None else before.arithmetic.get("model.compile")
     if run.model.compile == "auto" and then is not True and (then is False or not (then or gpus_of(run))):
-        return run.with_compile(False), []
+        return region.with_compile(run, False), []
     from torch import device
 
-    from lockstep.strategies.engines import region
     from lockstep.training.data_loader import StepLoader
 
     task = job.task(run, prepared)

@@ -16,9 +16,9 @@ from lockstep.config import key_aliases
 from lockstep.config.error_messages import keys_of, secret
 from lockstep.config.key_aliases import foreign_keys
 from lockstep.config.run import Run, RunError
-from lockstep.tools.import_config import trainer
-from lockstep.tools.import_config.script import Script
-from lockstep.tools.import_config.table import NAMES, RunDraft, number, read_table
+from lockstep.lab.import_config import trainer
+from lockstep.lab.import_config.script import Script
+from lockstep.lab.import_config.table import NAMES, RunDraft, number, read_table
 from lockstep_clouds import aws
 
 CALLED = "an estimator of SageMaker"

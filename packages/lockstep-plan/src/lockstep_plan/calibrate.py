@@ -23,9 +23,9 @@ import yaml
 
 from lockstep.config.run import Run, RunError, keep
 from lockstep.distributed.hardware import available_cores, processor
+from lockstep.lab.bench import resolved
+from lockstep.lab.subprocess_job import Child
 from lockstep.launchers import start
-from lockstep.tools.bench import resolved
-from lockstep.tools.subprocess_job import Child
 from lockstep_plan import planner
 from lockstep_plan.devices import Device
 from lockstep_plan.estimate import computed, estimate

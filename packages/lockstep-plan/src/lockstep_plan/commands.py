@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from lockstep.commands import before_a_run, run_file
 from lockstep.config.run import RunError
-from lockstep.tools.commands import before_a_run, run_file
 from lockstep.track.console import Console
 
 

@@ -16,10 +16,10 @@ import torch
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, keep
 from lockstep.data.prepare import prepare
+from lockstep.lab.subprocess_job import Child
 from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.strategy import strategy_class
 from lockstep.tasks.task import Task
-from lockstep.tools.subprocess_job import Child
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import counts
 from lockstep.training.resolve import resolve_strategy

@@ -1,6 +1,6 @@
 """Compares two traces and reports the first difference: the first step and, in causal order, the first quantity.
 
-In: a reference trace and another, of any command or of a run's own steps (tools/verify.py), and a tolerance. Out:
+In: a reference trace and another, of any command or of a run's own steps (proof/verify.py), and a tolerance. Out:
 `Comparison`. Order: start weights, scores before training, examples, loss, gradient, clipping, learning rate, update,
 buffers. The comparison ends at the first difference.
 """

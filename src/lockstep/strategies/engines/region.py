@@ -122,12 +122,12 @@ def decided(
             raise _refused(reason)
         return run, []
     if reason is not None:
-        return run.with_compile(False), []
+        return with_compile(run, False), []
     if steps < PAYS_AFTER and not resumes:
-        return run.with_compile(False), [
+        return with_compile(run, False), [
             f"not compiled: {steps} steps are fewer than the {PAYS_AFTER} from which compiling pays"
         ]
-    return run.with_compile("whole"), []
+    return with_compile(run, "whole"), []
 
 
 def _refused(reason: str) -> RunError:
@@ -145,7 +145,12 @@ def fitted(run: Run, strategy: type[Strategy]) -> Run:
         return run
     if run.wrote("model.compile"):
         raise _refused(f"{IN_PARTS}{run.strategy.name}, as its weights do not fit into the memory of one process")
-    return run.with_compile(False)
+    return with_compile(run, False)
+
+
+def with_compile(run: Run, choice: bool | str) -> Run:
+    """Return the run with this `model.compile`."""
+    return run.model_copy(update={"model": run.model.model_copy(update={"compile": choice})})
 
 
 # -- in every process --------------------------------------------------------------------------------------------------

@@ -149,11 +149,11 @@ def places(model: Any, names: Iterable[str], made_of_several: bool = True) -> di
         if converted is None:
             present[renamed] = name
         elif made_of_several:
-            present |= dict.fromkeys(_made(renamed, targets[converted]), name)
+            present |= dict.fromkeys(_converted(renamed, targets[converted]), name)
     return present
 
 
-def _made(first: str, patterns: Sequence[str]) -> Iterator[str]:
+def _converted(first: str, patterns: Sequence[str]) -> Iterator[str]:
     """Names of the weights that a conversion makes, of which `first` is named by the first pattern."""
     begin = re.escape(patterns[0]).replace(re.escape(r"\1"), "(.+?)")
     yield first

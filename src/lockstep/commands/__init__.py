@@ -1,0 +1,168 @@
+"""A file for each purpose of commands. Of a command NAME it holds `NAME_arguments(parser)` and `run_NAME(args)`, which
+returns the exit status.
+
+`lockstep --help` prints this table and imports no command. A new command is these two functions and a line here; or an
+entry point `NAME` of the group `lockstep.commands` in a distribution of its own, whose module has the two functions.
+With the name of a command that is there, `NAME_arguments` adds options to it, and `run_NAME` returns None where none of
+them was asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import textwrap
+from types import ModuleType
+
+from lockstep.config import entry_points
+from lockstep.config.errors import RunError, coded
+
+# Purpose -> command -> what it does, in the order of `lockstep --help`.
+PURPOSES = {
+    "First steps": {
+        "init": "write a commented run file for your data, after a few questions",
+        "train": "train or resume a run file; without one, the built-in quick start",
+        "predict": "apply a run's exported model, or a checkpoint of it, to texts",
+        "verify": "compare a job with one process, or any two training commands",
+        "trace": "record each optimizer step of any training command, unchanged",
+    },
+    "Before a run": {
+        "plan": "check a run file as train does; show model, steps and memory",
+        "doctor": "show what this machine can run; with --processes, measure the links between processes",
+        "list": "list the tasks, strategies, optimizers, launchers and trackers that a run file can name",
+        "schema": "print the JSON Schema of run files",
+        "bench": "measure throughput and memory of a job by processes, strategy and micro-batches",
+    },
+    "While it runs": {
+        "status": "show the state and the progress of a run, and whether it can be resumed",
+        "logs": "print the log of a run",
+        "stop": "ask a run to save a checkpoint and end with status 75",
+        "report": "write the report page of a run or a trace, or one that compares several runs",
+    },
+    "Afterwards": {
+        "evaluate": "score the exported model of a run, or one of its checkpoints",
+        "push": "upload the exported model to the Hub (token from HF_TOKEN)",
+        "sweep": "train a run file under several values of its keys and compare the results",
+    },
+    "What was computed": {
+        "diff": "name the first step and the first value in which two runs or traces differ",
+        "replay": "recompute a step of a run and compare it with its fingerprints",
+        "branch": "start a run from the first N steps of another one",
+        "attest": "record what a finished run was made of and its results, hashed and, if asked, signed",
+        "audit": "verify an attested run: hashes, signature, and random steps recomputed",
+    },
+    "Between machines": {"rendezvous": "serve the rendezvous of torchrun jobs from a machine that does not train"},
+}
+HELP = {name: text for commands in PURPOSES.values() for name, text in commands.items()}
+
+
+def file_of(name: str) -> str:
+    """The file in this folder that holds a command: it is called by the command's purpose."""
+    return next(purpose for purpose, commands in PURPOSES.items() if name in commands).lower().replace(" ", "_")
+
+
+# Purpose -> a command line, for a first visit.
+FIRST = {
+    "prepare": "lockstep init run.yaml --data FOLDER",
+    "check": "lockstep plan run.yaml",
+    "train": "lockstep train run.yaml",
+    "verify": "lockstep verify run.yaml",
+    "use": "lockstep predict outputs/NAME 'a text'",
+}
+
+
+def names() -> list[str]:
+    """All commands, also those of other distributions."""
+    return [*HELP, *(name for name in entry_points.named("commands") if name not in HELP)]
+
+
+_GOES_ON = "the same `lockstep train` goes on from the newest checkpoint; `lockstep branch OUTPUT@N` from an older one"
+# What other programs call a command -> how it is done here.
+ELSEWHERE = {
+    **dict.fromkeys(("resume", "restart", "continue"), _GOES_ON),
+    **dict.fromkeys(("fit", "run", "finetune", "fine_tune", "pretrain", "launch"), "it is `lockstep train`"),
+    **dict.fromkeys(("eval", "test", "score"), "it is `lockstep evaluate`"),
+    **dict.fromkeys(("infer", "inference", "generate", "pipeline", "chat"), "it is `lockstep predict`"),
+    **dict.fromkeys(("validate", "dry_run", "check"), "`lockstep plan` checks a run file, `lockstep doctor` a machine"),
+    **dict.fromkeys(("upload", "publish"), "it is `lockstep push`"),
+    **dict.fromkeys(("export", "save"), "`lockstep train` writes OUTPUT/export"),
+    **dict.fromkeys(("env", "info"), "it is `lockstep doctor`"),
+}
+
+
+def unknown_option(command: str, option: str) -> str:
+    """The message for an option that a command does not have."""
+    hint = f"{_GOES_ON}; " if option.lstrip("-").startswith("resume") else ""
+    return f"unknown argument {option!r}; {hint}see lockstep {command} --help"
+
+
+def unknown(name: str) -> str | None:
+    """The message for a name that no command has; None for a command."""
+    if name in HELP or name in (added := entry_points.named("commands")):
+        return None
+    near = difflib.get_close_matches(name, [*HELP, *added], 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    if (what := ELSEWHERE.get(name.lower().replace("-", "_"))) is not None:
+        hint = f"{what}. "
+    return coded("LS8420", f"unknown command {name!r}; {hint}`lockstep --help` lists them all")
+
+
+def modules_of(name: str) -> list[ModuleType]:
+    """The modules that make up a command: those of distributions that add options to it, then its own. They are
+    imported. Errors: `RunError` for one that cannot be."""
+    try:
+        if name not in HELP:
+            entry = entry_points.one("commands", name, "command")
+            return [] if entry is None else [entry_points.load(entry, "command")]
+        more = [entry_points.load(entry, "command") for entry in entry_points.named("commands").get(name, [])]
+    except entry_points.PluginError as error:
+        raise RunError(error.code, error.message) from error
+    return [*more, importlib.import_module(f"lockstep.commands.{file_of(name)}")]
+
+
+def description(name: str) -> str:
+    """What a command does, in a line."""
+    if name in HELP:
+        return HELP[name]
+    return entry_points.summary(entry_points.named("commands")[name][0])
+
+
+def first_visit() -> str:
+    """What `lockstep` alone prints: five commands by their purpose, and the names of the others."""
+    first = {line.split()[1]: purpose for purpose, line in FIRST.items()}
+    lines = ["Train transformers: the same weights on one process or many, bit for bit.", ""]
+    for name, purpose in first.items():
+        lines += [f"  {purpose:<9}{FIRST[purpose]}", *_wrapped(" " * 11, HELP[name])]
+    lines += ["", "`lockstep train` alone trains the built-in quick start. Further commands:"]
+    for purpose, commands in PURPOSES.items():
+        if others := [name for name in commands if name not in first]:
+            lines.append(f"  {purpose:<19}{'  '.join(others)}")
+    if added := [name for name in names() if name not in HELP]:
+        lines.append(f"  {'Other packages':<19}{'  '.join(added)}")
+    return "\n".join([*lines, "", "`lockstep --help` says what each does, `lockstep COMMAND --help` its options."])
+
+
+def _wrapped(first: str, text: str) -> list[str]:
+    """A text behind `first`, in lines for a terminal of 80 columns."""
+    return textwrap.wrap(text, 79, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False)
+
+
+def overview() -> str:
+    """What `lockstep --help` prints."""
+    added = {name: entries[0] for name, entries in entry_points.named("commands").items() if name not in HELP}
+    lines = [
+        "usage: lockstep COMMAND ...",
+        "",
+        "Train transformers: the same weights on one process or many, bit for bit.",
+    ]
+    for purpose, commands in PURPOSES.items():
+        lines += [
+            "",
+            f"{purpose}:",
+            *(line for name, text in commands.items() for line in _wrapped(f"  {name:<12}", text)),
+        ]
+    if added:
+        lines += ["", "Of other distributions:"]
+        lines += [f"  {name:<12}{entry_points.summary(e)} ({entry_points.origin(e)})" for name, e in added.items()]
+    lines += ["", "`lockstep COMMAND --help` shows its options, `lockstep --version` the version,"]
+    return "\n".join([*lines, "`lockstep --completion bash|zsh|fish` a completion script."])

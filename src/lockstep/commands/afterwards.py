@@ -1,0 +1,80 @@
+"""Commands for a run that is finished: `lockstep evaluate`, `push` and `sweep`.
+
+In: the parser, then the parsed command line. Out: an exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from lockstep.commands import run_file
+from lockstep.config.run import QUICK_START, RunError
+from lockstep.lab.sweep.sweep_file import read
+from lockstep.track import json_output
+from lockstep.track.console import Console, error
+
+
+def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", metavar="OUTPUT[/checkpoints/step-N]")
+    parser.add_argument("--split", help="train, validation or test; default: the last two")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example task.beams=4")
+    json_output.option(parser)
+
+
+def run_evaluate(args: argparse.Namespace) -> int:
+    from lockstep.training.exported_model import evaluate
+
+    return evaluate(Path(args.output), args.split, args.overrides)
+
+
+def push_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", metavar="OUTPUT")
+    parser.add_argument("repository", metavar="USER/REPO")
+    parser.add_argument("--public", action="store_true", help="create the repository public; default: private")
+
+
+def run_push(args: argparse.Namespace) -> int:
+    from lockstep.checkpoint.export import PushFailed, push
+
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", args.repository):
+        raise RunError("LS8070", f"{args.repository!r} is not a repository of the Hub: expected USER/REPO")
+    say = Console(True).say
+    try:
+        pushed = push(Path(args.output), args.repository, not args.public, say)
+    except PushFailed as failed:
+        error(str(failed))
+        return 1
+    say(f"pushed to {pushed.address}, commit {pushed.commit[:12]}")
+    return 0
+
+
+def sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    run_file.arguments(parser)
+    parser.add_argument(
+        "--over",
+        action="append",
+        default=[],
+        metavar="key=value,value",
+        help="try these values; with --search also key=low..high, or key=low..high:log",
+    )
+    parser.add_argument("--metric", help="sorts the table: accuracy, or -loss (less is better; the default)")
+    parser.add_argument("--split", help="whose metric it is (default validation)")
+    parser.add_argument("--parallel", type=int, metavar="N", help="trials at once (default 1)")
+    parser.add_argument(
+        "--no-share", dest="share", action="store_false", default=None, help="compute shared steps in every trial"
+    )
+    parser.add_argument("--search", type=int, metavar="TRIALS", help="let optuna choose so many trials")
+    parser.add_argument("--out", help="folder of the trials; default: OUTPUT-sweep")
+    json_output.option(parser)
+    parser.add_argument("--prepare", action="store_true", help="write every trial's run file and start none")
+
+
+def run_sweep(args: argparse.Namespace) -> int:
+    from lockstep.lab.sweep.sweep import prepare_trials, sweep
+
+    path, words = run_file.split(args)
+    names = ("over", "metric", "split", "parallel", "share", "search", "out")
+    request = read(path, QUICK_START, words, {name: getattr(args, name) for name in names})
+    return prepare_trials(request) if args.prepare else sweep(request)

@@ -1,0 +1,277 @@
+"""Commands for what is known before a run: `lockstep plan`, `doctor`, `list`, `schema` and `bench`.
+
+In: the parser, then the parsed command line. Out: an exit status. `plan` refuses what `train` refuses, and starts
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.commands import run_file
+from lockstep.config import error_messages as messages
+from lockstep.config import plugins
+from lockstep.config.errors import DONE, FAILED, coded
+from lockstep.config.redaction import one_line
+from lockstep.config.run import QUICK_START, Run, RunError, load, overrides_of, schema
+from lockstep.track import json_output
+from lockstep.track.console import Console, error
+
+if TYPE_CHECKING:
+    from lockstep.data.arrow_cache import Prepared
+    from lockstep.launchers.launcher import Launcher, LaunchPlan
+    from lockstep.training.resolve import Job
+
+
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    run_file.arguments(parser)
+    json_output.option(parser)
+    parser.add_argument(
+        "--offline", action="store_true", help="what has to be asked of the Hub, and cannot be, is no failure"
+    )
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    from lockstep.launchers import start
+
+    run = start.further(run_file.run_of(args), Console(True).say)
+    launcher = start.launcher_of(run)
+    plan = start.plan_of(run, launcher)
+    job = start.examined(run, launcher, plan)
+    console = Console(True)
+    counts = {r * run.micro_batches // plan.processes for r in range(plan.processes + 1)}
+    bounds = sorted(counts)
+    shares = sorted({b - a for a, b in itertools.pairwise(bounds)})
+    each = f"each with {' or '.join(map(str, shares))} of {run.micro_batches} micro-batches a step"
+    if run.strategy.name == "pipeline" or "tensor_parallel" in run.strategy.options:
+        each = f"{run.micro_batches} micro-batches a step, some processes working on the same ones"
+    console.facts(
+        {
+            "launcher": run.launch.name,
+            "processes": f"{plan.processes}, {each}",
+            "command": shlex.join(plan.command),
+            "variables": " ".join(f"{k}={v}" for k, v in plan.variables.items()) or "none",
+            "strategy": f"{run.strategy.name}{', exact where it can be' if run.strategy.exact else ''}",
+            **(amounts(run) if isinstance(job, str) else sizes_of(job)),
+            "output": f"{run.folder}{f', copied to {run.remote_dir}' if run.remote_dir else ''}",
+        }
+    )
+    if isinstance(job, str):
+        console.say(f"note: what it amounts to cannot be told here: {job}")
+    else:
+        run = job.run
+        for text in (*job.notes, *remarks(run, job.data)):
+            console.note(text)
+    for path, text in plan.files.items():
+        console.say(f"--- {path}\n{text}", whole=True)
+    for note in plan.notes:
+        console.say(f"note: {note}")
+    wrong = failures(run, launcher, plan, job, args.offline)
+    for text in wrong:
+        error(coded("LS8082", f"this would fail: {text}"))
+    return FAILED if wrong else DONE
+
+
+def failures(run: Run, launcher: Launcher, plan: LaunchPlan, job: Job | str, offline: bool) -> list[str]:
+    """What would fail once it is started, and is no mistake in the run file."""
+    from lockstep.launchers import start
+
+    if isinstance(job, str):
+        if offline or start.looked_at_there(launcher):
+            return []
+        return [f"{job}. --offline plans without the Hub"]
+    from lockstep.training import model_stats
+
+    there = launcher.memory(run, plan)
+    short = None if there is None else model_stats.shortage(run, job.data, plan.processes, there)
+    return [short] if short is not None else []
+
+
+def amounts(run: Run) -> dict[str, str]:
+    """What the run file alone says of it."""
+    return {
+        "model": run.model.source or f"{run.model.type} from scratch",
+        "data": ", ".join(each.name for each in run.data.sources or ()) or str(run.data.source or run.data.train),
+        "length": f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs",
+    }
+
+
+def remarks(run: Run, prepared: Prepared) -> list[str]:
+    """Notes on its data, and on the entries of its model's config."""
+    from lockstep.training import model_stats
+
+    return model_stats.remarks(run, prepared)
+
+
+def sizes_of(job: Job) -> dict[str, str]:
+    """What was decided, and what its data and its model say besides."""
+    from lockstep.training import model_stats
+
+    return {"decided": job.summary()} | model_stats.facts(job.run, job.data, job.processes)
+
+
+PAGE = "lockstep-selftest.html"
+
+
+def doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", default=".", help="where checkpoints would go; its speed is measured (default: .)")
+    parser.add_argument("--processes", type=int, help="start so many on this machine, and measure between them")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the processes")
+    parser.add_argument(
+        "--selftest", action="store_true", help="run every strategy on this machine, and compare with one process"
+    )
+    parser.add_argument("--strategies", nargs="+", metavar="NAME", help="of --selftest (default: all that there are)")
+    parser.add_argument("--page", help=f"what --selftest writes (default: {PAGE})")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--into", help=argparse.SUPPRESS)  # of the processes that --processes starts
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+
+    if args.processes is not None and args.processes < 1:
+        raise RunError("LS8083", f"--processes: invalid value {args.processes}; expected an integer >= 1")
+    if args.selftest:
+        from lockstep.lab.doctor import selftest
+
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            raise RunError("LS8084", "--selftest: starts its own processes; run it without torchrun")
+        names = args.strategies or plugins.names("strategies")
+        return selftest(names, args.processes, args.device, Path(args.page or PAGE), args.json)
+    for option in ("page", "strategies"):
+        if getattr(args, option):
+            raise RunError("LS8085", f"--{option}: has an effect only with --selftest; add --selftest")
+    from lockstep.lab.doctor import doctor, into
+
+    if args.into is not None:
+        return into(Path(args.into), Path(args.folder), args.device)
+    return doctor(Path(args.folder), args.processes, args.json, args.device)
+
+
+# kind of plug-in -> the key of the run file that names one
+_KEYS = {"tasks": "task.name", "strategies": "strategy.name", "optimizers": "optim.name"}
+_KEYS |= {"launchers": "launch.name", "track": "track.to"}
+
+
+def list_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run_list(args: argparse.Namespace) -> int:
+    kinds = {kind: listed(kind) for kind in _KEYS}
+    if args.json:
+        tables = {"trackers" if kind == "track" else kind: rows for kind, rows in kinds.items()}
+        return json_output.emit("list", DONE, tables=tables)
+    console = Console(True)
+    for kind, key in _KEYS.items():
+        title = f"{kind if kind != 'track' else 'trackers'} ({key})"
+        console.columns(title, [cells(row) for row in kinds[kind]], cut=True)
+    return 0
+
+
+# kind of plug-in -> the attributes that say which packages it needs, and which extra installs them
+_NEEDS = {"strategies": ("exact", "needs"), "optimizers": ("packages", "extra"), "track": ("packages",)}
+
+
+def listed(kind: str) -> list[dict[str, Any]]:
+    """An object for each plug-in: its name and what it is; of a strategy also `results` beside one process; of these,
+    of trackers and of optimizers whether what it needs is installed, else the command that installs it. No plug-in is
+    imported: all of torch and transformers would be, too."""
+    rows, ours = [], plugins.built_in(kind)
+    for name in plugins.names(kind):
+        row: dict[str, Any] = {"name": name}
+        try:
+            summary, attributes = plugins.described(kind, name, *_NEEDS.get(kind, ()))
+        except plugins.PluginError as broken:
+            rows.append(row | {"summary": f"cannot be loaded: {one_line(broken, 200)}"})
+            continue
+        if kind == "strategies":
+            row["results"] = "same bits" if attributes["exact"] else "rounding"
+        if kind in _NEEDS:
+            missing = plugins.lacking(attributes.get("needs") or attributes.get("packages") or ())
+            extra = attributes.get("extra") or (name if kind == "track" else "".join(missing[:1]))
+            what = f"'lockstep-train[{extra}]'" if name in ours else " ".join(missing)
+            row |= {"ready": not missing, "install": f"pip install {what}" if missing else None}
+        rows.append(row | {"summary": summary} | ({} if name in ours else {"distribution": plugins.origin(kind, name)}))
+    return rows
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of `lockstep list` on a terminal."""
+    ready = [{True: "ready", False: "lacking"}[row["ready"]]] if "ready" in row else []
+    summary = f"{row['install']}; {row['summary']}" if row.get("install") else row["summary"]
+    summary += f" ({row['distribution']})" if "distribution" in row else ""
+    return [row["name"], *([row["results"]] if "results" in row else []), *ready, summary]
+
+
+def schema_arguments(parser: argparse.ArgumentParser) -> None:
+    """None of its own."""
+
+
+def run_schema(args: argparse.Namespace) -> int:
+    print(json.dumps(schema(), indent=2))
+    return 0
+
+
+def bench_arguments(parser: argparse.ArgumentParser) -> None:
+    run_file.arguments(parser)
+    parser.add_argument(
+        "--processes", type=int, nargs="+", metavar="N", help="default: 1, 2, 4, ... to the number of cores or GPUs"
+    )
+    parser.add_argument("--strategies", nargs="+", metavar="NAME", help="default: the run file's")
+    parser.add_argument("--micro-batches", type=int, nargs="+", metavar="N", help="default: the run file's")
+    parser.add_argument(
+        "--over", action="append", default=[], metavar="key=value,value", help="vary any other key of the run file"
+    )
+    parser.add_argument("--weak", action="store_true", help="batch_size and micro_batches grow with the processes")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps a job (default 10)")
+    parser.add_argument("--skip", type=int, default=3, help="steps before them that do not count (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each job runs, in turns (default 3)")
+    parser.add_argument("--out", help="folder of the results; default: OUTPUT-bench")
+    json_output.option(parser)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    from lockstep.lab.bench import Bench, bench
+    from lockstep.lab.sweep import sweep_file
+
+    path, overrides, base = measured_run(args)
+    over = {}
+    if args.strategies:
+        over["strategy.name"] = args.strategies
+    if args.micro_batches:
+        over["micro_batches"] = args.micro_batches
+    over |= sweep_file.parse(args.over)
+    processes = args.processes or upwards(base)
+    if min(processes) < 1:
+        raise RunError("LS8088", f"--processes: invalid value {min(processes)}; expected an integer >= 1")
+    folder = Path(args.out or f"{base.folder}-bench")
+    request = Bench(base, over, sorted(set(processes)), args.steps, args.skip, args.rounds, args.weak, folder)
+    return bench(request, path, overrides, QUICK_START)
+
+
+def measured_run(args: argparse.Namespace) -> tuple[str | None, messages.Overrides, Run]:
+    """The run file, the overrides and the run that is to be measured. Errors: `RunError`, also for numbers of steps and
+    rounds that cannot be."""
+    path, words = run_file.split(args)
+    overrides = overrides_of(words)
+    base = load(path, overrides, QUICK_START)
+    for name in ("steps", "rounds"):
+        if getattr(args, name) < 1:
+            raise RunError("LS8086", f"--{name}: invalid value {getattr(args, name)}; expected a number > 0")
+    if args.skip < 0:
+        raise RunError("LS8087", f"--skip: invalid value {args.skip}; expected an integer >= 0 (steps)")
+    return path, overrides, base
+
+
+def upwards(run: Run) -> list[int]:
+    """1, 2, 4, ... and the number of processes that `launch.processes: auto` gives."""
+    from lockstep.launchers.local import processes_of
+
+    most = processes_of(run.model_copy(update={"launch": run.launch.model_copy(update={"processes": "auto"})}))
+    return [*(2**i for i in range(most.bit_length()) if 2**i < most), most]

@@ -1,0 +1,376 @@
+"""Commands that look after a run, wherever it was launched: `lockstep status`, `logs`, `stop` and `report`.
+
+In: the parser, then the parsed command line. Out: an exit status. An output folder may be a stranger's: nothing that
+it names is imported without `--trust`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import shlex
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.checkpoint import exported
+from lockstep.config.error_messages import read_yaml
+from lockstep.config.errors import coded
+from lockstep.config.redaction import printable
+from lockstep.config.run import Run, RunError, load, override_of, require_output
+from lockstep.distributed import job_record
+from lockstep.distributed.job_record import JobRecord, State
+from lockstep.launchers import start
+from lockstep.launchers.processes import output_lock
+from lockstep.track import json_output
+from lockstep.track.console import Console, error
+from lockstep.track.report import history
+from lockstep_trace import streams
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.manifest import Manifest
+    from lockstep.launchers.launcher import Launcher
+
+
+def status_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output")
+    parser.add_argument("--verify", action="store_true", help="read every byte of the checkpoints and the export")
+    trust(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run_status(args: argparse.Namespace) -> int:
+    run, record = run_and_record(args.output, args.trust)
+    state = state_of(run, record, args.trust)
+    metrics = last_metrics(run.folder)
+    sound, damaged = checkpoints(run, args.verify)
+    total = (record.steps if record else None) or next((m.steps for m in sound.values()), None) or run.steps
+    reached = (record.reached if record else None) or 0
+    recorded = max((line["step"] for line in metrics.values()), default=0)
+    step = max([recorded, reached, *sound])
+    ended = came_to_its_end(run, sound, total or 0)
+    finished = ended and (run.folder / "export" / "config.json").exists()
+    looks = args.verify and not state.live and (run.folder / "export").is_dir()
+    if looks and (fault := exported.damage(run.folder)) is not None:
+        finished, damaged["export"] = False, fault
+    if args.json:
+        facts = {
+            "output": str(run.folder),
+            "launcher": record.launcher if record else None,
+            "job": record.job if record else None,
+            "state": state.word,
+            "text": state.text,
+            "status": state.status,
+            "step": step,
+            "steps": total,
+            "finished": finished,
+            "metrics": metrics,
+            "checkpoints": sorted(sound),
+            "damaged": damaged,
+            "taken_out": [asdict(each) for each in job_record.evictions_of(run.folder)],
+            "resumable_from": max(sound, default=None) if not finished else None,
+        }
+        return json_output.emit("status", 0, facts)
+    rows = {"run": f"{run.name} -> {run.folder}"}
+    if record:
+        rows["launched"] = origin(record)
+    rows["state"] = state_sentence(state)
+    rows["step"] = f"{step} of {total} ({100 * step // total} %)" if total else str(step)
+    for split, line in metrics.items():
+        rows[split] = f"step {line['step']}: " + ", ".join(
+            f"{k} {v:.4g}" for k, v in line.items() if k not in ("step", "split") and isinstance(v, int | float)
+        )
+    if reached - recorded >= run.track.every:
+        rows["records"] = (
+            f"metrics.jsonl ends at step {recorded}: what came later could not be written, as on a full disk"
+        )
+    rows["saved"] = ", ".join(f"step {s}" for s in sorted(sound)) or "no checkpoint yet"
+    for name, reason in damaged.items():
+        rows[name] = f"cannot be used: {reason}"
+    if gone := job_record.evictions_of(run.folder):
+        rows["taken out"] = "; ".join(map(str, gone))
+    rows["resume"] = advice(run, state, finished, max(sound, default=None), ended, "export" in damaged)
+    Console(True).facts(rows)
+    return 0
+
+
+NOT_WRITTEN = (
+    f"there is no readable {job_record.FILE}: nothing has been launched into this folder, or an older version did"
+)
+
+
+def trust(parser: argparse.ArgumentParser) -> None:
+    """The option of the commands that look after a run: OUTPUT may be a stranger's."""
+    parser.add_argument(
+        "--trust", action="store_true", help="OUTPUT is yours: import the modules that its files name, if any"
+    )
+
+
+def launcher_of(record: JobRecord, trusted: bool) -> Launcher:
+    """The launcher that launch.json names. Errors: `RunError` for a module's class, unless OUTPUT is trusted."""
+    if "." in record.launcher and not trusted:
+        raise RunError(
+            "LS8130",
+            f"{job_record.FILE} names the launcher {record.launcher}, whose module would be imported; if you "
+            "trust this output folder, add --trust",
+        )
+    return start.launcher_named(record.launcher)
+
+
+def run_and_record(output: str, trusted: bool = False) -> tuple[Run, JobRecord | None]:
+    """The run of an output folder and its last launch; nothing that the folder names is imported unless it is trusted.
+    Errors: `RunError` where it is no output folder."""
+    folder = Path(output)
+    record, state = output_lock.now(folder, job_record.read(folder))
+    if not (folder / "run.yaml").is_file():
+        if state is not None:
+            raise RunError("LS8131", f"{output}: {state.text} is preparing a run there; there is nothing to show yet")
+        require_output(folder)
+    return load(folder / "run.yaml", [f"output={json.dumps(output)}"], imports=trusted), record
+
+
+def state_of(run: Run, record: JobRecord | None, trusted: bool = False) -> State:
+    """What the run is doing now. Errors: `RunError`, if nobody can be asked."""
+    if record is None:
+        return State("unknown", NOT_WRITTEN)
+    state = launcher_of(record, trusted).state(run, record)
+    _, lock_state = output_lock.now(run.folder, record)
+    return lock_state if lock_state is not None and state.word in ("unknown", "gone") else state
+
+
+def origin(record: JobRecord) -> str:
+    """How, where and when."""
+    how = record.launcher or "by hand"
+    job = f", job {record.job}" if record.job else ""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.began))
+    return f"{how}{job}, {record.processes} process(es), from {record.process.host}, {when}"
+
+
+def state_sentence(state: State) -> str:
+    """The state in a sentence."""
+    words = {
+        "done": "done (status 0)",
+        "stopped": "stopped on request (status 75)",
+        "failed": f"failed (status {state.status})" if state.status is not None else "failed",
+    }
+    return words.get(state.word, state.word) + (f": {state.text}" if state.text else "")
+
+
+def last_metrics(folder: Path) -> dict[str, dict[str, Any]]:
+    """The last line of metrics.jsonl of each split."""
+    return {line["split"]: line for line in history.lines_of(folder / "metrics.jsonl", ("step", "split"))}
+
+
+def checkpoints(run: Run, thorough: bool) -> tuple[dict[int, Manifest], dict[str, str]]:
+    """Those that can be resumed from, by step, and what is wrong with the others, by name. Contents of files are
+    compared with their hashes only if `thorough`."""
+    from lockstep.checkpoint.manifest import broken, candidates, misfit
+
+    sound: dict[int, Manifest] = {}
+    damaged: dict[str, str] = {}
+    for path, manifest in candidates(run):
+        reason = manifest if isinstance(manifest, str) else (broken if thorough else misfit)(path, manifest)
+        if reason is None and not isinstance(manifest, str):
+            sound[manifest.step] = manifest
+        else:
+            damaged[path.name] = reason or "not readable"
+    return sound, damaged
+
+
+def came_to_its_end(run: Run, sound: dict[int, Manifest], total: int) -> bool:
+    """Whether no step comes after the newest checkpoint."""
+    from lockstep.checkpoint.manifest import ended
+
+    return bool(sound) and (max(sound) >= total or ended(run, sound[max(sound)]))
+
+
+def advice(
+    run: Run, state: State, finished: bool, newest: int | None, ended: bool = False, damaged: bool = False
+) -> str:
+    """Whether it can go on, from where, and how. `ended`: its last step has a checkpoint. `damaged`: the
+    export is not what was written."""
+    if finished:
+        return f"nothing is left to do; the model is in {run.folder / 'export'}"
+    words = ["lockstep", "train", str(run.folder / "run.yaml")]
+    if Path(str(read_yaml((run.folder / "run.yaml").read_text(encoding="utf-8")).get("output"))) != run.folder:
+        # As one says it here: the run was started in another folder.
+        words.append(override_of("output", str(run.folder)))
+    again = shlex.join(words)
+    if state.live:
+        where = f"step {newest}" if newest else "the start"
+        return (
+            f"goes on from {where} when its turn comes" if state.word == "waiting" else f"from {where}, if killed now"
+        )
+    if damaged and ended:
+        return f"`{again}` writes the export again, from the checkpoint of step {newest}"
+    if state.word == "done" and not damaged and (run.folder / "export" / "config.json").exists():
+        where = f"step {newest}" if newest else "the start"
+        return (
+            f"the model is in {run.folder / 'export'}, its checkpoint is not here: `{again}` trains again from {where}"
+        )
+    if newest is None:
+        return f"there is no checkpoint: `{again}` begins from the start"
+    return f"`{again}` goes on from step {newest}"
+
+
+def logs_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output")
+    trust(parser)
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run has ended")
+    parser.add_argument("--tail", type=int, metavar="N", help="begin with the last N lines")
+
+
+def run_logs(args: argparse.Namespace) -> int:
+    run, record = run_and_record(args.output, args.trust)
+    if record is None:
+        raise RunError("LS8133", f"{args.output}: {NOT_WRITTEN}")
+    if args.tail is not None and args.tail < 0:
+        raise RunError("LS8134", f"--tail: invalid value {args.tail}; expected an integer >= 0 (lines)")
+    launcher = launcher_of(record, args.trust)
+    skip = 0
+    if args.tail is not None:
+        lines = collections.deque(enumerate(launcher.logs(run, record, False)), args.tail or 1)
+        skip = lines[0][0] + (args.tail == 0) if lines else 0
+    for place, line in enumerate(launcher.logs(run, record, args.follow)):
+        if place >= skip:
+            print(printable(line), flush=args.follow)
+        if streams.reader_is_gone():
+            break
+    return 0
+
+
+def stop_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output")
+    trust(parser)
+    parser.add_argument(
+        "--wait", type=float, default=300, metavar="SECONDS", help="how long to wait for its end (default 300); 0: not"
+    )
+
+
+def run_stop(args: argparse.Namespace) -> int:
+    """Status 0 when it has ended (or, with `--wait 0`, was asked to), 1 when it still runs."""
+    run, record = run_and_record(args.output, args.trust)
+    if record is None:
+        raise RunError("LS8135", f"{args.output}: {NOT_WRITTEN}")
+    if args.wait < 0:
+        raise RunError("LS8136", f"--wait: invalid value {args.wait:g}; expected a number >= 0 (seconds)")
+    if not args.trust and (owner := job_record.stranger(run.folder)) is not None:
+        raise RunError(
+            "LS8137",
+            f"{args.output}/{job_record.FILE} belongs to user {owner}, who could have named any of your "
+            "processes or jobs in it; if you trust it, add --trust",
+        )
+    launcher, console = launcher_of(record, args.trust), Console(True)
+    state = state_of(run, record, args.trust)
+    if not state.live and state.word != "unknown":
+        console.say(f"{run.folder} does not run: {state_sentence(state)}")
+        return 0
+    console.say(launcher.stop(run, record))
+    until = time.monotonic() + args.wait
+    while (state := state_of(run, record, args.trust)).live and time.monotonic() < until:
+        time.sleep(0.2 if record.job is None else 2.0)  # a scheduler is not asked more often
+    console.say(f"{run.folder}: {state_sentence(state)}")
+    if state.live and args.wait:
+        error(
+            coded(
+                "LS8138",
+                f"the run has not ended after {args.wait:g} s; it ends after its current step and a checkpoint. "
+                "Raise --wait to wait longer",
+            )
+        )
+        return 1
+    return 0
+
+
+LIVE_EVERY_S = 5  # between two forms of a live page
+
+
+def report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", nargs="+", metavar="OUTPUT", help="output folder of a run, at any stage, or a trace")
+    parser.add_argument(
+        "--to", metavar="FILE.html", help="where the comparison goes; default: comparison.html beside the folders"
+    )
+    parser.add_argument(
+        "--live", action="store_true", help="write the page again and again while the run goes on; it loads itself anew"
+    )
+
+
+def run_report(args: argparse.Namespace) -> int:
+    from lockstep.track.report.report import write_comparison, write_report
+    from lockstep_trace.read import is_trace
+
+    folders = [Path(output) for output in args.output]
+    if any(traced := [is_trace(folder) for folder in folders]):
+        return of_traces(args, folders, all(traced))
+    if args.live:
+        if len(folders) > 1 or args.to is not None:
+            raise RunError("LS8139", "--live: supports one output folder only")
+        return watched(folders[0])
+    if args.to is not None and len(folders) == 1:
+        raise RunError("LS8140", "--to: writes a comparison, which needs two output folders or more")
+    for folder in folders:
+        require_output(folder)
+        try:
+            print(write_report(folder))
+        except OSError as error:
+            file, why = error.filename or folder / "report.html", (error.strerror or str(error)).lower()
+            raise RunError("LS8141", f"the report of {folder} cannot be written: {file}: {why}") from None
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            named = str(error).startswith("run.yaml")
+            one = f"{error}" if named else "a file in it (metrics.jsonl, events.jsonl, ranks.jsonl, system.jsonl, "
+            rest = "samples.jsonl or tables.json) holds other values than lockstep writes"
+            what = one if named else f"{one}{rest} ({type(error).__name__}: {error})"
+            raise RunError(
+                "LS8530", f"the report of {folder} cannot be written: {what}. Restore that file, or move it away"
+            ) from None
+    if len(folders) > 1:
+        common_folder = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
+        path = Path(args.to) if args.to is not None else common_folder / "comparison.html"
+        try:
+            print(write_comparison(folders, path))
+        except (OSError, ValueError) as error:
+            raise RunError("LS8142", f"the comparison of {len(folders)} runs could not be written: {error}") from None
+    return 0
+
+
+def watched(folder: Path) -> int:
+    """Write the page of a run until the run has ended, or this is interrupted; its last form does not load itself
+    again. Returns the exit status. Errors: `RunError`."""
+    from lockstep.distributed import job_record
+    from lockstep.track.report.report import Live, write_report
+
+    announced = False
+    try:
+        while True:
+            run, _ = run_and_record(str(folder))
+            record = job_record.read(folder)
+            state = state_of(run, record)
+            steps = record.steps if record is not None else None
+            page = write_report(
+                folder, Live(LIVE_EVERY_S, "training" if state.word == "running" else state.word, steps)
+            )
+            if not announced:
+                print(page.resolve().as_uri(), flush=True)
+                announced = True
+            if not (state.live or (state.word == "unknown" and record is not None)):
+                break
+            time.sleep(LIVE_EVERY_S)
+    except KeyboardInterrupt:  # enough was seen; the run goes on
+        pass
+    except (OSError, ValueError) as error:
+        raise RunError("LS8143", f"the report of {folder} cannot be written: {error}") from None
+    write_report(folder)
+    return 0
+
+
+def of_traces(args: argparse.Namespace, folders: list[Path], every: bool) -> int:
+    """The page of a trace; of two the page of the second beside the first, the reference."""
+    from lockstep_trace.report import write
+
+    if not every or len(folders) > 2 or args.live or args.to is not None:
+        raise RunError("LS8144", "expected one trace, or two with the reference first, without --live and --to")
+    print(write(folders[-1], folders[0] if len(folders) == 2 else None))
+    return 0

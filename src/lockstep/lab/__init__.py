@@ -1,0 +1,1 @@
+"""Work around training: write run files, measure, check machines, try several runs."""

@@ -1,0 +1,338 @@
+"""`lockstep bench`: throughput and memory of the user's own job over processes, strategies and micro-batches.
+
+In: a run file and what to vary. Out: a table of medians and scaling efficiency, and a folder with `bench.json`,
+`bench.html` with its plots, and the folders of the single jobs. Every job runs in processes of its own, through the
+run's launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.errors import STOPPED
+from lockstep.config.run import Run, RunError, keep, load, replace_text
+from lockstep.distributed.hardware import processor
+from lockstep.lab.subprocess_job import Child
+from lockstep.lab.sweep import sweep_file
+from lockstep.launchers import start
+from lockstep.track.console import Console, clock
+from lockstep.track.report import charts
+from lockstep.track.report.report import write_page
+from lockstep.training import timing
+from lockstep.training.resolve import Job
+from lockstep.training.timing import Timing
+
+MEASURE = "lockstep.training.timing.measure"  # the job that every rank does
+FILE = "job.json"  # what the process that measures is sent
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is asked for."""
+
+    base: Run
+    over: Mapping[str, Sequence[Any]]  # what is varied besides the processes
+    processes: Sequence[int]  # `launch.processes`: a machine
+    steps: int
+    skip: int
+    rounds: int
+    weak: bool  # batch_size and micro_batches grow with the processes
+    folder: Path
+
+
+@dataclass
+class BenchRow:
+    """One configuration, and what was found about it."""
+
+    processes: int  # `launch.processes`
+    series: str  # what it is besides that: the name of its line in the plots
+    keys: sweep_file.Overrides  # of the run file
+    run: Run | None = None  # None where the keys do not go together
+    reason: str | None = None  # why it could not run
+    rounds: dict[int, Timing] = field(default_factory=dict)  # by the round's number, from 0
+    job: Job | None = None  # None where it could not be resolved
+
+    @property
+    def count(self) -> int:
+        """Processes that really ran, or that were asked for."""
+        return next((t.processes for t in self.rounds.values()), self.processes)
+
+    @property
+    def rates(self) -> list[float]:
+        """Examples per second, by round."""
+        return [t.examples / t.seconds for t in self.rounds.values()]
+
+    def middle(self) -> dict[str, float]:
+        """Medians over the rounds; bytes are those of the rank that needs most."""
+        rounds = list(self.rounds.values())
+        step_s = statistics.median(t.seconds / t.steps for t in rounds)
+
+        def most(name: str) -> int:
+            return max(getattr(rank, name) for t in rounds for rank in t.ranks)
+
+        return {
+            "examples_per_s": statistics.median(self.rates),
+            "examples_per_s_lowest": min(self.rates),
+            "examples_per_s_highest": max(self.rates),
+            "tokens_per_s": statistics.median(t.tokens / t.seconds for t in rounds),
+            "seconds_per_step": step_s,
+            "whole_run_s": step_s * rounds[0].whole_steps,
+            "padding": rounds[0].padded / rounds[0].tokens,
+            "threads": rounds[0].threads,
+            "peak_resident": most("peak_resident"),
+            "peak_device": most("peak_device"),
+            "at_rest": most("at_rest"),
+            "at_update": most("at_update"),
+        }
+
+
+def bench(request: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]) -> int:
+    """Measure, and write down after every job. Returns 0, or 1 when no job could be measured. Errors: `RunError`
+    before anything starts, for values that make no run file or when nothing at all can run."""
+    if start.joining():
+        raise RunError("LS8020", "bench starts the processes of each job itself; run it outside of torchrun and srun")
+    console = Console(True)
+    rows = rows_of(request, path, overrides, defaults)
+    runnable = [row for row in rows if row.reason is None]
+    if not runnable:
+        raise RunError("LS8021", f"none of the {len(rows)} jobs can run; the first fails with: {rows[0].reason}")
+    count = len(runnable) * request.rounds
+    each = f"{request.skip} + {request.steps} steps"
+    console.say(f"{len(runnable)} configuration(s), {request.rounds} round(s) of {each} each -> {request.folder}")
+    done = 0
+    for number in range(request.rounds):  # interleaved: a slow minute of the machine meets all of them
+        for place, row in enumerate(rows):
+            if row.reason is not None:
+                continue
+            done += 1
+            one(request, row, number, request.folder / "jobs" / f"{place + 1:03d}")
+            what = row.reason or f"{row.rates[-1]:.1f} examples/s"
+            name = f"{row.processes} process(es), {row.series}"
+            console.say(f"[{done} of {count}] round {number + 1}: {name}: {what}")
+            write(request, rows)
+    console.table(f"{request.base.name}: median of {request.rounds} round(s)", *table(rows), key="jobs")
+    for text in reasons(rows):
+        console.say(f"cannot run: {text}")
+    console.say(f"results    {request.folder}/bench.html, {request.folder}/bench.json")
+    return 0 if any(row.rounds for row in rows) else 1
+
+
+def rows_of(
+    request: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> list[BenchRow]:
+    """Every combination, with the reason of those that cannot run, as far as it can be said before they start. Errors:
+    `RunError` for a value that by itself makes no run file."""
+    for key, values in request.over.items():
+        for value in values:
+            load(path, {**overrides, key: value}, defaults)
+    rows = []
+    for keys in sweep_file.product(request.over):
+        for count in request.processes:
+            mine: sweep_file.Overrides = {**keys, "launch.processes": count}
+            if request.weak:
+                batch = keys.get("batch_size", request.base.batch_size)
+                micro_batches = keys.get("micro_batches", request.base.micro_batches)
+                mine |= {"batch_size": batch * count, "micro_batches": micro_batches * count}
+            row = BenchRow(count, series(request, keys), mine)
+            rows.append(row)
+            try:
+                row.run = load(path, {**overrides, **mine}, defaults)
+                row.job = resolved(row.run)
+            except RunError as caught:
+                row.reason = " ".join(str(caught).split())
+    return rows
+
+
+def series(request: Bench, keys: sweep_file.Overrides) -> str:
+    """What a line in the plots is called: the strategy, and whatever else is varied."""
+    names = [str(keys.get("strategy.name", request.base.strategy.name))]
+    for key, value in keys.items():
+        if key == "micro_batches":
+            names.append(f"{value} micro-batches{' a process' if request.weak else ''}")
+        elif key != "strategy.name":
+            names.append(f"{key}={sweep_file.format_value(value)}")
+    return ", ".join(names)
+
+
+def resolved(run: Run) -> Job:
+    """The job, its data prepared. Errors: `RunError`."""
+    launcher = start.launcher_of(run)
+    elsewhere = launcher.joins and str(getattr(launcher.options(run), "machines", "?")) != "1"
+    if launcher.submits or elsewhere:
+        raise RunError(
+            "LS8022",
+            f"launch.name: bench cannot start the processes of {run.launch.name} on other machines; run it "
+            "inside the job, with a launcher for one machine",
+        )
+    return start.resolved(run)[2]
+
+
+def one(request: Bench, row: BenchRow, number: int, folder: Path) -> None:
+    """One job of one round, in processes of its own; what it found, or why it failed, goes into the row."""
+    assert row.job is not None
+    mine = row.job.into(str(folder))
+    keep(mine.run)
+    (folder / timing.FILE).unlink(missing_ok=True)
+    replace_text(folder / FILE, mine.dump())
+    words = [str(folder / FILE), str(request.steps), str(request.skip)]
+    child = Child("lockstep.lab.bench.job", words, folder, "job")
+    try:
+        child.wait()
+    except BaseException:  # Ctrl-C: what was found is written down already
+        child.kill()
+        raise
+    measured = timing.read(folder)
+    if child.status == 0 and measured is not None:
+        row.rounds[number] = measured
+    elif child.status == STOPPED:
+        row.reason = "was stopped"
+    else:
+        row.reason = child.reason()
+
+
+def job(words: list[str]) -> int:
+    """In the child: start the ranks through the run's launcher. Returns their exit status."""
+    path, steps, skip = words
+    mine = Job.load(Path(path).read_text(encoding="utf-8"))
+    return start.start_ranks(start.launcher_of(mine.run), mine, (MEASURE, steps, skip))
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+def efficiency(row: BenchRow, rows: Sequence[BenchRow]) -> float | None:
+    """Examples per second and process beside those of the fewest processes of the same series: the median of the
+    ratios within a round."""
+    same = [r for r in rows if r.series == row.series and r.rounds]
+    if not row.rounds or not same:
+        return None
+    base = min(same, key=lambda r: r.count)
+    ratios = []
+    for number, t in row.rounds.items():
+        if (b := base.rounds.get(number)) is not None:
+            each, of_base = t.examples / t.seconds / t.processes, b.examples / b.seconds / b.processes
+            ratios.append(each / of_base)
+    return statistics.median(ratios) if ratios else None
+
+
+def table(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
+    """Columns and cells, narrow enough for a terminal: a line for each row that was measured."""
+    columns = ["", "processes", "examples/s", "efficiency", "s/step", "whole run", "peak MiB"]
+    cells = []
+    for row in rows:
+        if not row.rounds:
+            continue
+        middle, share = row.middle(), efficiency(row, rows)
+        cells.append(
+            [
+                row.series,
+                str(row.count),
+                f"{middle['examples_per_s']:.1f}",
+                "-" if share is None else f"{share:.0%}",
+                f"{middle['seconds_per_step']:.3f}",
+                clock(middle["whole_run_s"]),
+                f"{max(middle['peak_device'], middle['peak_resident']) / 2**20:.0f}",
+            ]
+        )
+    return columns, cells
+
+
+def reasons(rows: Sequence[BenchRow]) -> list[str]:
+    """A line for each row that could not run, or stopped running."""
+    return [f"{row.series}, {row.processes} process(es): {row.reason}" for row in rows if row.reason is not None]
+
+
+def details(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
+    """The rest of the numbers, for the page."""
+    sizes = {"host MiB": "peak_resident", "GPU MiB": "peak_device"}
+    sizes |= {"tensors at rest, MiB": "at_rest", "tensors at the update, MiB": "at_update"}
+    measured = [row for row in rows if row.rounds]
+    if not any(row.middle()["peak_device"] for row in measured):
+        del sizes["GPU MiB"]
+    columns = ["", "processes", "lowest to highest", "tokens/s", "padding", "threads", *sizes]
+    cells = []
+    for row in measured:
+        middle = row.middle()
+        spread = f"{middle['examples_per_s_lowest']:.1f} to {middle['examples_per_s_highest']:.1f}"
+        numbers = [spread, f"{middle['tokens_per_s']:,.0f}", f"{middle['padding']:.2f}", f"{middle['threads']:.0f}"]
+        numbers += [f"{middle[name] / 2**20:,.1f}" for name in sizes.values()]
+        cells.append([row.series, str(row.count), *numbers])
+    return columns, cells
+
+
+def write(request: Bench, rows: Sequence[BenchRow]) -> None:
+    """`bench.json`, and the page with its plots. Errors: `RunError` when the folder cannot be written."""
+    values = {
+        "format": 1,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "asked": {
+            "processes": list(request.processes),
+            "over": {key: list(tried) for key, tried in request.over.items()},
+            "steps": request.steps,
+            "skip": request.skip,
+            "rounds": request.rounds,
+            "weak": request.weak,
+        },
+        "run": request.base.model_dump(mode="json"),
+        "rows": [
+            {
+                "series": row.series,
+                "processes": row.count,
+                "keys": row.keys,
+                "reason": row.reason,
+                "efficiency": efficiency(row, rows),
+                "median": row.middle() if row.rounds else None,
+                "rounds": [asdict(t) for t in row.rounds.values()],
+            }
+            for row in rows
+        ],
+    }
+    tables = {"numbers": table(rows), "details": details(rows), "reasons": reasons(rows)}
+    page = {"values": values, **tables, "plots": plots(rows), "yaml": request.base.dump()}
+    try:
+        request.folder.mkdir(parents=True, exist_ok=True)
+        (request.folder / "bench.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+        write_page(request.folder / "bench.html", "bench.html.jinja", title=f"{request.base.name}: bench", **page)
+    except OSError as error:
+        raise RunError("LS8030", f"--out: cannot write to {request.folder}: {error.strerror}") from error
+
+
+def plots(rows: Sequence[BenchRow]) -> list[str]:
+    """Charts against the number of processes, a line a series."""
+    first = rows[0].series
+
+    def against(title: str, value: Callable[[BenchRow], float | None], ideal: bool = False) -> str:
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            if row.rounds and (height := value(row)) is not None:
+                lines.setdefault(row.series, []).append((row.count, height))
+        for points in lines.values():
+            points.sort()
+        if ideal and len(lines.get(first, [])) > 1:
+            (count, rate), (most, _) = lines[first][0], lines[first][-1]
+            lines[f"{first}, if it were linear"] = [(count, rate), (most, rate * most / count)]
+        return charts.lines(title, lines, charts.ChartStyle("processes"))
+
+    drawn = [
+        against("examples per second", lambda row: row.middle()["examples_per_s"], ideal=True),
+        against("time of the whole run, in minutes", lambda row: row.middle()["whole_run_s"] / 60),
+        against("scaling efficiency, per cent", lambda row: 100 * (efficiency(row, rows) or 0)),
+        against("peak memory of a rank, MiB", lambda row: row.middle()["peak_resident"] / 2**20),
+        against("peak memory of a rank on its GPU, MiB", lambda row: row.middle()["peak_device"] / 2**20 or None),
+        against("tensors of a rank at the update, MiB", lambda row: row.middle()["at_update"] / 2**20),
+    ]
+    return [chart for chart in drawn if chart]
+
+
+def machine() -> dict[str, Any]:
+    """What it was measured on: without this the figures say nothing."""
+    return {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform(terse=True)}

@@ -1,0 +1,475 @@
+"""A command line that starts a training, as it stands in a shell script, and files of launchers and engines.
+
+In: the text of a .sh file, of `accelerate config` or of DeepSpeed. Out: what moves it: the launcher's options
+(torchrun, accelerate, deepspeed), and the program's own: those of the examples of transformers and TRL by their names,
+of any other script that is here by the script. What DeepSpeed's file says, and the run file does not, passes to the
+engine untouched. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import error_messages as messages
+from lockstep.config.run import RunError
+from lockstep.lab.import_config import deepspeed_schedules, trainer
+from lockstep.lab.import_config.script import Script
+from lockstep.lab.import_config.table import (
+    NAMES,
+    RunDraft,
+    apply,
+    batches,
+    decays_all,
+    number,
+    read_keys,
+    read_table,
+    whole,
+)
+from lockstep.strategies.engines.zero_config import other_arithmetic
+
+TASKS: Mapping[str, str] = NAMES["example_tasks"]  # an example's name, or what it begins with -> its task
+EXAMPLES = read_table("examples")  # options of those, beside the fields of `TrainingArguments`
+_ENDS = re.compile(r"\d?[&|<>;]")  # words of a shell behind a command: 2>&1, >log, &&
+_PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
+
+
+@dataclass
+class Command:
+    """One command of a shell script."""
+
+    line: int
+    launcher: dict[str, Any] = field(default_factory=dict)  # options of torchrun and its kin
+    program: str = ""  # the script, or the word after trl
+    options: dict[str, Any] = field(default_factory=dict)  # of the program
+    files: list[str] = field(default_factory=list)  # words that are no options
+    starter: str = ""
+
+
+def read(
+    path: Path, text: str, read_file: Callable[..., Any], read_script: Callable[[Script], Any]
+) -> Callable[[RunDraft, int | None], None]:
+    """Errors: `RunError` for a file with no such command, or with several."""
+    commands = [each for each in _commands(text) if each.program]
+    if len(commands) != 1:
+        lines = ", ".join(str(each.line) for each in commands)
+        raise RunError(
+            "LS8190",
+            f"--from: {path} "
+            + (
+                f"starts several programs, on lines {lines}; leave one"
+                if commands
+                else "starts no training that is known"
+            )
+            + f": a command of {', '.join(NAMES['launchers'])}",
+        )
+    return lambda draft, processes: _move(path, commands[0], draft, processes, read_file, read_script)
+
+
+# -- the shell ---------------------------------------------------------------------------------------------------------
+
+
+def _commands(text: str) -> list[Command]:
+    """Commands that start something, with the variables that were set before them."""
+    variables: dict[str, str] = {}
+    commands = []
+    number_of = 0
+    for physical in re.sub(r"\\\r?\n", "\x00", text).splitlines():
+        number_of += 1
+        line, here = physical.replace("\x00", " "), number_of
+        number_of += physical.count("\x00")
+        try:
+            words = shlex.split(_filled(line, variables), comments=True)
+        except ValueError:
+            continue
+        while words and (match := re.fullmatch(r"(?:export\s+)?(\w+)=(.*)", words[0], re.S)):
+            variables[match[1]] = match[2]
+            words = words[1:]
+        if words[:1] == ["export"]:
+            for word in words[1:]:
+                name, equals, value = word.partition("=")
+                if equals:
+                    variables[name] = value
+            continue
+        while words and words[0] in ("srun", "nohup", "time", "exec", "uv", "run", "env"):
+            words = words[1:]
+        if words and Path(words[0]).name in NAMES["launchers"]:
+            commands.append(_command(words, here))
+    return commands
+
+
+def _filled(line: str, variables: Mapping[str, str]) -> str:
+    """`$NAME`, `${NAME}` and `${NAME:-other}`; those that are not known stay."""
+
+    def value(match: re.Match[str]) -> str:
+        name, other = match[1] or match[2], match[3]
+        return variables.get(name, other if other is not None else match[0])
+
+    return re.sub(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})", value, line)
+
+
+def _command(words: list[str], line: int) -> Command:
+    starter = Path(words[0]).name
+    rest = words[1:]
+    command = Command(line, starter=starter)
+    if starter == "accelerate" and rest[:1] == ["launch"]:
+        rest = rest[1:]
+    elif starter == "accelerate":
+        return command
+    if starter.startswith("python") and rest[:1] == ["-m"] and rest[1:2] and rest[1].startswith("torch.distributed"):
+        rest = rest[2:]  # torch's launcher as a module
+    if starter in ("trl", "llamafactory-cli", "axolotl"):
+        command.program, rest = (rest[0], rest[1:]) if rest else ("", [])
+    else:
+        while rest and not rest[0].endswith(".py"):
+            if not rest[0].startswith("-") and {"m", "module"} & command.launcher.keys():
+                break  # python -m package.module
+            rest = _option(rest, command.launcher, NAMES["switches"])
+        command.program, rest = (rest[0], rest[1:]) if rest else ("", [])
+    while rest:
+        if _ENDS.match(rest[0]):
+            break
+        if rest[0].startswith("--"):
+            rest = _option(rest, command.options, set())
+        else:
+            command.files.append(rest[0])
+            rest = rest[1:]
+    command.options = _negated(command.options)
+    return command
+
+
+def _negated(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`--no_NAME` of HfArgumentParser as NAME: false, where NAME is an option that is known."""
+    names = trainer.TABLE.keys() | EXAMPLES.keys() | trainer.TRL.keys()
+    values: dict[str, Any] = {}
+    for name, value in options.items():
+        plain = name.removeprefix("no_")
+        values |= {plain: False} if value is True and name not in names and plain in names else {name: value}
+    return values
+
+
+def _option(rest: list[str], into: dict[str, Any], switches: Collection[str]) -> list[str]:
+    """Take one option, with its values."""
+    word, rest = rest[0], rest[1:]
+    if not word.startswith("-"):
+        return rest
+    name, equals, value = word.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    if equals:
+        into[name] = messages.read_yaml(value)
+        return rest
+    values = []
+    while rest and name not in switches and not rest[0].startswith("--") and not rest[0].endswith(".py"):
+        if _ENDS.match(rest[0]):
+            break
+        values.append(messages.read_yaml(rest[0]) if rest[0] else "")
+        rest = rest[1:]
+        if switches:  # a launcher's option takes one value
+            break
+    into[name] = True if not values else values[0] if len(values) == 1 else values
+    return rest
+
+
+# -- result -----------------------------------------------------------------------------------------------------------
+
+
+def _move(
+    path: Path,
+    command: Command,
+    draft: RunDraft,
+    processes: int | None,
+    read_file: Callable[..., Any],
+    read_script: Callable[[Script], Any],
+) -> None:
+    draft.read.append(f"line {command.line}: {command.starter} ... {command.program}")
+    for options in (command.launcher, command.options):
+        for name, value in options.items():
+            if isinstance(value, str) and "$" in value:
+                draft.unclear(f"line {command.line}: {name}={value}", "the variable is known when the command runs")
+    count = _launched(path, command, draft, read_file)
+    count = processes or count
+    file = next(
+        (f for f in (*command.files, str(command.options.get("config", ""))) if f.endswith((".yaml", ".yml", ".json"))),
+        None,
+    )
+    program = path.parent / command.program
+    stem = Path(command.program).stem
+    task = next((task for name, task in TASKS.items() if stem == name or stem.startswith(f"{name}_")), None)
+    settings = path.parent / file if file is not None and (path.parent / file).is_file() else None
+    options = {name: value for name, value in command.options.items() if value != file}
+    options |= {
+        name: messages.read_yaml(text) for name, mark, text in (f.partition("=") for f in command.files) if mark
+    }
+    if settings is not None:
+        draft.read.append(f"line {command.line}: {file}")
+    if command.starter == "trl" or task is not None:
+        keys = {} if settings is None else read_keys(settings, settings.read_text(encoding="utf-8"))
+        command.options = keys | options
+        _example(command, stem, task, draft, count)
+    elif settings is not None:
+        read_file(settings, options).move(draft, count)
+    elif program.is_file():
+        script = Script(program, program.read_text(encoding="utf-8"), command.options)
+        for name in script.unread_options():
+            where = f"line {command.line}: --{name} {command.options[name]}"
+            draft.unclear(where, "what the script makes of it is not known")
+        for word in command.files:
+            draft.unclear(f"line {command.line}: {word}", "what the script makes of it is not known")
+        read = read_script(script)
+        draft.read.append(f"{command.program}: {read.called}")
+        read.move(draft, count)
+    else:
+        theirs = {k: v for k, v in command.options.items() if k in trainer.TABLE}
+        if not theirs:
+            raise RunError(
+                "LS8191",
+                f"--from: {path}, line {command.line}: {program} does not exist, so its options cannot be read",
+            )
+        draft.unclear(
+            command.program, "the script is not here: what it does besides these options is not known", "task.name"
+        )
+        trainer.move(command.options, draft, count)
+
+
+def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable[..., Any]) -> int | None:
+    """Processes, machines and precision, as the launcher is told. Returns the processes of all machines."""
+    options = command.launcher
+    file = options.get("config_file")
+    if file is not None:
+        if (path.parent / str(file)).is_file():
+            read_file(path.parent / str(file)).move(draft, None)
+            for key in ("batch_size", "micro_batches"):
+                draft.keys.pop(key, None)
+        else:
+            draft.unclear(f"line {command.line}: --config_file {file}", "the file is not here", "launch.processes")
+    each = next((number(options[name]) for name in _PROCESSES if name in options), None)
+    machines = int(number(options.get("nnodes", options.get("num_machines"))) or 1)
+    if each is None:
+        each = draft.keys.get("launch.processes")
+        machines = int(draft.keys.get("launch.machines", machines))
+    elif "num_processes" in options:
+        each = max(1, int(each) // machines)
+    if each is not None:
+        draft.set("launch.processes", int(each), f"line {command.line}")
+    if machines > 1:
+        draft.set("launch.name", "torchrun", f"line {command.line}")
+        draft.set("launch.machines", machines, f"line {command.line}")
+    if kind := options.get("mixed_precision"):
+        draft.set("precision", {"no": "fp32", False: "fp32"}.get(kind, kind), f"mixed_precision, line {command.line}")
+    if options.get("use_fsdp"):
+        draft.set("strategy.name", "fsdp2", f"use_fsdp, line {command.line}")
+    if options.get("use_deepspeed") or options.get("zero_stage"):
+        stage = whole(options.get("zero_stage"), 2)
+        draft.set("strategy.name", f"zero{stage}" if stage else "ddp", f"use_deepspeed, line {command.line}")
+    for name, key in (("gradient_accumulation_steps", "micro_batches"), ("gradient_clipping", "optim.max_grad_norm")):
+        if options.get(name) not in (None, 1):
+            draft.lacks(f"line {command.line}: --{name} {options[name]}", f"{key} says it", key)
+    if file := options.get("deepspeed_config_file"):
+        draft.deepspeed = file
+    config = command.options.get("deepspeed")
+    if isinstance(config, str) and (path.parent / config).is_file():
+        draft.deepspeed = config
+        command.options.pop("deepspeed")
+    return None if each is None else int(each) * machines
+
+
+def _left_open(value: Any) -> bool:
+    """Whether a value is `auto`, or a mapping of such: what the Trainer's own settings say."""
+    if isinstance(value, Mapping):
+        settings = [each for name, each in value.items() if name != "type"]
+        return value.get("enabled") == "auto" or (bool(settings) and all(map(_left_open, settings)))
+    return bool(value == "auto")
+
+
+def _example(command: Command, stem: str, task: str | None, draft: RunDraft, processes: int | None) -> None:
+    """One of the examples of transformers or TRL, whose options are known."""
+    if command.starter == "trl" or stem in NAMES["trl_examples"]:
+        task = TASKS.get(command.program if command.starter == "trl" else stem)
+        if task is None:
+            raise RunError(
+                "LS8192",
+                f"--from: line {command.line}: trl {command.program} has no counterpart; supported are sft, dpo "
+                "and reward",
+            )
+        draft.set("task.name", task, f"trl {stem}")
+        trainer.move_trl(command.options, draft, processes)
+        return
+    draft.set("task.name", task, command.program)
+    options = dict(command.options)
+    glue = options.pop("task_name", None) if task == "classification" else None
+    trainer.move(options, draft, processes, trainer.TABLE | EXAMPLES)
+    if not options.get("do_train"):
+        draft.notes.append(f"line {command.line}: without --do_train it trains nothing")
+    if glue is not None:
+        _glue(str(glue).lower(), draft)
+    if task in ("language_modeling", "masked_language_modeling"):
+        draft.keys.setdefault("task.packing", not options.get("line_by_line"))
+        key = "task.block_size" if task == "language_modeling" else "data.max_length"
+        if key not in draft.keys:
+            draft.unclear("block_size", "it is the tokenizer's own length, at most 1024", key)
+    elif "data.max_length" not in draft.keys:
+        defaults = {"classification": 128, "question_answering": 384, "translation": 1024, "summarization": 1024}
+        if task in defaults:
+            draft.set("data.max_length", defaults[task], f"by default of {command.program}")
+        else:
+            draft.unclear("max_seq_length", "it is the tokenizer's own length", "data.max_length")
+    if task in ("translation", "summarization") and "task.target_length" not in draft.keys:
+        draft.set("task.target_length", 128, f"max_target_length, by default of {command.program}")
+
+
+def _glue(name: str, draft: RunDraft) -> None:
+    if name not in NAMES["glue"]:
+        draft.drop("task_name", name, f"of GLUE are known {', '.join(NAMES['glue'])}", True, ("data.source",))
+        return
+    draft.set("data.source", "nyu-mll/glue", "task_name")
+    draft.set("data.config", name, "task_name")
+    for key, column in zip(("text", "text_pair"), NAMES["glue"][name], strict=False):
+        draft.set(f"task.{key}", column, f"task_name {name}")
+    if name == "mnli":
+        draft.set("data.validation", "validation_matched", "task_name mnli")
+    if name == "stsb":
+        draft.set("task.regression", True, "task_name stsb")
+
+
+ACCELERATE = read_table("accelerate")
+DEEPSPEED = read_table("deepspeed")
+
+
+def move_accelerate(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
+    """Where and how, and nothing of what is trained."""
+    apply(ACCELERATE, theirs, draft)
+    machines = whole(theirs.get("num_machines"))
+    every = whole(theirs.get("num_processes"))
+    draft.set("launch.processes", max(1, every // machines), f"num_processes {every} on {machines} machine(s)")
+    if machines > 1:
+        draft.set("launch.name", "torchrun", f"num_machines {machines}")
+        draft.set("launch.machines", machines, "num_machines")
+        if theirs.get("main_process_ip"):
+            place = f"{theirs['main_process_ip']}:{theirs.get('main_process_port') or 29500}"
+            draft.set("launch.rendezvous", place, "main_process_ip and main_process_port")
+    kind = str(theirs.get("distributed_type", "NO")).upper()
+    if kind == "DEEPSPEED":
+        _of_accelerate(theirs.get("deepspeed_config") or {}, draft, every)
+    elif kind == "FSDP":
+        draft.set("strategy.name", "fsdp2", "distributed_type FSDP")
+    elif kind.startswith("MULTI_") or (kind == "NO" and every > 1):
+        draft.set("strategy.name", "ddp", f"distributed_type {kind}")
+    elif kind == "NO":
+        draft.set("strategy.name", "single", "distributed_type NO")
+    else:
+        draft.drop("distributed_type", kind, "no strategy does this; `lockstep list` names them")
+    accumulated = theirs.get("gradient_accumulation_steps")
+    if accumulated is not None:
+        draft.set("micro_batches", whole(accumulated) * every, f"gradient_accumulation_steps {accumulated} x {every}")
+    if isinstance(config := theirs.get("dynamo_config"), Mapping):
+        _compiled(config, draft)
+    _at_least(draft, every)
+
+
+def _compiled(config: Mapping[str, Any], draft: RunDraft) -> None:
+    backend = str(config.get("dynamo_backend", "no")).lower()
+    if backend == "inductor":
+        draft.set("model.compile", True, "dynamo_config: dynamo_backend INDUCTOR")
+    elif backend != "no":
+        draft.drop("dynamo_config: dynamo_backend", backend, "model.compile compiles by inductor")
+    for name, value in config.items() if backend == "inductor" else ():
+        if name != "dynamo_backend" and value and value != "default":
+            draft.drop(f"dynamo_config: {name}", value, "inductor compiles the layers, in its default mode")
+
+
+def _of_accelerate(config: Mapping[str, Any], draft: RunDraft, processes: int) -> None:
+    stage = whole(config.get("zero_stage"), 2)
+    if (path := config.get("deepspeed_config_file")) not in (None, "none"):
+        draft.deepspeed = path
+    draft.set("strategy.name", f"zero{stage}" if stage else "ddp", f"zero_stage {stage}")
+    if (clip := number(config.get("gradient_clipping"))) is not None:
+        draft.set("optim.max_grad_norm", clip, "gradient_clipping")
+    if (times := number(config.get("gradient_accumulation_steps"))) is not None:
+        draft.set("micro_batches", int(times) * processes, f"gradient_accumulation_steps {int(times)} x {processes}")
+    offload = {
+        part: {"device": device}
+        for part in ("offload_optimizer", "offload_param")
+        if (device := str(config.get(f"{part}_device", "none")).lower()) != "none"
+    }
+    if offload:
+        draft.set("strategy.options", {"zero_optimization": offload}, "offload_optimizer_device, offload_param_device")
+    if config.get("zero3_save_16bit_model"):
+        draft.drop("zero3_save_16bit_model", True, "the export is whole, and in fp32")
+
+
+def move_deepspeed(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, completed: bool = False) -> None:
+    """What only the run file decides is taken out, and the rest goes into `strategy.options`. `completed`: what is auto
+    stands in the Trainer's own arguments, which are read, too."""
+    left_open = [name for name in theirs if name in DEEPSPEED and _left_open(theirs[name])]
+    if left_open and not completed:
+        why = "the Trainer's own arguments say it: move those in, by --from"
+        draft.unclear(f"auto: {', '.join(left_open)}", why, "batch_size")
+    rest = {name: value for name, value in theirs.items() if name not in DEEPSPEED and value != "auto"}
+    zero = {name: value for name, value in (theirs.get("zero_optimization") or {}).items() if value != "auto"}
+    stage = whole(zero.pop("stage", 0), 0)
+    draft.set("strategy.name", f"zero{stage}" if stage else "ddp", f"zero_optimization: stage {stage}")
+    if stage and zero:
+        rest["zero_optimization"] = zero
+    if stage and rest:
+        draft.set("strategy.options", rest, "DeepSpeed's own, untouched")
+        if reason := other_arithmetic(rest):
+            draft.set("strategy.exact", False, f"DeepSpeed's {reason[0]} computes in another way than one process")
+    for name, value in {} if stage else rest.items():
+        draft.drop(name, value, "without ZeRO DeepSpeed is not used")
+    _steps(theirs, draft, processes)
+    if (clip := number(theirs.get("gradient_clipping"))) is not None:
+        draft.set("optim.max_grad_norm", clip, "gradient_clipping")
+    if (every := number(theirs.get("steps_per_print"))) is not None and every < 10_000:
+        draft.set("track.every", max(1, int(every)), "steps_per_print")
+    if _enabled(theirs.get("bf16")):
+        draft.set("precision", "bf16", "bf16 enabled")
+    if _enabled(theirs.get("fp16")):
+        draft.set("precision", "fp16", "fp16 enabled")
+    _optimizer(theirs.get("optimizer"), draft)
+    deepspeed_schedules.move(theirs.get("scheduler"), draft)
+
+
+def _steps(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole_, each, times = (number(theirs.get(name)) for name in ("train_batch_size", *names))
+    if whole_ is not None:
+        draft.set("batch_size", int(whole_), "train_batch_size")
+        if each:
+            draft.set("micro_batches", max(1, int(whole_ / each)), f"train_batch_size / {names[0]} {each:g}")
+        elif times:
+            draft.set("micro_batches", int(times) * (processes or 1), f"{names[1]} {times:g} x {processes or 1}")
+    elif each is not None:
+        batches(draft, int(each), whole(times), processes, names)
+
+
+def _optimizer(section: Any, draft: RunDraft) -> None:
+    if not isinstance(section, Mapping):
+        return
+    kind, values = str(section.get("type")), section.get("params") or {}
+    adam = "AdamW" if kind.lower() == "adam" and values.get("adam_w_mode", True) else kind
+    if adam not in NAMES["deepspeed_optimizers"]:
+        draft.drop("optimizer", kind, "with DeepSpeed optim.name is adamw, sgd or lion", True, ("optim.name",))
+        return
+    draft.set("optim.name", NAMES["deepspeed_optimizers"][adam], f"optimizer {kind}")
+    ours, defaults = NAMES["deepspeed_optimizer_options"], {"lr": 1e-3, "weight_decay": 0.0}
+    defaults |= {"momentum": 0.0} if adam == "SGD" else {}
+    decays_all(draft, number(values.get("weight_decay")))
+    for name, value in (defaults | values).items():
+        if name in ours and value != "auto":
+            draft.set(f"optim.{ours[name]}", value if isinstance(value, list) else number(value), f"optimizer: {name}")
+        elif name not in (*ours, "adam_w_mode", "torch_adam"):
+            draft.drop(f"optimizer: {name}", value, "optim has no such key", True, ("optim.name",))
+
+
+def _enabled(section: Any) -> bool:
+    return isinstance(section, Mapping) and section.get("enabled") is True
+
+
+def _at_least(draft: RunDraft, processes: int) -> None:
+    """Every process needs a micro-batch."""
+    if processes > draft.keys.get("micro_batches", 8):
+        draft.set("micro_batches", processes, f"one for each of {processes} processes")

@@ -1,0 +1,115 @@
+"""How the epochs of a loop end, and whether its schedule ends with it: an epoch here has each example once, in steps of
+which the last may be smaller.
+
+In: what a loop does with batches that are left over, the length that its schedule is given. Out: a gap where the run
+would make other steps than the script, or rates that end elsewhere; a note where only the data can say it.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.lab.import_config.script import Script, code_of
+from lockstep.lab.import_config.table import RunDraft
+
+_WHYS = {
+    "dropped": "what is left over at the end of an epoch is not trained there; here it is a smaller step",
+    "left over": "gradients of what is left over at the end of an epoch go into the first step of the next one there; "
+    "here they are a smaller step",
+    "divided": "the last step of an epoch is divided by {every} there, also with fewer batches; here it is the mean of "
+    "its examples",
+}
+
+
+@dataclass(frozen=True)
+class EpochEnd:
+    """How a loop treats batches that are left over at the end of an epoch: they are dropped, their gradients go into
+    the next epoch, or they are divided as a whole step is."""
+
+    kind: Literal["dropped", "left over", "divided"]
+    where: str  # the line that says so
+    batch: int | None  # examples of a process and a forward pass; None: not known
+    every: int  # batches a step
+    processes: int
+
+    def check(self, draft: RunDraft) -> None:
+        """A gap, unless the rows are known to fill all steps. Where nothing says how many rows there are, `divided`,
+        which changes no number of steps, is a note."""
+        rows = draft.rows if self.batch is not None and not draft.keys.get("task.packing") else None
+        step = (self.batch or 1) * (1 if self.kind == "dropped" else self.every) * self.processes
+        if rows is not None and rows % step == 0:
+            return
+        why = _WHYS[self.kind].format(every=self.every)
+        if rows is not None:
+            why += f" ({rows:,} rows are {rows // step:,} steps of {step:,} and {rows % step:,} rows)"
+        elif self.kind == "divided":
+            draft.notes.append(f"{self.where}: {why}, unless the rows fill all steps")
+            return
+        by = ("epochs", "steps") if draft.task == "module" else ("data.limit", "epochs", "steps")
+        draft.lacks(self.where, f"{why}: give data of whole steps, or say how long to train", *by)
+
+
+@dataclass(frozen=True)
+class ScheduleEnd:
+    """The length that a schedule is given."""
+
+    script: Script
+    where: str
+    node: ast.expr | None  # num_training_steps
+    loader: ast.Call | None  # the DataLoader that is trained on
+
+    def check(self, draft: RunDraft, every: int) -> None:
+        """A gap where the schedule is known to end elsewhere than the run, a note where that is not known. `every`:
+        batches a step."""
+        epochs, steps = draft.keys.get("epochs"), draft.keys.get("steps")
+        passes = self.passes(self.node)
+        length = self.script.known(self.node)
+        code = code_of(self.node) if self.node is not None else "its end"
+        if passes is not None and epochs:
+            if abs(passes * every - epochs) > 1e-6:
+                why = f"the schedule is as long as {passes:g} epochs of batches, and {epochs:g} epochs of steps of "
+                why += f"{every} batch(es) are {epochs / every:g}; here it ends with the run"
+                draft.lacks(f"{self.where}: num_training_steps={code}", why, "optim.schedule")
+            return
+        if steps is None and draft.rows is not None and epochs and not draft.keys.get("task.packing"):
+            steps = max(1, round(epochs * -(-draft.rows // int(draft.keys["batch_size"]))))
+        if isinstance(length, int) and steps is not None:
+            if length != steps:
+                why = f"the schedule is {length} steps long and the run {steps}; here it ends with the run"
+                draft.lacks(f"{self.where}: num_training_steps={code}", why, "optim.schedule", "steps")
+            return
+        draft.notes.append(f"optim.schedule ends with the run: num_training_steps ({code}) is taken to be that")
+
+    def passes(self, node: ast.expr | None, depth: int = 0) -> float | None:
+        """N of `N * len(loader)`: how many times the batches of an epoch; None: it is not made of them."""
+        if node is None or depth > 20:
+            return None
+        if isinstance(node, ast.Name):
+            return self.passes(self.script.bound(node), depth + 1)
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name == "len" and len(node.args) == 1:
+                return 1.0 if self._is_loader(node.args[0]) else None
+            return self.passes(node.args[0], depth + 1) if name in _ROUNDING and len(node.args) == 1 else None
+        if not isinstance(node, ast.BinOp):
+            return None
+        for part, other in ((node.left, node.right), (node.right, node.left)):
+            count, factor = self.passes(part, depth + 1), self.script.known(other)
+            if count is None or isinstance(factor, bool) or not isinstance(factor, int | float) or not factor:
+                continue
+            if isinstance(node.op, ast.Mult):
+                return count * factor
+            if isinstance(node.op, ast.Div | ast.FloorDiv) and part is node.left:
+                return count / factor
+        return None
+
+    def _is_loader(self, node: ast.expr) -> bool:
+        value = self.script.bound(node, last=True) if isinstance(node, ast.Name) else None
+        if isinstance(value, ast.Call) and ast.unparse(value.func).endswith(".prepare"):
+            return True
+        return value is not None and self.loader is not None and value is self.loader
+
+
+_ROUNDING = ("int", "round", "math.ceil", "math.floor")

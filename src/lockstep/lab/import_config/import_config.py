@@ -1,0 +1,433 @@
+"""`lockstep init --from FILE`: another system's file becomes a commented run file.
+
+In: its path, the data where they are named, overrides. Out: a run file that loads and can be planned; what was read,
+what was not understood and what has no counterpart is said, with why. Nothing is written that would train another
+model, unless it is asked for (`--partial`). A further system is one more row of `SOURCES` (a file of keys) or of
+`SCRIPTS` (a Python file, which is parsed and never run).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError
+from lockstep.config.sections import DataSection
+from lockstep.lab.import_config import axolotl, command_line, loops, trainer, trainer_script
+from lockstep.lab.import_config.script import Script
+from lockstep.lab.import_config.table import FILL_IN, NAMES, RunDraft, decides, only_its_own, read_keys
+from lockstep.lab.init import columns, detect_layout, init, questions
+from lockstep.lab.init.columns import Look
+from lockstep.lab.init.questions import Ask, Prompter
+from lockstep.track.console import Console
+
+_INTERVALS = ("evaluate.every", "checkpoint.every")
+_COLUMNS = ("task.text", "task.prompt", "task.response", "task.messages", "task.label", "task.source", "task.target")
+_PROMPTS = ("input", "context", "system")  # columns of instructions that a prompt is made of, besides the instruction
+_PLACES = ("data.source", "data.train", "data.validation", "data.test", "model.source", "tokenizer.source")
+
+
+def move(
+    path: Path,
+    origin: Path,
+    flags: dict[str, str | None],
+    overrides: list[str],
+    force: bool,
+    ask: Ask | None,
+    partial: bool = False,
+) -> int:
+    """The whole command. `partial`: write the file also where it would train another model. Errors: `RunError`; then
+    nothing was written."""
+    init.free(path, force)
+    talk, overridden = Prompter(ask, Console(True)), init.keys_of(overrides)
+    names = {"data": "data.source", "task": "task.name", "model": "model.source"}
+    by_hand = {**{names[flag]: text for flag, text in flags.items() if text is not None}, **overridden}
+    draft = RunDraft(by_hand=by_hand, folder=origin.parent)
+    processes = overridden.get("launch.processes")
+    try:
+        source = read(origin)
+        source.move(draft, processes if isinstance(processes, int) else None)
+        _deepspeed(draft)
+    except (RecursionError, MemoryError):  # the latter of Python's own parser
+        raise RunError(
+            "LS8550",
+            f"--from: {origin} is nested too deeply to be read (thousands of elif, or of brackets): leave out what "
+            "does not train, or write the run file without --from",
+        ) from None
+    only_its_own(draft)
+    talk.console.say(f"{origin}: {source.called}")
+    for line in draft.read:
+        talk.console.say(f"read: {line}")
+    for key, value in by_hand.items():
+        draft.set(key, value, "")
+    looked = _look(draft, flags["data"] is not None, talk)
+    if looked is not None and "data.validation_fraction" not in draft.keys:
+        draft.rows = looked.sizes.get("train")
+    _fit(draft, looked, talk)
+    for check in draft.at_end:
+        check(draft)
+    if draft.keys.get("model.source") == questions.SCRATCH:
+        _from_scratch(draft, looked)
+    _settle(path, draft, looked, talk)
+    text = _text(path, origin, source.called, draft, talk)
+    for gap in draft.gaps:
+        talk.console.say(str(gap))
+    _complete(origin, draft, partial)
+    run = _written(path, text, partial, talk)
+    listed = "; what is left out is listed in it, too" if draft.gaps else ""
+    talk.console.say(f"wrote {path}: {run.task.name}{listed}")
+    empty = [key for key, value in draft.keys.items() if value == FILL_IN]
+    first = f"fill in {' and '.join(empty)}; then " if empty else ""
+    talk.console.say(f"next: {first}lockstep plan {path}; lockstep train {path}")
+    return 0
+
+
+def _deepspeed(draft: RunDraft) -> None:
+    """The settings of DeepSpeed that the file names, which go before its own. Errors: `RunError`."""
+    if isinstance(draft.deepspeed, Mapping):
+        command_line.move_deepspeed(draft.deepspeed, draft, None, completed=True)
+    elif draft.deepspeed is not None:
+        if (file := draft.file_named(str(draft.deepspeed))) is None:
+            why = "that file is not here, and may name an optimizer, too: put it there, or give strategy.name"
+            draft.unclear(f"deepspeed: {draft.deepspeed}", why, "strategy.name")
+            return
+        values = read_keys(file, file.read_text(encoding="utf-8"))
+        command_line.move_deepspeed(values, draft, None, completed=True)
+        draft.read.append(f"{file} -> strategy")
+
+
+def _complete(origin: Path, draft: RunDraft, partial: bool) -> None:
+    """Errors: `RunError` where the run file lacks what decides the training."""
+    deciding = draft.deciding()
+    if partial or not deciding:
+        return
+    keys = list(dict.fromkeys(key for gap in deciding for key in gap.by))
+    hint = f"give what stands in for it ({', '.join(f'{key}=...' for key in keys[:6])}), or " if keys else ""
+    raise RunError(
+        "LS8209",
+        "\n".join(
+            [
+                f"--from: a run file from {origin} would train something else, so none is written. Left out would be:",
+                *(f"  {gap}" for gap in deciding),
+                f"To go on, {hint}write the rest with --partial",
+            ]
+        ),
+    )
+
+
+def _written(path: Path, text: str, partial: bool, talk: Prompter) -> Run:
+    """The file, planned before. What this machine lacks is said, and no fault of the file. Errors: `RunError`."""
+    run = init.loaded(path, text)
+    try:
+        for lacking in init.plan(init.with_small_model(run) if run.model.source == FILL_IN else run):
+            talk.console.note(f"on this machine lockstep plan refuses it: {lacking}")
+    except RunError as error:
+        if not partial:
+            raise RunError(
+                error.code,
+                f"--from: what would be written cannot be planned, so nothing is: {error.message}. Give another value, "
+                "as key=value, or write it all the same with --partial",
+            ) from None
+        talk.console.note(f"lockstep plan refuses it: {error}")
+    return init.checked(path, text, planned=False)
+
+
+def _look(draft: RunDraft, by_flag: bool, talk: Prompter) -> Look | None:
+    """A look at the data, where they are here. Errors: `RunError` of data that were given on the command line."""
+    data_keys = {key.partition(".")[2]: value for key, value in draft.keys.items() if key.startswith("data.")}
+    source = data_keys.get("source")
+    if source is None and "train" not in data_keys:
+        return None
+    if not by_flag and not (source is not None and Path(str(source)).expanduser().exists()):
+        return None
+    try:
+        section = detect_layout.recognised(DataSection(**data_keys), talk)
+        looked = columns.look(section)
+    except ValueError as error:
+        raise RunError("LS8200", f"data: {error}") from None
+    for key in ("source", "train", "validation", "test", "layout", "columns", "separator", "quote"):
+        value = getattr(section, key)
+        if value is None:
+            draft.keys.pop(f"data.{key}", None)
+        elif key in section.model_fields_set or value != DataSection.model_fields[key].default:
+            draft.set(f"data.{key}", value, draft.comments.get(f"data.{key}", ""))
+    return looked
+
+
+def _fit(draft: RunDraft, looked: Look | None, talk: Prompter) -> None:
+    """The task and its columns: as the file says, or as the data are."""
+    if "task.name" not in draft.keys:
+        if looked is None:
+            draft.set("task.name", columns.tasks()[0], "(to be filled in, with its columns)")
+            talk.note("nothing says which task it is: classification is written, to be filled in")
+        else:
+            name, fit = columns.guess(looked)
+            draft.set("task.name", name, "(by the columns of the data)")
+            _columns(draft, fit, looked, talk)
+    elif looked is not None and draft.keys["task.name"] in columns.tasks():
+        there = list(looked.languages or looked.kinds)
+        if not any(k.startswith("task.") and str(v) in there for k, v in draft.keys.items()):
+            if (other := columns.fit(draft.keys["task.name"], looked)) is None:
+                raise RunError(
+                    "LS8201",
+                    f"--data: {looked.source} has no columns that fit {draft.keys['task.name']}; it has "
+                    f"{looked.described()}. Name the columns (task.text=... task.label=...), or give another --task",
+                )
+            for key in _COLUMNS:
+                draft.keys.pop(key, None)
+            _columns(draft, other, looked, talk)
+    if "." in (task := str(draft.keys["task.name"])):
+        return
+    task_keys = {"name", *plugins.find("tasks", task).Options.model_fields}  # type: ignore[attr-defined]
+    lengths = ("data.max_length", "task.block_size")  # the same, of other tasks and of language modelling
+    theirs, ours = lengths if "block_size" in task_keys else lengths[::-1]
+    if theirs in draft.keys:
+        value, origin = draft.keys.pop(theirs), draft.comments.pop(theirs, "")
+        if ours not in draft.keys:
+            draft.set(ours, value, origin)
+    for key in [k for k in draft.keys if k.startswith("task.") and k.partition(".")[2] not in task_keys]:
+        why = f"the task {task} has no such key"
+        draft.drop(draft.comments.get(key) or key, draft.keys.pop(key), why, decides(key) and key not in _COLUMNS)
+
+
+def _columns(draft: RunDraft, fit: columns.Fit, looked: Look, talk: Prompter) -> None:
+    for key, column in fit.keys.items():
+        draft.keys.setdefault(f"task.{key}", column)
+    for key, why in fit.doubts.items():
+        talk.note(f"task.{key}: {fit.keys.get(key)}; {why}")
+    more = [name for name in _PROMPTS if name in looked.kinds and name not in draft.keys.values()]
+    if "task.prompt" in draft.keys and more and draft.keys["task.prompt"] not in draft.by_hand.values():
+        why = f"a prompt is one column, and {draft.keys['task.prompt']} is read: join the two, or say task.prompt=..."
+        draft.lacks(f"column {more[0]} of {looked.source}", why, "task.prompt")
+
+
+def _from_scratch(draft: RunDraft, looked: Look | None) -> None:
+    """A small model, instead of one of that name."""
+    del draft.keys["model.source"]
+    if "model.adapter" in draft.keys:
+        draft.drop("adapter", draft.keys.pop("model.adapter"), "a model from scratch is trained as a whole")
+    length = int(draft.keys.get("task.block_size") or draft.keys.get("data.max_length") or 128)
+    rows = looked.sizes["train"] if looked is not None else 0
+    for section, values in questions.scratch(str(draft.keys["task.name"]), length, rows).items():
+        for key, value in values.items():
+            draft.keys.setdefault(f"{section}.{key}", value)
+
+
+def _settle(path: Path, draft: RunDraft, looked: Look | None, talk: Prompter) -> None:
+    """What depends on other keys: names, paths, lengths, and intervals that were shares of an epoch or of the run."""
+    if draft.task == "question_answering" and "batch_size" in draft.keys:
+        talk.note(
+            "batch_size counts questions here, each with all windows of its context, and windows there; where contexts "
+            "are longer than data.max_length, a step has more of them here, and an epoch fewer steps"
+        )
+    for note in draft.notes:
+        talk.note(note)
+    own_module = draft.keys.get("task.name") == "module"  # which has its own data and model
+    if not own_module and "data.source" not in draft.keys and "data.train" not in draft.keys:
+        draft.set("data.source", FILL_IN, "(to be filled in: the file does not say)")
+    if not own_module and not {"model.source", "model.type"} & draft.keys.keys():
+        draft.set("model.source", FILL_IN, "(to be filled in: the file does not say)")
+    for key in _PLACES:
+        if key in draft.keys:
+            draft.keys[key] = init.local(path, draft.keys[key])
+    draft.keys.setdefault("name", path.stem)
+    draft.keys["name"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(draft.keys["name"])).lstrip("._-") or "run"
+    if draft.keys.get("steps") is not None:
+        draft.keys.pop("epochs", None)
+    batch = int(draft.keys.get("batch_size", 128))
+    if int(draft.keys.get("micro_batches", 8)) > batch:
+        draft.set("micro_batches", batch, "no more than examples a step")
+    epoch = total = None
+    if looked is not None:
+        rows = looked.sizes["train"] * (0.9 if "validation" not in looked.sizes else 1)
+        epoch, total = questions.steps_of({"batch_size": batch, **draft.keys}, round(rows))
+    total = total if total is not None else draft.keys.get("steps")
+    for key in _INTERVALS:
+        _interval(draft, key, epoch, total)
+        if total is not None and isinstance(every := draft.keys.get(key), int) and every > total:
+            talk.note(f"{key} is {draft.keys[key]}, and the run has about {total} steps: it never comes due")
+    for key in ("checkpoint.best", "evaluate.patience"):
+        if draft.keys.get(key) and not draft.keys.get("evaluate.every"):
+            draft.drop(key, draft.keys.pop(key), "it needs evaluations: set evaluate.every", True, ("evaluate.every",))
+    if draft.keys.get("strategy.name") == "zero3" and draft.keys.get("task.name") == "language_modeling":
+        draft.keys.setdefault("task.temperature", 0.0)
+        draft.comments.setdefault("task.temperature", "(zero3 writes its samples greedily)")
+    if "evaluate.patience" not in draft.keys:
+        draft.keys.pop("evaluate.min_delta", None)
+    if not {"data.validation", "data.validation_fraction"} & draft.keys.keys():
+        talk.note("where the data have no validation split, a tenth of train is cut off: data.validation_fraction")
+
+
+def _interval(draft: RunDraft, key: str, epoch: int | None, total: int | None) -> None:
+    """An interval in steps; a share of an epoch, or of the run, where that many steps are known."""
+    value = draft.keys.get(key)
+    if isinstance(value, float) and value < 1:
+        share, whole = value, total
+    elif isinstance(value, str) and value.endswith(" epoch"):  # 1/4 epoch
+        share, whole = 1 / int(value.partition("/")[2].split()[0]), epoch
+    else:
+        return
+    origin = draft.comments.get(key, "")
+    if whole is None:
+        del draft.keys[key]
+        draft.drop(origin, None, f"{key} counts steps, which are known with the data: give them with --data")
+    else:
+        draft.set(key, max(1, round(whole * share)), f"{origin}, about: of {whole} steps")
+
+
+def _text(path: Path, origin: Path, called: str, draft: RunDraft, talk: Prompter) -> str:
+    """What the file says; a value that will not do here becomes a gap. Errors: `RunError`."""
+    while True:
+        filled: dict[str, Any] = {}
+        for key, value in draft.keys.items():
+            init.set_key(filled, key, value)
+        comments = {
+            key: f"+{text}" if text[:1] == "(" else f"+from {text}" for key, text in draft.comments.items() if text
+        }
+        filled = {key: _name_first(filled[key]) for key in Run.model_fields if filled.get(key) not in (None, {})}
+        text = init.write(filled, _header(origin, called, draft, talk), comments)
+        try:
+            init.loaded(path, text)
+            return text
+        except RunError as error:
+            wrong = [line for line in str(error).splitlines() if draft.comments.get(line.partition(":")[0])]
+            if not wrong:
+                message = f"--from: what would be written cannot be loaded: {error.message}"
+                raise RunError(error.code, message) from None
+            for line in wrong:
+                key, _, why = line.partition(": ")
+                name = draft.comments.pop(key) or key
+                draft.drop(name, draft.keys.pop(key), why, decides(key), (key,))
+
+
+def _name_first(value: Any) -> Any:
+    return {k: value[k] for k in sorted(value, key=lambda k: k != "name")} if isinstance(value, dict) else value
+
+
+def _header(origin: Path, called: str, draft: RunDraft, talk: Prompter) -> list[str]:
+    lines = [f"From {origin.name} ({called}), by `lockstep init --from`.", *(f"Note: {note}." for note in talk.notes)]
+    for title, understood in (("No counterpart here:", True), ("Not understood:", False)):
+        if gaps := [gap for gap in draft.gaps if gap.understood is understood]:
+            lines += ["", title, *(f"  {gap.name} ({gap.why})" for gap in gaps)]
+    return [*lines, "", "All keys: `lockstep schema`. The tables: docs/how-to/coming-from.md."]
+
+
+Move = Callable[[Mapping[str, Any], RunDraft, int | None], None]
+Mover = Callable[[RunDraft, int | None], None]
+
+
+@dataclass(frozen=True)
+class ScriptSource:
+    """A system whose files can be read."""
+
+    called: str
+    table: frozenset[str]  # its keys
+    marks: frozenset[str]  # keys that no other system has: one of them is enough
+    move: Move
+
+
+SOURCES = {
+    "accelerate": ScriptSource(
+        "accelerate config",
+        frozenset(command_line.ACCELERATE),
+        frozenset({"compute_environment", "distributed_type"}),
+        command_line.move_accelerate,
+    ),
+    "deepspeed": ScriptSource(
+        "DeepSpeed",
+        frozenset(command_line.DEEPSPEED),
+        frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}),
+        command_line.move_deepspeed,
+    ),
+    "axolotl": ScriptSource("axolotl", frozenset(axolotl.TABLE), frozenset({"base_model"}), axolotl.move),
+    "llama_factory": ScriptSource(
+        "LLaMA-Factory",
+        frozenset(axolotl.LLAMA_FACTORY),
+        frozenset({"finetuning_type", "stage", "cutoff_len", "dataset_dir"}),
+        axolotl.move_llama_factory,
+    ),
+    "trl": ScriptSource(
+        "TRL",
+        frozenset(trainer.TRL),
+        frozenset({"use_peft", "dataset_train_split", "dataset_test_split"}.union(*trainer.MARKS.values())),
+        trainer.move_trl,
+    ),
+    "trainer": ScriptSource(
+        "TrainingArguments",
+        frozenset(trainer.TABLE),
+        frozenset({"per_device_train_batch_size", "num_train_epochs", "output_dir", "learning_rate"}),
+        trainer.move,
+    ),
+}
+
+
+def _of_sagemaker(script: Script) -> tuple[str, Mover] | None:
+    """A script that makes an estimator, which the launcher reads. Errors: `RunError` where that is not installed."""
+    if not any(call.name in NAMES["estimators"] and call.origin.startswith("sagemaker.") for call in script.calls):
+        return None
+    try:
+        launcher: Any = plugins.find("launchers", "sagemaker")
+    except plugins.PluginError as error:
+        raise RunError(error.code, f"--from: {script.path}: launch.name: {error.message}") from None
+    result: tuple[str, Mover] | None = launcher.read_script(script)
+    return result
+
+
+# Readers of Python files, in the order in which they are asked; None: it is no script of theirs.
+SCRIPTS: tuple[Callable[[Script], tuple[str, Mover] | None], ...] = (_of_sagemaker, trainer_script.read, loops.read)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a file is, and what takes it over."""
+
+    called: str
+    move: Mover  # given `RunDraft`, and the processes where they were given by hand
+
+
+def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
+    """`more`: keys that a command line has besides those of the file, before which they go. Errors: `RunError`."""
+    if path.suffix in (".bin", ".pt", ".pkl"):
+        raise RunError(
+            "LS8202",
+            f"--from: {path} is a pickle, which could run code, so it is not opened. Add to the script that "
+            'wrote it: open("training_args.json", "w").write(args.to_json_string()); then --from '
+            "training_args.json",
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError("LS8203", f"--from: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if path.suffix == ".py":
+        return script(Script(path, text))
+    if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or text.startswith("#!"):
+        return Read("a command line", command_line.read(path, text, read, script))
+    keys = read_keys(path, text)
+    source = _source_of(path, keys)
+    keys |= more or {}
+    return Read(f"{source.called}, {len(keys)} key(s)", lambda draft, processes: source.move(keys, draft, processes))
+
+
+def script(of: Script) -> Read:
+    """Errors: `RunError` for a script that no reader knows."""
+    for reader in SCRIPTS:
+        if (result := reader(of)) is not None:
+            return Read(*result)
+    raise RunError(
+        "LS8207",
+        f"--from: {of.path} has no Trainer of transformers, TRL or Lightning, and no known form of training "
+        "loop; for a custom model and loss see docs/how-to/own-module.md",
+    )
+
+
+def _source_of(path: Path, keys: Mapping[str, Any]) -> ScriptSource:
+    """The system that has a key of its own among these."""
+    for source in SOURCES.values():
+        if source.marks & keys.keys():
+            return source
+    source_names = ", ".join(source.called for source in SOURCES.values())
+    raise RunError("LS8208", f"--from: {path} has no key that identifies it as a file of {source_names}")

@@ -1,0 +1,603 @@
+"""The statements of a training loop and those around it: a closed list is understood, anything else is a gap.
+
+In: a `Script` with a loop of its own. Out: `Statements`: what the loop does at each step (accumulation, epochs), and a
+gap with its line for each statement that is not on the list, so that none is lost in silence.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.lab.import_config import loading
+from lockstep.lab.import_config.quiet_code import QuietCode, names_in, root_of
+from lockstep.lab.import_config.script import DTYPES, Script, Unknown, code_of
+from lockstep.lab.import_config.table import NAMES, RunDraft
+
+_UNKNOWN = "not one of the statements that init understands in a training loop: take it out of the loop, or write the "
+_UNKNOWN += "rest with --partial and see docs/how-to/own-module.md"
+Role = tuple[str, Any]  # ("batch", "whole" | "first" | "second" | key), ("out", None), ("loss", divisor)
+
+
+@dataclass
+class ModelInputs:
+    """What the loop gives to a model of transformers by its names."""
+
+    named: tuple[ast.Call, frozenset[str]] | None = None  # a call without **batch, and its keywords
+    learned: ast.Call | None = None  # a call whose labels are its input_ids
+
+    def check(self, draft: RunDraft) -> None:
+        """Once the data were looked at: a gap for an input that is made of the texts here, and not given there."""
+        if draft.keys.get("task.packing"):  # blocks have no padding
+            return
+        if self.learned is not None:
+            why = "padding is learned there, as labels are all of input_ids; here it is not"
+            draft.lacks(f"line {self.learned.lineno}: {code_of(self.learned)}", why, "task.packing")
+        if self.named is None:
+            return
+        node, names = self.named
+        if "attention_mask" not in names:
+            why = "the model is not given attention_mask, so it attends to padding, too; here it does not"
+            draft.lacks(f"line {node.lineno}: {code_of(node)}", why)
+        if "token_type_ids" not in names:
+            loading.untyped(draft, f"line {node.lineno}: {code_of(node)}")
+
+
+@dataclass
+class Statements:
+    """A walk over the functions that train."""
+
+    script: Script
+    draft: RunDraft
+    transformers: bool  # the loss is that of a model of transformers
+    optimizers: list[ast.Call]
+    accumulated: int | None = None  # micro-batches a step, by a condition around optimizer.step()
+    epoch_loop: ast.For | None = None
+    batch_loop: ast.For | None = None
+    roles: dict[str, Role] = field(default_factory=dict)
+    events: list[tuple[str, int, int]] = field(default_factory=list)  # kind, line, depth of conditions
+    counters: dict[str, int] = field(default_factory=dict)  # index of a batch -> its first value
+    loaders: set[str] = field(default_factory=set)  # code of what the loop goes over
+    path: set[str] = field(default_factory=set)  # names that the loss is made of
+    modes: list[tuple[bool, ast.Call]] = field(default_factory=list)  # whether it is training, by which call
+    before_batches: int = 0  # modes that were set before the loop over the batches
+    inputs: ModelInputs = field(default_factory=ModelInputs)
+    contexts: list[ast.expr] = field(default_factory=list)  # those around what the loop does to a batch
+    walked: bool = False  # whether the loop over the batches was gone through
+    divisor: Any = None  # of the loss
+    guard: tuple[str, bool] | None = None  # the condition of a step, and whether the last batch of an epoch meets it
+
+    def __post_init__(self) -> None:
+        self.parents = {id(child): node for node in ast.walk(self.script.tree) for child in ast.iter_child_nodes(node)}
+        self.quiet = QuietCode(self.script, self._gap, self._is_read)
+        self.drivers: dict[int, Any] = {}
+        self.reported: set[int] = set()
+
+    def _gap(self, node: ast.AST, why: str = _UNKNOWN, *by: str) -> None:
+        if id(node) not in self.reported:
+            self.reported.add(id(node))
+            self.draft.unclear(f"line {getattr(node, 'lineno', 0)}: {code_of(node)}", why, *by)
+
+    # -- which code trains ---------------------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        backward = [c for c in self.script.calls if c.name == "backward"]
+        if len(backward) != 1:
+            for call in backward[1:]:
+                self._gap(call.node, "a second place where gradients are computed")
+            if not backward:
+                return
+        self._drivers(backward[0].node)
+        loops = [n for n in self._around(backward[0].node) if isinstance(n, ast.For | ast.While)]
+        if not loops or not isinstance(loops[0], ast.For) or not self._is_loader(loops[0].iter):
+            node = loops[0] if loops else backward[0].node
+            first = node.iter if isinstance(node, ast.For) else node.test if isinstance(node, ast.While) else node
+            self._gap(first, "the loop around backward() is not one over the batches of a DataLoader")
+            return
+        self.batch_loop = loops[0]
+        self._path(backward[0].node)
+        top = [self.script.tree] if not self.drivers or None in self.drivers.values() else []
+        for scope in (*top, *(f for f in self.drivers.values() if f is not None)):
+            self._around_loop(scope.body)
+        if not top:
+            self._around_loop(self.script.tree.body)
+        if self.walked:
+            self._check_events()
+        self.draft.at_end.append(self.inputs.check)
+
+    def _drivers(self, backward: ast.AST) -> None:
+        """The function that holds the loop, and those that call it."""
+        waiting = [self.script.scopes.get(id(backward))]
+        while waiting:
+            scope = waiting.pop()
+            if id(scope) in self.drivers:
+                continue
+            self.drivers[id(scope)] = scope
+            name = getattr(scope, "name", None)
+            calls = [c for c in self.script.calls if isinstance(c.node.func, ast.Name) and c.node.func.id == name]
+            for call in calls[1:]:
+                self._gap(call.node, "a second call of the function that trains")
+            waiting += [self.script.scopes.get(id(call.node)) for call in calls]
+
+    def _around(self, node: ast.AST) -> list[ast.AST]:
+        enclosing = []
+        above = self.parents.get(id(node))
+        while above is not None and not isinstance(above, ast.FunctionDef | ast.Lambda | ast.ClassDef):
+            enclosing.append(above)
+            above = self.parents.get(id(above))
+        return enclosing
+
+    def _trains(self, node: ast.AST) -> bool:
+        """Whether the loop is in this statement, or a call of the function that it is in."""
+        names = {getattr(f, "name", "") for f in self.drivers.values()}
+        return any(
+            each is self.batch_loop
+            or (isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id in names)
+            for each in ast.walk(node)
+        )
+
+    def _is_loader(self, node: ast.expr) -> bool:
+        """A DataLoader, through enumerate and tqdm."""
+        if isinstance(node, ast.Call):
+            name = self.script.origin_of(node.func)
+            if name == "enumerate" or name.rpartition(".")[2] in ("tqdm", "track"):
+                return bool(node.args) and self._is_loader(node.args[0])
+            return name.rpartition(".")[2] == "DataLoader"
+        if not isinstance(node, ast.Name):
+            return False
+        value = self.script.bound(node, last=True)
+        if value is None:  # such as an argument of a function
+            return True
+        if isinstance(value, ast.Call) and value.args and self.script.origin_of(value.func).endswith(".prepare"):
+            return True
+        return self._is_loader(value)
+
+    def _path(self, backward: ast.Call) -> None:
+        """The names that what goes backward is made of."""
+        self.path = names_in(backward)
+        while True:
+            before = len(self.path)
+            for node in ast.walk(self.batch_loop):  # type: ignore[arg-type]
+                value = getattr(node, "value", None)
+                targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+                if not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) or value is None:
+                    continue
+                if any(names_in(each) & self.path for each in targets if each is not None):
+                    self.path |= names_in(value)
+            if len(self.path) == before:
+                return
+
+    def _is_read(self, call: ast.Call) -> bool:
+        """Calls that loops.py reads, or that start the training."""
+        origin = self.script.origin_of(call.func)
+        name = origin.rpartition(".")[2]
+        if isinstance(call.func, ast.Name) and call.func.id in {getattr(f, "name", "") for f in self.drivers.values()}:
+            return True
+        return name in NAMES["loop_calls"] or name in NAMES["optimizers"] or call in self.optimizers
+
+    # -- around the loop -----------------------------------------------------------------------------------------------
+
+    def _around_loop(self, body: list[Any]) -> None:
+        for node in body:
+            if isinstance(node, ast.For) and node is self.batch_loop:
+                self._batches(node)
+            elif isinstance(node, ast.If) and self._taken(node) is not Unknown:
+                self._around_loop(node.body if self._taken(node) else node.orelse)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            elif not self._trains(node):
+                self._mode(node)
+                self.quiet.statement(node, self._constant() if self.epoch_loop is not None else frozenset())
+            elif isinstance(node, ast.For):
+                self._epochs(node)
+            elif isinstance(node, ast.With):
+                for item in node.items:
+                    self._context(item)
+                self._around_loop(node.body)
+            elif isinstance(node, ast.Try) and not node.handlers:
+                self._around_loop([*node.body, *node.finalbody])
+            elif isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.Return):
+                self.quiet.statement(node, frozenset({getattr(f, "name", "") for f in self.drivers.values()}))
+            else:
+                test = getattr(node, "test", node)
+                self._gap(test, "whether and how long it trains is decided here", "steps", "epochs")
+
+    def _constant(self) -> frozenset[str]:
+        """Names that the loss is made of and that the loop over the batches does not assign: the model, the loss."""
+        loop: Any = self.batch_loop
+        assigned = {n.id for n in ast.walk(loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        return frozenset(self.path - assigned)
+
+    def _taken(self, node: ast.If) -> Any:
+        return self.script.known(node.test, Unknown)
+
+    def _epochs(self, node: ast.For) -> None:
+        call = node.iter
+        while isinstance(call, ast.Call) and self.script.origin_of(call.func).rpartition(".")[2] in ("tqdm", "track"):
+            call = call.args[0] if call.args else call.func
+        is_range = isinstance(call, ast.Call) and self.script.origin_of(call.func).rpartition(".")[2] in (
+            "range",
+            "trange",
+        )
+        if not is_range or self.epoch_loop is not None or node.orelse:
+            self._gap(node.iter, "a loop around the epochs, or one that is not over range()", "epochs")
+        self.epoch_loop, start = node, len(self.modes)
+        self._around_loop(node.body)
+        self._trained_in_mode(start, self.before_batches)
+
+    def _mode(self, node: ast.AST, callers: tuple[str, ...] = ()) -> None:
+        """`model.train()` and `model.eval()`, also in the script's functions that are called, in their order."""
+        calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+        for call in sorted(calls, key=lambda each: (each.lineno, each.col_offset)):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else None
+            called = call.func.id if isinstance(call.func, ast.Name) else ""
+            if name in ("train", "eval") and isinstance(call.func, ast.Attribute) and self._is_other(call.func.value):
+                continue
+            if name in ("train", "eval"):
+                on = name == "train" and (not call.args or self.script.known(call.args[0]) is True)
+                self.modes.append((on, call))
+            elif called in self.script.functions and called not in callers:
+                for line in getattr(self.script.functions[called], "body", []) or []:
+                    self._mode(line, (*callers, called))
+
+    def _is_other(self, node: ast.expr) -> bool:
+        """Whether a module is another than the one that is trained, such as a teacher."""
+        if not isinstance(node, ast.Name) or node.id in self._models():
+            return False
+        value = self.script.bound(node, last=True)
+        return isinstance(value, ast.Call) and not names_in(value) & self._models()
+
+    def _trained_in_mode(self, start: int, stop: int) -> None:
+        """A loop, of whose modes those up to `stop` come before its batches: it begins again in its last one."""
+        before = self.modes[start:stop]
+        if self.modes[start:] and not before and not self.modes[-1][0]:
+            self._gap(self.modes[-1][1], "the next batches are trained in evaluation mode: no model.train() follows")
+
+    def _context(self, item: ast.withitem) -> None:
+        call = item.context_expr
+        if isinstance(call, ast.Name):  # ctx = autocast(...)
+            call = self.script.bound(call) or call
+        self.contexts.append(call)
+        name = self.script.origin_of(call.func if isinstance(call, ast.Call) else call).rpartition(".")[2]
+        if name not in NAMES["loop_contexts"]:
+            self._gap(call)
+        if name == "set_grad_enabled" and isinstance(call, ast.Call) and self.script.known(call.args[0]) is not True:
+            self._gap(call)
+
+    # -- the batches ---------------------------------------------------------------------------------------------------
+
+    def _batches(self, node: ast.For) -> None:
+        self.before_batches = len(self.modes)
+        if self.modes and not self.modes[-1][0]:
+            why = "the model trains in evaluation mode, without dropout; here it is in training mode"
+            self._gap(self.modes[-1][1], why)
+        if self.transformers and not self.modes and not any(c.name == "train" for c in self.script.calls):
+            self.draft.notes.append(
+                "the script never calls model.train(), and from_pretrained gives a model without dropout; here a model "
+                "is trained with the dropout of its config (model.config sets it)"
+            )
+        target, source = node.target, node.iter
+        self.loaders = self._loaders(source)
+        while isinstance(source, ast.Call) and source.args:
+            if self.script.origin_of(source.func) == "enumerate" and isinstance(target, ast.Tuple):
+                start = source.args[1] if len(source.args) > 1 else None
+                start = next((w.value for w in source.keywords if w.arg == "start"), start)
+                first = self.script.known(start, 0) if start is not None else 0
+                self.counters[ast.unparse(target.elts[0])] = first if isinstance(first, int) else -1
+                target = target.elts[1]
+            source = source.args[0] if not self.script.origin_of(source.func).endswith("DataLoader") else source.func
+        self.walked = True
+        self._unpack(target, ("batch", "whole"), node.target)
+        if node.orelse:
+            self._gap(node.orelse[0])
+        self._body(node.body, 0)
+        modes = self.modes[self.before_batches :]
+        self._trained_in_mode(self.before_batches, self.before_batches + bool(modes and modes[0][0]))
+
+    def _loaders(self, node: ast.expr | None) -> set[str]:
+        """The code of a loop's source, without enumerate and tqdm."""
+        if isinstance(node, ast.Call) and node.args and not self.script.origin_of(node.func).endswith("DataLoader"):
+            return self._loaders(node.args[0])
+        value = self.script.bound(node, last=True) if isinstance(node, ast.Name) else None
+        own = {ast.unparse(node)} if node is not None else set()
+        wrapped = isinstance(value, ast.Call) and value.args and self._is_loader(value.args[0])
+        return own | (self._loaders(value) if wrapped else set())
+
+    def _unpack(self, target: ast.expr, role: Role, where: ast.AST) -> None:
+        """Names that hold a batch or a part of it."""
+        if isinstance(target, ast.Name):
+            self.roles[target.id] = role
+        elif isinstance(target, ast.Tuple | ast.List) and role == ("batch", "whole"):
+            parts = ("first", "second") if len(target.elts) == 2 else range(len(target.elts))
+            for part, each in zip(parts, target.elts, strict=True):
+                self._unpack(each, ("batch", part), where)
+        else:
+            self._gap(where)
+
+    def _body(self, body: list[Any], depth: int) -> None:
+        for node in body:
+            if isinstance(node, ast.If) and self._taken(node) is not Unknown:
+                self._body(node.body if self._taken(node) else node.orelse, depth)
+            elif isinstance(node, ast.If) and any(self._event(c) for c in ast.walk(node) if isinstance(c, ast.Call)):
+                self._guard(node, depth)
+            elif isinstance(node, ast.With):
+                for item in node.items:
+                    self._context(item)
+                self._body(node.body, depth)
+            elif (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and self._event(node.value)) or (
+                isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and self._event(node.value) == "clip"
+            ):
+                self._update(node.value, depth)
+            elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+                self._assigned(node)
+            else:
+                self._mode(node)
+                self.quiet.statement(node, frozenset(self.path))
+
+    def _event(self, call: ast.Call) -> str | None:
+        """What a call does to the step."""
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
+        kinds = {"backward": "backward", "zero_grad": "zero", "unscale_": "unscale", "clip_grad_norm_": "clip"}
+        kinds |= {"clip_grad_norm": "clip", "clip_grad_value_": "clip", "update": "update"}
+        if name == "update" and "scaler" not in ast.unparse(call.func):
+            return None
+        if name == "step" and isinstance(call.func, ast.Attribute):
+            return "scheduler" if "sched" in ast.unparse(call.func.value).lower() else "step"
+        return kinds.get(name)
+
+    def _update(self, call: ast.Call, depth: int) -> None:
+        kind = self._event(call)
+        if kind == "backward":
+            self._backward(call)
+        if kind == "step" and not self._is_optimizer(call):
+            self._gap(call)
+        self.events.append((str(kind), call.lineno, depth))
+
+    def _is_optimizer(self, call: ast.Call) -> bool:
+        """`optimizer.step()` and `scaler.step(optimizer)`; a closure is not understood."""
+        receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+        if not call.args and not call.keywords:
+            return True
+        return "scaler" in ast.unparse(receiver) and len(call.args) == 1 and not call.keywords
+
+    def _backward(self, call: ast.Call) -> None:
+        node: ast.expr = call.args[0] if call.args else call.func.value  # type: ignore[attr-defined]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "scale":
+            node = node.args[0] if node.args else node
+        role = self._role(node)
+        if call.keywords or role is None or role[0] != "loss":
+            self._gap(call, "what goes backward is not the loss alone" if not call.keywords else _UNKNOWN, "task.loss")
+        else:
+            self.divisor = role[1]
+
+    def _guard(self, node: ast.If, depth: int) -> None:
+        """`if (i + 1) % 4 == 0:` around the step, and Accelerate's own."""
+        text = ast.unparse(node.test)
+        if node.orelse:
+            self._gap(node.orelse[0])
+        if text.endswith(".sync_gradients"):
+            self._body(node.body, depth)
+            return
+        every = self._every(node.test)
+        if every is None or self.accumulated not in (None, every):
+            self._gap(node.test, "how many batches make a step is not known", "micro_batches")
+        else:
+            self.accumulated = every
+            self.guard = f"line {node.lineno}: if {code_of(node.test)}", isinstance(node.test, ast.BoolOp)
+            self.draft.read.append(f"line {node.lineno}: if {code_of(node.test)} -> micro_batches")
+        self._body(node.body, depth + 1)
+
+    def _every(self, test: ast.expr) -> int | None:
+        """N of `(i + 1) % N == 0`, or of that `or i + 1 == len(loader)`; a counter begins such that a step is whole."""
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) and len(test.values) == 2:
+            return self._every(test.values[0]) if self._is_last(test.values[1]) else None
+        if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq) or len(test.ops) != 1:
+            return None
+        if self.script.known(test.comparators[0]) != 0 or not isinstance(test.left, ast.BinOp):
+            return None
+        if not isinstance(test.left.op, ast.Mod) or not isinstance(every := self.script.known(test.left.right), int):
+            return None
+        count, added = test.left.left, 0
+        if isinstance(count, ast.BinOp) and isinstance(count.op, ast.Add):
+            count, more = (count.left, count.right) if isinstance(count.left, ast.Name) else (count.right, count.left)
+            added = self.script.known(more, -1)
+        first = self.counters.get(ast.unparse(count))
+        return every if every > 0 and first is not None and first + added == 1 else None
+
+    def _is_last(self, test: ast.expr) -> bool:
+        """`i + 1 == len(loader)`: the last batch of an epoch."""
+        if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
+            return False
+        sides = dict(self._shifted(each) for each in (test.left, test.comparators[0]))
+        count = next((name for name in sides if name in self.counters), None)
+        length = next((name for name in sides if name.startswith("len(")), None)
+        if count is None or length is None:
+            return False
+        loader: Any = ast.parse(length, mode="eval").body
+        return sides[length] - sides[count] == self.counters[count] - 1 and ast.unparse(loader.args[0]) in self.loaders
+
+    def _shifted(self, node: ast.expr) -> tuple[str, int]:
+        """An expression without a number that is added or taken away, and that number."""
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+            for part, other in ((node.left, node.right), (node.right, node.left)):
+                value = self.script.known(other)
+                if isinstance(value, int) and (part is node.left or isinstance(node.op, ast.Add)):
+                    return ast.unparse(part), value if isinstance(node.op, ast.Add) else -value
+        return ast.unparse(node), 0
+
+    # -- the loss ------------------------------------------------------------------------------------------------------
+
+    def _assigned(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> None:
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        if isinstance(node, ast.AugAssign):
+            name = ast.unparse(target)
+            if self.roles.get(name) == ("loss", None) and isinstance(node.op, ast.Div):
+                self.roles[name] = ("loss", self.script.known(node.value, Unknown))
+                return
+            self.quiet.statement(node, frozenset(self.path))
+            return
+        role = self._role(node.value) if node.value is not None else None
+        if role is not None and (isinstance(node, ast.AnnAssign) or len(node.targets) == 1):
+            self._unpack(target, role, node)
+            return
+        self.quiet.statement(node, frozenset(self.path))
+        for name in names_in(target):
+            self.roles.pop(name, None)
+
+    def _role(self, node: ast.expr) -> Role | None:
+        """What an expression holds; None: it is not on the list."""
+        if isinstance(node, ast.Name):
+            return self.roles.get(node.id)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and self._role(node.left) == ("loss", None):
+            return "loss", self.script.known(node.right, Unknown)
+        if isinstance(node, ast.Tuple | ast.List):
+            roles = [self._role(each) for each in node.elts]
+            whole = roles == [("batch", "first"), ("batch", "second")] or (
+                len(roles) != 2 and roles == [("batch", k) for k in range(len(roles))]
+            )
+            return ("batch", "whole") if whole and roles else None
+        if isinstance(node, ast.Dict):
+            keys = [self.script.known(each) if each is not None else None for each in node.keys]
+            same = all(self._role(v) == ("batch", k) for k, v in zip(keys, node.values, strict=True))
+            return ("batch", "whole") if same and keys else None
+        if isinstance(node, ast.DictComp | ast.ListComp | ast.GeneratorExp):
+            return self._comprehension(node)
+        if isinstance(node, ast.Subscript | ast.Attribute):
+            return self._part(node)
+        return self._called(node) if isinstance(node, ast.Call) else None
+
+    def _comprehension(self, node: ast.DictComp | ast.ListComp | ast.GeneratorExp) -> Role | None:
+        """`{k: v.to(device) for k, v in batch.items()}`, `[t.to(device) for t in batch]`."""
+        part, source = node.generators[0], node.generators[0].iter
+        if isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and source.func.attr == "items":
+            source = source.func.value
+        if len(node.generators) != 1 or part.ifs or self._role(source) != ("batch", "whole"):
+            return None
+        if isinstance(node, ast.DictComp):
+            value, names = node.value, part.target.elts if isinstance(part.target, ast.Tuple) else []
+            if len(names) != 2 or ast.unparse(names[0]) != ast.unparse(node.key):
+                return None
+            name = ast.unparse(names[1])
+        else:
+            value, name = node.elt, ast.unparse(part.target)
+        inner = self._before_move(value)
+        return ("batch", "whole") if isinstance(inner, ast.Name) and inner.id == name else None
+
+    def _part(self, node: ast.Subscript | ast.Attribute) -> Role | None:
+        role = self._role(node.value)
+        key = node.attr if isinstance(node, ast.Attribute) else self.script.known(node.slice)
+        if role == ("batch", "whole") and isinstance(key, str):
+            return "batch", key
+        if role == ("batch", "whole") and key in (0, 1):
+            return "batch", ("first", "second")[key]
+        if role == ("out", None) and self.transformers and key in ("loss", 0):
+            return "loss", None
+        return None
+
+    def _before_move(self, node: ast.expr) -> ast.expr:
+        """What is moved to a device: `x` of `x.to(device, non_blocking=True)`."""
+        while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self._moves(node):
+            node = node.func.value
+        return node
+
+    def _moves(self, call: ast.Call) -> bool:
+        if not isinstance(call.func, ast.Attribute) or call.func.attr not in ("to", "cuda"):
+            return False
+        words = [word.value for word in call.keywords if word.arg not in ("non_blocking", "device")]
+        for each in call.args:
+            last = self.script.origin_of(each).rpartition(".")[2] if isinstance(each, ast.Attribute) else ""
+            value = self.script.known(each)
+            if last in (*DTYPES, "float64", "double", "int", "long") or (value in DTYPES.values()):
+                return False
+            text = ast.unparse(each).lower()
+            if not any(part in text for part in ("device", "rank", "gpu", "cuda", "cpu", "mps")) and value is None:
+                return False
+        return not words
+
+    def _called(self, node: ast.Call) -> Role | None:
+        if self._moves(node):
+            return self._role(node.func.value)  # type: ignore[attr-defined]
+        name = self.script.origin_of(node.func).rpartition(".")[2]
+        if name in ("tuple", "list") and len(node.args) == 1 and self._role(node.args[0]) == ("batch", "whole"):
+            return "batch", "whole"
+        roles = [self._role(each) for each in node.args if not isinstance(each, ast.Starred)]
+        if len(roles) != len(node.args):
+            return None
+        if roles[:1] == [("out", None)] and not self.transformers:
+            keyed = len(roles) == 2 and roles[1] in (("batch", "second"), ("batch", "whole"))
+            return ("loss", None) if keyed and not node.keywords else None
+        return self._output(node, roles)
+
+    def _output(self, node: ast.Call, roles: list[Role | None]) -> Role | None:
+        """The model's output. What is called must be the name whose weights the optimizer has."""
+        if not isinstance(node.func, ast.Name) or node.func.id not in self._models():
+            return None
+        if not self.transformers:
+            usual = roles in ([("batch", "first")], [("batch", "whole")]) and not node.keywords
+            return ("out", None) if usual else None
+        if roles or not node.keywords:
+            return None
+        for word in node.keywords:
+            role = self._role(word.value)
+            names = [word.arg] if word.arg != "labels" else ["labels", "label"]
+            if word.arg == "labels" and role == ("batch", "input_ids"):
+                self.inputs.learned = node
+            elif role is None or (role != ("batch", "whole") if word.arg is None else role[1] not in names):
+                return None
+        if not any(word.arg is None for word in node.keywords):
+            self.inputs.named = node, frozenset(str(word.arg) for word in node.keywords)
+        return "out", None
+
+    def _models(self) -> set[str]:
+        names = {"model", "net"}
+        for call in self.optimizers:
+            node = call.args[0] if call.args else next((w.value for w in call.keywords if w.arg == "params"), None)
+            names |= {root_of(node.func)} if isinstance(node, ast.Call) else set()
+        return names
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def _check_events(self) -> None:
+        kinds = [kind for kind, _, _ in self.events]
+        loop: Any = self.batch_loop
+        accelerate = any(c.name == "accumulate" for c in self.script.calls)
+        for kind in ("backward", "step", "scheduler", "zero", "clip"):
+            if kinds.count(kind) > 1:
+                line = [line for each, line, _ in self.events if each == kind][1]
+                self.draft.unclear(f"line {line}: a second {kind} in the loop", _UNKNOWN)
+        if "step" not in kinds or "backward" not in kinds:
+            self._gap(loop.iter, "no optimizer.step() after backward() is seen in this loop", "micro_batches")
+            return
+        depth = {kind: level for kind, _, level in self.events}
+        if "zero" not in kinds:
+            self._gap(loop.iter, "no zero_grad() is in this loop: gradients of all steps add up")
+            return
+        back, step, zero = (kinds.index(kind) for kind in ("backward", "step", "zero"))
+        line = self.events[step][1]
+        if not (back < step and not back < zero < step):
+            self.draft.unclear(f"line {line}: step()", "gradients are not those of this batch: the order of calls")
+        if "clip" in kinds and not back < kinds.index("clip") < step:
+            self.draft.unclear(
+                f"line {line}: step()", "gradients are clipped elsewhere than before it", "optim.max_grad_norm"
+            )
+        scaled = any("scaler" in ast.unparse(c.node) for c in self.script.calls if c.name == "scale")
+        if "clip" in kinds and scaled and "unscale" not in kinds:
+            self.draft.unclear(f"line {line}: step()", "gradients are clipped before they are unscaled")
+        if depth["zero"] != depth["step"] and not accelerate:
+            self.draft.unclear(
+                f"line {self.events[zero][1]}: zero_grad()", "gradients are cleared at another time than a step is made"
+            )
+        if "scheduler" in kinds and depth["scheduler"] != depth["step"]:
+            self.draft.unclear(f"line {line}: step()", "the schedule goes on at another time", "optim.schedule")
+        self._check_divisor(line)
+
+    def _check_divisor(self, line: int) -> None:
+        every = self.accumulated or 1
+        if self.divisor is None and every > 1:
+            why = f"the loss is not divided by {every}, so that gradients of {every} batches are added, not averaged"
+            self.draft.unclear(f"line {line}: step()", why, "optim.learning_rate")
+        elif self.divisor is not None and self.divisor != every:
+            name = self.divisor if self.divisor is not Unknown else "what is not known"
+            why = f"the loss is divided by {name}, and {every} batch(es) make a step"
+            self.draft.unclear(f"line {line}: step()", why, "optim.learning_rate")

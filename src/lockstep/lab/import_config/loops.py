@@ -1,0 +1,582 @@
+"""A script with a training loop of its own: plain PyTorch, DDP, Accelerate, Lightning.
+
+In: a `Script`. Out: what moves it: the loop's settings, and the task: the model's own loss where it is one of
+transformers', else `module` with the script's functions named (`task.model`, `task.data`, `task.loss` and their
+arguments). A function without a name of its own is a gap, and FILL-IN stands for it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.lab.import_config import loading, loop_module, trainer_script
+from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd
+from lockstep.lab.import_config.loading import Reading
+from lockstep.lab.import_config.loop_statements import Statements
+from lockstep.lab.import_config.script import Arguments, Call, Script, code_of
+from lockstep.lab.import_config.table import (
+    ADAFACTOR,
+    NAMES,
+    RunDraft,
+    batches,
+    decays_all,
+    number,
+    schedule_ends,
+    trackers,
+)
+
+
+def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] | None:
+    """None: it has no loop."""
+    if any("LightningModule" in ast.unparse(base) for kind in script.classes.values() for base in kind.bases):
+        name = "a script of Lightning"
+    elif any(c.origin.endswith("accelerate.Accelerator") or c.name == "Accelerator" for c in script.calls):
+        name = "a loop of Accelerate"
+    elif any(c.name == "backward" for c in script.calls):
+        name = "a training loop"
+    else:
+        return None
+    return name, lambda draft, processes: _move(script, draft, processes)
+
+
+def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
+    at = Loop(script, draft, processes=processes)
+    for call in script.calls:
+        at.call(call)
+    statements = None
+    lightning = any("LightningModule" in ast.unparse(b) for kind in script.classes.values() for b in kind.bases)
+    if not lightning:
+        nodes = [call.node for call in at.optimizers]
+        statements = Statements(script, draft, at.is_transformers(), nodes)
+        statements.read()
+        at.contexts(statements)
+    at.constants(statements)
+    at.settle()
+    at.ends(statements)
+    if draft.by_hand.get("task.name", "module" if not at.is_transformers() else "") != "module":
+        at.library_task()
+    else:
+        loop_module.name_functions(script, draft, at.optimizers, at.loader)
+
+
+@dataclass
+class Loop(Reading):
+    """What a loop's calls say."""
+
+    processes: int | None = None
+    batch: int | None = None  # examples of a process and a forward pass
+    accumulated: int = 1
+    optimizers: list[Call] = field(default_factory=list)
+    loader: Call | None = None
+    scheduled: bool = False
+    schedule_end: tuple[str, ast.expr | None] | None = None  # where a schedule is made, its num_training_steps
+    dropped: str = ""  # the line that leaves out the last, smaller batch
+    every_at: str = ""  # the line that says how many batches make a step, where a library divides by them
+
+    def call(self, call: Call) -> None:
+        name = call.name
+        root = call.origin.partition(".")[0]
+        if name in NAMES["optimizers"] and root in (
+            "torch",
+            "transformers",
+            "bitsandbytes",
+            "bnb",
+            "optim",
+            "lion_pytorch",
+        ):
+            self._optimizer(call)
+        elif (
+            call.origin.startswith(("torch.optim.", "optim.")) and name[:1].isupper() and "lr_sched" not in call.origin
+        ):
+            self.optimizers.append(call)
+            self.draft.lacks(str(call), "`lockstep list` names the optimizers", "optim.name")
+        elif name == "DataLoader":
+            self._loader(call)
+        elif name in ("clip_grad_norm_", "clip_grad_norm") and len(call.node.args) + len(call.node.keywords) > 1:
+            self._clipping(call)
+        elif name in ("clip_grad_value_", "clip_grads_with_norm_", "clip_gradients"):
+            self.draft.lacks(
+                str(call), "optim.max_grad_norm is the largest norm of all gradients", "optim.max_grad_norm"
+            )
+        elif (call.origin == "torch.manual_seed" or name in ("set_seed", "seed_everything")) and call.node.args:
+            self._known(call, "seed", ("seed",), "seed")
+        elif name in ("autocast", "Accelerator", "GradScaler"):
+            self._precision(call)
+        elif name == "Trainer" and root in trainer_script.LOOPS:
+            self._lightning(call)
+        elif name in ("EarlyStopping", "ModelCheckpoint"):
+            self._lightning_callback(call)
+        elif name in ("DistributedDataParallel", "DDP"):
+            self._set(call, "strategy.name", "ddp")
+        elif name in ("FullyShardedDataParallel", "FSDP", "fully_shard"):
+            self._set(call, "strategy.name", "fsdp2")
+        elif name == "get_scheduler" or ("schedule" in name and name.startswith("get_")):
+            self._schedule(call)
+        elif ("lr_scheduler" in call.origin and name[:1].isupper()) or name == "LambdaLR":
+            self.scheduled = True
+            why = "optim.schedule is the rate as a function of the step"
+            self.draft.lacks(str(call), why, "optim.schedule")
+        elif call.origin == "torch.compile":
+            self._set(call, "model.compile", True)
+
+    def _set(self, call: Call, key: str, value: Any) -> None:
+        self.draft.set(key, value, f"{call.name}, line {call.line}")
+        self.read(call, key)
+
+    def _known(self, call: Call, key: str, names: tuple[str, ...], name: str) -> None:
+        arguments = self.script.arguments(call, names)
+        if name in arguments.known:
+            self._set(call, key, arguments.known[name])
+        else:
+            self.draft.unclear(f"{call}", loading.RUNS, key, decides=key != "seed")
+
+    def _unknown(self, call: Call, arguments: Arguments, keys: Mapping[str, str]) -> None:
+        for name, key in keys.items():
+            if name in arguments.unknown:
+                code = f"line {call.line}: {call.name}({name}={arguments.unknown[name]})"
+                self.draft.unclear(code, loading.RUNS, key)
+        for code in arguments.more:
+            self.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is not known")
+
+    def _clipping(self, call: Call) -> None:
+        arguments = self.script.arguments(call, ("parameters", "max_norm", "norm_type"))
+        if not _all_weights(arguments.nodes.get("parameters")):
+            why = "optim.max_grad_norm is the largest norm of all gradients together"
+            self.draft.lacks(str(call), why, "optim.max_grad_norm")
+        elif "norm_type" in arguments.nodes and arguments.known.get("norm_type") != 2:
+            why = "optim.max_grad_norm is a Euclidean norm"
+            self.draft.lacks(f"line {call.line}: norm_type", why, "optim.max_grad_norm")
+        else:
+            self._known(call, "optim.max_grad_norm", ("parameters", "max_norm", "norm_type"), "max_norm")
+
+    def _optimizer(self, call: Call) -> None:
+        self.optimizers.append(call)
+        arguments = self.script.arguments(call, _POSITIONS.get(call.name, ("params", "lr")))
+        if len(self.optimizers) > 1:
+            self.draft.unclear(str(call), "a second optimizer", "optim.name")
+            return
+        node = arguments.nodes.get("params")
+        if node is not None and not _all_weights(node):
+            self.draft.unclear(
+                f"line {call.line}: {code_of(node)}", "weights with rates of their own: optim.groups", "optim.groups"
+            )
+        rate, decay = NAMES["optimizer_defaults"][call.name]
+        if call.origin.startswith("transformers."):  # of older releases
+            decay = 0.0
+            if call.name == "Adafactor":
+                self.draft.lacks(f"line {call.line}: the rate of adafactor", ADAFACTOR, "optim.learning_rate")
+        decay = arguments.known.get("weight_decay", decay)
+        if call.name in ("Adam", "Adam8bit") and decay:
+            why = "Adam adds the decay to the gradient; AdamW, which is here, does not"
+            self.draft.lacks(str(call), why, "optim.name")
+        self.draft.set("optim.name", NAMES["optimizers"][call.name], f"line {call.line}")
+        self.draft.set("optim.learning_rate", arguments.known.get("lr", rate), f"lr, line {call.line}")
+        self.draft.set("optim.weight_decay", decay, f"line {call.line}")
+        decays_all(self.draft, number(decay))
+        keys = {name: f"optim.{name}" for name in ("betas", "eps", "momentum")}
+        defaults: dict[str, Any] = {"momentum": 0.0} if call.name == "SGD" else {}
+        if call.name == "Muon":
+            defaults = {"adjust_lr_fn": "original"}
+            keys = {name: f"optim.{name}" for name in ("momentum", "nesterov", "ns_steps")}
+            keys |= {"adjust_lr_fn": "optim.lr_adjust"}
+        for name, value in (defaults | arguments.known).items():
+            if name in keys and value is not None:
+                self.draft.set(keys[name], value, f"{name}, line {call.line}")
+            elif value and name not in (*keys, *NAMES["optimizer_quiet"]):
+                why = f"{NAMES['optimizers'][call.name]} has no such key"
+                self.draft.lacks(f"line {call.line}: {call.name}({name}={value})", why, "optim.name")
+        by = keys | {"lr": "optim.learning_rate", "weight_decay": "optim.weight_decay"}
+        quiet = {"params", *NAMES["optimizer_quiet"]} - by.keys()
+        others = dict.fromkeys(arguments.unknown.keys() - by.keys() - quiet, "optim.name")
+        self._unknown(call, arguments, others | by)
+        self.read(call, "optim")
+
+    def _loader(self, call: Call) -> None:
+        arguments = self.script.arguments(call, ("dataset", "batch_size", "shuffle", "sampler"))
+        about = ast.unparse(call.node).lower()
+        trains = arguments.known.get("shuffle") or "train" in about or "sampler" in arguments.nodes
+        if self.loader is not None and (not trains or self.batch is not None):
+            return
+        if not trains and any(c.name == "DataLoader" and c is not call for c in self.script.calls):
+            return
+        self.loader = call
+        size = arguments.known.get("batch_size", None if "batch_size" in arguments.unknown else 1)
+        self.batch = size if isinstance(size, int) and not arguments.more else None
+        self._unknown(call, arguments, {"batch_size": "batch_size"})
+        for name, node in arguments.nodes.items():
+            if name not in NAMES["loader_arguments"]:
+                self.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "not an argument that is known here")
+        last = arguments.known.get("drop_last", False)
+        if "drop_last" in arguments.unknown or last:
+            self.dropped = f"line {call.line}: {call.name}(drop_last={code_of(arguments.nodes['drop_last'])})"
+        drawn = arguments.nodes.get("batch_sampler")
+        if drawn is not None and not (isinstance(drawn, ast.Constant) and drawn.value is None):
+            why = "a step has batch_size examples, in an order of the seed"
+            self.draft.lacks(f"line {call.line}: batch_sampler={code_of(drawn)}", why)
+        self._split_of(call, arguments.nodes.get("dataset"))
+        self._sampler_of(call, arguments.nodes.get("sampler"))
+        ordered = not ({"sampler", "batch_sampler"} & arguments.nodes.keys() or arguments.known.get("shuffle"))
+        sampler = next((c for c in self.script.calls if c.name == "DistributedSampler"), None)
+        if sampler is not None and "sampler" in arguments.nodes:
+            names = ("dataset", "num_replicas", "rank", "shuffle")
+            ordered = self.script.arguments(sampler, names).known.get("shuffle", True) is not True
+        if sampler is not None and not self.dropped and self.script.arguments(sampler).known.get("drop_last"):
+            self.dropped = f"line {sampler.line}: {sampler.name}(drop_last=True)"
+        if ordered:
+            why = "examples come in the data's order there, or in one that is not known; here every epoch has an order "
+            self.draft.lacks(f"{call}", f"{why}of the seed: give shuffle=True in the script, if that is meant")
+        self.read(call, "batch_size")
+
+    def _split_of(self, call: Call, node: ast.expr | None) -> None:
+        """The rows of a loader: of a dictionary of splits, those of train."""
+        node = self._assigned_to(node)
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            split = node.slice.value
+            if isinstance(split, str) and not split.startswith("train"):
+                why = f"the loop trains on the split {split!r}; data.train is what a run trains on"
+                self.draft.unclear(f"line {call.line}: {code_of(node)}", why, "data.train", "data.source")
+
+    def _sampler_of(self, call: Call, node: ast.expr | None) -> None:
+        """A sampler that gives each example once an epoch, in a random order."""
+        node = self._assigned_to(node)
+        if node is None or (isinstance(node, ast.Constant) and node.value is None):
+            return
+        sampler = next((c for c in self.script.calls if c.node is node), None)
+        once = sampler is not None and sampler.name == "RandomSampler" and not _draws_again(sampler.node)
+        if not once and not (sampler is not None and sampler.name == "DistributedSampler"):
+            why = "in an epoch here each example comes once, in an order of the seed"
+            self.draft.lacks(f"line {call.line}: sampler={code_of(node)}", why)
+
+    def _assigned_to(self, node: ast.expr | None) -> ast.expr | None:
+        """What a name of the script holds, where it is assigned once; else the node itself."""
+        if not isinstance(node, ast.Name):
+            return node
+        values = [
+            each.value
+            for each in _assignments(self.script)
+            if any(isinstance(target, ast.Name) and target.id == node.id for target in each.targets)
+        ]
+        return values[0] if len(values) == 1 else node
+
+    def _precision(self, call: Call) -> None:
+        arguments = self.script.arguments(call, ("device_type", "dtype") if call.name == "autocast" else ())
+        kind = arguments.known.get("mixed_precision", arguments.known.get("dtype"))
+        if call.name == "GradScaler" and any("dtype" in self.script.arguments(c).nodes for c in self._autocasts()):
+            return  # which scales the loss, by a power of two, and says no type
+        if call.name == "autocast" and arguments.known.get("enabled", True) is False:
+            kind = "no"
+        elif call.name == "GradScaler" or (call.name == "autocast" and "dtype" not in arguments.nodes):
+            kind = None if "enabled" in arguments.unknown else "fp16" if arguments.known.get("enabled", True) else "no"
+        if kind is not None:
+            self._set(call, "precision", NAMES["precisions"].get(str(kind), kind))
+        self._unknown(call, arguments, dict.fromkeys(("mixed_precision", "dtype", "enabled"), "precision"))
+        if call.name == "Accelerator":
+            self.accumulated = int(arguments.known.get("gradient_accumulation_steps", 1))
+            self.every_at = f"line {call.line}: {call.name}(gradient_accumulation_steps={self.accumulated})"
+            self._unknown(call, arguments, {"gradient_accumulation_steps": "micro_batches"})
+            for name in ("split_batches", "gradient_accumulation_plugin", "dataloader_config"):
+                if name in arguments.nodes and arguments.known.get(name, True):
+                    where = f"line {call.line}: {name}={code_of(arguments.nodes[name])}"
+                    why = "batch_size is all of a step, and micro_batches what it is cut into"
+                    self.draft.lacks(where, why, "batch_size", "micro_batches")
+            for name, node in arguments.nodes.items():
+                turned_off = name in ("step_scheduler_with_optimizer", "even_batches") and not arguments.known.get(name)
+                if turned_off or name not in NAMES["accelerator_arguments"]:
+                    self.draft.lacks(f"line {call.line}: {name}={code_of(node)}", "no such setting of a step is here")
+            if arguments.known.get("log_with"):
+                trackers(self.draft, "log_with", arguments.known["log_with"])
+
+    def _autocasts(self) -> list[Call]:
+        return [call for call in self.script.calls if call.name == "autocast"]
+
+    def contexts(self, statements: Statements) -> None:
+        """A context of mixed precision that is not one around the step."""
+        around = {id(each) for each in statements.contexts}
+        autocasts = self._autocasts()
+        if statements.walked and autocasts and not any(id(call.node) in around for call in autocasts):
+            why = "it is not a context around what the loop does to a batch, so where it holds is not known"
+            self.draft.unclear(str(autocasts[0]), why, "precision")
+
+    def _lightning(self, call: Call) -> None:
+        arguments = self.script.arguments(call)
+        keys: Mapping[str, str] = NAMES["lightning_trainer"]
+        for name, usual in NAMES["lightning_deciding"].items():
+            if (value := arguments.known.get(name)) is not None and str(value) not in usual:
+                why = "a step is trained on all examples, and gradients are clipped by their norm"
+                self.draft.lacks(f"line {call.line}: {name}={value}", why)
+        for name, key in keys.items():
+            if arguments.known.get(name) not in (None, -1) and (name != "num_nodes" or arguments.known[name] > 1):
+                self.draft.set(key, arguments.known[name], f"{name}, line {call.line}")
+        self.accumulated = int(arguments.known.get("accumulate_grad_batches", 1))
+        self.every_at = f"line {call.line}: accumulate_grad_batches={self.accumulated}"
+        if isinstance(devices := arguments.known.get("devices"), int) and devices > 0:
+            self.processes = self.processes or devices
+            self.draft.set("launch.processes", devices, f"devices, line {call.line}")
+        if (strategy := arguments.known.get("strategy")) is not None:
+            if strategy in NAMES["lightning_strategies"]:
+                self.draft.set("strategy.name", NAMES["lightning_strategies"][strategy], f"strategy, line {call.line}")
+            else:
+                self.draft.drop(f"line {call.line}: strategy={strategy}", None, "`lockstep list` names strategies")
+        if (kind := arguments.known.get("precision")) is not None:
+            self.draft.set("precision", NAMES["precisions"].get(str(kind), kind), f"precision, line {call.line}")
+        if isinstance(every := arguments.known.get("val_check_interval"), int):
+            self.draft.set("evaluate.every", every, f"val_check_interval, line {call.line}")
+        by = {"accumulate_grad_batches": "micro_batches", "devices": "launch.processes", "precision": "precision"}
+        self._unknown(call, arguments, {**keys, **by})
+        self.read(call, "the settings of the loop")
+
+    def _lightning_callback(self, call: Call) -> None:
+        arguments = self.script.arguments(call, ("monitor",) if call.name == "EarlyStopping" else ())
+        metric = str(arguments.known.get("monitor", "")).removeprefix("val_").removeprefix("valid_")
+        if metric:
+            less = arguments.known.get("mode", "min") == "min"
+            self.draft.set("checkpoint.best", f"-{metric}" if less else metric, f"monitor, line {call.line}")
+        if call.name == "EarlyStopping":
+            self.draft.set("evaluate.patience", arguments.known.get("patience", 3), f"patience, line {call.line}")
+            self.draft.keys.setdefault("evaluate.every", "epoch")
+        elif every := arguments.known.get("every_n_train_steps"):
+            self.draft.set("checkpoint.every", every, f"every_n_train_steps, line {call.line}")
+        self.read(call, "checkpoint, evaluate")
+
+    def _schedule(self, call: Call) -> None:
+        self.scheduled = True
+        if self.every_at and not self._prepared(call):
+            why = "it is not prepared, so it goes on with every batch of every process; here with every step"
+            self.draft.lacks(str(call), why, "optim.schedule")
+            return
+        if not self._stepped(call):
+            why = "its step() is never called, so the rate stays at what it sets first"
+            self.draft.lacks(str(call), why, "optim.schedule")
+            return
+        names = ("optimizer", "num_warmup_steps", "num_training_steps")
+        arguments = self.script.arguments(call, ("name", *names) if call.name == "get_scheduler" else names)
+        name = arguments.known.get("name") or call.name.removeprefix("get_").partition("_schedule")[0]
+        if "constant" in call.name and "warmup" in call.name:
+            name = "constant_with_warmup"
+        if name not in NAMES["schedules"]:
+            self.draft.lacks(str(call), "optim.schedule has no such one", "optim.schedule")
+            return
+        self.draft.set("optim.schedule", NAMES["schedules"][name], f"line {call.line}")
+        if name not in ("constant", "constant_with_warmup", "inverse_sqrt"):
+            self.schedule_end = f"line {call.line}: {call.name}", arguments.nodes.get("num_training_steps")
+        if (steps := arguments.known.get("num_warmup_steps")) and name != "constant":
+            self.draft.set("optim.warmup_steps", int(steps), f"num_warmup_steps, line {call.line}")
+        share = self._share(arguments.nodes.get("num_warmup_steps"), arguments.nodes.get("num_training_steps"))
+        if name != "constant" and "num_warmup_steps" in arguments.unknown and share is not None:
+            self.draft.set("optim.warmup_fraction", share, f"num_warmup_steps, line {call.line}")
+            if (node := self._assigned(arguments.nodes["num_warmup_steps"])) and "ceil" not in code_of(node):
+                self.draft.notes.append(
+                    f"optim.warmup_fraction is rounded up, so the warm-up may be one step longer than that of line "
+                    f"{call.line}, which is not; optim.warmup_steps=N says it exactly"
+                )
+        elif name != "constant" and "num_warmup_steps" in arguments.unknown:
+            code = f"line {call.line}: {call.name}(num_warmup_steps={arguments.unknown['num_warmup_steps']})"
+            self.draft.unclear(code, loading.RUNS, "optim.warmup_steps", "optim.warmup_fraction")
+        ends = {k: v for k, v in arguments.known.items() if k not in ("name", *names, "last_epoch")}
+        ends |= ends.pop("scheduler_specific_kwargs", None) or {}
+        rate = number(self.draft.keys.get("optim.learning_rate")) or 5e-5
+        schedule_ends(self.draft, name, ends, rate, f"{call.name}, line {call.line}")
+        others = dict.fromkeys(arguments.unknown.keys() - {"name", *names, "last_epoch"}, "optim.schedule")
+        self._unknown(call, arguments, others)
+        self.read(call, "optim.schedule")
+
+    def _share(self, warmup: ast.expr | None, total: ast.expr | None) -> float | None:
+        """The share of `int(0.1 * total)`, where that is the total of the schedule."""
+        node = self._assigned(warmup)
+        while isinstance(node, ast.Call) and ast.unparse(node.func) in ("int", "round", "math.ceil") and node.args:
+            node = self._assigned(node.args[0])
+        if not isinstance(node, ast.BinOp) or total is None:
+            return None
+        names = {ast.unparse(total), ast.unparse(self._assigned(total) or total)}
+        for of, by in ((node.left, node.right), (node.right, node.left)):
+            same = {ast.unparse(of), ast.unparse(self._assigned(of) or of)} & names
+            value = number(self.script.known(by))
+            if not same or not value:
+                continue
+            if isinstance(node.op, ast.Mult):
+                share = value
+            elif isinstance(node.op, ast.Div | ast.FloorDiv) and of is node.left:
+                share = 1 / value
+            else:
+                return None
+            return share if 0 < share < 1 else None
+        return None
+
+    def _assigned(self, node: ast.expr | None) -> ast.expr | None:
+        return self.script.bound(node) if isinstance(node, ast.Name) else node
+
+    # -- what no call says ---------------------------------------------------------------------------------------------
+
+    def constants(self, statements: Statements | None) -> None:
+        """`for epoch in range(3)`; names such as max_iters where no loop over a DataLoader was understood."""
+        if statements is not None and statements.accumulated is not None:
+            self.accumulated = statements.accumulated
+        if statements is not None and statements.batch_loop is not None:
+            self._epochs(statements.epoch_loop)
+            return
+        for node in ast.walk(self.script.tree):
+            if isinstance(node, ast.For) and isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) == "range":
+                target, last = ast.unparse(node.target).lower(), node.iter.args[-1] if node.iter.args else None
+                key = (
+                    "epochs"
+                    if "epoch" in target
+                    else "steps"
+                    if target in ("step", "iter", "iteration", "it")
+                    else None
+                )
+                if key is not None and len(node.iter.args) in (1, 2) and key not in self.draft.keys:
+                    first = number(self.script.known(node.iter.args[0], 0)) if len(node.iter.args) == 2 else 0
+                    self._count(key, last, int(first or 0), node.lineno)
+        for name, key in NAMES["constants"].items():
+            value = number(self._constant(name))
+            if (
+                value is not None
+                and key not in self.draft.keys
+                and not (key == "epochs" and "steps" in self.draft.keys)
+            ):
+                self.draft.set(key, int(value) if value == int(value) else value, name)
+                self.draft.read.append(f"{name} = {value:g} -> {key}")
+        for name in NAMES["accumulation"]:
+            if self.accumulated == 1 and (times := number(self._constant(name))):
+                self.accumulated = int(times)
+                self.draft.read.append(f"{name} = {times:g} -> micro_batches")
+        if self.batch is None and (size := number(self._constant("batch_size"))):
+            self.batch = int(size)
+
+    def _epochs(self, loop: ast.For | None) -> None:
+        """The loop around that over the batches; without one, the data are gone through once."""
+        if loop is None:
+            self.draft.set("epochs", 1, "the loop goes through the data once")
+            return
+        node: ast.expr = loop.iter
+        while isinstance(node, ast.Call) and not ast.unparse(node.func).endswith("range") and node.args:
+            node = node.args[0]
+        if isinstance(node, ast.Call) and len(node.args) in (1, 2):
+            first = number(self.script.known(node.args[0])) if len(node.args) == 2 else 0
+            self._count("epochs", node.args[-1] if first is not None else node, int(first or 0), loop.lineno)
+        else:
+            self.draft.unclear(f"line {loop.lineno}: {code_of(loop.iter)}", loading.RUNS, "epochs", "steps")
+
+    def _constant(self, name: str) -> Any:
+        values = self.script.bindings.get((id(None), name), [])
+        return self.script.known(values[0]) if len(values) == 1 else None
+
+    def _count(self, key: str, node: ast.expr | None, first: int, line: int) -> None:
+        value = number(self.script.known(node))
+        if value is not None:
+            self.draft.set(key, int(value) - first, f"line {line}")
+            self.draft.read.append(f"line {line}: range({value:g}) -> {key}")
+        elif node is not None:
+            self.draft.unclear(f"line {line}: range({code_of(node)})", loading.RUNS, "epochs", "steps")
+
+    def _prepared(self, call: Call) -> bool:
+        """Whether Accelerate steps the scheduler that a call makes, or each batch is a step of one process."""
+        if self.accumulated == 1 and (self.processes or 1) == 1:
+            return True
+        names = {ast.unparse(t) for each in _assignments(self.script) if each.value is call.node for t in each.targets}
+        prepared = [c.node for c in self.script.calls if c.name in ("prepare", "prepare_scheduler")]
+        return not names or any(ast.unparse(each) in names for node in prepared for each in node.args)
+
+    def _stepped(self, call: Call) -> bool:
+        """Whether the scheduler that a call makes is stepped anywhere, by its name or one like it, or handed on."""
+        names = {ast.unparse(t) for each in _assignments(self.script) if each.value is call.node for t in each.targets}
+        receivers = [
+            ast.unparse(node.func.value)
+            for node in ast.walk(self.script.tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step"
+        ]
+        return not names or any(each in names or "sched" in each.lower() for each in receivers)
+
+    def settle(self) -> None:
+        """What a loop does where it says nothing."""
+        draft = self.draft
+        if self.batch is not None:
+            batches(draft, self.batch, self.accumulated, self.processes, ("batch_size", "accumulation"))
+        else:
+            draft.unclear("the batch size", "no DataLoader with one was seen", "batch_size")
+        if "optim.max_grad_norm" not in draft.keys:
+            draft.set("optim.max_grad_norm", 0.0, "no gradient is clipped in the script")
+        if not self.scheduled:
+            if any(
+                "lr" in ast.unparse(n.targets[0]) and "param_group" in ast.unparse(n.targets[0])
+                for n in _assignments(self.script)
+            ):
+                why = "the script sets the rate itself: optim.schedule is the rate as a function of the step"
+                draft.unclear("param_group['lr'] = ...", why, "optim.schedule")
+            draft.keys.setdefault("optim.schedule", "constant")
+        if not self.optimizers:
+            draft.unclear("the optimizer", "none of torch's was seen", "optim.name")
+        if not {"epochs", "steps"} & draft.keys.keys():
+            draft.unclear("how long it trains", "no loop over epochs or steps was seen", "epochs", "steps")
+
+    def ends(self, statements: Statements | None) -> None:
+        """How an epoch ends, and the schedule: looked at once the data are."""
+        processes = self.processes or 1
+        kinds: list[tuple[Any, str]] = [("dropped", self.dropped)] if self.dropped else []
+        guard = statements.guard if statements is not None else None
+        if self.accumulated > 1 and guard is not None:
+            kinds.append(("divided" if guard[1] else "left over", guard[0]))
+        elif self.accumulated > 1 and self.every_at:
+            kinds.append(("divided", self.every_at))
+        for kind, where in kinds:
+            self.draft.at_end.append(EpochEnd(kind, where, self.batch, self.accumulated, processes).check)
+        if self.schedule_end is not None:
+            end = ScheduleEnd(self.script, *self.schedule_end, self.loader.node if self.loader is not None else None)
+            self.draft.at_end.append(lambda draft: end.check(draft, self.accumulated))
+
+    def is_transformers(self) -> bool:
+        """Whether it learns by the loss of a model of transformers'."""
+        endings = tuple(f"{ending}.from_pretrained" for ending in loading.TASKS)
+        loaded = any(c.origin.startswith("transformers.") and c.origin.endswith(endings) for c in self.script.calls)
+        has_loss = any(c.name in NAMES["losses"] or c.name.endswith("Loss") for c in self.script.calls)
+        by_model = any(isinstance(n, ast.Attribute) and n.attr == "loss" for n in ast.walk(self.script.tree))
+        return loaded and by_model and not has_loss
+
+    def library_task(self) -> None:
+        """The model, the tokenizer and the rows, as in a script with a Trainer."""
+        loading.task_first(self.script, self.draft)
+        self._collator()
+        for call in self.script.calls:
+            # Optimizers, schedules and seeds are read before.
+            if call.name not in (*NAMES["optimizers"], "set_seed") and "schedule" not in call.name:
+                trainer_script.read_call(call, self)
+        trainer_script.settings(self)
+        trainer_script.own_tokenizer(self)
+        self.draft.at_end.append(self.check_inputs)
+        if not self.mapped:
+            why = "no function was seen that makes tokens of them"
+            self.draft.unclear(
+                "which texts are read, and where they are cut", why, "data.max_length", "task.block_size"
+            )
+
+    def _collator(self) -> None:
+        node = None if self.loader is None else self.script.arguments(self.loader).nodes.get("collate_fn")
+        if self.loader is not None and node is not None and (code := trainer_script.own_collator(self.script, node)):
+            self.draft.lacks(f"line {self.loader.line}: collate_fn={code}", "batches are made as the task says")
+
+
+def _all_weights(node: ast.expr | None) -> bool:
+    """Whether an argument is `model.parameters()`, also of a wrapped model."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"):
+        return False
+    owner = node.func.value
+    return isinstance(owner, ast.Name) or (isinstance(owner, ast.Attribute) and owner.attr == "module")
+
+
+def _draws_again(sampler: ast.Call) -> bool:
+    """Whether a RandomSampler may draw an example twice, or leave some out."""
+    return len(sampler.args) > 1 or any(word.arg not in ("data_source", "generator") for word in sampler.keywords)
+
+
+def _assignments(script: Script) -> list[ast.Assign]:
+    return [node for node in ast.walk(script.tree) if isinstance(node, ast.Assign)]
+
+
+_POSITIONS = {
+    "SGD": ("params", "lr", "momentum", "dampening", "weight_decay", "nesterov"),
+    "Adam": ("params", "lr", "betas", "eps", "weight_decay", "amsgrad"),
+    "AdamW": ("params", "lr", "betas", "eps", "weight_decay", "amsgrad"),
+}

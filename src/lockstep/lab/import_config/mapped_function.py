@@ -1,0 +1,186 @@
+"""A function that rows go through before training, and that tokenises them: what it makes of them beside tokens.
+
+In: the function of a `map`. Out: a gap for each statement that is not on a closed list: texts that are changed before
+they are tokenised, tokens that are changed afterwards, labels that are computed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.lab.import_config import script
+from lockstep.lab.import_config.script import Scope, Script, Unknown
+
+_WHOLE = "save the rows as they are trained on (to_json), and give that file: --data FILE"
+_TEXTS = ("data.source", "data.train")
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "decoder_input_ids")
+_LABELS = ("label", "labels")
+_COPIES = (
+    *("list", "tuple", "int", "float", "copy.copy", "copy.deepcopy"),
+    *("torch.tensor", "torch.LongTensor", "numpy.array", "numpy.asarray"),
+)
+_BY_WORDS = ("token_classification", "question_answering")  # whose labels belong to tokens
+
+Gap = Callable[..., None]  # of a node, why, and the keys of a run file that stand in for it
+
+
+@dataclass
+class MappedFunction:
+    """`read` looks at every statement of `function`; `gap` is told of what is not understood."""
+
+    script: Script
+    function: Scope
+    task: str
+    gap: Gap
+    results: set[str] = field(default_factory=set)  # names that hold what the tokenizer gave
+
+    def read(self) -> None:
+        if isinstance(self.function, ast.Lambda):
+            self._returned(self.function.body)
+            return
+        if self.task != "question_answering":  # whose windows and positions are the library's recipe
+            for line in self.function.body:
+                self._statement(line)
+
+    def _statement(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                self._assigned(node, target, node.value)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            self._assigned(node, node.target, node.value)
+        elif isinstance(node, ast.Return):
+            self._returned(node.value)
+        elif isinstance(node, ast.With):  # as_target_tokenizer
+            for line in node.body:
+                self._statement(line)
+        elif isinstance(node, ast.For) and self.task == "token_classification":
+            self._aligned(node)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            pass
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            name = self.script.origin_of(node.value.func)
+            if name not in ("print", "len"):
+                self.gap(node, f"it makes other rows: {_WHOLE}", *_TEXTS)
+        elif not isinstance(node, ast.Pass | ast.Assert):
+            self.gap(node, f"it makes other rows: {_WHOLE}", *_TEXTS)
+
+    def _assigned(self, node: ast.stmt, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Name):
+            if self._is_tokens(value):
+                self.results.add(target.id)
+            elif not self._is_plain(value) and self._is_used(target.id, node):
+                self.gap(node, f"it makes other rows: {_WHOLE}", *_TEXTS)
+            return
+        if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
+            name = self.script.known(target.slice)
+            if target.value.id in self.results:
+                self._entry(node, name, value)
+                return
+        self.gap(node, f"it changes the rows before they are tokenised: {_WHOLE}", *_TEXTS)
+
+    def _is_used(self, name: str, node: ast.stmt) -> bool:
+        """Whether a name is read anywhere but where it is made."""
+        inside = {id(each) for each in ast.walk(node)}
+        return any(
+            isinstance(each, ast.Name) and each.id == name and id(each) not in inside
+            for each in ast.walk(self.function)
+        )
+
+    def _entry(self, node: ast.stmt, name: Any, value: ast.expr) -> None:
+        """An entry of what the tokenizer gave."""
+        if name in _LABELS:
+            if self.task not in _BY_WORDS and not self._is_labels(value):
+                self.gap(node, f"labels are computed, and here they are those of a column: {_WHOLE}", "task.label")
+        elif (name in _INPUTS or not isinstance(name, str)) and not self._masks_padding(value):
+            self.gap(node, "tokens are changed after the tokenizer made them", "tokenizer.source")
+
+    def _returned(self, value: ast.expr | None) -> None:
+        if isinstance(value, ast.Dict):
+            for key, each in zip(value.keys, value.values, strict=True):
+                if key is None:
+                    self._returned(each)
+                elif not self._is_tokens(each):
+                    self._entry(ast.copy_location(ast.Expr(each), each), self.script.known(key), each)
+        elif value is not None and not self._is_tokens(value):
+            self.gap(value, f"it makes other rows: {_WHOLE}", *_TEXTS)
+
+    def _is_tokens(self, node: ast.expr) -> bool:
+        """What the tokenizer gives, whole or an entry of it."""
+        if isinstance(node, ast.Name):
+            return node.id in self.results
+        if isinstance(node, ast.Subscript | ast.Attribute):
+            return self._is_tokens(node.value)
+        if isinstance(node, ast.Call):
+            if script.kind_of(self.script, node.func) == "tokenizer":
+                return True
+            return (
+                isinstance(node.func, ast.Attribute) and node.func.attr == "copy" and self._is_tokens(node.func.value)
+            )
+        return False
+
+    def _is_plain(self, node: ast.expr) -> bool:
+        """A column as it is, one behind a prefix, or a value that is known."""
+        if self.script.known(node, Unknown) is not Unknown:
+            return True
+        return script.column_of(self.script, node) is not None or self._is_labels(node)
+
+    def _is_labels(self, node: ast.expr) -> bool:
+        """The labels of a column, as they are or by a mapping that keeps different ones apart; or the tokens."""
+        if self._is_tokens(node) or self._masks_padding(node):
+            return True
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            return isinstance(self.script.known(node.slice), str) or self._keeps_apart(node.value)
+        if isinstance(node, ast.Name):
+            value = self.script.bound(node, last=True)
+            return value is not None and self._is_labels(value)
+        if isinstance(node, ast.Call) and self.script.origin_of(node.func) in _COPIES and len(node.args) == 1:
+            return self._is_labels(node.args[0])
+        if isinstance(node, ast.ListComp) and len(node.generators) == 1 and not node.generators[0].ifs:
+            generator = node.generators[0]
+            return self._is_labels(generator.iter) and self._is_element(node.elt, generator.target)
+        return False
+
+    def _is_element(self, node: ast.expr, target: ast.expr) -> bool:
+        """`x`, `int(x)`, `label2id[x]` of a comprehension over `x`."""
+        if isinstance(node, ast.Call) and self.script.origin_of(node.func) in _COPIES and len(node.args) == 1:
+            return self._is_element(node.args[0], target)
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            return self._keeps_apart(node.value) and self._is_element(node.slice, target)
+        return isinstance(node, ast.Name) and isinstance(target, ast.Name) and node.id == target.id
+
+    def _keeps_apart(self, name: ast.Name) -> bool:
+        """Whether a mapping of labels gives each a number of its own."""
+        values = self.script.known(name, Unknown)
+        if isinstance(values, dict):
+            return len({repr(each) for each in values.values()}) == len(values)
+        bound = self.script.bound(name)
+        if isinstance(bound, ast.DictComp) and isinstance(bound.generators[0].iter, ast.Call):
+            return self.script.origin_of(bound.generators[0].iter.func) == "enumerate"
+        return False
+
+    def _masks_padding(self, node: ast.expr) -> bool:
+        """`-100` in place of padding, as recipes of encoder-decoder models have it."""
+        tests = [each.test for each in ast.walk(node) if isinstance(each, ast.IfExp)]
+        return (
+            bool(tests) and all("pad_token_id" in ast.unparse(test) for test in tests) and "-100" in ast.unparse(node)
+        )
+
+    def _aligned(self, node: ast.For) -> None:
+        """Tags of words for tokens: the first token of a word has its tag, and the others none."""
+        appended = [
+            each.args[0]
+            for each in ast.walk(node)
+            if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr == "append"
+        ]
+        tags = [each for each in appended if isinstance(each, ast.Subscript)]
+        others = [each for each in appended if not isinstance(each, ast.Subscript | ast.Name)]
+        if len(tags) > 1 or any(self._ignored(each) != -100 for each in others):
+            self.gap(node, "the first token of a word has its tag, and the others none", "task.tags")
+
+    def _ignored(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.IfExp) and (taken := self.script.known(node.test, Unknown)) is not Unknown:
+            return self.script.known(node.body if taken else node.orelse)
+        return self.script.known(node)

@@ -1,0 +1,185 @@
+"""Code that changes nothing that is trained: logging, saving, timing, evaluation.
+
+In: a statement of a script. Out: a gap for each part that is not on a closed list: an assignment to something that is
+not a plain name, a call of a function that is not known to leave its arguments as they are.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.lab.import_config.script import Script, Unknown, kind_of
+from lockstep.lab.import_config.table import NAMES
+
+_MODEL = "what it changes of the model, the data or the optimizer is not known"
+
+
+@dataclass
+class QuietCode:
+    """`gap`: is told of what is not understood. `is_read`: calls that others read."""
+
+    script: Script
+    gap: Callable[..., None]
+    is_read: Callable[[ast.Call], bool]
+    looked_at: dict[str, bool] = field(default_factory=dict)  # functions of the script -> whether they are quiet
+
+    def statement(self, node: ast.AST, fixed: frozenset[str]) -> None:
+        """`fixed`: names that must not be assigned."""
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            self._assigned(node, fixed)
+            return
+        if isinstance(node, ast.For | ast.If | ast.With | ast.Try | ast.While):
+            self._block(node, fixed)
+            return
+        if isinstance(node, ast.Break | ast.Continue):
+            self.gap(node, "the loop does not go through all of its batches", "steps", "epochs")
+        elif isinstance(node, ast.Expr | ast.Return | ast.Assert | ast.Raise):
+            self._expression(node)
+        elif isinstance(node, ast.Delete):
+            if not all(isinstance(each, ast.Name) for each in node.targets):
+                self.gap(node, _MODEL)
+        elif not isinstance(node, _NO_EFFECT):
+            self.gap(node, _MODEL)
+
+    def _block(self, node: Any, fixed: frozenset[str]) -> None:
+        taken = self.script.known(node.test, Unknown) if isinstance(node, ast.If) else Unknown
+        for each in (getattr(node, "test", None), getattr(node, "iter", None)):
+            if each is not None:
+                self._expression(each)
+        for item in getattr(node, "items", ()):
+            self._expression(item.context_expr)
+        body = [*node.body, *getattr(node, "orelse", ()), *getattr(node, "finalbody", ())]
+        if taken is not Unknown:
+            body = node.body if taken else node.orelse
+        body = [*body, *(line for handler in getattr(node, "handlers", ()) for line in handler.body)]
+        inner = isinstance(node, ast.For | ast.While)  # whose break is its own
+        for line in body:
+            if inner and isinstance(line, ast.Break | ast.Continue):
+                continue
+            self.statement(line, fixed)
+
+    def _assigned(self, node: Any, fixed: frozenset[str]) -> None:
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            for each in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+                each = each.value if isinstance(each, ast.Starred) else each
+                if isinstance(each, ast.Name):
+                    if each.id in fixed:
+                        self.gap(node, "it changes what the loss is made of")
+                        return
+                elif not self._is_own_container(each, isinstance(node, ast.Assign)):
+                    self.gap(node, _MODEL)
+                    return
+        if node.value is not None:
+            self._expression(node.value)
+
+    def _is_own_container(self, target: ast.expr, plain: bool) -> bool:
+        """A mapping or list of the script's own, or a switch that decides no weight."""
+        text = self.script.origin_of(target)
+        if text.startswith(("os.environ[", "torch.backends.")):
+            return True
+        holder = target.value if isinstance(target, ast.Subscript) else target
+        kind = kind_of(self.script, holder.value) if isinstance(holder, ast.Attribute) else None
+        if plain and isinstance(target, ast.Attribute) and kind in ("tokenizer", "model", "config", "arguments"):
+            return True  # read, or said, by trainer_script
+        while isinstance(holder, ast.Subscript):
+            holder = holder.value
+        if not isinstance(holder, ast.Name):
+            return False
+        scope = self.script.scopes.get(id(holder))
+        values = self.script.bindings.get((id(scope), holder.id), [])
+        kinds = [v for v in values if v is not None]
+        return bool(kinds) and all(
+            isinstance(v, ast.Dict | ast.List) or (isinstance(v, ast.Call) and _last(v) in ("dict", "defaultdict"))
+            for v in kinds
+        )
+
+    def _expression(self, node: ast.AST) -> None:
+        for each in ast.walk(node):
+            if isinstance(each, ast.NamedExpr | ast.Yield | ast.YieldFrom | ast.Await):
+                self.gap(node, _MODEL)
+            elif isinstance(each, ast.Call) and not self.is_quiet(each):
+                self.gap(each, _MODEL)
+
+    def is_quiet(self, call: ast.Call) -> bool:
+        """Whether a call is on the list."""
+        if self.is_read(call):
+            return True
+        origin = self.script.origin_of(call.func)
+        name = origin.rpartition(".")[2]
+        if isinstance(call.func, ast.Name):
+            if call.func.id in self.script.functions:
+                return self._function(call.func.id)
+            if call.func.id in self.script.classes:
+                return not any(kind_of(self.script, a) == "model" or root_of(a) == "model" for a in call.args)
+        if any(word.arg in ("out", "inplace") for word in call.keywords):
+            return False
+        if origin.startswith("torch.nn.") and not origin.startswith("torch.nn.functional."):
+            return name[:1].isupper() and origin.count(".") == 2  # a loss or a layer, and no pruning of a model
+        if origin in NAMES["quiet_calls"] or origin.startswith(tuple(NAMES["quiet_modules"])):
+            return not (
+                name.endswith("_") or (name.startswith(("set_", "use_")) and origin not in NAMES["quiet_calls"])
+            )
+        if origin.split(".")[0] in ("transformers", "datasets", "peft", "bitsandbytes"):
+            return True  # which trainer_script reads, or says that it does not know
+        if isinstance(call.func, ast.Attribute):
+            kind = kind_of(self.script, call.func.value)
+            if kind in ("rows", "tokenizer", "model") and name not in ("train", "eval"):
+                return True  # likewise
+            if name in NAMES["changing_methods"]:
+                return self._is_of_others(call.func.value)
+            return name in NAMES["quiet_methods"]
+        return self._is_value(call.func)
+
+    def _is_of_others(self, holder: ast.expr) -> bool:
+        """Whether something may be changed: a list, a bar, a metric, and no data set or optimizer."""
+        if not isinstance(holder, ast.Name):
+            return False
+        value = self.script.bound(holder, last=True)
+        if value is None:
+            return holder.id in NAMES["quiet_names"]
+        if not isinstance(value, ast.Call):
+            return isinstance(value, ast.List | ast.Dict | ast.Set | ast.Tuple)
+        return _last(value) not in (*self.script.classes, *self.script.functions, *NAMES["optimizers"])
+
+    def _is_value(self, function: ast.expr) -> bool:
+        """A model or a loss that is called, or a value that the script has made."""
+        if not isinstance(function, ast.Name):
+            return False
+        value = self.script.bound(function, last=True)
+        if value is None:  # an argument of a function, such as its model
+            return function.id in NAMES["quiet_names"]
+        return isinstance(value, ast.Call)
+
+    def _function(self, name: str) -> bool:
+        """Whether a function of the script's own is quiet: each of its statements is."""
+        if name not in self.looked_at:
+            self.looked_at[name] = True  # one that calls itself
+            gaps: list[ast.AST] = []
+            inner = QuietCode(self.script, lambda node, *more: gaps.append(node), self.is_read, self.looked_at)
+            function = self.script.functions[name]
+            for line in getattr(function, "body", []) if not isinstance(function, ast.Lambda) else []:
+                inner.statement(line, frozenset())
+            self.looked_at[name] = not gaps
+        return self.looked_at[name]
+
+
+_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_NO_EFFECT = _DEFINITIONS | ast.Import | ast.ImportFrom | ast.Pass | ast.Global | ast.Nonlocal
+
+
+def _last(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def root_of(node: ast.AST) -> str:
+    """The first name of a dotted expression."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,282 @@
+"""transformers' `TrainingArguments` and TRL's `SFTConfig`, `DPOConfig`, `CPOConfig` and `RewardConfig`.
+
+In: their fields, from JSON (`args.to_json_string()`), YAML, a call in a Python file or a command line; those that the
+example scripts of transformers and TRL have beside them (`ModelConfig`, `ScriptArguments`) are among them. Out: keys
+of a run file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.config.run import RunError
+from lockstep.lab.import_config import table
+from lockstep.lab.import_config.table import RunDraft, Table
+
+TABLE = table.read_table("trainer")
+# What TrainingArguments takes where nothing is said, and lockstep otherwise.
+DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 3.0,
+    "weight_decay": 0.0,
+    "seed": 42,
+}
+_SMOOTHED = ("classification", "translation", "summarization")  # tasks whose label_smoothing is Trainer's
+_GROUPED = 50  # steps whose examples are sorted together, as Trainer does
+
+
+def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, rows: Table = TABLE) -> None:
+    """Fields that were given, and the defaults of those that were not."""
+    table.apply(rows, theirs, draft)
+    full = DEFAULTS | {name: value for name, value in theirs.items() if value is not None}
+    for name in ("weight_decay", "seed"):
+        if name not in theirs:
+            draft.set(rows[name].here, DEFAULTS[name], f"{name}, by default")
+    table.batches(
+        draft,
+        table.whole(full["per_device_train_batch_size"]),
+        table.whole(full["gradient_accumulation_steps"]),
+        processes,
+        ("per_device_train_batch_size", "gradient_accumulation_steps"),
+    )
+    table.length(draft, full["num_train_epochs"], full.get("max_steps"), ("num_train_epochs", "max_steps"))
+    table.schedule(draft, full, "warmup_steps", "warmup_ratio", full.get("lr_scheduler_type"))
+    table.optimizer(draft, "optim", full.get("optim"))
+    kind, ends = str(full.get("lr_scheduler_type", "linear")).lower(), full.get("lr_scheduler_kwargs") or {}
+    if isinstance(ends, Mapping):
+        table.schedule_ends(draft, kind, ends, table.number(full.get("learning_rate")) or 5e-5, "lr_scheduler_kwargs")
+    else:
+        draft.drop("lr_scheduler_kwargs", ends, "expected a mapping", True, ("optim.schedule",))
+    if (first := table.number(full.get("adam_beta1"))) is not None or "adam_beta2" in full:
+        second = table.number(full.get("adam_beta2", 0.999))
+        draft.set("optim.betas", [0.9 if first is None else first, second], "adam_beta1 and adam_beta2")
+    _intervals(full, draft)
+    _best(full, draft)
+    _engine(full, draft)
+    if full.get("group_by_length") or full.get("train_sampling_strategy") == "group_by_length":
+        draft.set("data.group_by_length", _GROUPED, "group_by_length")
+    if "report_to" in full:
+        table.trackers(draft, "report_to", full["report_to"])
+    if full.get("push_to_hub"):
+        if full.get("hub_model_id"):
+            draft.set("hub.push_to", full["hub_model_id"], "hub_model_id")
+        else:
+            draft.drop("push_to_hub", True, "hub.push_to wants USER/REPO, and hub_model_id is not given")
+    if full.get("run_name"):
+        draft.set("name", full["run_name"], "run_name")
+
+
+def _intervals(full: Mapping[str, Any], draft: RunDraft) -> None:
+    strategy = _word(full.get("eval_strategy", full.get("evaluation_strategy", "no")))
+    if strategy == "epoch":
+        draft.set("evaluate.every", "epoch", "eval_strategy epoch")
+    elif strategy == "steps":
+        every = full.get("eval_steps", full.get("logging_steps", 500))
+        _interval(draft, "evaluate.every", every, "eval_steps")
+    saving = _word(full.get("save_strategy", "steps"))
+    if saving == "epoch":
+        draft.set("checkpoint.every", "epoch", "save_strategy epoch")
+    elif saving == "no":
+        draft.set("checkpoint.every", 0, "save_strategy no: at the end, and at a stop")
+    elif saving == "steps":
+        _interval(draft, "checkpoint.every", full.get("save_steps", 500), "save_steps")
+    else:
+        draft.drop("save_strategy", saving, "checkpoint.every counts steps, or is epoch")
+
+
+def _interval(draft: RunDraft, key: str, every: Any, name: str) -> None:
+    """Steps; a share of all steps has to wait until they are known."""
+    if (count := table.number(every)) is not None and count >= 1:
+        draft.set(key, int(count), f"{name} {int(count)}")
+    elif count:
+        draft.set(key, count, f"{name} {count} of all steps")
+
+
+def _best(full: Mapping[str, Any], draft: RunDraft) -> None:
+    metric = str(full.get("metric_for_best_model") or "loss").removeprefix("eval_")
+    if not full.get("load_best_model_at_end"):
+        if full.get("metric_for_best_model"):
+            draft.drop("metric_for_best_model", metric, "without load_best_model_at_end it changes nothing")
+        return
+    greater = full.get("greater_is_better")
+    less = not greater if greater is not None else metric.endswith("loss")
+    draft.set("checkpoint.best", f"-{metric}" if less else metric, f"load_best_model_at_end by {metric}")
+
+
+def _engine(full: Mapping[str, Any], draft: RunDraft) -> None:
+    fsdp = full.get("fsdp")
+    if fsdp and str(fsdp) not in ("[]", "", "None"):
+        draft.set("strategy.name", "fsdp2", f"fsdp {fsdp}")
+    if full.get("deepspeed"):
+        draft.deepspeed = full["deepspeed"]
+    if isinstance(accelerator := full.get("accelerator_config"), Mapping) and accelerator.get("split_batches"):
+        why = "batch_size is all of a step, which processes share"
+        draft.drop("accelerator_config: split_batches", True, why, True, ("batch_size",))
+    if (size := full.get("ddp_bucket_cap_mb")) is not None:
+        draft.set("strategy.options", {"bucket_cap_mb": size}, "ddp_bucket_cap_mb")
+    if smoothing := table.number(full.get("label_smoothing_factor")):
+        if draft.task in (None, *_SMOOTHED):
+            draft.set("task.label_smoothing", smoothing, "label_smoothing_factor")
+        else:
+            why = f"{', '.join(_SMOOTHED)} have it: task.label_smoothing; {draft.task} has not"
+            draft.drop("label_smoothing_factor", smoothing, why, True)
+    if "predict_with_generate" in full and draft.task in ("translation", "summarization"):
+        key = "task.bleu" if draft.task == "translation" else "task.rouge"
+        draft.set(key, bool(full["predict_with_generate"]), "predict_with_generate")
+
+
+def _word(value: Any) -> str:
+    """Of an enumeration, as Python writes it or as JSON does."""
+    return str(value).rpartition(".")[2].lower()
+
+
+TRL = table.read_table("trl")  # beside these, all keys of `TrainingArguments` are known
+# fields that one of TRL's trainers has and the others have not
+MARKS = {
+    "language_modeling": {f"{kind}_only_loss" for kind in ("assistant", "completion")}
+    | {"packing", "dataset_text_field", "eval_packing"},
+    "preference": {"beta", "precompute_ref_log_probs", "max_prompt_length", "simpo_gamma", "cpo_alpha", "ld_alpha"},
+    "reward": {"center_rewards_coefficient"},
+}
+CONFIGS = {"SFT": "language_modeling", "DPO": "preference", "CPO": "preference", "Reward": "reward"}
+_RATES = {"language_modeling": 2e-5, "preference": 1e-6, "reward": 1e-4}
+_DPO_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "hinge": "hinge"}
+
+
+def task_of(theirs: Mapping[str, Any]) -> str | None:
+    """The task whose own fields these are."""
+    tasks = [task for task, marks in MARKS.items() if marks & theirs.keys()]
+    return tasks[0] if len(tasks) == 1 else None
+
+
+def move_trl(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
+    """Errors: `RunError` where nothing says which of TRL's trainers it is."""
+    task = draft.task or task_of(theirs)
+    if task not in _RATES:
+        raise RunError(
+            "LS8240",
+            "--from: the settings do not name the TRL trainer they belong to; give --task language_modeling "
+            "(SFT), preference (DPO) or reward" + _lacking(theirs, draft, processes),
+        )
+    full = {"learning_rate": _RATES[task], "gradient_checkpointing": True} | dict(theirs)
+    if theirs.get("bf16") is None and not theirs.get("fp16"):
+        full["bf16"] = True  # in TRL, unlike in transformers
+    if isinstance(full.get("model_init_kwargs"), Mapping):
+        full |= {k: v for k, v in full.pop("model_init_kwargs").items() if k in TRL}
+    draft.set("task.name", task, "TRL's trainer")
+    move({k: v for k, v in full.items() if k != "dataset_text_field"}, draft, processes, TABLE | TRL)
+    for name in ("learning_rate", "gradient_checkpointing", "bf16"):
+        if name not in theirs and (key := TABLE[name].here) in draft.keys:
+            draft.comments[key] = f"{name}, by TRL's default"
+    _length(theirs, draft, task)
+    if task == "language_modeling":
+        _texts(theirs, draft)
+    else:
+        draft.notes.append("TRL turns a model's dropout off for pairs; here it is as model.config says")
+    if task == "preference":
+        _pairs(theirs, draft)
+    table.numbers(draft, theirs, {"task.center": "center_rewards_coefficient"})
+    _model(theirs, draft)
+    if theirs.get("dataset_test_split") and _word(theirs.get("eval_strategy", "no")) != "no":
+        draft.set("data.validation", theirs["dataset_test_split"], "dataset_test_split")
+
+
+def _lacking(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> str:
+    """What would be asked for next, by task, so that it can be given at once."""
+    lines: dict[str, list[str]] = {}
+    for task in _RATES:
+        trial = RunDraft(by_hand={**draft.by_hand, "task.name": task}, keys=dict(draft.by_hand), folder=draft.folder)
+        move_trl(theirs, trial, processes)
+        for check in trial.at_end:
+            check(trial)
+        for gap in trial.deciding():
+            keys = f"; give {' or '.join(f'{key}=...' for key in gap.by)}" if gap.by else ""
+            lines.setdefault(f"{gap}{keys}", []).append(task)
+    of = {line: "" if len(tasks) == len(_RATES) else f"{', '.join(tasks)}: " for line, tasks in lines.items()}
+    texts = [f"  {tasks}{line}" for line, tasks in of.items()]
+    return "\n".join(["; lacking besides:", *texts]) if texts else ""
+
+
+def _length(theirs: Mapping[str, Any], draft: RunDraft, task: str) -> None:
+    key = "task.block_size" if task == "language_modeling" else "data.max_length"
+    name = "max_length" if "max_length" in theirs else "max_seq_length"
+    length = theirs.get(name, 1024)
+    if length is None:
+        draft.drop(name, "None", f"{key} is a number: texts are cut to it", True, (key,))
+    else:
+        draft.set(key, length, name if name in theirs else "max_length, by TRL's default")
+
+
+def _texts(theirs: Mapping[str, Any], draft: RunDraft) -> None:
+    if theirs.get("dataset_text_field"):
+        draft.set("task.text", theirs["dataset_text_field"], "dataset_text_field")
+    if theirs.get("packing"):
+        strategy = str(theirs.get("packing_strategy", "bfd"))
+        draft.set("task.packing", True, "packing")
+        draft.set("task.attend_across_documents", strategy == "wrapped", f"packing_strategy {strategy}")
+        if strategy != "wrapped":
+            draft.notes.append("packing: texts follow each other and are cut where a block ends; TRL's bfd sorts them")
+    else:
+        draft.set("task.packing", False, "packing")
+    if (loss := str(theirs.get("loss_type", "nll"))) not in ("nll", "chunked_nll"):
+        draft.drop("loss_type", loss, "the loss of language modelling is the mean over tokens", True)
+    if theirs.get("completion_only_loss") is False:
+        draft.drop("completion_only_loss", "false", "of a prompt and its response the response is learned", True)
+    whole = not theirs.get("assistant_only_loss")
+    draft.at_end.append(lambda draft: _columns(draft, whole))
+
+
+def _columns(draft: RunDraft, whole: bool) -> None:
+    """Once the data were looked at. `whole`: of a conversation all is learned."""
+    if not any(f"task.{key}" in draft.keys for key in ("text", "prompt", "messages")):
+        why = (
+            "SFTTrainer takes text, messages, or prompt and completion, as the data have them: give --data or name them"
+        )
+        draft.unclear("the columns", why, "task.text", "task.messages", "task.prompt")
+    if "task.messages" in draft.keys and whole:
+        why = "of conversations the assistant's words alone are learned here: say task.messages=... if that is wanted"
+        draft.drop("assistant_only_loss", "false", why, True, ("task.messages",))
+
+
+def _pairs(theirs: Mapping[str, Any], draft: RunDraft) -> None:
+    """Errors: `RunError` for a loss that there is none of here."""
+    kind = theirs.get("loss_type", "sigmoid")
+    kind = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
+    simpo = kind == "simpo" and not table.number(theirs.get("cpo_alpha", 1.0))
+    if not simpo and (kind not in _DPO_LOSSES or "cpo_alpha" in theirs):
+        draft.drop(
+            "loss_type", kind, "task.loss is dpo (sigmoid), ipo, hinge, or simpo with cpo_alpha 0", True, ("task.loss",)
+        )
+    else:
+        draft.set("task.loss", "simpo" if simpo else _DPO_LOSSES[str(kind)], f"loss_type {kind}")
+    ours = {"task.beta": "beta", "task.label_smoothing": "label_smoothing"}
+    table.numbers(draft, theirs, ours | ({"task.gamma": "simpo_gamma"} if simpo else {}))
+
+
+def _model(theirs: Mapping[str, Any], draft: RunDraft) -> None:
+    dtype = str(theirs.get("dtype", theirs.get("torch_dtype", "float32")))
+    set_dtype(draft, dtype, "dtype")
+    if theirs.get("use_peft"):
+        entries = table.adapter_entries(TRL, {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, **theirs})
+        table.lora(draft, {k: v for k, v in entries.items() if v is not False}, "use_peft")
+    if theirs.get("load_in_4bit"):
+        nested = theirs.get("use_bnb_nested_quant")
+        table.quantized(draft, theirs.get("bnb_4bit_quant_type", "nf4"), nested, "load_in_4bit")
+
+
+def set_dtype(draft: RunDraft, dtype: str, origin: str) -> None:
+    """What weights are kept in, by its name at torch."""
+    name = dtype.rpartition(".")[2].lower()
+    if name in ("bfloat16", "bf16"):
+        draft.set("model.dtype", "bfloat16", f"{origin} {name}")
+        draft.notes.append("model.dtype bfloat16: a float32 copy of what is trained is updated (optim.master_weights)")
+    elif name in ("float16", "fp16", "half"):
+        draft.drop(
+            origin, name, "model.dtype is float32 or bfloat16; precision: fp16 computes so", True, ("model.dtype",)
+        )
+    elif name == "auto":
+        draft.notes.append(
+            f"{origin} auto: weights are kept in float32 here (with an adapter in bfloat16): model.dtype"
+        )

@@ -1,0 +1,461 @@
+"""A script that trains by transformers' Trainer or one of TRL's.
+
+In: a `Script`. Out: what moves it: the calls of transformers, peft, bitsandbytes and TRL that decide what is trained,
+one by one, then the settings of its Trainer; what is not known is a gap. `loading.py` has the calls of models and data
+sets.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+from lockstep.config.run import RunError
+from lockstep.lab.import_config import loading, trainer
+from lockstep.lab.import_config.loading import RUNS, Reading
+from lockstep.lab.import_config.quiet_code import QuietCode
+from lockstep.lab.import_config.script import Call, Script, Unknown, casts, code_of, is_trainer, kind_of
+from lockstep.lab.import_config.table import NAMES, RunDraft, decides
+from lockstep.lab.import_config.trainer_statements import TrainerStatements, subclass_of_trainer
+
+Move = Callable[[RunDraft, int | None], None]
+LOOPS = ("lightning", "pytorch_lightning", "pl", "L", "composer", "ignite", "fastai")  # which have a Trainer, too
+
+
+def read(script: Script) -> tuple[str, Move] | None:
+    """None: it has no Trainer. Errors: `RunError` where its settings are on its command line."""
+    calls = [c for c in script.calls if c.origin.partition(".")[0] not in LOOPS]
+    settings = [c for c in calls if _is_settings(c.name)]
+    trainers = [c for c in calls if is_trainer(script, c.name)]
+    if not settings and not trainers:
+        return None
+    way = next((c.name for c in (*settings, *trainers) if _no_way(c.name)), None)
+    if way is not None:
+        raise RunError(
+            "LS8250",
+            f"--from: {script.path}: {way} has no counterpart; supported TRL trainers are SFT, DPO, reward, "
+            "and CPO with loss_type simpo",
+        )
+    if len(settings) > 1:
+        lines = ", ".join(str(c.line) for c in settings)
+        raise RunError("LS8251", f"--from: {script.path} calls {settings[0].name} on lines {lines}; keep only one")
+    parsers = [c for c in calls if c.name in ("HfArgumentParser", "TrlParser")]
+    if parsers and not settings and not script.options:
+        raise RunError(
+            "LS8252",
+            f"--from: {script.path} reads its settings from its command line (line {parsers[0].line}); write "
+            "that command to a file, run.sh, and give --from run.sh, or write args.to_json_string() to "
+            "training_args.json and give that",
+        )
+    name = settings[0].name if settings else trainers[0].name
+    return f"a script with {name}", lambda draft, processes: _move(script, draft, processes)
+
+
+def _is_settings(name: str) -> bool:
+    prefixes = (*trainer.CONFIGS, *NAMES["trl_without_counterpart"])
+    return name.endswith("TrainingArguments") or any(name == f"{prefix}Config" for prefix in prefixes)
+
+
+def _no_way(name: str) -> bool:
+    kinds = [f"{prefix}{kind}" for prefix in NAMES["trl_without_counterpart"] for kind in ("Config", "Trainer")]
+    return name in kinds or name.startswith("SentenceTr")
+
+
+def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
+    at = Reading(script, draft)
+    rows = {**trainer.TABLE, **trainer.TRL}
+    if any(c.name in ("HfArgumentParser", "TrlParser") for c in script.calls):
+        at.arguments |= {name: value for name, value in script.options.items() if name in rows}
+    loading.task_first(script, draft)
+    quiet = QuietCode(script, lambda *_: None, lambda node: False)
+    for call in script.calls:
+        read_call(call, at)
+        if _touches(call, script) and not quiet.is_quiet(call.node):
+            draft.unclear(
+                str(call), "what it changes of what it is given is not known: write it out where it is called"
+            )
+    for kind in script.classes.values():
+        _subclass(kind, at)
+    settings(at)
+    draft.at_end.append(at.check_inputs)
+    TrainerStatements(script, draft, lambda node: _is_read(node, at)).read()
+    _settings(at, processes)
+    own_tokenizer(at)
+    if draft.task is None:
+        draft.unclear("the task", "nothing says which one it is", "task.name")
+
+
+def _touches(call: Call, script: Script) -> bool:
+    """Whether a function of the script's own is given a model, rows or a Trainer."""
+    if not isinstance(call.node.func, ast.Name) or call.node.func.id not in script.functions:
+        return False
+    nodes = [*call.node.args, *(word.value for word in call.node.keywords)]
+    return any(kind_of(script, node) in ("model", "rows", "trainer", "arguments") for node in nodes)
+
+
+def read_call(call: Call, at: Reading) -> None:
+    handler = _handler(call, at)
+    if handler is None:
+        return
+    if call.condition is not None and not is_trainer(at.script, call.name):
+        moves = len(at.draft.gaps), dict(at.draft.keys), dict(at.arguments)
+        handler(call, at)
+        if (len(at.draft.gaps), at.draft.keys, at.arguments) != moves:
+            at.draft.unclear(str(call), f"it is called only {call.condition}, which is known when the script runs")
+        return
+    handler(call, at)
+
+
+def _handler(call: Call, at: Reading) -> Callable[[Call, Reading], None] | None:
+    """What reads a call; None: it decides nothing."""
+    kind = kind_of(at.script, call.receiver) if call.receiver is not None else None
+    root, name = call.origin.partition(".")[0], call.name
+    if _is_settings(name):
+        return arguments
+    if is_trainer(at.script, name) and root not in LOOPS:
+        return _trainer
+    if name in HANDLERS:
+        return HANDLERS[name]
+    if name in loading.HANDLERS:
+        return loading.HANDLERS[name]
+    if root == "transformers" and name.endswith(tuple(loading.TASKS)):
+        return loading.scratch
+    if root == "peft" and name.endswith("Config"):
+        return loading.adapter
+    if call.origin == "torch.compile":
+        return compiled
+    if call.origin.startswith(("datasets.Dataset.", "datasets.DatasetDict", "datasets.IterableDataset.")):
+        return loading.own_rows
+    if kind == "rows":
+        return loading.method
+    if kind == "model":
+        return model_method
+    if kind == "trainer":
+        return None if name in NAMES["trainer_methods"] else _unknown
+    if kind == "arguments":
+        return None if name in NAMES["arguments_methods"] else _unknown
+    if kind is not None or kind_of(at.script, call.node.func) in ("tokenizer", "model"):
+        return None
+    if root in NAMES["libraries"] and name not in NAMES["without_role"] and not _quiet(call):
+        return _unknown
+    return None
+
+
+def _is_read(node: ast.Call, at: Reading) -> bool:
+    """Whether a call is read, or said not to be understood."""
+    origin = at.script.origin_of(node.func)
+    return _handler(Call(node, origin.rpartition(".")[2], origin), at) is not None
+
+
+def _quiet(call: Call) -> bool:
+    parts = call.origin.split(".")
+    return (
+        "logging" in parts
+        or call.name.startswith(("is_", "set_verbosity", "disable_", "enable_"))
+        or ("schedule" in call.name and call.name.startswith("get_"))  # see Trainer's optimizers
+        or (parts[-2] in ("datasets", "transformers") and call.name in ("Features", "Value", "ClassLabel", "Sequence"))
+    )
+
+
+def _unknown(call: Call, at: Reading) -> None:
+    at.draft.unclear(str(call), "what it does to the training is not known here")
+
+
+def _trainer(call: Call, at: Reading) -> None:
+    trainer_call(call, at)
+    loading.of_trainer(call, at)
+
+
+def _subclass(kind: ast.ClassDef, at: Reading) -> None:
+    """A Trainer of the script's own, and rows that a class of its own makes."""
+    bases = [at.script.origin_of(base).rpartition(".")[2] for base in kind.bases]
+    if is_trainer(at.script, kind.name):
+        subclass_of_trainer(at.script, kind, at.draft)
+    if any(base in ("Dataset", "IterableDataset") for base in bases):
+        why = "save its texts to a file, and give that: --data FILE"
+        at.draft.unclear(
+            f"line {kind.lineno}: class {kind.name}({', '.join(map(code_of, kind.bases))})",
+            why,
+            "data.source",
+            "data.train",
+        )
+
+
+def _settings(at: Reading, processes: int | None) -> None:
+    draft = at.draft
+    prefix = at.kind.removesuffix("Config")
+    if prefix not in trainer.CONFIGS and draft.task in trainer.CONFIGS.values() and "Config" in at.kind:
+        prefix = next(p for p, task in trainer.CONFIGS.items() if task == draft.task)
+    if prefix in trainer.CONFIGS:
+        older = any(c.name.endswith("TrainingArguments") for c in at.script.calls)
+        defaults = {"learning_rate": 5e-5, "gradient_checkpointing": False, "bf16": False} if older else {}
+        if prefix == "CPO":
+            defaults |= {"cpo_alpha": 1.0}
+        trainer.move_trl(defaults | at.arguments, draft, processes)
+        return
+    trainer.move(at.arguments, draft, processes)
+    if at.mapped:
+        return
+    why = "no function was seen that makes tokens of them"
+    draft.unclear("which texts are read, and where they are cut", why, "data.max_length", "task.block_size")
+
+
+def own_tokenizer(at: Reading) -> None:
+    """A tokenizer that is the model's own is not named."""
+    draft = at.draft
+    source = draft.keys.get("tokenizer.source")
+    if source is not None and source == draft.keys.get("model.source"):
+        del draft.keys["tokenizer.source"]
+        draft.comments.pop("tokenizer.source", None)
+    elif source is None and at.tokenizer is not None and at.tokenizer[0] not in at.models:
+        code, where = at.tokenizer
+        draft.unclear(where, f"{code} is known when the script runs", "tokenizer.source", "model.source")
+
+
+def arguments(call: Call, at: Reading) -> None:
+    """TrainingArguments, SFTConfig and their kin."""
+    at.kind = call.name
+    arguments = at.script.arguments(call, ("output_dir",))
+    at.arguments |= arguments.known
+    for name, code in arguments.unknown.items():
+        _unknown_setting(at, name, f"line {call.line}: {name}={code}")
+    for code in arguments.more:
+        at.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
+    at.read(call, f"{len(arguments.known)} settings: see the comments of the run file")
+
+
+def _unknown_setting(at: Reading, name: str, where: str) -> None:
+    """A field of TrainingArguments and its kin whose value is not known."""
+    row = (trainer.TABLE | trainer.TRL).get(name)
+    deciding = row is None or row.decides or (bool(row.here) and decides(row.here))
+    by = (row.here,) if row is not None and row.here else ()
+    at.draft.unclear(where, f"{RUNS}; a default is taken", *by, decides=deciding)
+
+
+def stopping(call: Call, at: Reading) -> None:
+    """EarlyStoppingCallback."""
+    arguments = at.script.arguments(call, ("early_stopping_patience", "early_stopping_threshold"))
+    at.unknown(call, arguments, {"early_stopping_patience": "evaluate.patience"})
+    at.set(call, "evaluate.patience", arguments.known.get("early_stopping_patience", 1))
+    if threshold := arguments.known.get("early_stopping_threshold"):
+        at.set(call, "evaluate.min_delta", threshold)
+    at.read(call, "evaluate.patience")
+
+
+def collator(call: Call, at: Reading) -> None:
+    """DataCollatorForLanguageModeling: mlm is its default."""
+    arguments = at.script.arguments(call, ("tokenizer", "mlm", "mlm_probability"))
+    mlm = arguments.known.get("mlm", "mlm" not in arguments.unknown)
+    if call.name == "DataCollatorForWholeWordMask" or mlm:
+        at.draft.set("task.name", "masked_language_modeling", f"{call.name}, line {call.line}")
+        at.set(call, "task.mlm_probability", arguments.known.get("mlm_probability", 0.15))
+        if call.name == "DataCollatorForWholeWordMask":
+            at.set(call, "task.whole_word_mask", True)
+    for name, node in arguments.nodes.items():
+        if name not in ("tokenizer", "mlm", "mlm_probability", "pad_to_multiple_of", "return_tensors"):
+            why = "of masked tokens 80 % are the mask, 10 % others and 10 % as they are"
+            at.draft.lacks(f"line {call.line}: {call.name}({name}={code_of(node)})", why, "task.mlm_probability")
+    at.read(call, f"task.name: {at.draft.keys.get('task.name')}")
+
+
+def padding_collator(call: Call, at: Reading) -> None:
+    """DataCollatorForSeq2Seq and its kin: labels of padding are ignored."""
+    arguments = at.script.arguments(call, ("tokenizer", "model"))
+    node = arguments.nodes.get("label_pad_token_id")
+    if node is not None and arguments.known.get("label_pad_token_id") != -100:
+        where = f"line {call.line}: {call.name}(label_pad_token_id={code_of(node)})"
+        at.draft.lacks(where, "padding is no target here, as with -100")
+
+
+completion_collator = loading.without(
+    "a response is learned by its column: task.prompt and task.response, or task.messages",
+    *("task.prompt", "task.messages"),
+)
+
+
+def trainer_call(call: Call, at: Reading) -> None:
+    """`Trainer(...)` and its kin: data, callbacks, a loss or an optimizer of the script's own."""
+    arguments = at.script.arguments(call, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
+    for prefix, task in trainer.CONFIGS.items():
+        if call.name.startswith(prefix):
+            at.kind = f"{prefix}Config"
+            at.draft.set("task.name", task, f"{call.name}, line {call.line}")
+    model = arguments.known.get("model")
+    if isinstance(model, str):
+        at.set(call, "model.source", model)
+    elif (node := arguments.nodes.get("model")) is not None and _is_other(at.script, node, "model"):
+        at.draft.unclear(f"line {call.line}: model={code_of(node)}", "a model of the script's own is task.model")
+    if (node := arguments.nodes.get("train_dataset")) is not None and _is_other(at.script, node, "rows"):
+        why = "save its texts to a file, and give that: --data FILE"
+        where = f"line {call.line}: train_dataset={code_of(node)}"
+        at.draft.unclear(where, why, "data.source", "data.train")
+    for name, node in arguments.nodes.items():
+        if name in NAMES["older_trainer_arguments"] and call.name.startswith(tuple(trainer.CONFIGS)):
+            if name in arguments.known:
+                at.arguments.setdefault(name, arguments.known[name])
+            else:
+                at.draft.unclear(f"line {call.line}: {name}={arguments.unknown[name]}", RUNS)
+        elif name == "args" and kind_of(at.script, node) is None and not isinstance(node, ast.Constant):
+            at.draft.unclear(
+                f"line {call.line}: args={code_of(node)}",
+                "where these are made was not seen",
+                decides=not at.arguments or _is_other(at.script, node, "arguments"),
+            )
+        elif name not in NAMES["trainer_arguments"]:
+            _own(call, at, name, node)
+    for code in arguments.more:
+        at.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
+    if "compute_metrics" in arguments.nodes:
+        why = "metrics takes functions of (predictions, labels); the task has scores of its own"
+        at.draft.drop(f"line {call.line}: compute_metrics={code_of(arguments.nodes['compute_metrics'])}", None, why)
+    collate = arguments.nodes.get("data_collator")
+    if collate is not None and (collator := own_collator(at.script, collate)):
+        at.draft.lacks(f"line {call.line}: data_collator={collator}", "batches are made as the task says")
+    callbacks(call, at, arguments.nodes.get("callbacks"))
+    at.read(call, "the task and its data")
+
+
+def _own(call: Call, at: Reading, name: str, node: ast.expr) -> None:
+    """An argument that makes another training of it."""
+    if isinstance(node, ast.Constant) and not node.value:
+        return
+    if name == "optimizers" and isinstance(node, ast.Tuple) and all(at.script.known(e, 0) is None for e in node.elts):
+        return
+    whys = {
+        "optimizers": (
+            "optim.name, optim.learning_rate and optim.schedule say it",
+            ("optim.name", "optim.learning_rate"),
+        ),
+        "formatting_func": ("columns are read as they are", ("task.text", "task.prompt", "task.messages")),
+        "compute_loss_func": ("the loss is the task's own, or that of task.name=module", ("task.loss",)),
+    }
+    why, by = whys.get(name, ("not an argument that is known here", ()))
+    at.draft.lacks(f"line {call.line}: {name}={code_of(node)}", why, *by)
+
+
+def _is_other(script: Script, node: ast.expr, kind: str) -> bool:
+    """Whether an expression is made in the script, and is nothing of this kind."""
+    value = script.bound(node, last=True) if isinstance(node, ast.Name) else node
+    return value is not None and not isinstance(value, ast.Constant) and kind_of(script, node) != kind
+
+
+def own_collator(script: Script, node: ast.expr) -> str | None:
+    """The code of a collator that is none of the libraries'."""
+    value = script.bound(node, last=True) if isinstance(node, ast.Name) else node
+    if isinstance(value, ast.Constant) and value.value is None:
+        return None
+    name = value.func if isinstance(value, ast.Call) else value if value is not None else node
+    origin = script.origin_of(name)
+    known = origin.rpartition(".")[2] in NAMES["collators"] and origin not in (*script.functions, *script.classes)
+    return None if known else code_of(node)
+
+
+def callbacks(call: Call, at: Reading, node: ast.expr | None) -> None:
+    value = at.script.bound(node, last=True) if isinstance(node, ast.Name) else node
+    if isinstance(node, ast.Name) and (value is None or at.script.bound(node) is None):
+        at.draft.unclear(f"line {call.line}: the callbacks {node.id}", "which they are is known when the script runs")
+    if value is None:
+        return
+    each = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+    for one in each:
+        one = (at.script.bound(one, last=True) or one) if isinstance(one, ast.Name) else one
+        name = at.script.origin_of(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2]
+        known = name in NAMES["callbacks"] and name not in at.script.classes
+        if not known and not (isinstance(one, ast.Constant) and one.value is None):
+            at.draft.unclear(f"line {call.line}: the callback {code_of(one)}", "what it does is not known")
+
+
+def add_callback(call: Call, at: Reading) -> None:
+    callbacks(call, at, call.node.args[0] if call.node.args else None)
+
+
+def seed(call: Call, at: Reading) -> None:
+    value = at.script.known(call.node.args[0]) if call.node.args else None
+    if value is not None:
+        at.arguments.setdefault("seed", value)
+        at.read(call, "seed")
+
+
+def checkpointing(call: Call, at: Reading) -> None:
+    at.draft.set("model.checkpoint_activations", True, f"line {call.line}")
+    at.read(call, "model.checkpoint_activations")
+
+
+def compiled(call: Call, at: Reading) -> None:
+    at.draft.set("model.compile", True, f"torch.compile, line {call.line}")
+    at.read(call, "model.compile")
+
+
+def added_tokens(call: Call, at: Reading) -> None:
+    """`add_special_tokens`, `add_tokens`: one for padding alone is never learned."""
+    tokens = at.script.known(call.node.args[0]) if call.node.args else None
+    if call.name == "add_special_tokens" and isinstance(tokens, dict) and set(tokens) <= {"pad_token"}:
+        at.read(call, "nothing: padding is not learned")
+        return
+    at.draft.lacks(str(call), "a tokenizer is used as it is saved", "tokenizer.source")
+
+
+def resized(call: Call, at: Reading) -> None:
+    why = "embeddings grow with a tokenizer that is saved with its tokens"
+    at.draft.drop(str(call), None, why, any(c.name == "add_tokens" for c in at.script.calls), ("tokenizer.source",))
+
+
+Handler = Callable[[Call, Reading], None]
+HANDLERS: dict[str, Handler] = {
+    "from_pretrained": loading.pretrained,
+    "from_config": loading.scratch,
+    "BitsAndBytesConfig": loading.bits,
+    "EarlyStoppingCallback": stopping,
+    "DataCollatorForLanguageModeling": collator,
+    "DataCollatorForWholeWordMask": collator,
+    "DataCollatorForCompletionOnlyLM": completion_collator,
+    "DataCollatorForSeq2Seq": padding_collator,
+    "DataCollatorForTokenClassification": padding_collator,
+    "add_callback": add_callback,
+    "set_seed": seed,
+    "gradient_checkpointing_enable": checkpointing,
+    "add_special_tokens": added_tokens,
+    "add_tokens": added_tokens,
+    "resize_token_embeddings": resized,
+}
+
+
+def settings(at: Reading) -> None:
+    """Attributes that the script sets: of arguments, of a model's config, of a tokenizer, of weights."""
+    for node in ast.walk(at.script.tree):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if isinstance(target, ast.Attribute):
+                _setting(node, target, at)  # type: ignore[arg-type]
+
+
+def _setting(node: ast.Assign, target: ast.Attribute, at: Reading) -> None:
+    kind, where = kind_of(at.script, target.value), f"line {node.lineno}: {code_of(node)}"
+    value = at.script.known(node.value, Unknown)
+    if kind == "arguments" and value is Unknown:
+        _unknown_setting(at, target.attr, where)
+    elif kind == "arguments":
+        at.arguments[target.attr] = value
+        at.draft.read.append(f"{where} -> {target.attr}")
+    elif target.attr == "requires_grad":
+        at.draft.lacks(where, "model.freeze names the weights that are not trained", "model.freeze")
+    elif kind == "config" and target.attr in ("id2label", "label2id"):
+        loading.named_labels(at, target.attr, node.value, where, at.draft.task)
+    elif kind == "config" and target.attr not in NAMES["config_fields"]:
+        at.draft.lacks(where, "model.config sets entries of the model's own config", "model.config")
+    elif kind == "tokenizer" and target.attr == "chat_template" and isinstance(value, str):
+        at.draft.set("task.chat_template", value, f"line {node.lineno}")
+        at.draft.read.append(f"{where} -> task.chat_template")
+    elif kind == "tokenizer" and target.attr not in NAMES["tokenizer_fields"]:
+        at.draft.lacks(where, "a tokenizer is used as it is saved", "tokenizer.source")
+    elif kind == "model" and target.attr not in NAMES["model_fields"]:
+        at.draft.unclear(where, "what it changes of the model is not known")
+
+
+def model_method(call: Call, at: Reading) -> None:
+    """A method of a model that none of the above knows."""
+    if call.name not in NAMES["model_methods"] and call.name not in HANDLERS:
+        at.draft.unclear(str(call), "what it changes of the model is not known")
+    elif casts(at.script, call.node):
+        at.draft.lacks(str(call), "model.dtype is the type of the weights", "model.dtype")
+    elif call.name == "requires_grad_":
+        at.draft.lacks(str(call), "model.freeze names the weights that are not trained", "model.freeze")

@@ -1,0 +1,183 @@
+"""The statements of a script with a Trainer, beside the calls that are read: those that change what is trained.
+
+In: a `Script`. Out: a gap for each statement that touches a model, rows, settings or a Trainer and is not on the closed
+list of quiet code (`quiet_code.py`), for classes of the script's own that take part, and for training several times.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.lab.import_config.quiet_code import QuietCode, root_of
+from lockstep.lab.import_config.script import Call, Script, Unknown, code_of, is_trainer, kind_of, split_of
+from lockstep.lab.import_config.table import NAMES, RunDraft
+
+_SEVERAL = "it trains several times: keep the training that is meant"
+_LIBRARIES = (*NAMES["libraries"], "torch")
+
+
+@dataclass
+class TrainerStatements:
+    """`is_read`: calls that others read, or say that they do not know."""
+
+    script: Script
+    draft: RunDraft
+    is_read: Callable[[ast.Call], bool]
+    touched: set[str] = field(default_factory=set)  # names that hold a part of a model, rows, settings or a Trainer
+    looked_at: set[str] = field(default_factory=set)  # functions of the script
+
+    def read(self) -> None:
+        self._body(self.script.tree.body)
+        started = [c for c in self._calls("train") if kind_of(self.script, c.receiver) == "trainer"]
+        for call in started[1:]:
+            self.draft.unclear(str(call), _SEVERAL)
+
+    def _calls(self, name: str) -> list[Call]:
+        return [call for call in self.script.calls if call.name == name and call.receiver is not None]
+
+    def _body(self, lines: Iterable[ast.stmt]) -> None:
+        for line in lines:
+            if isinstance(line, ast.If):
+                taken = self.script.known(line.test, Unknown)
+                self._body(line.body if taken is Unknown or taken else [])
+                self._body(line.orelse if taken is Unknown or not taken else [])
+            elif isinstance(line, ast.For | ast.While):
+                self._loop(line)
+            elif isinstance(line, ast.With | ast.Try):
+                handlers = [each for handler in getattr(line, "handlers", ()) for each in handler.body]
+                more = [*getattr(line, "orelse", ()), *getattr(line, "finalbody", ())]
+                self._body([*line.body, *handlers, *more])
+            elif not isinstance(line, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                self._leaf(line)
+                self._taint(line)
+
+    def _loop(self, node: ast.For | ast.While) -> None:
+        for each in ast.walk(node):
+            if isinstance(each, ast.Call) and self._trains(each):
+                self.draft.unclear(f"line {each.lineno}: {code_of(each)}", _SEVERAL)
+                break
+        if isinstance(node, ast.For) and self._touches(node.iter):
+            self.touched |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
+        self._body([*node.body, *node.orelse])
+
+    def _trains(self, call: ast.Call) -> bool:
+        name = self.script.origin_of(call.func).rpartition(".")[2]
+        if is_trainer(self.script, name):
+            return True
+        holder = call.func.value if isinstance(call.func, ast.Attribute) else None
+        return name == "train" and kind_of(self.script, holder) == "trainer"
+
+    def _leaf(self, line: ast.stmt) -> None:
+        self._called(line)
+        if isinstance(line, ast.Assign) and all(self._replaces_rows(t, line.value) for t in line.targets):
+            return
+        if isinstance(line, ast.Assign) and any(self._is_of_a_library(target) for target in line.targets):
+            self._unclear(line, "what it changes of the library is not known")
+            return
+        if isinstance(line, ast.Assign) and not any(map(self._touches, line.targets)):
+            line = ast.copy_location(ast.Expr(line.value), line)  # what a name, or something else, is given
+        if self._touches(line):
+            quiet = QuietCode(self.script, lambda node, why, *by: self._unclear(node, why, *by), self._is_quiet)
+            quiet.statement(line, frozenset())
+
+    def _taint(self, line: ast.stmt) -> None:
+        """Names that are given a part of something that is touched; no numbers, and no results of a Trainer."""
+        if isinstance(line, ast.Assign) and self._touches(line.value) and not self._is_result(line.value):
+            names = (each for target in line.targets for each in ast.walk(target))
+            self.touched |= {each.id for each in names if isinstance(each, ast.Name)}
+
+    def _called(self, line: ast.stmt) -> None:
+        """Functions that hold a part of the training: their statements are looked at as if they stood here."""
+        for call in ast.walk(line):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+                continue
+            function = self.script.functions.get(call.func.id)
+            if isinstance(function, ast.FunctionDef) and function.name not in self.looked_at:
+                self.looked_at.add(function.name)
+                if any(isinstance(each, ast.Call) and self._takes_part(each) for each in ast.walk(function)):
+                    self._body(function.body)
+
+    def _takes_part(self, call: ast.Call) -> bool:
+        return self._trains(call) or kind_of(self.script, call) in ("model", "rows", "arguments", "trainer")
+
+    def _is_quiet(self, call: ast.Call) -> bool:
+        if self.is_read(call) or self._takes_part(call):
+            return True
+        if isinstance(call.func, ast.Name) and call.func.id in self.looked_at:
+            return True
+        origin = self.script.origin_of(call.func)
+        name = origin.rpartition(".")[2]
+        if isinstance(call.func, ast.Attribute) and kind_of(self.script, call.func.value) == "trainer":
+            return name in NAMES["trainer_methods"]
+        if origin.startswith("numpy."):
+            return name not in NAMES["numpy_changes"]
+        return origin in NAMES["quiet_draws"]
+
+    def _replaces_rows(self, target: ast.expr, value: ast.expr) -> bool:
+        """`data["train"] = data["train"].shuffle()`: a split by rows of its own."""
+        if not isinstance(target, ast.Subscript) or kind_of(self.script, target.value) != "rows":
+            return False
+        split = split_of(self.script, value)
+        return kind_of(self.script, value) == "rows" and split in (None, self.script.known(target.slice))
+
+    def _is_of_a_library(self, target: ast.expr) -> bool:
+        """An attribute of a class or module of a library that trains."""
+        if not isinstance(target, ast.Attribute):
+            return False
+        origin = self.script.origin_of(target)
+        first = root_of(target)
+        imported = first in self.script.imports and first not in self.touched
+        quiet = origin.startswith(("torch.backends.", "transformers.logging", "datasets.logging"))
+        return imported and origin.partition(".")[0] in _LIBRARIES and not quiet
+
+    def _touches(self, node: ast.AST) -> bool:
+        return any(
+            isinstance(each, ast.Name) and (each.id in self.touched or kind_of(self.script, each) is not None)
+            for each in ast.walk(node)
+        )
+
+    def _is_result(self, node: ast.expr) -> bool:
+        if not isinstance(node, ast.Call):
+            return False
+        if isinstance(node.func, ast.Attribute) and kind_of(self.script, node.func.value) == "trainer":
+            return True
+        return ast.unparse(node.func) in ("len", "int", "float", "str", "sum", "round")
+
+    def _unclear(self, node: ast.AST, why: str, *by: str) -> None:
+        line = getattr(node, "lineno", 0)
+        if not any(gap.name.startswith(f"line {line}:") for gap in self.draft.gaps):
+            self.draft.unclear(f"line {line}: {code_of(node)}", why, *by)
+
+
+def subclass_of_trainer(script: Script, kind: ast.ClassDef, draft: RunDraft) -> None:
+    """A Trainer of the script's own: methods that are on no list decide what is trained."""
+    for line in kind.body:
+        if isinstance(line, ast.FunctionDef | ast.AsyncFunctionDef):
+            where = f"line {line.lineno}: {kind.name}.{line.name}"
+            if line.name in NAMES["trainer_overrides"]:
+                why = "a loss, or a step, of the script's own: task.name=module takes a loss"
+                draft.lacks(where, why, "task.loss")
+            elif line.name == "__init__" and _is_plain_init(line):
+                continue
+            elif line.name not in NAMES["trainer_quiet_overrides"]:
+                draft.unclear(where, "what this method changes of the training is not known")
+        elif isinstance(line, ast.Assign) and not isinstance(line.value, ast.Constant):
+            draft.unclear(f"line {line.lineno}: {code_of(line)}", "what it changes of the Trainer is not known")
+
+
+def _is_plain_init(function: Any) -> bool:
+    """Whether it only hands on what it is given, and keeps values that are no part of a Trainer."""
+    for line in function.body:
+        text = ast.unparse(line)
+        plain = isinstance(line, ast.Expr) and (isinstance(line.value, ast.Constant) or text.startswith("super("))
+        assigned = isinstance(line, ast.Assign) and isinstance(line.value, ast.Name | ast.Constant)
+        own = assigned and all(isinstance(t, ast.Attribute) and t.attr not in _OF_TRAINER for t in line.targets)
+        if not plain and not own:
+            return False
+    return True
+
+
+_OF_TRAINER = ("model", "args", "data_collator", "train_dataset", "optimizer", "lr_scheduler", "compute_loss_func")

@@ -1,0 +1,269 @@
+"""What `lockstep init` asks, and what it fills in where nobody said it: a model, lengths, sizes, rates.
+
+In: the data, the task and the machine. Out: the keys of a run file as nested mappings, in the order in which it is
+written. Steps and intervals follow once it is known how many examples training will have: `with_steps`. A question has
+the answer that an empty line stands for, and a check of answers: a person is asked again until the answer is good;
+where nobody can be asked, the default is taken, and a note says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lockstep.config import plugins
+from lockstep.config.run import RunError
+from lockstep.config.sections import DataSection
+from lockstep.data.order import Order, total_steps
+from lockstep.data.source import BUILTIN
+from lockstep.lab import machine_info
+from lockstep.lab.init.columns import Look
+from lockstep.track.console import Console
+
+SCRATCH = "scratch"  # instead of a model's name: a small one, trained from nothing
+# Of conversations, for tokenizers that have no template of their own.
+CHAT = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+_T5 = {"en": "English", "de": "German", "fr": "French", "ro": "Romanian"}  # what it was trained to be asked
+_SMALL_GPT2 = {"n_layer": 3, "n_head": 4, "n_embd": 128}
+_SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
+_SMALL_MARIAN = {"d_model": 128}
+_SMALL_MARIAN |= {
+    f"{side}_{name}": size
+    for side in ("encoder", "decoder")
+    for name, size in {"layers": 2, "attention_heads": 4, "ffn_dim": 512}.items()
+}
+_SMALL_OTHERS = {
+    "num_key_value_heads": 4,
+    "num_layers": 2,
+    "num_heads": 4,
+    "d_ff": 512,
+    "d_kv": 32,
+}  # T5's, and others'
+_SMALL_OTHERS |= {"dim": 128, "n_layers": 2, "n_heads": 4, "hidden_dim": 512}  # DistilBERT's
+
+
+@dataclass(frozen=True)
+class MachineInfo:
+    """What of this machine decides a run file."""
+
+    cores: int
+    gpus: int
+    bf16: bool  # whether its GPUs compute in it
+    hub: bool  # whether the Hub can be reached
+
+    @staticmethod
+    def look() -> MachineInfo:
+        """Bounded in time; what cannot be found is not there."""
+        facts = machine_info.bounded(lambda: machine_info.gpu_facts(60), 65)
+        reached = machine_info.bounded(machine_info.network, 8)
+        online = bool(reached.get("hub_reachable")) and reached.get("offline") in (None, "", "0")
+        cores = int(machine_info.machine()["cores"])
+        return MachineInfo(cores, len(facts.get("devices", ())), bool(facts.get("bf16")), online)
+
+    @property
+    def processes(self) -> int:
+        return self.gpus or self.cores
+
+    def described(self) -> str:
+        return f"{self.gpus} GPU(s)" if self.gpus else f"{self.cores} core(s), no GPU"
+
+
+def model_for(task: str, look: Look, here: MachineInfo) -> str:
+    """The pretrained one that the task names, where the Hub can be reached."""
+    kind: Any = plugins.find("tasks", task)
+    return kind.default_model or SCRATCH if here.hub and look.source != BUILTIN else SCRATCH
+
+
+def values(
+    path: Path, data: DataSection, task: dict[str, Any], model: str, look: Look, here: MachineInfo
+) -> dict[str, Any]:
+    """The run file as nested mappings, in the order in which it is written; steps are those of about as many examples
+    as rows."""
+    small, length, lm = model == SCRATCH, _length(look, task), task["name"] == "language_modeling"
+    called = path.stem if path.stem != "run" else Path(look.source).stem or "run"
+    filled: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9._-]", "-", called).lstrip("._-") or "run"}
+    filled["task"] = task | ({"block_size": length} if lm and "block_size" not in task else {})
+    if model.startswith("google-t5/") and task["name"] == "translation":
+        source, target = (_T5.get(str(task[side]), task[side]) for side in ("source", "target"))
+        filled["task"] |= {"prefix": f"translate {source} to {target}: "}
+    if model.startswith("google-t5/") and task["name"] == "summarization":
+        filled["task"] |= {"prefix": "summarize: "}
+    if task["name"] == "question_answering":
+        filled["task"].setdefault("stride", min(128, length // 4))
+    if task["name"] == "translation" and importlib.util.find_spec("sacrebleu") is None:
+        filled["task"].setdefault("bleu", False)
+    filled["data"] = {k: v for k, v in data.model_dump(exclude_unset=True).items() if v is not None}
+    if not lm and task["name"] != "image_classification":
+        filled["data"].setdefault("max_length", length)
+    filled |= scratch(task["name"], length, look.sizes["train"]) if small else {"model": {"source": model}}
+    filled |= {"epochs": 3, "batch_size": 1, "micro_batches": 1}
+    filled["precision"] = "bf16" if here.gpus and here.bf16 else "fp32"
+    kind: Any = plugins.find("tasks", task["name"])
+    rate = 1e-3 if small else kind.usual_rate
+    filled["optim"] = {"learning_rate": rate, "schedule": "linear", "warmup_fraction": 0.06}
+    filled["strategy"] = {"name": "ddp" if here.processes > 1 else "single"}
+    filled["launch"] = {"processes": "auto"}
+    return filled
+
+
+def with_steps(filled: dict[str, Any], examples: int, here: MachineInfo) -> dict[str, Any]:
+    """Fill in the sizes of steps, and intervals that come due within the run."""
+    batch = filled["batch_size"] if filled["batch_size"] > 1 else _batch(examples)
+    in_batch_negatives = filled["task"]["name"] == "embedding"  # the larger a micro-batch, the more is told apart
+    if in_batch_negatives and filled["batch_size"] == 1:
+        batch = max(batch, min(32, examples))
+    micro = filled["micro_batches"] if filled["micro_batches"] > 1 else _micro_batches(batch, here)
+    if in_batch_negatives and filled["micro_batches"] == 1:
+        micro = max(1, min(2 ** math.ceil(math.log2(max(1, here.processes))), batch // 8))
+    epoch, total = steps_of(filled | {"batch_size": batch}, examples)
+    each = max(1, min(epoch, total // 2))  # the end is evaluated and saved anyway
+    evaluate = {"every": "epoch" if epoch < total else each} | filled.get("evaluate", {})
+    checkpoint = {"every": min(200, each)} | filled.get("checkpoint", {})
+    track = filled.get("track", {}) | ({} if total >= 30 else {"every": max(1, total // 10)})
+    more = {"evaluate": evaluate, "checkpoint": checkpoint} | ({"track": track} if track else {})
+    return filled | {"batch_size": batch, "micro_batches": micro} | more
+
+
+def steps_of(filled: dict[str, Any], examples: int) -> tuple[int, int]:
+    """Steps of an epoch and of the run, as training counts them."""
+    epoch = Order(examples, filled["batch_size"], 0).steps_per_epoch
+    return epoch, total_steps(filled.get("epochs"), filled.get("steps"), epoch)
+
+
+def scratch(task: str, length: int, rows: int) -> dict[str, dict[str, Any]]:
+    """Sections of a small model, and its tokenizer where it reads texts, that trains on a laptop."""
+    kind: str = plugins.find("tasks", task).small_model  # type: ignore[attr-defined]
+    if kind == "vit":
+        return {"model": {"type": kind, "config": {**_SMALL_BERT, "image_size": 64, "patch_size": 8}}}
+    config = {
+        "gpt2": {**_SMALL_GPT2, "n_positions": length},
+        "bert": {**_SMALL_BERT, "max_position_embeddings": length},
+        "marian": {**_SMALL_MARIAN, "max_position_embeddings": length},
+    }.get(kind) or small_config(kind, length)
+    return {
+        "model": {"type": kind, "config": config},
+        "tokenizer": {"train": "bpe", "vocab_size": 8000 if rows > 5000 else 2000},
+    }
+
+
+def small_config(kind: str, length: int) -> dict[str, Any]:
+    """Entries that make a small model of a type of transformers', for texts of `length` tokens; none of a type that it
+    does not know."""
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        return {}
+    usual = CONFIG_MAPPING[kind]().to_dict()
+    small = _SMALL_GPT2 | _SMALL_BERT | _SMALL_MARIAN | _SMALL_OTHERS
+    small |= dict.fromkeys(("n_positions", "max_position_embeddings"), length)
+    return {name: value for name, value in small.items() if isinstance(usual.get(name), int)}
+
+
+def _length(look: Look, task: dict[str, Any]) -> int:
+    """Tokens that hold nearly every text: some four characters each in words, fewer in small vocabularies."""
+    used = [look.characters[value] for value in map(str, task.values()) if value in look.characters]
+    tokens = sum(used) / 3 if used else 128
+    return next((each for each in (32, 64, 128, 256) if each >= tokens), 256 if not used else 512)
+
+
+def _batch(examples: int) -> int:
+    """Examples a step: a power of two with at least 30 steps an epoch where the data allow that, and at least 8."""
+    return int(min(64, examples, max(8, 2 ** math.floor(math.log2(max(1, examples / 30))))))
+
+
+def _micro_batches(batch: int, here: MachineInfo) -> int:
+    """A power of two that leaves room for twice the processes, and eight where a step has as many examples; one a
+    process where it has not."""
+    goal = max(8, 2 ** (math.ceil(math.log2(max(1, here.processes))) + 1))
+    return max(2 ** math.floor(math.log2(min(batch, goal))), min(batch, here.processes))
+
+
+Ask = Callable[[str, str], str]  # a question and its default answer
+MOST = 10  # wrong answers to a question, after which a person gave up, or is none
+
+Answer = TypeVar("Answer")
+
+
+class NoAnswerMends(RunError):
+    """Something else is wrong than the answer: it is not asked for again."""
+
+
+@dataclass
+class Prompter:
+    """With a person, or with nobody (`ask` is None)."""
+
+    ask: Ask | None
+    console: Console
+    notes: list[str] = field(default_factory=list)  # for the file's header
+
+    def note(self, text: str) -> None:
+        """Something that was taken to be so, and what to do if it is not."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self.console.note(text)
+
+    def answer(self, question: str, default: str, check: Callable[[str], Answer]) -> Answer:
+        """What `check` makes of the answer; it raises `RunError` for one that is wrong, which is said, and asked again.
+
+        Errors: `RunError` of the default where nobody is asked, when the answers end, and of the last of many that
+        were wrong."""
+        if self.ask is None:
+            return check(default)
+        for tries in range(MOST):
+            try:
+                reply = self.ask(question, default)
+            except EOFError:
+                raise RunError(
+                    "LS8300",
+                    "standard input ended before all questions were answered; give --data, --task and --model, or "
+                    "--yes to accept the guesses",
+                ) from None
+            try:
+                return check(reply)
+            except NoAnswerMends:
+                raise
+            except RunError as error:
+                if tries + 1 == MOST:
+                    raise
+                self.console.say(str(error))
+        raise AssertionError
+
+    def sure(self, question: str, default: bool) -> bool:
+        """Yes or no."""
+        return self.answer(f"{question} (yes/no)", "yes" if default else "no", _yes)
+
+
+def _yes(text: str) -> bool:
+    if text.lower() in ("yes", "y", "no", "n"):
+        return text.lower().startswith("y")
+    raise RunError("LS8301", f"invalid answer {text!r}; expected yes or no")
+
+
+def one_of(names: list[str], what: str) -> Callable[[str], str]:
+    """A check of answers that have to be one of these."""
+
+    def check(answer: str) -> str:
+        if answer not in names:
+            raise RunError("LS8302", f"{answer!r} is not a {what}; expected one of {', '.join(names)}")
+        return answer
+
+    return check
+
+
+def terminal(question: str, default: str) -> str:
+    """Ask a person on the terminal; an empty line takes the default. Errors: `EOFError` when the answers end."""
+    return input(f"{question} [{default}]: " if default else f"{question}: ").strip() or default
+
+
+def can_ask() -> bool:
+    """Whether a person sits at the terminal."""
+    return sys.stdin.isatty() and sys.stdout.isatty()

@@ -1,0 +1,327 @@
+"""`lockstep attest OUTPUT`: what a run was made of, what every step came to and what it left, as one chain of hashes;
+and `lockstep audit OUTPUT`: whether that is so, by computing random stretches of it again.
+
+In: the OUTPUT of a finished run. Out: `OUTPUT/attestation/attestation.json`, signed if a key is given; or the first
+thing that is not as it was attested.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint import exported
+from lockstep.checkpoint.manifest import FILE as MANIFEST
+from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError, load, require_output
+from lockstep.launchers import start
+from lockstep.proof.diff import first_mismatch, replayed, run_to_recompute, start_of
+from lockstep.track.console import Console
+from lockstep.track.report.history import lines_of, scores_of
+from lockstep.training import fingerprints
+
+FORMAT = 1
+FOLDER, NAME, SIGNATURE = "attestation", "attestation.json", "attestation.sig"
+RESULTS = ("metrics.jsonl", "scores.json", "tables.json")  # in OUTPUT: what was measured
+EXTRA = "pip install 'lockstep-train[signing]'"
+
+
+def attest(output: Path, key: Path | None) -> int:
+    """Write the attestation. Returns 0. Errors: `RunError` for a run that is not finished, or is damaged."""
+    console, report = Console(True), describe(output)
+    folder = output / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    (output / SIGNATURE).unlink(missing_ok=True)
+    folder.mkdir()
+    (folder / NAME).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if key is not None:
+        _signing(key, "--key").signing.Config().use_elliptic_key_signer(private_key=str(key)).sign(
+            str(folder), str(output / SIGNATURE)
+        )
+    steps_kept = ", ".join(str(each["step"]) for each in report["checkpoints"])
+    console.say(f"{report['steps']} steps, checkpoints of {steps_kept}, {len(report['export'])} files of the export")
+    console.say(f"{folder / NAME}: sha256 {report['sha256']}{', signed' if key else ''}")
+    return 0
+
+
+def describe(output: Path) -> dict[str, Any]:
+    """The chain of hashes of a run that is finished. Errors: `RunError`."""
+    require_output(output)
+    run = load(output / "run.yaml", [])
+    if (fault := exported.damage(output)) is not None:
+        raise RunError("LS8001", f"{output}: cannot be attested, because the export is missing or was changed: {fault}")
+    checkpoints = [(path, each) for path, each in candidates(run_at(run, output)) if isinstance(each, Manifest)]
+    if not checkpoints:
+        raise RunError("LS8002", f"{output}: cannot be attested without a checkpoint, and there is none")
+    for path, manifest in checkpoints:
+        if (fault := broken(path, manifest)) is not None:
+            raise RunError("LS8003", f"{path}: {fault}; a run with a damaged checkpoint cannot be attested")
+    newest = checkpoints[0][1]
+    lines = list(_lines(output))
+    if [line["step"] for line in lines] != list(range(1, newest.step + 1)):
+        raise RunError(
+            "LS8004",
+            f"{output / fingerprints.FILE}: expected a line for each of the steps 1 to {newest.step}, but it "
+            f"has {len(lines)} lines",
+        )
+    if (wrong := _of_numbers(output)) is not None:
+        raise RunError("LS8005", f"{output}: cannot be attested: {wrong}")
+    begun = start_of(output)
+    facts: dict[str, Any] = {
+        "format": FORMAT,
+        "run": newest.arithmetic,
+        "run_file": exported.sha256_of(output / "run.yaml"),
+        "data": newest.data,
+        "code": newest.code,
+        "versions": newest.versions,
+        "device": newest.device,
+        "threads": newest.threads,
+        "strategy": newest.strategy,
+        "processes": begun.get("processes"),
+        "steps": newest.step,
+        "chain": chain(lines),
+        "checkpoints": [{"step": m.step, "manifest": exported.sha256_of(path / MANIFEST)} for path, m in checkpoints],
+        "export": _export(output),
+        "exported_step": scores_of(output).get("step", newest.step),
+        "results": {name: exported.sha256_of(output / name) for name in RESULTS if (output / name).is_file()},
+    }
+    return facts | {"sha256": _seal(facts)}
+
+
+def chain(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Each step's line hashed together with all before it."""
+    link = hashlib.sha256(b"lockstep fingerprints").hexdigest()
+    for line in lines:
+        link = hashlib.sha256(f"{link} {json.dumps(line, sort_keys=True)}".encode()).hexdigest()
+    return link
+
+
+def run_at(run: Run, output: Path) -> Run:
+    """The run, wherever its folder has been moved to."""
+    return run.model_copy(update={"output": str(output)})
+
+
+def _lines(output: Path) -> Iterator[dict[str, Any]]:
+    return lines_of(output / fingerprints.FILE, ("step", "hash"))
+
+
+def _export(output: Path) -> dict[str, str]:
+    """The hashes of all files of the export."""
+    folder = output / "export"
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): exported.sha256_of(path) for path in files}
+
+
+def _seal(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _signing(key: Path, option: str) -> Any:
+    """The package that signs. Errors: `RunError`."""
+    if not key.is_file():
+        raise RunError("LS8006", f"{option}: no such file: {key}; expected an elliptic-curve key in PEM format")
+    try:
+        import model_signing
+    except ImportError as error:
+        raise RunError(
+            "LS8007", f"{option} needs the package model-signing ({error.name} is missing): {EXTRA}"
+        ) from None
+    return model_signing
+
+
+# -- audit -----------------------------------------------------------------------------------------------------------
+
+
+def audit(
+    output: Path,
+    samples: int,
+    within: int,
+    processes: int | None,
+    key: Path | None,
+    overrides: Sequence[str],
+    seed: int | None = None,
+) -> int:
+    """Check everything that was attested, and compute `samples` random steps again, with those between them and the
+    checkpoint before. Returns 0 when all is as attested, 1 when something is not. Errors: `RunError`."""
+    if start.joining():
+        raise RunError("LS8008", "lockstep audit starts its own processes; run it without torchrun or another launcher")
+    console = Console(True)
+    try:
+        then = json.loads((output / FOLDER / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise RunError("LS8009", f"{output} has no readable {FOLDER}/{NAME}; lockstep attest writes it") from None
+    if not isinstance(then, dict) or then.get("format") != FORMAT:
+        raise RunError(
+            "LS8010", f"{output / FOLDER / NAME} was not written by lockstep attest, or by another version of it"
+        )
+    wrong = (
+        _of_signature(output, key, console)
+        or _of_files(output, then)
+        or _of_numbers(output)
+        or _of_data(output, then, overrides)
+        or _of_export(output, then, console)
+    )
+    if wrong is None:
+        results = ", ".join(then.get("results", {}))
+        console.say("run file, data, fingerprints, checkpoints and export are those that were attested")
+        console.say(f"so are {results}" if results else f"not attested, and not looked at: {', '.join(RESULTS)}")
+        wrong = _of_steps(console, output, then, samples, within, processes, overrides, seed)
+    if wrong is not None:
+        console.say(f"found: NOT as attested: {wrong}")
+        return 1
+    portable = load(output / "run.yaml", []).strategy.exact == "portable"
+    elsewhere = "" if portable else ", or what another kind of processor would have made of them"
+    console.say(
+        "found: as attested. What this cannot show: that steps which were not computed again came to what is written "
+        "of them (their lines are in the chain), that scores are what the model makes (lockstep evaluate measures it "
+        f"again){elsewhere}"
+    )
+    return 0
+
+
+def _of_signature(output: Path, key: Path | None, console: Console) -> str | None:
+    signed = (output / SIGNATURE).is_file()
+    if key is None:
+        console.say("it is signed, and no --key was given to check that with" if signed else "it is not signed")
+        return None
+    verifying = _signing(key, "--key").verifying
+    if not signed:
+        return "it is not signed, and a key was given"
+    try:
+        verifying.Config().use_elliptic_key_verifier(public_key=str(key)).verify(
+            str(output / FOLDER), str(output / SIGNATURE)
+        )
+    except Exception as error:  # each package below has errors of its own
+        return f"the signature is not that of this attestation and this key ({type(error).__name__})"
+    console.say("the signature is that of this key")
+    return None
+
+
+def _of_files(output: Path, then: Mapping[str, Any]) -> str | None:
+    """What is not as attested of what lies in OUTPUT."""
+    if then.get("sha256") != _seal({k: v for k, v in then.items() if k != "sha256"}):
+        return "the attestation does not match its own hash"
+    if exported.sha256_of(output / "run.yaml") != then["run_file"]:
+        return "run.yaml is another one"
+    lines = list(_lines(output))
+    if chain(lines) != then["chain"]:
+        return f"{fingerprints.FILE} is another one: a step's line was changed, left out or added"
+    run = load(output / "run.yaml", [])
+    there = {m.step: (path, m) for path, m in candidates(run_at(run, output)) if isinstance(m, Manifest)}
+    for each in then["checkpoints"]:
+        if each["step"] not in there:
+            return f"the checkpoint of step {each['step']} is gone, or its manifest is damaged"
+        path, manifest = there[each["step"]]
+        if exported.sha256_of(path / MANIFEST) != each["manifest"]:
+            return f"the checkpoint of step {each['step']} is another one"
+        if (fault := broken(path, manifest)) is not None:
+            return f"the checkpoint of step {each['step']}: {fault}"
+    for name in RESULTS if "results" in then else ():  # attestations of earlier versions hold none
+        if then["results"].get(name) != (exported.sha256_of(output / name) if (output / name).is_file() else None):
+            return f"{name} is another one: a score was changed, for example"
+    if (files := _export(output)) != then["export"]:
+        names = sorted(n for n in files.keys() | then["export"].keys() if files.get(n) != then["export"].get(n))
+        return f"the export is another one: {', '.join(names[:4])}"
+    return None
+
+
+def _of_numbers(output: Path) -> str | None:
+    """What proves nothing: a step's line that is not that of its numbers, numbers that are not finite."""
+    import torch
+    from safetensors import safe_open
+
+    skips = fingerprints.skips(load(output / "run.yaml", []))
+    for line in _lines(output):
+        if (fault := fingerprints.fault(line, skips)) is not None:
+            return f"{fingerprints.FILE}: step {line['step']}: {fault}"
+    for path in sorted((output / "export").glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if bool(torch.isnan(file.get_tensor(name)).any()):
+                    return f"export/{path.name}: {name} holds NaN"
+    return None
+
+
+def _of_data(output: Path, then: Mapping[str, Any], overrides: Sequence[str]) -> str | None:
+    """Whether what would be trained on now, and by what, is what was attested."""
+    from lockstep.data.prepare import prepare
+
+    run = run_to_recompute(output, overrides, None, 1)
+    prepared = prepare(run, plugins.find("tasks", run.task.name), fresh=True)
+    if prepared.key != then["data"]:
+        return (
+            "the data, or the tokenizer, hold something else than what was trained on: a row was changed, for example"
+        )
+    trained = next(m for _, m in candidates(run_at(run, output)) if isinstance(m, Manifest))
+    if (why := changed(run_at(run, output), prepared, trained)) is not None:
+        return " ".join(why.split())
+    return None
+
+
+def _of_export(output: Path, then: Mapping[str, Any], console: Console) -> str | None:
+    """Whether the export is what the checkpoint that it was made of exports to; where that cannot be asked, it is
+    said."""
+    from lockstep.training.checkpoint_model import exported_checkpoint
+    from lockstep.training.summary import digest_of
+
+    step, run = then["exported_step"], run_at(load(output / "run.yaml", []), output)
+    if run.average.last is not None:
+        console.say(f"not looked at: whether the export is {run.average.summary}")
+        return None
+    path = next((p for p, m in candidates(run) if isinstance(m, Manifest) and m.step == step), None)
+    if path is None:
+        return f"the export is said to be of step {step}, of which there is no checkpoint"
+    digest = digest_of(exported_checkpoint(output, path), None)
+    if digest is None:
+        console.say(
+            f"not looked at: whether the export is of the checkpoint of step {step}: its format has no such hash"
+        )
+    elif digest != digest_of(output / "export", None):
+        return f"the export's weights are not those of the checkpoint of step {step}"
+    return None
+
+
+def _of_steps(
+    console: Console,
+    output: Path,
+    then: Mapping[str, Any],
+    samples: int,
+    within: int,
+    processes: int | None,
+    overrides: Sequence[str],
+    seed: int | None,
+) -> str | None:
+    """Random stretches, computed again."""
+    from lockstep.proof.replaying import REPLAY
+
+    steps, draw = then["steps"], random.Random(seed)
+    begins = sorted({0, *(each["step"] for each in then["checkpoints"])} - {steps})
+    reach = {s: max(b for b in begins if b < s) for s in range(1, steps + 1)}
+    near = [s for s, begin in reach.items() if s - begin <= within]
+    chosen = sorted(draw.sample(near, min(samples, len(near))))
+    last = {reach[step]: step for step in chosen}  # of each beginning the farthest
+    if processes is None:
+        processes = 1 if (then["processes"] or 1) > 1 else 2
+    run = run_to_recompute(output, overrides, None, processes)
+    total = sum(step - begin for begin, step in last.items())
+    console.say(
+        f"{len(chosen)} of {steps} steps were drawn ({len(near)} are within {within} of a checkpoint or the start); "
+        f"{total} are computed again by {processes} process(es) under {run.strategy.name}"
+    )
+    for begin, step in last.items():
+        with replayed(run, output, step, begin) as (status, folder):
+            if status:
+                return f"steps {begin + 1} to {step} could not be computed again (status {status})"
+            replay = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
+        if replay["from"] != begin:
+            return f"the checkpoint of step {begin} cannot be used: {'; '.join(replay['notes'])}"
+        if (wrong := first_mismatch(replay["steps"], fingerprints.skips(run))) is not None:
+            return wrong
+        console.say(f"steps {begin + 1} to {step}: the same bits")
+    return None

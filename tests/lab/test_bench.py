@@ -1,0 +1,119 @@
+"""`lockstep bench`: what it finds, what it says of jobs that cannot run, and its arithmetic."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config.run import load
+from lockstep.lab.bench import Bench, BenchRow, details, efficiency, plots, reasons, rows_of, table
+from lockstep.training.timing import RankMemory, Timing
+from support.command import LOCKSTEP, STEPS, ended, start, write
+from support.harness import TINY
+from support.places import TESTS_PATH
+
+
+@pytest.mark.processes
+def test_a_job_that_cannot_run_is_a_line_and_the_others_run(tmp_path: Path, cache: Path) -> None:
+    write(tmp_path)
+    words = ["run.yaml", "--strategies", "allreduce", "support.misbehaving.Crashing", "--processes", "1", "9"]
+    words += ["--steps", "3", "--skip", "1", "--rounds", "1"]
+    status, out, err = ended(start([*LOCKSTEP, "bench", *words], tmp_path, cache, PYTHONPATH=TESTS_PATH))
+    assert status == 0, err
+    found = json.loads((tmp_path / "out-bench" / "bench.json").read_text())
+    rows = {(row["series"], row["processes"]): row for row in found["rows"]}
+    good = rows["allreduce", 1]
+    assert good["reason"] is None
+    assert good["rounds"][0]["steps"] == 3
+    # steps 1 to 3 of epochs of 100 examples in batches of 22: none of them is an epoch's last
+    assert good["rounds"][0]["examples"] == 66
+    assert len(good["rounds"][0]["step_seconds"]) == 3
+    assert good["rounds"][0]["whole_steps"] == STEPS
+    (rank,) = good["rounds"][0]["ranks"]
+    assert rank["peak_resident"] > 50 * 2**20
+    # AdamW in float32: weights, two moments; at the update gradients too
+    assert (
+        12
+        <= rank["at_rest"] / good["rounds"][0]["parameters"]
+        < 16
+        <= rank["at_update"] / good["rounds"][0]["parameters"]
+    )
+    assert "there is no second step" in rows["support.misbehaving.Crashing", 1]["reason"]
+    assert "9 processes cannot share 4 micro-batches" in rows["allreduce", 9]["reason"]
+    assert out.count("cannot run: ") == 3
+    page = (tmp_path / "out-bench" / "bench.html").read_text()
+    assert "there is no second step" in page
+    assert not re.search(r'(src|href)="http', page)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--strategies", "dpd"], "did you mean 'ddp'"),
+        (["--over", "optim.lerning_rate=1"], "learning_rate"),
+        (["--over", "precision"], "--over"),
+        (["--micro-batches", "23"], "is greater than batch_size"),
+        (["--processes", "0"], "--processes"),
+        (["--steps", "0"], "--steps"),
+        (["--processes", "9"], "jobs can run"),
+    ],
+)
+def test_bad_values_are_refused_before_anything_starts(
+    words: list[str], said: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "run.yaml", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert os.listdir(run_file.parent) == ["run.yaml"]
+
+
+def asked(folder: Path, **values: Any) -> Bench:
+    base = load(None, [], TINY)
+    return Bench(
+        base, values.pop("over", {}), values.pop("processes", [1, 2]), 3, 1, 2, values.pop("weak", False), folder
+    )
+
+
+def test_the_batch_grows_with_the_processes_if_asked(tmp_path: Path) -> None:
+    rows = rows_of(asked(tmp_path, weak=True, processes=[1, 3]), None, {}, TINY)
+    assert [(row.run.batch_size, row.run.micro_batches) for row in rows if row.run] == [(22, 8), (66, 24)]
+    rows = rows_of(asked(tmp_path, over={"micro_batches": [4, 8]}, processes=[1]), None, {}, TINY)
+    assert [row.run.micro_batches for row in rows if row.run] == [4, 8]
+    assert [row.series for row in rows] == ["ddp, 4 micro-batches", "ddp, 8 micro-batches"]
+
+
+def row(processes: int, series: str, *seconds: float) -> BenchRow:
+    """100 examples in each round, in so many seconds."""
+    rank = RankMemory("host", "CPU", 300 * 2**20, 0, 12, 16)
+    versions: dict[str, str] = {}
+    rounds = {
+        i: Timing(processes, 1, 5, 100, 1000, 1100, s, [s / 5] * 5, 50, 1, [rank] * processes, versions)
+        for i, s in enumerate(seconds)
+    }
+    return BenchRow(processes, series, {}, None, None, rounds)
+
+
+def test_efficiency_is_the_median_of_the_ratios_within_a_round() -> None:
+    # the second round met a slow machine: everything took twice as long
+    rows = [row(1, "ddp", 4.0, 8.0, 4.0), row(2, "ddp", 2.5, 5.0, 2.0), row(2, "fsdp2", 4.0, 8.0, 4.0)]
+    assert efficiency(rows[0], rows) == 1.0
+    assert efficiency(rows[1], rows) == pytest.approx(0.8)
+    assert efficiency(rows[2], rows) == 1.0  # nothing smaller of its series
+    assert rows[1].middle()["examples_per_s"] == 40.0
+    assert rows[1].middle()["whole_run_s"] == pytest.approx(2.5 / 5 * 50)
+
+
+def test_the_table_names_what_was_measured_and_the_reasons_what_was_not() -> None:
+    rows = [row(1, "ddp", 4.0), row(2, "ddp", 2.5), BenchRow(4, "ddp", {}, None, "out of memory")]
+    columns, cells = table(rows)
+    assert [line[columns.index("efficiency")] for line in cells] == ["100%", "80%"]
+    assert reasons(rows) == ["ddp, 4 process(es): out of memory"]
+    assert len(details(rows)[1]) == 2
+    drawn = "".join(plots(rows))
+    assert "examples per second" in drawn
+    assert "if it were linear" in drawn
+    assert "GPU" not in drawn
