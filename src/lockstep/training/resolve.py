@@ -420,7 +420,7 @@ def _compiled(job: Job, prepared: Prepared) -> tuple[Run, list[str]]:
     """Decide `model.compile`; returns the run and notes. A run that resumes goes on as its checkpoint was made. Errors:
     `RunError` if the run file asks for what is not possible."""
     run = job.run
-    if run.model.compile not in ("whole", "auto"):
+    if run.model.compile not in ("whole", "auto") or job.task.own_model:  # `module` has no keys of `model`
         return run, []
     from lockstep.checkpoint.manifest import Manifest, candidates
     from lockstep.strategies.engines import region
