@@ -7,7 +7,6 @@ import csv
 import json
 import random
 import sys
-import tokenize
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
