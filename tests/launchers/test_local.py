@@ -1,11 +1,15 @@
-"""The server that ranks of this machine fork from."""
+"""The server that ranks of this machine fork from, and how a rank begins."""
 
 import os
 from multiprocessing import forkserver, resource_tracker
+from typing import Any
 
 import pytest
 
+from lockstep.config.errors import BAD
+from lockstep.config.run import RunError
 from lockstep.launchers import local
+from lockstep.training import rank
 from support.harness import tiny
 
 NAME = "GLIBC_TUNABLES"
@@ -29,3 +33,16 @@ def test_ranks_on_a_cpu_keep_no_small_blocks(
     local.prestart(tiny(launch={"device": "auto"}))
     assert started == [seen]
     assert os.environ.get(NAME) == theirs  # what this process starts besides has none of it
+
+
+def test_a_rank_that_cannot_read_its_job_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(text: str) -> Any:
+        raise RunError("LS1130", "data: cannot be read")
+
+    monkeypatch.setattr(rank.Job, "load", load)
+    with pytest.raises(SystemExit) as caught:
+        rank.main_of_job("{}")
+    assert caught.value.code == BAD
+    assert "data: cannot be read" in capsys.readouterr().err

@@ -332,6 +332,7 @@ def test_layers_that_cannot_be_traced_are_refused_before_processes_start(
         here(COMPILE, model=model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_layers_that_can_be_traced_are_not_refused(
     precision: str, cache: Path, codes: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -346,6 +347,7 @@ def test_layers_that_can_be_traced_are_not_refused(
     blocks.check(run, here=True)
 
 
+@pytest.mark.slow
 def test_embeddings_that_are_kept_in_one_piece_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """BERT's word embeddings, which are not shared with a classifier, give a gradient of rows, and no graph can say how
     many: transformers names their module beside the layers. The steps are those of layers that are traced alone."""

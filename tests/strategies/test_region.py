@@ -26,6 +26,7 @@ from lockstep.tasks.models import repeatable
 from lockstep.training import resolve
 from support.harness import build_with_feed, rank_0_of
 from support.messages import raises
+from support.own_modules import NET, NET_FUNCTIONS, job
 from support.strategy_runs import steps_of
 from support.task_runs import make
 
@@ -224,8 +225,8 @@ def test_code_that_fits_no_more_is_an_error(tmp_path: Path, code: Code) -> None:
 def decided(run: Run, monkeypatch: pytest.MonkeyPatch, gpus: int = 1) -> tuple[Any, list[str]]:
     monkeypatch.setattr(resolve, "gpus_of", lambda run: gpus)
     task = find("tasks", run.task.name)
-    job = resolve.Job(run, 1, resolve.Scope.DATA, task, strategy_class(run), True)
-    run, notes = resolve._compiled(job, prepare(run, task))
+    options = resolve.Job(run, 1, resolve.Scope.DATA, task, strategy_class(run), True)
+    run, notes = resolve._compiled(options, prepare(run, task))
     return run.model.compile, notes
 
 
@@ -248,6 +249,14 @@ def test_auto_goes_on_as_the_checkpoint_was_made(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(manifest, "Manifest", SimpleNamespace)
         monkeypatch.setattr(manifest, "candidates", lambda run, made=made: iter([(None, made)]))
         assert decided(run, monkeypatch, gpus) == (then, [])
+
+
+def test_a_module_of_ones_own_has_no_such_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decision would be a key of `model` to its ranks, which they refuse."""
+    monkeypatch.syspath_prepend(tmp_path)
+    run = job(tmp_path, NET, functions=NET_FUNCTIONS)
+    for gpus in (0, 1):
+        assert decided(run, monkeypatch, gpus) == ("auto", [])
 
 
 @pytest.mark.parametrize(

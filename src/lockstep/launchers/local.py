@@ -169,13 +169,12 @@ def entry(run: str | Run, words: Sequence[str], variables: Mapping[str, str] | N
     for name, value in (variables or {}).items():
         os.environ.setdefault(name, value)
     from lockstep.training import rank as worker
-    from lockstep.training.resolve import Job
 
     if not isinstance(run, str):
         sys.exit(worker.main(run, words=words))
     if not run.startswith("{"):
         worker.main_of_file(run, words)
-    sys.exit(worker.main(Job.load(run), words=words))
+    worker.main_of_job(run, words)
 
 
 def _follow_launcher() -> None:

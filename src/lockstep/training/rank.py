@@ -123,6 +123,18 @@ def main_of_file(path: str, words: Sequence[str] = TRAIN) -> None:
     sys.exit(status)
 
 
+def main_of_job(text: str, words: Sequence[str] = TRAIN) -> None:
+    """Run one rank of a job from `Job.dump`. Exits; says why if this rank cannot read the job."""
+    try:
+        job = Job.load(text)
+    except RunError as caught:
+        error(str(caught))
+        sys.exit(BAD)
+    status = main(job, words=words)
+    sys.stdout.flush()
+    sys.exit(status)
+
+
 @dataclass(frozen=True)
 class Trained:
     """Result of a run that reached its last step."""
