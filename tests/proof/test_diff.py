@@ -140,4 +140,7 @@ def test_partings_are_of_what_both_wrote_down() -> None:
 
 def test_folders_without_fingerprints(right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", str(right), str(tmp_path)]) == 2
+    assert "it has no run.yaml" in capfd.readouterr().err
+    (tmp_path / "run.yaml").write_text((right / "run.yaml").read_text())
+    assert main(["diff", str(right), str(tmp_path)]) == 2
     assert "has no fingerprints.jsonl" in capfd.readouterr().err
