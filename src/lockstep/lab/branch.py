@@ -220,7 +220,9 @@ def place(begun: Begun, run: Run, ours: Course) -> None:
 def _own(manifest: Manifest, run: Run, ours: Course, scored: bool) -> Manifest:
     """As if the run had saved it by itself, on the hosts that did."""
     every = interval(run, ours) if run.average.last is not None else 0
-    adjusted = replace(manifest, arithmetic=run.arithmetic(), steps=len(ours.rates), every=every, trackers={})
+    compiled = {key: value for key, value in manifest.arithmetic.items() if key == "model.compile"}
+    arithmetic = compiled | run.arithmetic()  # which lacks the key while it is to be decided
+    adjusted = replace(manifest, arithmetic=arithmetic, steps=len(ours.rates), every=every, trackers={})
     return adjusted if scored else replace(adjusted, scores={}, progress={})
 
 
