@@ -22,6 +22,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +172,8 @@ class Region:
         self.compiling = False
         self.exact = bool(self.run.strategy.exact)
         repeatable.install(model)
-        model.forward = self.forward
+        # not a bound method, whose function Accelerate binds to the model under mixed precision
+        model.forward = partial(self.forward)
 
     def has_code(self, micro: MicroBatch) -> bool:
         """Whether a micro-batch is computed by compiled code."""
@@ -231,10 +233,6 @@ class Region:
             torch.backends.cudnn.deterministic = cudnn
             torch.set_deterministic_debug_mode(mode)
 
-    def remove(self, model: nn.Module) -> None:
-        """Restore the model's own forward."""
-        model.forward = self.plain
-
 
 def _full(mask: Tensor) -> bool:
     """Whether a mask hides nothing; reads the mask on a CPU only."""
@@ -278,7 +276,6 @@ def warm_up(strategy: Strategy, task: Task) -> None:
         return
     if run.wrote("model.compile"):
         raise _refused(reason)
-    region.remove(strategy.model)
     strategy.region = None  # type: ignore[attr-defined]
     strategy.remarks = (*strategy.remarks, f"not compiled, which would be faster: {reason}")
 
