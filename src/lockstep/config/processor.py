@@ -25,9 +25,10 @@ VARIABLES = {
     "AVX512_ICL,AVX512_SPR",
 }
 INSTRUCTIONS = ("avx2", "fma")
-# Variables by which libraries choose other instructions, or a lower precision, for the same computation.
+# Variables by which torch and its libraries choose other instructions, or a lower precision, for the same computation.
+# Not those of numpy and its OpenBLAS: numpy computes no weight.
 ARITHMETIC = (
-    *(name for name in VARIABLES if name != "OPENBLAS_NUM_THREADS"),
+    *(name for name in VARIABLES if not name.startswith(("OPENBLAS_", "NPY_"))),
     "MKL_ENABLE_INSTRUCTIONS",
     "DNNL_MAX_CPU_ISA",
     "ONEDNN_DEFAULT_FPMATH_MODE",
