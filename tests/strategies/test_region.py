@@ -273,11 +273,13 @@ def test_a_module_of_ones_own_has_no_such_key(tmp_path: Path, monkeypatch: pytes
 def test_what_cannot_be_compiled_whole(
     kind: str, key: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused where the run file asks for it; by itself it is not chosen, and nobody is told of a key."""
+    """Refused where the run file asks for it; by itself it is not chosen. Told is what other strategies would do."""
     steps = (f"steps={region.PAYS_AFTER}", "epochs=null")
     with raises("LS4051", reason):
         decided(make(tmp_path, kind, key, WHOLE, *steps), monkeypatch)
-    assert decided(make(tmp_path, kind, key, *steps), monkeypatch) == (False, [])
+    choice, notes = decided(make(tmp_path, kind, key, *steps), monkeypatch)
+    assert choice is False
+    assert ["would compile this run" in note for note in notes] == [True] * key.startswith("strategy.name")
 
 
 def test_fsdp2_that_shards_for_lack_of_memory_is_not_compiled_whole(tmp_path: Path) -> None:

@@ -123,7 +123,11 @@ def decided(
             raise _refused(reason)
         return run, []
     if reason is not None:
-        return with_compile(run, False), []
+        elsewhere = reason.startswith(IN_PARTS) and steps >= PAYS_AFTER and not _of_lengths(task.splits["train"])
+        return with_compile(run, False), [
+            f"not compiled under {run.strategy.name}; single, ddp and others would compile this run, and so have other "
+            "bits (with model.compile=false all have the same)"
+        ] * elsewhere
     if steps < PAYS_AFTER and not resumes:
         return with_compile(run, False), [
             f"not compiled: {steps} steps are fewer than the {PAYS_AFTER} from which compiling pays"
