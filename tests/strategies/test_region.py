@@ -143,6 +143,8 @@ CALLS = "def call(self, args):\n        {}\n\ndef get_args():\n    pass\n"
         "buf0 = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(buf1)",
         "buf0 = torch.ops.aten.index_put.default(buf1, [buf2], buf3, True)",
         "extern_kernels.something_new(buf0, out=buf1)",
+        "aten.index_put_(buf0, [buf1], buf2, True)",
+        "torch.ops.aten.scatter_reduce_.two(buf0, 0, buf1, buf2, reduce='sum')",
         "tl.atomic_add(out_ptr0 + (tmp0), tmp1, None, sem='relaxed')",
     ],
 )
@@ -157,6 +159,7 @@ def test_generated_code_with_other_operations_is_refused(line: str) -> None:
         "extern_kernels.mm(buf0, primals_3, out=buf2)",
         "extern_kernels.addmm(primals_4, buf1, buf2, alpha=1, beta=1, out=buf4)",
         "buf9 = torch.ops.lockstep.attention_backward.default(buf1, buf2)",
+        "assert_size_stride(buf2, (2, 1), (1, 1), 'torch.ops.aten.index_put.default')  # aten.index_put(...)",
         "triton_red_fused_add_0.run(buf0, buf1, 1024, 768, stream=stream0)",
     ],
 )
@@ -266,6 +269,7 @@ def test_a_module_of_ones_own_has_no_such_key(tmp_path: Path, monkeypatch: pytes
         ("packed", "strategy.name=zero3", "in one piece"),
         ("packed", "model.checkpoint_activations=true", "layer by layer"),
         ("packed", "task.loss_chunk=16", "loss_chunk"),
+        ("packed", "data.padding=batch", "that of transformers"),
         ("documents", "seed=1", "have the length of the longest"),
         ("reward", "seed=1", "have the length of the longest"),
     ],

@@ -427,7 +427,7 @@ def _compiled(job: Job, prepared: Prepared) -> tuple[Run, list[str]]:
 
     before = next((each for _, each in candidates(run) if isinstance(each, Manifest)), None)
     then = None if before is None else before.arithmetic.get("model.compile")
-    if run.model.compile == "auto" and then is not True and (then is False or not (then or gpus_of(run))):
+    if run.model.compile == "auto" and (then is False or (then != "whole" and not gpus_of(run))):
         return region.with_compile(run, False), []
     from torch import device
 

@@ -19,6 +19,7 @@ What fails is refused or, where nobody asked for it (`auto`), computed uncompile
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,7 +41,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.statistics import LossOutput
-from lockstep.tasks.models import repeatable
+from lockstep.tasks.models import padding, repeatable
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -59,13 +60,12 @@ OF_ONE_LENGTH = 0.9  # share of the examples that must have the longest one's le
 REPEATING = re.compile(
     r"extern_kernels\.(mm|addmm|bmm|baddbmm|_mm_plus_mm|convolution|bias_addmm|_scaled_mm)$"
     r"|torch\.ops\.lockstep\.\w+\.default$"
-    r"|torch\.ops\.aten\.(convolution_backward|randint|view|as_strided|reshape|_foreach_\w+)\.\w+$"
-    r"|torch\.ops\.inductor\.\w+(\.\w+)?$"
+    r"|(torch\.ops\.)?aten\.(convolution_backward|randint|view|as_strided|reshape|_foreach_\w+)\.\w+$"
+    r"|torch\.ops\.inductor\.\w+(\.\w+)?$|inductor_ops\.\w+$"
     r"|torch\.ops\.mkldnn\._\w+\.\w+$|torch\.ops\.mkl\._\w+(\.\w+)?$"
 )
-_CALL = re.compile(r"=\s*(extern_kernels\.\w+|torch\.ops(?:\.\w+)+)\(|^\s+(extern_kernels\.\w+)\(", re.MULTILINE)
-
-
+# A call of an operation, in an assignment or by itself (in place); `aten` and `inductor_ops` are names of the module.
+_CALL = re.compile(r"(?<![\w.'\"])((?:extern_kernels|torch\.ops|aten|inductor_ops|_quantized)(?:\.\w+)+)\(")
 IN_PARTS = "with these options a rank does not run the whole model in one piece under strategy.name: "
 
 
@@ -96,16 +96,18 @@ def refusal(run: Run, strategy: type[Any], task: Any) -> str | None:
         return "task.loss_chunk computes the loss outside of the model"
     if run.data.stream:
         return "the examples of a stream, and so their lengths, are not known before training"
-    return None
+    why = padding.unsupported_reason(run, task.head)
+    return (
+        None
+        if why is None
+        else f"its attention is that of transformers, whose gradient may not repeat its bits ({why})"
+    )
 
 
 def _of_lengths(columns: Columns) -> str | None:
     """Explain why examples of these lengths cannot be compiled whole, or return None."""
-    longest, count = 0, 0
-    for _, part in columns.lengths.parts():
-        most = int(part.max(initial=0))
-        count = int((part == most).sum()) + (count if most == longest else 0) if most >= longest else count
-        longest = max(longest, most)
+    longest = int(columns.lengths[columns.longest(1)][0])
+    count = sum(int((part == longest).sum()) for _, part in columns.lengths.parts())
     if count < OF_ONE_LENGTH * len(columns):
         return f"only {count} of {len(columns)} examples have the length of the longest; packed texts all have it"
     return None
@@ -117,13 +119,14 @@ def decided(
     """Return the run with `model.compile` decided, and notes. `kind`: the task's class; `task`: its instance, with the
     data; `resumes`: from a checkpoint that was compiled whole. Errors: `RunError` if the run file asks for `whole`, and
     that is not possible."""
-    reason = refusal(run, strategy, kind) or _of_lengths(task.splits["train"])
+    lengths = _of_lengths(task.splits["train"])
+    reason = refusal(run, strategy, kind) or lengths
     if run.model.compile == "whole":
         if reason is not None:
             raise _refused(reason)
         return run, []
     if reason is not None:
-        elsewhere = reason.startswith(IN_PARTS) and steps >= PAYS_AFTER and not _of_lengths(task.splits["train"])
+        elsewhere = reason.startswith(IN_PARTS) and steps >= PAYS_AFTER and lengths is None
         return with_compile(run, False), [
             f"not compiled under {run.strategy.name}; single, ddp and others would compile this run, and so have other "
             "bits (with model.compile=false all have the same)"
@@ -361,9 +364,6 @@ def _bits(tensor: Tensor) -> bytes:
 def _making(region: Region, micros: Sequence[MicroBatch]) -> Iterator[None]:
     """A context in which the region is compiled on new shapes; afterwards the generated code is checked. Errors:
     `NotRepeating`."""
-    from torch._inductor.codecache import PyCodeCache
-
-    known = {id(module) for module in PyCodeCache.modules}
     region.compiling = True
     try:
         with ExitStack() as stack:
@@ -371,12 +371,23 @@ def _making(region: Region, micros: Sequence[MicroBatch]) -> Iterator[None]:
             stack.enter_context(blocks.making())
             stack.enter_context(_inductor_options(region))
             yield
+            if region.exact and blocks.BACKEND == "inductor":
+                _check_generated(Path(os.environ[blocks.CACHE]))
     finally:
         region.compiling = False
-    if region.exact:
-        for module in PyCodeCache.modules:
-            if id(module) not in known:
-                check_code(Path(str(module.__file__)).read_text())
+
+
+def _check_generated(folder: Path) -> None:
+    """Check the modules in inductor's cache folder that this process has loaded, compiled now or found there. Errors:
+    `NotRepeating`."""
+    from torch._inductor.codecache import PyCodeCache
+
+    files = [Path(str(module.__file__)) for module in PyCodeCache.modules]
+    texts = [file.read_text() for file in files if file.is_relative_to(folder)]
+    if not any("def call(" in text for text in texts):
+        raise NotRepeating(f"no generated code is in {folder}, so that it cannot be read")
+    for text in texts:
+        check_code(text)
 
 
 def _described(micro: MicroBatch) -> Any:
@@ -398,6 +409,7 @@ def _inductor_options(region: Region) -> Iterator[None]:
             shape_padding=False,
             coordinate_descent_tuning=False,
             max_autotune=False,
+            cpp_wrapper=False,  # whose code `check_code` could not read
             **options,
         ):
             yield
@@ -412,7 +424,6 @@ def check_code(text: str) -> None:
     if "atomic_add" in text:
         raise NotRepeating("the compiled code adds atomically, in no fixed order")
     body = text.partition("def call(")[2].partition("def get_args(")[0].partition("def benchmark_compiled_module")[0]
-    for match in _CALL.finditer(body):
-        name = match.group(1) or match.group(2)
+    for name in _CALL.findall(re.sub(r"#.*", "", body)):
         if not REPEATING.match(name):
             raise NotRepeating(f"the compiled code calls {name}, which is not known to repeat its bits")
