@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -306,14 +307,17 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
     lines += ["", "## Reports that are not shown as they are", ""]
     lines += ["| report | why, and what stands for it |", "|---|---|"]
     lines += [f"| {_linked(where)} | {why} |" for where, why in NOT_SHOWN]
-    lines += ["", "## Healthy scripts", ""]
-    lines += ["| script | processes | beside | finding |", "|---|---|---|---|"]
+    return "\n".join([*lines, *_of_healthy(healthy)]) + "\n"
+
+
+def _of_healthy(healthy: list[tuple[Healthy, Result]]) -> Iterator[str]:
+    """Lines of the page's last table."""
+    yield from ("", "## Healthy scripts", "", "| script | processes | beside | finding |", "|---|---|---|---|")
     for each, result in healthy:
         side = f"`{each.reference}`" if each.reference else "alone"
         said = result.said.replace("|", "\\|") or "none"
         beside = f" ({each.libraries[0]})" if each.libraries else ""
-        lines.append(f"| `{each.script} {each.arguments}`{beside} | {each.processes} | {side} | {said} |")
-    return "\n".join(lines) + "\n"
+        yield f"| `{each.script} {each.arguments}`{beside} | {each.processes} | {side} | {said} |"
 
 
 AS_RELEASED = ("version", "patch", "library")
