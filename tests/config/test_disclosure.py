@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lockstep.checkpoint import export
@@ -79,6 +79,7 @@ around = st.sampled_from(["", " ", "could not reach ", "'", '"', "(", "\n", "=",
 def test_every_form_is_found_and_struck(form: str, data: st.DataObject) -> None:
     hidden, text = data.draw(FORMS[form])
     told = f"{data.draw(around)}{text}{data.draw(st.sampled_from(['', ' ', chr(10) + 'next', ' and more']))}"
+    assume(told.count(hidden) <= 1)  # or what is left may hold it by chance, such as a host's name
     assert holds_secret(told)
     assert hidden not in redact(told)
     assert not holds_secret(redact(told)), "what is struck is no secret any more"
