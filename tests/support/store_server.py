@@ -8,6 +8,7 @@ the store's answer, or happens on its way.
 from __future__ import annotations
 
 import http.client
+import logging
 import re
 import socket
 import threading
@@ -73,6 +74,8 @@ class Store(Proxy):
         from moto.server import ThreadedMotoServer
 
         super().__init__()
+        # a line a request: a test that fails would show these, and its own lines would be cut
+        logging.getLogger("werkzeug").setLevel(logging.WARNING)
         self._moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
 
     def __enter__(self) -> Store:
