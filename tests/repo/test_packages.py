@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import re
+import shutil
 import tomllib
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +54,72 @@ def test_all_have_one_version_and_want_each_other_in_it() -> None:
     assert {str(each.specifier) for each in ours} == {f"=={__version__}"}
     for each in ours:
         assert each.extras <= project(PACKAGES[each.name]).get("optional-dependencies", {}).keys()
+
+
+@pytest.fixture
+def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`.ci/release`, of copies of the files that it writes."""
+    loader = SourceFileLoader("release_command", str(ROOT / ".ci/release"))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    command = module_from_spec(spec)
+    loader.exec_module(command)
+
+    def copied(path: Path) -> Path:
+        to = tmp_path / path.relative_to(ROOT)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy(path, to))
+
+    for name in ("PROJECTS", "MODULES"):
+        monkeypatch.setattr(command, name, [copied(path) for path in getattr(command, name)])
+    monkeypatch.setattr(command, "CHANGELOG", tmp_path / "CHANGELOG.md")
+    return command
+
+
+def test_a_release_has_its_version_everywhere(release: Any, tmp_path: Path) -> None:
+    title = "# Changelog\n\n## [1.2.3rc4] - "
+    release.CHANGELOG.write_text(f"{title}Unreleased\n\nNews.\n\n## [1.2.2] - 2020-01-01\n\nOld.\n")
+    release.write("1.2.3rc4", "2021-02-03")
+    assert release.CHANGELOG.read_text() == f"{title}2021-02-03\n\nNews.\n\n## [1.2.2] - 2020-01-01\n\nOld.\n"
+    folders = [tmp_path, *(tmp_path / "packages" / name for name in FOLDERS)]
+    for each in map(project, folders):
+        assert each["version"] == "1.2.3rc4"
+        lists = [each["dependencies"], *each.get("optional-dependencies", {}).values()]
+        ours = [Requirement(text) for texts in lists for text in texts if text.startswith("lockstep-")]
+        assert {str(requirement.specifier) for requirement in ours} <= {"==1.2.3rc4"}
+        assert bool(ours) == (each["name"] != GROUND)
+    for module in release.MODULES:
+        assert '\n__version__ = "1.2.3rc4"' in module.read_text()
+        assert __version__ not in module.read_text()
+
+
+@pytest.mark.parametrize(
+    ("changelog", "message"),
+    [
+        ("## [1.2.2] - Unreleased\n\nNews.\n", "expected the heading '## [1.2.3] - Unreleased'"),
+        ("## [1.2.3] - Unreleased\n\n## [1.2.2] - 2020-01-01\n\nOld.\n", "and what is new below it"),
+        ("## [1.2.3] - Unreleased\n\n[1.2.3]: https://example.org\n", "and what is new below it"),
+        ("## [1.2.3] - 2020-01-01\n\nNews.\n", "1.2.3 was released on 2020-01-01"),
+    ],
+)
+def test_a_release_without_news_writes_nothing(release: Any, changelog: str, message: str) -> None:
+    release.CHANGELOG.write_text(changelog)
+    files = [*release.PROJECTS, *release.MODULES]
+    before = [path.read_bytes() for path in files]
+    with pytest.raises(SystemExit) as caught:
+        release.write("1.2.3", "2021-02-03")
+    assert message in str(caught.value)
+    assert [path.read_bytes() for path in files] == before
+
+
+def test_the_changelog_has_a_heading_that_a_release_finds(release: Any) -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert (
+        heading := re.search(rf"^## \[{re.escape(__version__)}\] - (Unreleased|\d{{4}}-\d\d-\d\d)$", changelog, re.M)
+    )
+    if heading[1] == "Unreleased":
+        assert f"## [{__version__}] - 2021-02-03\n" in release.dated(changelog, __version__, "2021-02-03")
 
 
 def test_an_extra_installs_the_distribution_of_its_name() -> None:
