@@ -115,9 +115,9 @@ def test_a_release_without_news_writes_nothing(release: Any, changelog: str, mes
 
 def test_the_changelog_has_a_heading_that_a_release_finds(release: Any) -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert (
-        heading := re.search(rf"^## \[{re.escape(__version__)}\] - (Unreleased|\d{{4}}-\d\d-\d\d)$", changelog, re.M)
-    )
+    pattern = rf"^## \[{re.escape(__version__)}\] - (Unreleased|\d{{4}}-\d\d-\d\d)$"
+    heading = re.search(pattern, changelog, re.MULTILINE)
+    assert heading is not None
     if heading[1] == "Unreleased":
         assert f"## [{__version__}] - 2021-02-03\n" in release.dated(changelog, __version__, "2021-02-03")
 
