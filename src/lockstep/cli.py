@@ -79,7 +79,6 @@ def _completion(words: list[str]) -> int:
 
 def _command(name: str, words: list[str]) -> int:
     """Run one command. Its modules are imported here, so that `lockstep --help` does not import them."""
-    from lockstep.commands import run_file
     from lockstep.track.console import error, strike_tracebacks
 
     strike_tracebacks()
@@ -89,23 +88,8 @@ def _command(name: str, words: list[str]) -> int:
         gc.set_threshold(1_000_000, 100, 100)
     known = argparse.Namespace()
     try:
-        modules, function = commands.modules_of(name), name.replace("-", "_")
-        parser = argparse.ArgumentParser(prog=f"lockstep {name}", description=commands.description(name))
-        for module in reversed(modules):
-            getattr(module, f"{function}_arguments")(parser)
-        for word in words:
-            refuse_missing(name, parser, word.partition("=")[0])
-        if takes_run_file(parser):
-            words = run_file.joined(parser, words)
-        known, rest = parser.parse_known_args(words)
-        if getattr(known, "verbose", False):
-            os.environ[VERBOSE] = "1"
-        if hasattr(known, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
-            known.overrides, rest = [*known.overrides, *rest], []  # argparse accepts none after another option
-        if hasattr(known, "words") and not any(word.startswith("-") for word in rest):
-            known.words, rest = [*known.words, *rest], []  # same for these
-        if rest:
-            raise RunError("LS0010", commands.unknown_option(name, rest[0]))
+        modules = commands.modules_of(name)
+        _parse(name, modules, words, known)
         return _answer(name, modules, known)
     except (RunError, TraceError) as caught:
         if os.environ.get("RANK", "0") == "0":
@@ -123,6 +107,28 @@ def _command(name: str, words: list[str]) -> int:
     except KeyboardInterrupt:
         error(coded("LS0012", "interrupted"))
         return 130
+
+
+def _parse(name: str, modules: Sequence[ModuleType], words: list[str], known: argparse.Namespace) -> None:
+    """Write a command's arguments into `known`. Errors: `RunError`."""
+    from lockstep.commands import run_file
+
+    parser = argparse.ArgumentParser(prog=f"lockstep {name}", description=commands.description(name))
+    for module in reversed(modules):
+        getattr(module, f"{name.replace('-', '_')}_arguments")(parser)
+    for word in words:
+        refuse_missing(name, parser, word.partition("=")[0])
+    if takes_run_file(parser):
+        words = run_file.joined(parser, words)
+    _, rest = parser.parse_known_args(words, known)
+    if getattr(known, "verbose", False):
+        os.environ[VERBOSE] = "1"
+    if hasattr(known, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
+        known.overrides, rest = [*known.overrides, *rest], []  # argparse accepts none after another option
+    if hasattr(known, "words") and not any(word.startswith("-") for word in rest):
+        known.words, rest = [*known.words, *rest], []  # same for these
+    if rest:
+        raise RunError("LS0010", commands.unknown_option(name, rest[0]))
 
 
 def _drop_leftovers(name: str) -> None:

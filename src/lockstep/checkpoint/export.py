@@ -95,7 +95,9 @@ def metadata(run: Run, task: Task, scores: dict[str, dict[str, float]]) -> Model
     from huggingface_hub import ModelCardData
 
     base, results = hub_model(run), _results(run, task, scores)
-    extra: dict[str, Any] = {"base_model_relation": "adapter" if run.model.adapter else "finetune"} if base else {}
+    extra: dict[str, Any] = {}
+    if base:
+        extra["base_model_relation"] = "adapter" if run.model.adapter else "finetune"
     return ModelCardData(
         license=run.hub.license,
         language=languages(run) or None,

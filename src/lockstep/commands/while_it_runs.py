@@ -172,11 +172,12 @@ def checkpoints(run: Run, thorough: bool) -> tuple[dict[int, Manifest], dict[str
     sound: dict[int, Manifest] = {}
     damaged: dict[str, str] = {}
     for path, manifest in candidates(run):
-        reason = manifest if isinstance(manifest, str) else (broken if thorough else misfit)(path, manifest)
-        if reason is None and not isinstance(manifest, str):
-            sound[manifest.step] = manifest
+        if isinstance(manifest, str):
+            damaged[path.name] = manifest or "not readable"
+        elif (reason := broken(path, manifest) if thorough else misfit(path, manifest)) is not None:
+            damaged[path.name] = reason
         else:
-            damaged[path.name] = reason or "not readable"
+            sound[manifest.step] = manifest
     return sound, damaged
 
 

@@ -50,7 +50,9 @@ def place(key: str, ours: Mapping[str, str]) -> str | None:
     same = [f"{mine!r} {when or 'here'}" for mine, when in ours.items() if mine.rpartition(".")[2] == name]
     if not same and (reason := without_counterpart().get(name)):
         return f"it has no counterpart here: {reason}"
-    return f"it is {' or '.join(same[:MOST])}{' or another' if len(same) > MOST else ''}" if same else None
+    if not same:
+        return None
+    return f"it is {' or '.join([*same[:MOST], *(['another'] if len(same) > MOST else [])])}"
 
 
 def near(key: str, value: Any, siblings: Sequence[str], ours: Mapping[str, str]) -> str:

@@ -585,7 +585,13 @@ class Prepared:
 
     def damages(self) -> dict[Path, str]:
         """Damaged files among those it names: path -> reason."""
-        reasons = {p: damage(p) if inside(p) else None if p.exists() else "is gone" for p in self.places}
+
+        def reason(path: Path) -> str | None:
+            if inside(path):
+                return damage(path)
+            return None if path.exists() else "is gone"
+
+        reasons = {path: reason(path) for path in self.places}
         return {path: wrong for path, wrong in reasons.items() if wrong is not None}
 
 

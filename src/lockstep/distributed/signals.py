@@ -39,8 +39,10 @@ def heard() -> list[signal.Signals]:
 def handled(handler: Handler, numbers: Iterable[int] | None = None) -> Iterator[None]:
     """A context in which `handler` handles these signals (default: those of `heard`). Does nothing outside the main
     thread, which alone may set handlers."""
-    main = threading.current_thread() is threading.main_thread()
-    before = {n: signal.signal(n, handler) for n in (heard() if numbers is None else numbers)} if main else {}
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in (heard() if numbers is None else numbers)}
     try:
         yield
     finally:

@@ -445,6 +445,7 @@ def text_of(job: BatchJob) -> str:
 
 
 def _head(job: BatchJob) -> list[str]:
+    at_most = f"%{job.at_most}" if job.at_most else ""
     options: dict[str, object] = {
         "job-name": job.name,
         "nodes": job.nodes,
@@ -454,7 +455,7 @@ def _head(job: BatchJob) -> list[str]:
         **job.options,
         "time": slurm_time(job.minutes) if job.minutes else None,
         "signal": f"TERM@{job.warn_s}" if job.minutes else None,
-        "array": f"0-{len(job.array) - 1}{f'%{job.at_most}' if job.at_most else ''}" if job.array else None,
+        "array": f"0-{len(job.array) - 1}{at_most}" if job.array else None,
         "output": _path(job.folder) + ("/slurm-%A_%a.out" if job.array else "/slurm-%j.out"),
         "chdir": str(job.here),
         "open-mode": "append",

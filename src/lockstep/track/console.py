@@ -421,8 +421,11 @@ def _filled(parts: Iterable[str], width: int) -> list[str]:
 def _of_sources(numbers: Mapping[str, float]) -> str:
     """Format the losses of a mixture's sources; of four or more, only the lowest and the highest."""
     losses = sorted((v, k.removeprefix("loss_")) for k, v in numbers.items() if k[:5] == "loss_" and k != "loss_scale")
-    labels = [f"{name} {loss:.4f}" for loss, name in (losses if len(losses) < 4 else [losses[0], losses[-1]])]
-    return f" ({'...'.join(labels) if len(losses) > 3 else ', '.join(labels)})" if labels else ""
+    if not losses:
+        return ""
+    several = len(losses) > 3
+    labels = [f"{name} {loss:.4f}" for loss, name in ([losses[0], losses[-1]] if several else losses)]
+    return f" ({('...' if several else ', ').join(labels)})"
 
 
 def _listed(numbers: Mapping[str, float]) -> str:

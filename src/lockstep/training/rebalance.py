@@ -106,7 +106,8 @@ def decided(now: Shares, equal: Shares, rates: Sequence[float]) -> Shares:
     if expected(equal, rates) <= (1 + NEAR) * expected(best, rates):
         best = equal
     saved = 1 - expected(best, rates) / expected(now, rates)
-    return best if saved >= (BACK if best == equal else PAYS) else now
+    least = BACK if best == equal else PAYS
+    return best if saved >= least else now
 
 
 def expected(shares: Shares, rates: Sequence[float]) -> float:

@@ -145,14 +145,19 @@ def levels(run: Run, ranks: int, feed: StepLoader) -> tuple[float, dict[int, flo
     if run.strategy.name == "pipeline" or ranks == 1:
         return 1.0, dict.fromkeys(range(ranks), 1.0)
     steps = np.unique(np.linspace(0, feed.total - 1, min(LOOKED_AT, feed.total)).astype(int))
-    together = strategy_key(run) == "fsdp2"
+    dealt = turns(run, ranks) if strategy_key(run) == "fsdp2" else None
+
+    def work_of(tokens: np.ndarray) -> float:  # tokens of each example of a micro-batch
+        if not len(tokens):
+            return 0.0
+        return float(len(tokens) * tokens.max() if feed.pads else tokens.sum())
+
     work_of_ranks = []
     for step in steps:
         rows = feed.order.step(int(step))
         groups = feed.task.cut(feed.columns, rows)
-        lengths = [feed.columns.lengths[rows[group]] for group in groups]
-        work = [float(len(n) * n.max() if feed.pads else n.sum()) if len(n) else 0.0 for n in lengths]
-        work_of_ranks.append(beside_slowest(work, turns(run, ranks) if together else None, ranks))
+        work = [work_of(feed.columns.lengths[rows[group]]) for group in groups]
+        work_of_ranks.append(beside_slowest(work, dealt, ranks))
     of_ranks = np.array(work_of_ranks)  # [steps, ranks]
     return float(of_ranks.mean()), dict(enumerate(of_ranks.mean(0).tolist()))
 

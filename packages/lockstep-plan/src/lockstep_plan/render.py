@@ -192,6 +192,9 @@ def growth(plans: Sequence[Plan]) -> list[str]:
 
 def label(plan: Plan, several: bool, alike: bool) -> str:
     """What tells a plan from the others on its page."""
-    parts = [f"{plan.processes:,} process{'' if plan.processes == 1 else 'es'}"] if several else []
-    parts += [] if alike and several else [name_of(plan), f"{plan.run.micro_batches} micro-batches"]
+    parts: list[str] = []
+    if several:
+        parts.append(f"{plan.processes:,} process{'' if plan.processes == 1 else 'es'}")
+    if not (alike and several):
+        parts += [name_of(plan), f"{plan.run.micro_batches} micro-batches"]
     return ", ".join(parts)

@@ -170,7 +170,9 @@ class Ledger(Storages):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         fake = any(isinstance(t, FakeTensor) for t in tensors)
         if fake and func is torch.ops.aten._local_scalar_dense.default:  # "is it finite?" and the like
-            return False if tensors[0].dtype is torch.bool else 0.0 if tensors[0].is_floating_point() else 0
+            if tensors[0].dtype is torch.bool:
+                return False
+            return 0.0 if tensors[0].is_floating_point() else 0
         out = _computed(func, args, kwargs, tensors, fake)
         self.note(func, args, kwargs, out)
         if self.recording:

@@ -473,9 +473,11 @@ def _of_factor(f: float, wrong: Sequence[str], among: int, sizes: tuple[int, int
     for value, name in _factors(world, micro, reference):
         if abs(f / value - 1) < NEAR:
             return f"{which} {name} times what it should be: {_why_factor(value, world, micro)}"
-    near = round(f) if f >= 1 else round(1 / f)
-    whole = near > 1 and abs((f if f >= 1 else 1 / f) / near - 1) < NEAR
-    text = (f"{near}" if f >= 1 else f"1/{near}") if whole else f"{f:.4g}"
+    above_one = f if f >= 1 else 1 / f
+    near = round(above_one)
+    text = f"{f:.4g}"
+    if near > 1 and abs(above_one / near - 1) < NEAR:
+        text = f"{near}" if f >= 1 else f"1/{near}"
     return (
         f"{which} {text} times what it should be: a sum counted twice, or a mean where a sum is meant "
         "(loss and its divisor)"

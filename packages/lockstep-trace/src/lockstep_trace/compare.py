@@ -487,8 +487,10 @@ def _worst(differences: Mapping[str, float]) -> str:
 
 
 def _largest(differences: Mapping[str, float]) -> float | None:
+    if not differences:
+        return None
     name = _worst(differences)
-    return differences[name] if name else 0.0 if differences else None
+    return differences[name] if name else 0.0
 
 
 def factor(one: Whole, other: Whole) -> tuple[float, float]:
@@ -526,4 +528,6 @@ def row_cells(row: StepDifferences) -> list[str]:
 def _in_words(difference: float | None) -> str:
     if difference is None:
         return ""
-    return "not finite" if math.isnan(difference) else "same bits" if difference == 0 else f"{difference:.1e}"
+    if math.isnan(difference):
+        return "not finite"
+    return "same bits" if difference == 0 else f"{difference:.1e}"

@@ -143,7 +143,9 @@ def _lanes(trace: Trace, optimizer: int) -> dict[str, Any]:
         lists = [list(r.steps[optimizer][step].examples or ()) for r in ranks]
         for i, own in enumerate(lists):
             others = {h for j, each in enumerate(lists) if j != i for h in each}
-            kind = "shared" if others & set(own) else "again" if set(own) & before else "new"
+            kind = "again" if set(own) & before else "new"
+            if others & set(own):
+                kind = "shared"
             columns[i].append((step, len(own), kind))
         before |= {h for each in lists for h in each}
     return {"rows": [(r.number, columns[i]) for i, r in enumerate(ranks)], "steps": len(steps)}

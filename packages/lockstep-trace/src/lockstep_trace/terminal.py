@@ -93,7 +93,9 @@ def summary(folder: Path, verbose: bool = False) -> list[str]:
 def counted(rows: Sequence[Finding], verbose: bool) -> str:
     """Describe the number of findings, and how to show unproved ones."""
     certain, rest = len(proved(rows)), len(rows) - len(proved(rows))
-    head = f"{certain} finding{'s' if certain > 1 else ''}" if certain else "no finding"
+    head = "no finding"
+    if certain:
+        head = "1 finding" if certain == 1 else f"{certain} findings"
     if not rest:
         return head
     other = f"{rest} that {'are' if rest > 1 else 'is'} not proved"
@@ -237,7 +239,9 @@ def say_numbers(output: Output, verdict: Comparison, title: str = "") -> None:
 
 
 def _size(value: float | None) -> float:
-    return -1.0 if value is None else math.inf if math.isnan(value) else value
+    if value is None:
+        return -1.0
+    return math.inf if math.isnan(value) else value
 
 
 def lines_of(verdict: Comparison) -> list[str]:

@@ -195,7 +195,9 @@ def _kind(rows: Dataset, name: str) -> str:
         dtype = str(getattr(inner, "dtype", ""))
         if getattr(inner, "names", None):
             return "labels"
-        return "texts" if "string" in dtype else "labels" if dtype.startswith(("int", "uint")) else "list"
+        if "string" in dtype:
+            return "texts"
+        return "labels" if dtype.startswith(("int", "uint")) else "list"
     if isinstance(feature, dict):
         if set(feature) == {"bytes", "path"}:
             return "image"
@@ -460,9 +462,10 @@ def _embedding(look: Look) -> Fit | None:
     anchor = first(c for name in ANCHORS for c in look.texts if c.lower() == name)
     positive = first(c for name in POSITIVES for c in look.texts if c.lower() == name)
     if anchor and positive:
-        negative = [c for c in look.texts if NEGATIVES.fullmatch(c.lower())]
-        more = {"negative": negative[0] if len(negative) == 1 else negative} if negative else {}
-        return Fit({"anchor": anchor, "positive": positive} | more)
+        fit: dict[str, Any] = {"anchor": anchor, "positive": positive}
+        if negative := [c for c in look.texts if NEGATIVES.fullmatch(c.lower())]:
+            fit["negative"] = negative[0] if len(negative) == 1 else negative
+        return Fit(fit)
     score = first(c for c, kind in look.kinds.items() if kind == "decimal" and c.lower() in NEAR)
     if score is None or (pair := pair_of(look.texts)) is None:
         return None

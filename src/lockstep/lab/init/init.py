@@ -448,7 +448,9 @@ def scalar(value: Any) -> str:
     """A value on one line of YAML."""
     if isinstance(value, float) and 0 < abs(value) < 1e-3:
         digits, _, power = f"{value:.15g}".partition("e")
-        return f"{digits if '.' in digits else f'{digits}.0'}e{power}" if power else digits
+        if not power:
+            return digits
+        return f"{digits}e{power}" if "." in digits else f"{digits}.0e{power}"
     dumped = dump_yaml(value, default_flow_style=True, width=10_000)
     return dumped.removesuffix("...\n").strip()
 

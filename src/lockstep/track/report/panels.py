@@ -342,10 +342,9 @@ def _git(git: Mapping[str, Any]) -> str:
 
 def _unusual(history: History) -> list[str]:
     """Describe loss spikes and skipped updates."""
-    jumps = [f"{line['step']:,}" for line in history.metrics if line.get("spike")]
-    events = (
-        [f"the loss jumped at step {', '.join(jumps[:10])}{' and more' if len(jumps) > 10 else ''}"] if jumps else []
-    )
+    events: list[str] = []
+    if jumps := [f"{line['step']:,}" for line in history.metrics if line.get("spike")]:
+        events.append(f"the loss jumped at step {', '.join(jumps[:10])}{' and more' if len(jumps) > 10 else ''}")
     for name, why in (("skipped_steps", "not finite"), ("overflowed_steps", "fp16 overflowed at their loss scale")):
         if count := sum(int(line.get(name) or 0) for line in history.metrics):
             events.append(f"{count} step(s) were skipped: {why}")

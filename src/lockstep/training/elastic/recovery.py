@@ -303,8 +303,11 @@ def membership_message(before: tuple[str, ...], now: tuple[str, ...]) -> str:
     """Describe which ranks failed and which joined."""
     lost = [str(rank) for rank, member in enumerate(before) if member not in now]
     came = [str(rank) for rank, member in enumerate(now) if member not in before]
-    parts = [f"{_ranks(lost)} {'was' if len(lost) == 1 else 'were'} lost"] if lost else []
-    parts += [f"{_ranks(came)} came in, with the state of the others"] if came else []
+    parts: list[str] = []
+    if lost:
+        parts.append(f"{_ranks(lost)} {'was' if len(lost) == 1 else 'were'} lost")
+    if came:
+        parts.append(f"{_ranks(came)} came in, with the state of the others")
     return "; ".join(parts) or "the ranks met again"
 
 

@@ -119,14 +119,14 @@ def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], larg
     enough = trace.complete or len(trace.steps(optimizer)) >= 32
     if len(names) > 0.9 * every:
         ddp, fsdp = premises.groups(trace), any(m.get("fsdp") for r in trace.ranks for m in r.models)
-        cause = (
-            "the forward goes around the DDP wrapper (model.module), or the step's backward runs under no_sync"
-            if ddp
-            else "FSDP does not reduce over these ranks: a mesh with sharding groups of one rank, or a forward that "
-            "goes around the wrapper"
-            if fsdp
-            else "gradients are not reduced over ranks: the model that is called is not wrapped in DDP or FSDP"
-        )
+        cause = "gradients are not reduced over ranks: the model that is called is not wrapped in DDP or FSDP"
+        if ddp:
+            cause = "the forward goes around the DDP wrapper (model.module), or the step's backward runs under no_sync"
+        elif fsdp:
+            cause = (
+                "FSDP does not reduce over these ranks: a mesh with sharding groups of one rank, or a forward that "
+                "goes around the wrapper"
+            )
         alone = premises.partitioned(trace) and not premises.exchanges(trace, optimizer)
         if alone and not ddp:
             what += "; a DistributedSampler divides the examples among ranks, and no collective carries gradients"
