@@ -1,9 +1,9 @@
 """Ranks that are killed while they train, hundreds of times, and what it costs: `launch.on_rank_failure: continue`.
 
 In: how many kills, from which seed. Out: a table, and everything as JSON in --out. `strikes`: jobs of 2 to 6 ranks that
-kill themselves in random phases of random steps (tests/support/struck.py), until so many are dead; each job has to end
-with the bits and the lines of one that nobody touched. It goes on from what --out holds. `seconds`: from kill -9 of a
-random rank to the next finished step, and how many steps are trained again, by turns: `continue`,
+kill themselves in random phases of random steps (tests/support/self_killing_strategies.py), until so many are dead;
+each job has to end with the bits and the lines of one that nobody touched. It goes on from what --out holds. `seconds`:
+from kill -9 of a random rank to the next finished step, and how many steps are trained again, by turns: `continue`,
 `restart`, plain torchrun (peers/snapshots.py).
 `cost`: processor seconds a step, and memory, of a job that nobody touches, with and without the key, in turns; with
 `--copies K` of `fsdp2` with a copy every K steps.
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from run import processor
 
-from support import striking
+from support import rank_kills
 from support.command import (
     LOCKSTEP,
     Process,
@@ -46,7 +46,7 @@ from support.command import (
     until,
     write,
 )
-from support.struck import EXCHANGE
+from support.self_killing_strategies import EXCHANGE
 
 KINDS = ("continue", "restart", "torchrun")  # the last: peers/snapshots.py
 PATIENCE_S = 3600.0  # so that a failure ends
@@ -59,14 +59,14 @@ def strikes(place: Path, kills: int, seed: int, out: Path | None) -> dict:
     written there when it has ended."""
     cache, untouched = place / "cache", place / "untouched"
     found = json.loads(out.read_text())["strikes"] if out and out.exists() else {"each": [], "what was said": []}
-    jobs, lost = [striking.Job(**each) for each in found["each"]], found["what was said"]
-    write(untouched, **striking.VALUES)
+    jobs, lost = [rank_kills.Job(**each) for each in found["each"]], found["what was said"]
+    write(untouched, **rank_kills.VALUES)
     finish(untouched, cache, "launch.processes=1", "strategy.name=single")
     while sum(len(job.done) for job in jobs) < kills:
-        job = striking.drawn(seed + len(jobs), 12, striking.VALUES["steps"])
+        job = rank_kills.drawn(seed + len(jobs), 12, rank_kills.VALUES["steps"])
         folder = place / f"job-{job.seed}"
         try:
-            striking.carried_out(job, folder, cache, untouched)
+            rank_kills.carried_out(job, folder, cache, untouched)
             shutil.rmtree(folder)
         except (AssertionError, subprocess.TimeoutExpired) as error:
             lost.append(str(error))
@@ -80,7 +80,7 @@ def strikes(place: Path, kills: int, seed: int, out: Path | None) -> dict:
     return found
 
 
-def summary(jobs: list[striking.Job], lost: list[str], seed: int) -> dict:
+def summary(jobs: list[rank_kills.Job], lost: list[str], seed: int) -> dict:
     """What the record says of all jobs."""
     phases = Counter(each["phase"] for job in jobs for each in job.done)
     return {

@@ -55,7 +55,7 @@ gc.disable()
 # fixtures below import what does.
 from lockstep.distributed.signals import STOP_SIGNALS  # noqa: E402
 from support import kernel  # noqa: E402
-from support.first import AT_FIRST  # noqa: E402
+from support.first_environment import AT_FIRST  # noqa: E402
 
 WEIGHTS = {"processes": 1, "slow": 4, "cluster": 15}  # about how long a test with this mark takes, in those of one rank
 
@@ -63,7 +63,7 @@ WEIGHTS = {"processes": 1, "slow": 4, "cluster": 15}  # about how long a test wi
 # their own, ranks that come and go, hundreds of steps in pytest's process
 BEYOND = {"test_compiled.py": 40, "test_quick_start.py": 40, "test_python.py": 30, "test_kubernetes_pods.py": 15}
 BEYOND |= {"test_page_commands.py": 150, "test_portable.py": 50, "test_lost_shards.py": 45, "test_watch.py": 15}
-BEYOND |= {"test_going_on.py": 70, "test_sagemaker_hosts.py": 50, "test_hosts.py": 40, "test_pipeline.py": 40}
+BEYOND |= {"test_elastic.py": 70, "test_sagemaker_hosts.py": 50, "test_hosts.py": 40, "test_pipeline.py": 40}
 BEYOND |= {"test_without_gpu.py": 30, "test_stream.py": 10, "test_stream_elsewhere.py": 5, "test_label_exports.py": 5}
 
 _started: list[str] = []  # processes that the test at hand has started

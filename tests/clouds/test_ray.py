@@ -110,7 +110,7 @@ def begun(folder: Path, cache: Path, hold: int, *overrides: str) -> subprocess.P
     pytest.importorskip("ray", reason="needs the extra ray")
     if sys.platform != "linux":
         pytest.skip("looks at processes through /proc")
-    write(folder, launch=LAUNCH, strategy={"name": "support.held_steps.Held"})
+    write(folder, launch=LAUNCH, strategy={"name": "support.waiting_at_steps.Held"})
     (folder / "hold").write_text(str(hold))
     process = start_anew([*LOCKSTEP, "train", "run.yaml", *overrides], folder, cache, **QUIET)
     until(lambda: step_of(folder) >= hold, f"step {hold}", process, seconds=600)

@@ -62,7 +62,7 @@ def test_listing_imports_nothing_of_what_it_lists(gossip: Path, capsys: pytest.C
     assert "gossip" not in plugins.built_in("strategies")
     (row,) = [row for row in listed("strategies") if row["name"] == "gossip"]
     assert row["summary"].startswith("All-gather by hand")
-    assert (row["results"], row["ready"]) == ("same bits", True)  # as its base says, `Native`
+    assert (row["results"], row["ready"]) == ("same bits", True)  # as its base says, `ReplicatedStrategy`
     assert row["distribution"] == "lockstep-gossip 1.0"
     assert main(["list"]) == 0
     assert re.search(r"^  gossip +same bits +ready +All-gather by hand", capsys.readouterr().out, re.MULTILINE)

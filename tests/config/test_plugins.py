@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config import plugins
-from lockstep.strategies.native import Native
+from lockstep.strategies.replicated import ReplicatedStrategy
 from lockstep.strategies.strategy import Strategy
 from support.messages import raises
 
@@ -23,12 +23,15 @@ def test_every_name_is_a_plug_in_and_no_base_is_one(kind: str) -> None:
         found = plugins.find(kind, name)
         assert found.plugin == kind  # type: ignore[attr-defined]
         assert "plugin" not in vars(found)
-    for base in ("native", "fsdp2_step", "observer", "strategy", "text_task", "abilities", "launcher", "console"):
+    for base in ("replicated", "fsdp2_step", "observer", "strategy", "text_task", "abilities", "launcher", "console"):
         assert base not in names
 
 
+_BASE = "from lockstep.strategies.replicated import ReplicatedStrategy"
+
+
 def test_a_base_says_so_itself() -> None:
-    assert {"plugin"} <= vars(Native).keys() & vars(Strategy).keys()
+    assert {"plugin"} <= vars(ReplicatedStrategy).keys() & vars(Strategy).keys()
     with raises("LS1098", "'ddp'", error=plugins.PluginError):
         plugins.find("strategies", "dpd")
 
@@ -36,10 +39,10 @@ def test_a_base_says_so_itself() -> None:
 @pytest.mark.parametrize(
     ("text", "is_plugin"),
     [
-        ("from lockstep.strategies.native import Native\n\n\nclass Mine(Native):\n    exact = True\n", True),
+        (f"{_BASE}\n\n\nclass Mine(ReplicatedStrategy):\n    exact = True\n", True),
         ("from lockstep.strategies.strategy import (\n    Strategy,\n)\n\n\nclass Mine(Strategy):\n    pass\n", True),
-        ("from lockstep.strategies.native import Native\n\n\nclass _Mine(Native):\n    exact = True\n", True),
-        ("from lockstep.strategies.native import Native\n\n\nclass Mine(Native):\n    plugin = 'strategies'\n", False),
+        (f"{_BASE}\n\n\nclass _Mine(ReplicatedStrategy):\n    exact = True\n", True),
+        (f"{_BASE}\n\n\nclass Mine(ReplicatedStrategy):\n    plugin = 'strategies'\n", False),
         ("from lockstep.tasks.task import Task\n\n\nclass Mine(Task):\n    pass\n", False),
         ("class Mine:\n    pass\n", False),
         ("NUMBER = 1\n", False),

@@ -19,7 +19,7 @@ from lockstep.launchers.start import resolved
 from lockstep.training.resolve import Job
 from support.messages import mentions
 from support.mistakes import RUN, prepare
-from support.written import accused, keys_written
+from support.written_keys import accused, keys_written
 
 # What a person wrote: little, so that much is a default.
 SMALL: dict[str, Any] = {

@@ -19,10 +19,10 @@ def late_rate() -> None:
 
 def dropout_of_a_rank() -> None:
     """What dropout draws depends on the rank."""
-    from lockstep.strategies import native
+    from lockstep.strategies import replicated
 
-    right = native.seed_everything
-    native.seed_everything = lambda seed, *more: right(seed + int(os.environ["RANK"]), *more)  # type: ignore[assignment]
+    right = replicated.seed_everything
+    replicated.seed_everything = lambda seed, *more: right(seed + int(os.environ["RANK"]), *more)  # type: ignore[assignment]
 
 
 def leaves_from_left_to_right() -> None:
@@ -52,9 +52,9 @@ def pieces_by_threads() -> None:
 
 def forgotten_moments() -> None:
     """A resumed optimizer begins with moments of zero."""
-    from lockstep.strategies.native import Native
+    from lockstep.strategies.replicated import ReplicatedStrategy
 
-    right = Native.load_sharded_state_dict
+    right = ReplicatedStrategy.load_sharded_state_dict
 
     def load(self: Any, saved: Any) -> None:
         right(self, saved)
@@ -62,7 +62,7 @@ def forgotten_moments() -> None:
             for name in ("exp_avg", "exp_avg_sq"):
                 moments[name].zero_()
 
-    Native.load_sharded_state_dict = load  # type: ignore[method-assign]
+    ReplicatedStrategy.load_sharded_state_dict = load  # type: ignore[method-assign]
 
 
 def forgotten_clip() -> None:

@@ -13,7 +13,7 @@ from lockstep.data.prepare import prepare
 from lockstep.strategies.exact.reduction import share
 from lockstep.tasks.classification import Classification
 from lockstep.training.data_loader import StepLoader
-from support.fed import CPU, rows_in, wanted_rows
+from support.expected_batches import CPU, rows_in, wanted_rows
 from support.harness import tiny
 
 

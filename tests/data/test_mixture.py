@@ -23,7 +23,7 @@ from lockstep.strategies.exact.reduction import share
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from support.caches import prepared
-from support.fed import CPU, rows_in, wanted_rows
+from support.expected_batches import CPU, rows_in, wanted_rows
 from support.harness import build_with_feed, digest, run_on, tiny
 from support.messages import mentions, raises
 from support.mixtures import mixed, texts

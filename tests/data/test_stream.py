@@ -14,7 +14,7 @@ from lockstep.config.run import Run
 from lockstep.data import arrow_cache as shard_index
 from lockstep.data import row_reader, splitting
 from lockstep.data.streamed import Streamed
-from support.fed import rows_in, wanted_rows
+from support.expected_batches import rows_in, wanted_rows
 from support.stream_runs import FORMATS, LM, examples_of, feed_of, rows_of, shards, streamed, task_of, write
 from support.task_runs import TASKS, TEMPLATE
 from support.task_runs import rows_of as rows_of_kind

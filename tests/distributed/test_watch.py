@@ -33,7 +33,11 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on(
     rank: int, tmp_path: Path, job: CommandJob, untouched: Path
 ) -> None:
     job.write()
-    options = ["launch.max_restarts=1", f"launch.hang_timeout_s={HANG_S}", "strategy.name=support.held.Held"]
+    options = [
+        "launch.max_restarts=1",
+        f"launch.hang_timeout_s={HANG_S}",
+        "strategy.name=support.waiting_strategy.Held",
+    ]
     process = job.start(*options, PYTHONPATH=TESTS_PATH)
     until(lambda: job.saved() >= 20 and len(list(tmp_path.glob("held-*"))) == 2, "both in a step that waits", process)
     time.sleep(

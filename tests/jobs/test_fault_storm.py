@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from support.storm import Job, Record
+from support.fault_storm import Job, Record
 
 pytestmark = [
     pytest.mark.processes,

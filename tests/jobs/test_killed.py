@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.killing import kill_and_resume
+from support.random_kills import kill_and_resume
 
 pytestmark = [
     pytest.mark.processes,

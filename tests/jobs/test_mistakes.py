@@ -10,7 +10,7 @@ from lockstep.cli import main
 from support.messages import mentions
 from support.mistakes import MISTAKES, Mistake, prepare
 from support.places import ROOT
-from support.written import accused, keys_written
+from support.written_keys import accused, keys_written
 
 PAGE = ROOT / "docs/how-to/troubleshooting.md"
 

@@ -24,7 +24,7 @@ from support.command import (
     until,
     write,
 )
-from support.signalled import state_of, variables
+from support.signalling_strategies import state_of, variables
 
 pytestmark = [
     pytest.mark.processes,
@@ -86,7 +86,9 @@ def test_killed_in_the_export_and_twice_started_again(
 ) -> None:
     write(tmp_path)
     killed = variables(moment, signal.SIGKILL, "rank")
-    status, out, err = ended(start([*TRAIN, "strategy.name=support.signalled.Signalled"], tmp_path, cache, **killed))
+    status, out, err = ended(
+        start([*TRAIN, "strategy.name=support.signalling_strategies.Signalled"], tmp_path, cache, **killed)
+    )
     assert status == 1, (out, err)
     for _ in range(2):
         finish(tmp_path, cache)

@@ -28,7 +28,7 @@ from support.command import (
     until,
     write,
 )
-from support.signalled import state_of
+from support.signalling_strategies import state_of
 
 pytestmark = [
     pytest.mark.processes,

@@ -29,14 +29,14 @@ from support.command import (
 from support.harness import tiny
 from support.marks import slow
 from support.messages import mentions
-from support.signalled import Terminal, state_of, variables
+from support.signalling_strategies import Terminal, state_of, variables
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="a pseudo-terminal, /proc"),
     pytest.mark.usefixtures("nobody_is_left"),
 ]
 KEPT = "what was saved before is there"
-SIGNALLED = "strategy.name=support.signalled.Signalled"
+SIGNALLED = "strategy.name=support.signalling_strategies.Signalled"
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def test_the_same_command_twice_at_once(tmp_path: Path, job: CommandJob, untouch
 
 def test_ranks_of_torchrun_are_not_locked_out_by_themselves(tmp_path: Path, cache: Path) -> None:
     """A second torchrun is refused by all of its ranks at once; rank 0 is killed and started again; all are killed."""
-    write(tmp_path, strategy={"name": "support.held.Held"})
+    write(tmp_path, strategy={"name": "support.waiting_strategy.Held"})
     command = [*TORCHRUN, "train", "run.yaml"]
     command.insert(command.index("-m", 3), "--max-restarts=1")
     # without the variable torch elastic forms anew on a stale address (pytorch/pytorch#135712)
@@ -81,7 +81,7 @@ def test_ranks_of_torchrun_are_not_locked_out_by_themselves(tmp_path: Path, cach
 @pytest.mark.parametrize("processes", [1, 2])
 def test_output_that_is_deleted_in_training_is_no_success(processes: int, tmp_path: Path, job: CommandJob) -> None:
     """What was learned is saved, and the run ends with 1; the same command goes on from there."""
-    job.write(strategy={"name": "support.held.Held"})
+    job.write(strategy={"name": "support.waiting_strategy.Held"})
     option = f"launch.processes={processes}"
     process = job.start(option, PYTHONPATH=TESTS_PATH, HELD_S="600")
     until(lambda: job.step() >= 25, "step 25", process)
@@ -105,7 +105,7 @@ def test_output_that_is_deleted_in_training_is_no_success(processes: int, tmp_pa
 
 def test_output_that_a_link_replaces_in_training_promises_nothing(tmp_path: Path, cache: Path) -> None:
     """The run ends, with no word of going on: the same command would refuse the folder that is there now."""
-    write(tmp_path, strategy={"name": "support.held.Held"})
+    write(tmp_path, strategy={"name": "support.waiting_strategy.Held"})
     (theirs := tmp_path / "theirs").mkdir()
     (theirs / "letter.txt").write_text("mine")
     process = start(

@@ -38,7 +38,7 @@ CONTINUE = [*QUICK, "launch.on_rank_failure=continue", "launch.replicate_every=2
     "words",
     [
         long(("HeldFSDP2", "strategy.options.gather=micro_batch")),
-        long(("HeldFSDP2Step", "strategy.options.gather=step")),
+        long(("HeldShardedOptimizer", "strategy.options.gather=step")),
         long(("HeldPipeline", "model.config.n_layer=4")),
     ],
     ids=lambda words: words[0],
@@ -49,7 +49,7 @@ def test_a_rank_and_then_its_host_are_lost_and_come_back(
     """Two ranks on each of two hosts."""
     alone = write(tmp_path / "alone")
     finish(alone, cache, *(word for word in words if word.startswith("model")))
-    every = [*CONTINUE, f"strategy.name=support.held_shards.{words[0]}", words[1]]
+    every = [*CONTINUE, f"strategy.name=support.waiting_with_shards.{words[0]}", words[1]]
     first, second = begun(two, shared := write(tmp_path / "shared"), words=every)
 
     def came(since: int) -> bool:

@@ -65,4 +65,4 @@ def test_what_cannot_share(keys: tuple[str, ...], code: str) -> None:
 def test_fsdp2_gathers_once_a_step_then() -> None:
     run = tiny("strategy.name=fsdp2", "strategy.options.gather=step", FOUR, "launch.device=auto")
     run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": {}})})
-    assert resolve_strategy(run, 2).__name__ == "FSDP2Step"
+    assert resolve_strategy(run, 2).__name__ == "ShardedOptimizer"

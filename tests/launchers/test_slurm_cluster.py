@@ -43,7 +43,11 @@ def job(
 
     def submitted(*options: str, at: int = 25, **launch: object) -> tuple[str, Path]:
         if not (tmp_path / "run.yaml").exists():
-            write(tmp_path, launch=PLAIN | {"python": cluster.python} | launch, strategy={"name": "support.held.Held"})
+            write(
+                tmp_path,
+                launch=PLAIN | {"python": cluster.python} | launch,
+                strategy={"name": "support.waiting_strategy.Held"},
+            )
         assert main(["train", "run.yaml", "--detach", *options]) == 0
         record = job_record.read(tmp_path / "out")
         assert record is not None

@@ -46,7 +46,7 @@ def submitted(folder: Path, cluster: slurm_cluster.Cluster, monkeypatch: pytest.
     write(
         folder,
         launch=LAUNCH | CONTINUE | {"python": cluster.python},
-        strategy={"name": "support.held_steps.HeldTogether"},
+        strategy={"name": "support.waiting_at_steps.HeldTogether"},
     )
     (folder / "hold").write_text(str(hold))
     assert main(["train", "run.yaml", "--detach"]) == 0

@@ -41,7 +41,12 @@ def stranger(made: Hosts, port: int, how: str, marker: Path) -> str:
     words = [made.address(0), str(port), how, str(marker)]
     job = made.start(
         2,
-        [sys.executable, "-c", "import sys; from support import stranger; stranger.main(*sys.argv[1:])", *words],
+        [
+            sys.executable,
+            "-c",
+            "import sys; from support import store_intruder; store_intruder.main(*sys.argv[1:])",
+            *words,
+        ],
         **SEES,
     )
     assert job.ended() == 0, job.err
@@ -98,7 +103,7 @@ def test_what_is_written_where_ranks_beat(three: Hosts, how: str, tmp_path: Path
     """Into rank 0's own store, while both machines train."""
     folders = [write(three.folder(host)) for host in (0, 1)]
     hold(4, *folders)
-    words = ["launch.hang_timeout_s=600", "launch.max_restarts=0", "strategy.name=support.held_steps.Told"]
+    words = ["launch.hang_timeout_s=600", "launch.max_restarts=0", "strategy.name=support.waiting_at_steps.Told"]
     jobs = [start(three, host, words) for host in (0, 1)]
     port_of = folders[0] / "port"  # it is there before there is something in it
     until(lambda: port_of.exists() and port_of.read_text() != "" and step_of(folders[0]) >= 4, jobs[0])

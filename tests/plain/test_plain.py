@@ -25,7 +25,7 @@ from lockstep.distributed.world import World
 from lockstep.plain import rows
 from lockstep.plain.losses import batch_loss
 from lockstep.proof import against_plain, recording
-from lockstep.strategies.native import Native
+from lockstep.strategies.replicated import ReplicatedStrategy
 from lockstep.strategies.strategy import StepResult
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.embedding import Embedding
@@ -109,15 +109,15 @@ def test_a_frozen_weight_that_decays_is_found(folder: Path, monkeypatch: pytest.
     run = run_of("classification", folder, "model.freeze=[transformer.wte.*]")
     found = against_plain.differences(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
-    whole = Native.train_step
+    whole = ReplicatedStrategy.train_step
 
-    def decaying(strategy: Native, batch: StepBatch, rate: float) -> StepResult:
+    def decaying(strategy: ReplicatedStrategy, batch: StepBatch, rate: float) -> StepResult:
         (frozen,) = (p for n, p in strategy.model.named_parameters() if n.endswith("wte.weight"))
         with torch.no_grad():
             frozen.mul_(1 - 0.1 * rate)
         return whole(strategy, batch, rate)
 
-    monkeypatch.setattr(Native, "train_step", decaying)
+    monkeypatch.setattr(ReplicatedStrategy, "train_step", decaying)
     assert any("wte.weight changes" in line for line in against_plain.differences(run).differences)
 
 

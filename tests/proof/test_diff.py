@@ -13,10 +13,10 @@ from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.proof.diff import first_divergence
 from lockstep.training import fingerprints
-from support import planted
+from support import planted_mistakes
 from support.diffs import ONE, told
 from support.harness import TINY
-from support.planted import MICRO_BATCH, STEP, WEIGHT
+from support.planted_mistakes import MICRO_BATCH, STEP, WEIGHT
 
 pytestmark = pytest.mark.processes
 
@@ -51,8 +51,8 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_planted_mistake_is_found_where_it_is(
     mistake: str, parts: int, first: str, why: str, right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert hasattr(planted, mistake)
-    wrong = trained(tmp_path, "wrong", f"strategy.name=support.planted.{mistake}")
+    assert hasattr(planted_mistakes, mistake)
+    wrong = trained(tmp_path, "wrong", f"strategy.name=support.planted_mistakes.{mistake}")
     said = told(right, wrong, capfd)
     assert f"they part in step {parts}," in said
     assert "both come to the same bits: it is not what they were given" in said

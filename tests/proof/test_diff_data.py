@@ -11,7 +11,7 @@ from lockstep.cli import main
 from lockstep.config.run import Run, load
 from support import stream_runs
 from support.diffs import ONE, told
-from support.planted import MICRO_BATCH, STEP, WEIGHT
+from support.planted_mistakes import MICRO_BATCH, STEP, WEIGHT
 from support.stream_runs import mixture
 
 pytestmark = pytest.mark.processes
@@ -34,7 +34,7 @@ def trained(run: Run, output: Path) -> Path:
 @pytest.mark.parametrize("kind", ["stream", "sources"])
 def test_a_planted_mistake_is_found_where_it_is(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     right = trained(of(kind, tmp_path), tmp_path / "right")
-    wrong = trained(of(kind, tmp_path, "strategy.name=support.planted.WrongLeaf"), tmp_path / "wrong")
+    wrong = trained(of(kind, tmp_path, "strategy.name=support.planted_mistakes.WrongLeaf"), tmp_path / "wrong")
     said = told(right, wrong, capfd)
     assert f"they part in step {STEP}," in said
     assert "both come to the same bits: it is not what they were given" in said

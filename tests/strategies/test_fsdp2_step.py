@@ -12,7 +12,7 @@ from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
-from lockstep.strategies.fsdp2 import FSDP2, FSDP2Step
+from lockstep.strategies.fsdp2 import FSDP2, ShardedOptimizer
 from lockstep.strategies.strategy import strategy_class
 from lockstep.training import model_stats
 from lockstep.training.resolve import resolve_strategy
@@ -96,7 +96,7 @@ def test_a_run_may_change_between_the_two_ways(precision: str, tmp_path: Path) -
         for name, ways in (("one", [{"name": "single"}] * 3), ("two", [STEP, PIECE, STEP]))
     )
     alone, ours = run_on(1, two_steps_each, one)[0], run_on(3, two_steps_each, two)[0]
-    assert [name for name, _ in ours] == ["FSDP2Step", "FSDP2", "FSDP2Step"]
+    assert [name for name, _ in ours] == ["ShardedOptimizer", "FSDP2", "ShardedOptimizer"]
     assert [found for _, found in ours] == [found for _, found in alone]
 
 
@@ -106,7 +106,7 @@ def test_a_run_may_change_between_the_two_ways(precision: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("strategy", "found"),
     [
-        (STEP, FSDP2Step),
+        (STEP, ShardedOptimizer),
         (PIECE, FSDP2),
         ({"options": {"gather": "micro_batch"}}, FSDP2),
         ({"options": {"cpu_offload": True}}, None),
@@ -177,5 +177,5 @@ def test_a_weight_that_is_one_number_counts_once_in_the_norm(ranks: int) -> None
             rows=[],
             spread=None,
         )
-        squares += FSDP2Step.whole_gradient(held, [rows, number]).norm().square()
+        squares += ShardedOptimizer.whole_gradient(held, [rows, number]).norm().square()
     assert torch.allclose(squares.sqrt(), torch.cat([matrix.reshape(-1), number[None]]).norm(), rtol=1e-6)

@@ -9,7 +9,7 @@ import torch
 from lockstep.config.run import Run
 from lockstep.data.batch import StepBatch
 from lockstep.distributed.world import World
-from lockstep.strategies.native import Native
+from lockstep.strategies.replicated import ReplicatedStrategy
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from support.harness import build, build_with_feed, digest, run_on, tiny
@@ -143,7 +143,7 @@ def test_the_control_an_ordinary_all_reduce_has_other_bits(of: Answers, single: 
     assert len(set(found.values())) == 3
 
 
-class MeanOfMeans(Native):
+class MeanOfMeans(ReplicatedStrategy):
     """The classic mistake, for the control below: each micro-batch divided by its own targets."""
 
     check = classmethod(lambda cls, run, processes: None)
@@ -259,9 +259,9 @@ def test_all_ranks_score_the_same_and_the_first_exports(name: str, of: Answers) 
 
 def densely(world: World, run: Run) -> dict[str, Any]:
     """The same steps with every gradient dense."""
-    from lockstep.strategies import native
+    from lockstep.strategies import replicated
 
-    native.row_sparse = lambda model, device, uses: set()
+    replicated.row_sparse = lambda model, device, uses: set()
     return a_few(world, run)
 
 

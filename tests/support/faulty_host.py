@@ -11,7 +11,7 @@ from lockstep.data.batch import StepBatch, StepResult
 from lockstep.strategies.exact.reduction import share
 from lockstep.tasks.task import Task
 from lockstep.training.sdc_check import drawn
-from support.held_steps import Held
+from support.waiting_at_steps import Held
 
 FROM = 8  # updates that are made before
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"

@@ -33,7 +33,7 @@ from lockstep.tasks.task import Task
 from lockstep.training import reference_pass
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.session import gloo_threads
-from support.first import AT_FIRST
+from support.first_environment import AT_FIRST
 from support.places import TESTS_PATH
 
 PRELOADED = [

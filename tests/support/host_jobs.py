@@ -28,8 +28,8 @@ SMALL = TINY | {
 # A machine that shares two cores with others may not get one of them for six seconds, and would count as lost.
 LOST_S = 12
 QUICK = [f"launch.keep_alive_timeout_s={LOST_S}", "launch.last_call_timeout_s=3", "launch.max_restarts=3"]
-HELD = "strategy.name=support.held_steps.Held"
-CONTINUE = [*QUICK, "strategy.name=support.held_steps.HeldTogether", "launch.on_rank_failure=continue"]
+HELD = "strategy.name=support.waiting_at_steps.Held"
+CONTINUE = [*QUICK, "strategy.name=support.waiting_at_steps.HeldTogether", "launch.on_rank_failure=continue"]
 
 
 def write(folder: Path, **values: object) -> Path:

@@ -4,4 +4,4 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
-TESTS_PATH = str(TESTS)  # in PYTHONPATH: names as `support.held.Held` in run files
+TESTS_PATH = str(TESTS)  # in PYTHONPATH: names as `support.waiting_strategy.Held` in run files

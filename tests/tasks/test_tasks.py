@@ -12,7 +12,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.native import Native
+from lockstep.strategies.replicated import ReplicatedStrategy
 from lockstep.training.data_loader import StepLoader
 from support import task_runs
 from support.harness import build, rank_0_of, run_on
@@ -91,7 +91,7 @@ def test_every_strategy_trains_every_task(kind: str, name: str, folder: Path, al
         assert first["scores"]["loss"] == pytest.approx(alone[kind]["scores"]["loss"], rel=1e-2)
 
 
-class MeanOfMeans(Native):
+class MeanOfMeans(ReplicatedStrategy):
     """The classic mistake: every micro-batch divided by its own targets, and the mean taken of those."""
 
     check = classmethod(lambda cls, run, processes: None)

@@ -54,7 +54,7 @@ def status_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict:
 def test_a_run_in_another_terminal(
     how: str, tmp_path: Path, cache: Path, untouched: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path, strategy={"name": "support.held.Held"})
+    write(tmp_path, strategy={"name": "support.waiting_strategy.Held"})
     command = [*TORCHRUN, "train", "run.yaml"] if how == "torchrun" else [*LOCKSTEP, "train", "run.yaml"]
     command += [f"launch.processes={how[-1]}"] if how != "torchrun" else []
     process = start(command, tmp_path, cache, PYTHONPATH=TESTS_PATH, HELD_S="600")
@@ -99,7 +99,7 @@ def test_a_run_in_another_terminal(
 def test_a_run_that_was_killed_is_not_said_to_run(
     tmp_path: Path, job: CommandJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job.write(strategy={"name": "support.held.Held"})
+    job.write(strategy={"name": "support.waiting_strategy.Held"})
     process = job.start("launch.processes=1", PYTHONPATH=TESTS_PATH)
     until(lambda: job.step() >= 25, "step 25", process)
     process.kill()
@@ -120,7 +120,7 @@ def test_a_run_that_was_killed_is_not_said_to_run(
 
 @pytest.mark.processes
 def test_what_a_failed_run_leaves(tmp_path: Path, job: CommandJob, capsys: pytest.CaptureFixture[str]) -> None:
-    job.write(strategy={"name": "support.held.None"})
+    job.write(strategy={"name": "support.waiting_strategy.None"})
     process = job.start("strategy.name=single")
     status, _, err = ended(process)
     assert status == 2, err

@@ -181,7 +181,7 @@ def test_a_job_that_was_killed_goes_on_as_the_same_run_with_the_same_bits(
     hold.write_text("5")
     variables = {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": TESTS_PATH}
     process = start(
-        [*LOCKSTEP, "train", "run.yaml", "strategy.name=support.held_steps.Held"], tmp_path, cache, **variables
+        [*LOCKSTEP, "train", "run.yaml", "strategy.name=support.waiting_at_steps.Held"], tmp_path, cache, **variables
     )
 
     def opened() -> bool:
@@ -206,7 +206,7 @@ def test_a_job_that_was_killed_goes_on_as_the_same_run_with_the_same_bits(
     before = read_manifest((tmp_path / "out" / "checkpoints" / "latest").resolve())
     assert not isinstance(before, str)
     hold.unlink()
-    status, out, err = train(tmp_path, cache, "strategy.name=support.held_steps.Held", **variables)
+    status, out, err = train(tmp_path, cache, "strategy.name=support.waiting_at_steps.Held", **variables)
     assert status == 0, err
     assert f"resuming after step {before.step}" in out
     after = read_manifest(tmp_path / "out" / "checkpoints" / f"step-{STEPS:06d}")

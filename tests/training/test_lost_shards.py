@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from support import striking
+from support import rank_kills
 from support.marks import long, slow
 from support.messages import mentions
-from support.striking import struck, untouched
+from support.rank_kills import struck, untouched
 
 pytestmark = [
     pytest.mark.processes,
@@ -26,7 +26,7 @@ LAYERS = "model.config.n_layer=4"  # of which three stages have one at least
 # Strategies that are struck, and more words of their commands. Whether fsdp2 gathers once a step is said: what it
 # decides by itself is a class that nobody strikes.
 EACH_MICRO_BATCH, ONCE = "strategy.options.gather=micro_batch", "strategy.options.gather=step"
-KINDS = {"StruckFSDP2": (EACH_MICRO_BATCH,), "StruckFSDP2Step": (ONCE,), "StruckPipeline": (LAYERS,)}
+KINDS = {"StruckFSDP2": (EACH_MICRO_BATCH,), "StruckShardedOptimizer": (ONCE,), "StruckPipeline": (LAYERS,)}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,9 @@ def test_shares_are_taken_from_copies_and_a_rank_that_comes_gets_its_own(
 ) -> None:
     """`gather: step`, three ranks: one is lost within a step, then rank 0 after its update."""
     strikes = [(5, 1, "agreed", 3), (11, 0, "updated", 3)]
-    done = striking.carried_out(struck("StruckFSDP2Step", 3, *strikes), tmp_path / "job", cache, alone, *COPIED)
+    done = rank_kills.carried_out(
+        struck("StruckShardedOptimizer", 3, *strikes), tmp_path / "job", cache, alone, *COPIED
+    )
     assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
     assert done.restarted == 0
     told = moved(tmp_path / "job")
@@ -77,7 +79,7 @@ def test_one_replica_of_each_shard_is_enough_to_finish_the_step(
     if phase == "evaluation":  # a loss in the one after the last step starts again
         words += ("evaluate.every=10",)
         alone = untouched(tmp_path / "alone", cache, "evaluate.every=10")
-    done = striking.carried_out(struck("StruckFSDP2", 4, (3, 2, phase, 4)), tmp_path / "job", cache, alone, *words)
+    done = rank_kills.carried_out(struck("StruckFSDP2", 4, (3, 2, phase, 4)), tmp_path / "job", cache, alone, *words)
     assert [each["phase"] for each in done.done] == [phase]
     assert done.restarted == 0
     assert (tmp_path / "job/unheard").exists() == (phase == "late")
@@ -90,7 +92,7 @@ def test_tensor_ranks_become_as_many_as_divide_those_that_are_left(tmp_path: Pat
     leaves = ("strategy.tensor_leaves=2",)
     alone = untouched(tmp_path / "alone", cache, *leaves)
     pairs = ("strategy.options.tensor_parallel=2", *leaves, *COPIED)
-    done = striking.carried_out(struck("StruckFSDP2", 4, (5, 1, "agreed", 4)), tmp_path / "job", cache, alone, *pairs)
+    done = rank_kills.carried_out(struck("StruckFSDP2", 4, (5, 1, "agreed", 4)), tmp_path / "job", cache, alone, *pairs)
     assert [each["phase"] for each in done.done] == ["agreed"]
     assert done.restarted == 0
     assert any("by copies in memory" in what for what in moved(tmp_path / "job"))
@@ -102,7 +104,7 @@ def test_both_holders_of_a_shard_are_lost_and_all_start_again_and_say_why(
 ) -> None:
     """Two replicas: of the ranks that meet again one more is lost, the other one of the same shard."""
     strikes = [(13, 1, "step", 4), (13, 2, "forming", 3)]
-    done = striking.carried_out(
+    done = rank_kills.carried_out(
         struck("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, alone, *REPLICATED
     )
     assert [each["phase"] for each in done.done] == ["step", "forming"]
@@ -117,9 +119,9 @@ def test_both_of_a_pair_in_a_row(kind: str, tmp_path: Path, cache: Path) -> None
     """The one that keeps the copy of the first is lost once the first is replaced; then both before they are: what was
     in their memory only is lost, and all start again and say so."""
     words = [*COPIED, *KINDS[kind]]
-    alone = untouched(tmp_path / "alone", cache, *layers(kind), values=striking.VALUES)
+    alone = untouched(tmp_path / "alone", cache, *layers(kind), values=rank_kills.VALUES)
     strikes = [(5, 1, "agreed", 3), (7, 1, "agreed", 3), (23, 1, "step", 3), (23, 1, "forming", 2)]
-    done = striking.carried_out(struck(kind, 3, *strikes), tmp_path / "job", cache, alone, *words)
+    done = rank_kills.carried_out(struck(kind, 3, *strikes), tmp_path / "job", cache, alone, *words)
     assert [(each["phase"], each["world"]) for each in done.done] == [(phase, world) for *_, phase, world in strikes]
     assert done.restarted == 1
     started_again(tmp_path / "job", "shard 1 of 3")
@@ -131,9 +133,9 @@ def test_both_of_a_pair_in_a_row(kind: str, tmp_path: Path, cache: Path) -> None
 def test_both_of_a_pair_before_one_that_comes_has_the_state(kind: str, tmp_path: Path, cache: Path) -> None:
     """One is lost, another comes in, and while it gets its part one of those that send it is lost: the last of three
     has a copy of what that one held, taken since they were two."""
-    alone = untouched(tmp_path / "alone", cache, *layers(kind), values=striking.VALUES)
+    alone = untouched(tmp_path / "alone", cache, *layers(kind), values=rank_kills.VALUES)
     strikes = [(5, 1, "agreed", 3), (5, 1, "handing", 3), (25, 0, "agreed", 3), (25, 0, "handing", 3)]
-    done = striking.carried_out(struck(kind, 3, *strikes), tmp_path / "job", cache, alone, *COPIED, *KINDS[kind])
+    done = rank_kills.carried_out(struck(kind, 3, *strikes), tmp_path / "job", cache, alone, *COPIED, *KINDS[kind])
     assert [(each["phase"], each["world"]) for each in done.done] == [(phase, world) for *_, phase, world in strikes]
     assert done.restarted == 0
     assert sum("by copies in memory" in what for what in moved(tmp_path / "job")) >= 2
@@ -144,7 +146,7 @@ def test_both_of_a_pair_before_one_that_comes_has_the_state(kind: str, tmp_path:
 def test_without_copies_the_second_of_a_pair_starts_all_again(tmp_path: Path, cache: Path, alone: Path) -> None:
     """The same of two replicas: three ranks have shared the state out, and nobody has what the second held."""
     strikes = [(13, 1, "step", 4), (13, 2, "handing", 4)]
-    done = striking.carried_out(
+    done = rank_kills.carried_out(
         struck("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, alone, *REPLICATED
     )
     assert [each["phase"] for each in done.done] == ["step", "handing"]
@@ -156,7 +158,9 @@ def test_without_copies_the_second_of_a_pair_starts_all_again(tmp_path: Path, ca
 def test_a_pipeline_goes_on_with_fewer_stages(tmp_path: Path, cache: Path) -> None:
     alone = untouched(tmp_path / "alone", cache, LAYERS)
     strikes = [(5, 1, "agreed", 3)]
-    done = striking.carried_out(struck("StruckPipeline", 3, *strikes), tmp_path / "job", cache, alone, LAYERS, *COPIED)
+    done = rank_kills.carried_out(
+        struck("StruckPipeline", 3, *strikes), tmp_path / "job", cache, alone, LAYERS, *COPIED
+    )
     assert done.restarted == 0
     assert any("by copies in memory" in what for what in moved(tmp_path / "job"))
 
@@ -165,18 +169,18 @@ def test_a_pipeline_goes_on_with_fewer_stages(tmp_path: Path, cache: Path) -> No
 @pytest.mark.parametrize("seed", [long(seed) for seed in range(4)])
 def test_struck_at_random(seed: int, tmp_path: Path, cache: Path) -> None:
     """Six strikes, each in a full world. LOCKSTEP_SEED chooses others."""
-    alone = untouched(tmp_path / "alone", cache, values=striking.VALUES)
+    alone = untouched(tmp_path / "alone", cache, values=rank_kills.VALUES)
     chance = random.Random(seed + int(os.environ.get("LOCKSTEP_SEED", 0)))
     kind, world, options = chance.choice(
         [
             ("StruckFSDP2", 4, REPLICATED),
             ("StruckFSDP2", 3, (*COPIED, EACH_MICRO_BATCH)),
-            ("StruckFSDP2Step", 3, COPIED),
+            ("StruckShardedOptimizer", 3, COPIED),
         ]
     )
     phases = ("step", "agreed", "update", "updated", "agree")
     strikes = [(4 + 8 * i, chance.randint(0, 5), chance.choice(phases), world) for i in range(6)]
-    done = striking.carried_out(struck(kind, world, *strikes), tmp_path / "job", cache, alone, *options)
+    done = rank_kills.carried_out(struck(kind, world, *strikes), tmp_path / "job", cache, alone, *options)
     assert done.equal
     assert len(done.done) == len(strikes)
     assert done.restarted == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support import striking
+from support import rank_kills
 from support.command import bits, lines
 from support.marks import long, slow
 
@@ -25,7 +25,7 @@ COPIED = ("launch.replicate_every=2",)
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    return striking.untouched(tmp_path_factory.mktemp("untouched"), cache)
+    return rank_kills.untouched(tmp_path_factory.mktemp("untouched"), cache)
 
 
 def equal_to_rounding(folder: Path, untouched: Path) -> None:
@@ -49,7 +49,7 @@ STRIKES = [(5, 1, "agreed", 3), (13, 0, "agree", 3)]  # between two copies
 TWICE = [(9, 1, "agreed", 2), (25, 0, "agree", 2)]
 
 
-def by_copies(done: striking.Job, folder: Path, strikes: list[tuple[int, int, str, int]]) -> None:
+def by_copies(done: rank_kills.Job, folder: Path, strikes: list[tuple[int, int, str, int]]) -> None:
     """Every strike was carried out, and copies took the place of what was lost."""
     without_a_checkpoint(done, folder, strikes)
     events = [json.loads(line) for line in (folder / "out/events.jsonl").read_text().splitlines()]
@@ -58,7 +58,7 @@ def by_copies(done: striking.Job, folder: Path, strikes: list[tuple[int, int, st
     assert any("came in, with the state of the others" in what for what in told), told
 
 
-def without_a_checkpoint(done: striking.Job, folder: Path, strikes: list[tuple[int, int, str, int]]) -> None:
+def without_a_checkpoint(done: rank_kills.Job, folder: Path, strikes: list[tuple[int, int, str, int]]) -> None:
     """Every strike was carried out, and no checkpoint was read."""
     assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
     assert done.restarted == 0
@@ -79,7 +79,7 @@ def test_all_go_back_to_the_last_copy(
     strategy: str, words: tuple[str, ...], tmp_path: Path, cache: Path, untouched: Path
 ) -> None:
     """Of three ranks one is lost within a step, and rank 0 once another has come in its place."""
-    done = striking.carried_out(striking.struck(strategy, 3, *STRIKES), tmp_path, cache, untouched, *COPIED, *words)
+    done = rank_kills.carried_out(rank_kills.struck(strategy, 3, *STRIKES), tmp_path, cache, untouched, *COPIED, *words)
     by_copies(done, tmp_path, STRIKES)
 
 
@@ -87,8 +87,8 @@ def test_all_go_back_to_the_last_copy(
 @pytest.mark.long
 def test_with_the_reduction_of_deepspeed(tmp_path: Path, cache: Path, untouched: Path) -> None:
     """`exact: false`: the same, equal to rounding, and the bits are others."""
-    struck = striking.struck("StruckZero2", 3, *STRIKES)
-    striking.ended_after(struck, tmp_path, cache, untouched, *COPIED, "strategy.exact=false")
+    struck = rank_kills.struck("StruckZero2", 3, *STRIKES)
+    rank_kills.ended_after(struck, tmp_path, cache, untouched, *COPIED, "strategy.exact=false")
     by_copies(struck, tmp_path, STRIKES)
     equal_to_rounding(tmp_path, untouched)
     assert bits(tmp_path, 20) != bits(untouched, 20)
@@ -98,9 +98,11 @@ def test_with_the_reduction_of_deepspeed(tmp_path: Path, cache: Path, untouched:
 def test_one_of_two_is_lost_again_and_again(tmp_path: Path, cache: Path) -> None:
     """The one that is left is alone: nobody else has what it holds when another comes in. There are as many starts as
     losses."""
-    alone = striking.untouched(tmp_path / "alone", cache, values=striking.VALUES)  # it lasts until another has come in
-    job, words = striking.struck("StruckZero2", 2, *TWICE), "launch.replicate_every=1"
-    done = striking.carried_out(job, tmp_path / "job", cache, alone, words, replaced=2)
+    alone = rank_kills.untouched(
+        tmp_path / "alone", cache, values=rank_kills.VALUES
+    )  # it lasts until another has come in
+    job, words = rank_kills.struck("StruckZero2", 2, *TWICE), "launch.replicate_every=1"
+    done = rank_kills.carried_out(job, tmp_path / "job", cache, alone, words, replaced=2)
     without_a_checkpoint(done, tmp_path / "job", TWICE)
     log = (tmp_path / "job/out/log.txt").read_text()
     assert log.count("came in, with the state of the others; 2 ranks go on") == 2

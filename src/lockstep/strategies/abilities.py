@@ -1,7 +1,7 @@
 """What only some strategies can do, an ability a class: a strategy inherits from those that it has.
 
 In: a strategy or its class. Out: whether it chooses options by memory, recomputes micro-batches, or reshards its state;
-test with `isinstance` or `issubclass`. Strategies with the full state on every rank are in `native.py`.
+test with `isinstance` or `issubclass`. Strategies with the full state on every rank are in `replicated.py`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, all_reduce_flat, buckets
-from lockstep.strategies.native import WholeStateRecovery
+from lockstep.strategies.replicated import WholeStateRecovery
 from lockstep.tasks.task import Task
 
 

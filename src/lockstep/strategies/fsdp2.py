@@ -1,7 +1,7 @@
 """Sharded data parallelism: each rank keeps a part of the optimizer's state, and with FSDP2 of weights and gradients.
 
 In: this rank's micro-batches. Out: the same update; each rank updates its shard. The name covers two classes.
-`FSDP2Step` (`gather: step`) reduces gradients during the last backward, each to the rank that updates it, and
+`ShardedOptimizer` (`gather: step`) reduces gradients during the last backward, each to the rank that updates it, and
 all-gathers the new weights after the update: ZeRO stages 1 and 2, in tree order, without FSDP. `FSDP2` (`gather:
 micro_batch`) is PyTorch's FSDP: weights are gathered block by block when forward and backward need them, and a block's
 gradients are reduced and scattered at once. In exact runs, the scatter gives every rank its slice of each leaf, summed
@@ -57,9 +57,9 @@ from lockstep.strategies.exact.reduction import (
 from lockstep.strategies.exact.rows import RowSlots, rows_between
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
-from lockstep.strategies.native import Native, first_inputs
 from lockstep.strategies.observer import listening, observing
-from lockstep.strategies.strategy import DataParallel, Strategy, WeightFormats, summing
+from lockstep.strategies.replicated import ReplicatedStrategy, first_inputs
+from lockstep.strategies.strategy import DataShard, Strategy, WeightFormats, summing
 from lockstep.tasks.models import inference
 from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
@@ -67,7 +67,7 @@ from lockstep.tasks.task import Task
 BUCKET_BYTES = 25 * 2**20
 
 
-class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
+class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
     """`strategy.options`: `gather: step`, and no FSDP options."""
 
     plugin = "strategies"  # a base: it has no name in a run file
@@ -227,7 +227,7 @@ class FSDP2Step(ChoosesByMemory, ShardedRecovery, Native):
 
 
 class FSDP2(ChoosesByMemory, ShardedRecovery):
-    """`strategy.options`: `gather` (`step`: `FSDP2Step`; `micro_batch`: this class; default: depends on memory),
+    """`strategy.options`: `gather` (`step`: `ShardedOptimizer`; `micro_batch`: this class; default: depends on memory),
     `replicate` (replicas of the sharded model: hybrid sharding), `tensor_parallel` (ranks per matrix product, for
     models with a plan), `reshard_after_forward` (true, false, or a number of ranks), `cpu_offload`, FSDP's mixed
     precision `param_dtype` and `reduce_dtype` (fp32 or bf16), and `blocks` (names of the modules to gather one at a
@@ -266,7 +266,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     @classmethod
     def resolve_class(cls, run: Run) -> type[Strategy]:
-        return FSDP2Step if fsdp.gather_option(run) == fsdp.STEP else cls
+        return ShardedOptimizer if fsdp.gather_option(run) == fsdp.STEP else cls
 
     @classmethod
     def needs_memory_to_resolve(cls, run: Run) -> bool:
@@ -275,8 +275,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     @classmethod
     def resolve_options(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
         """Choose `gather: step` if its state, without activations, takes at most half of the memory."""
-        bytes_of = FSDP2Step.bytes_held(run, processes)
-        rest = sum(bytes_of.values()) - bytes_of["weights"] + FSDP2Step.partial_sums(run, processes)
+        bytes_of = ShardedOptimizer.bytes_held(run, processes)
+        rest = sum(bytes_of.values()) - bytes_of["weights"] + ShardedOptimizer.partial_sums(run, processes)
         fits = 2 * (parameters * bytes_of["weights"] + trained * rest) <= memory
         options = {**run.strategy.options, "gather": fsdp.STEP if fits else fsdp.MICRO_BATCH}
         return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
@@ -362,7 +362,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
                 size, rank = self.world.size, self.world.rank
                 groups = [self.world.group(range(first, size, self.tensor)) for first in range(self.tensor)]
                 add = summing(groups[rank % self.tensor])
-                self.data_parallel = DataParallel(rank // self.tensor, size // self.tensor, add)
+                self.data_parallel = DataShard(rank // self.tensor, size // self.tensor, add)
         return mesh
 
     def leaf_ranks(self) -> LeafRanks | None:

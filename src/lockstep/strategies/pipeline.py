@@ -44,8 +44,8 @@ from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, all_reduce_flat, buckets, most_held, share
-from lockstep.strategies.native import call_on_cpu
-from lockstep.strategies.strategy import DataParallel, summing
+from lockstep.strategies.replicated import call_on_cpu
+from lockstep.strategies.strategy import DataShard, summing
 from lockstep.tasks.task import Task
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -130,7 +130,7 @@ class Pipeline(ShardedRecovery):
         self.pipelines = world.size // self.ranks
         self.stages = self.ranks * each
         self.stage_rank, self.pipeline = divmod(world.rank, self.pipelines)
-        self.data_parallel = DataParallel(self.pipeline, self.pipelines, self.sum_over_pipelines)
+        self.data_parallel = DataShard(self.pipeline, self.pipelines, self.sum_over_pipelines)
 
     @property
     def parameter_count(self) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from lockstep.config.run import Run, RunError
-from lockstep.strategies.native import Native
+from lockstep.strategies.replicated import ReplicatedStrategy
 
 
-class Single(Native):
+class Single(ReplicatedStrategy):
     """A strategy for one process: the gradient sum is the root of its own reduction tree."""
 
     chooses_links = False

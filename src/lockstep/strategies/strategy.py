@@ -39,7 +39,7 @@ from lockstep.tasks.task import Task
 
 
 @dataclass(frozen=True)
-class DataParallel:
+class DataShard:
     """This rank's position in data parallelism. Ranks with the same `rank` process the same examples together (pipeline
     stages, tensor parallel ranks)."""
 
@@ -79,7 +79,7 @@ class Strategy(ABC):
 
     task: Task
     model: nn.Module  # this rank's part of the model, under the task's parameter names
-    data_parallel: DataParallel
+    data_parallel: DataShard
     statistics: Statistics | None = None  # the model's running statistics, if the strategy reduces them
     effects: SideEffects = SideEffects()  # side effects of forward, recorded by `dry_run`
     remarks: tuple[str, ...] = ()  # for the user, at the start of a run
@@ -89,7 +89,7 @@ class Strategy(ABC):
         """Record the topology; build nothing and communicate nothing."""
         self.run, self.world = run, world
         self.phases = StepTimer(world.device)
-        self.data_parallel = DataParallel(world.rank, world.size, world.sum)
+        self.data_parallel = DataShard(world.rank, world.size, world.sum)
         self.scaling = LossScale(world.device) if run.precision == "fp16" else None
 
     @classmethod

@@ -39,8 +39,8 @@ from lockstep.plain.train import build_model
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.optim import make_model
-from lockstep.strategies.native import Native
 from lockstep.strategies.observer import GradientRecorder, listening
+from lockstep.strategies.replicated import ReplicatedStrategy
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Generates, UsesReference
 from lockstep.tasks.embedding import resolved_pooling
@@ -237,7 +237,7 @@ def plain_file(run: Run, task: Task) -> dict[str, Any]:
 def whole_model(run: Run, task: Task, strategy: Strategy) -> nn.Module:
     """The model that the strategy trains, if this rank holds all of it; else a new one in its initial state. Errors:
     `Elsewhere`, if that is too large."""
-    if isinstance(strategy, Native):
+    if isinstance(strategy, ReplicatedStrategy):
         return strategy.model
     if strategy.parameter_count > WHOLE:
         raise Elsewhere(

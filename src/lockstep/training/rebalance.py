@@ -18,7 +18,7 @@ from lockstep.config.run import RunError
 from lockstep.data.batch import StepBatch
 from lockstep.data.streamed import Unreadable
 from lockstep.strategies.exact.reduction import Shares, even
-from lockstep.strategies.native import Native
+from lockstep.strategies.replicated import ReplicatedStrategy
 from lockstep.training.resolve import WHOLE_COPIES
 from lockstep.training.session import Session
 
@@ -41,7 +41,7 @@ class LoadBalancer:
         self._rates: deque[list[float]] = deque(maxlen=2)  # seconds per token of each rank, last two measurements
         self._pending: Callable[[], list[list[float]]] | None = None
         self._tokens, self._seconds = 0, 0.0
-        if not isinstance(session.strategy, Native):
+        if not isinstance(session.strategy, ReplicatedStrategy):
             raise RunError(
                 "LS5100",
                 f"launch.rebalance_every: {session.run.strategy.name} shards this model; {WHOLE_COPIES}",

@@ -305,11 +305,11 @@ def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
     """Refuse silent-corruption checks, rebalancing and peer checkpoints if the strategy or launcher does not support
     them. Refusals that depend on the machines' memory come later. Errors: `RunError`."""
     from lockstep.strategies.abilities import ChoosesByMemory, Recomputes, ShardedRecovery
-    from lockstep.strategies.native import Native
+    from lockstep.strategies.replicated import ReplicatedStrategy
 
     check, launch, name = run.sdc_check, run.launch, run.strategy.name
     later = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
-    parts = not later and not issubclass(strategy, Native)
+    parts = not later and not issubclass(strategy, ReplicatedStrategy)
     if check.every and check.on_difference == "evict":
         launcher = launcher_class(run)
         if launcher.fewest_machines(launch) is None and not launcher.loses_ranks(launch):

@@ -25,7 +25,7 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.sharded import local
 from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.world import World
-from lockstep.strategies import native
+from lockstep.strategies import replicated
 from lockstep.strategies.engines import pipelining
 from lockstep.strategies.exact.optim import freeze
 from lockstep.strategies.strategy import Strategy, strategy_class
@@ -110,7 +110,7 @@ def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | Non
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for by engines, used by nobody
     task: Task = task_class(less, prepared)
     if on_gpus:
-        native.row_sparse = lambda *_: set()
+        replicated.row_sparse = lambda *_: set()
     pipelining.set_random_state = lambda *_: None  # what travels from stage to stage is nothing
     world = FakeWorld(less).on_machines(per_node or ranks)
     strategy = strategy_class(less)(less, world)

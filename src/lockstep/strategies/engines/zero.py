@@ -37,8 +37,8 @@ from lockstep.strategies.exact.gradient import Part
 from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.exact.reduction import most_held, most_held_in_turns
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.native import call_on_cpu
 from lockstep.strategies.observer import listening, observing
+from lockstep.strategies.replicated import call_on_cpu
 from lockstep.tasks.task import Task
 
 

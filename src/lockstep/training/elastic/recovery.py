@@ -41,7 +41,7 @@ from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.sharded import WholeState
 from lockstep.distributed.watchdog import Watchdog, lost_contact
 from lockstep.strategies.abilities import ShardedRecovery
-from lockstep.strategies.native import WholeStateRecovery
+from lockstep.strategies.replicated import WholeStateRecovery
 from lockstep.strategies.strategy import Strategy
 from lockstep.training import sdc_check
 from lockstep.training.elastic.reshard import Resharder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support import striking
+from support import rank_kills
 from support.command import (
     CommandJob,
     bits,
@@ -37,7 +37,7 @@ def test_ranks_that_are_left_finish_the_step(strategy: str, tmp_path: Path, cach
     while it evaluates; others take their places and get the state from those that are left."""
     strikes = [(3, 1, "sent", 3), (4, 1, "meeting", 2), (9, 0, "saving", 2), (15, 0, "evaluation", 2)]
     strikes += [(25, 2, "summed", 3), (31, 0, "updated", 2), (33, 1, "agreed", 2), (34, 0, "joining", 3)]
-    done = striking.carried_out(striking.struck(strategy, 3, *strikes), tmp_path / "job", cache, untouched)
+    done = rank_kills.carried_out(rank_kills.struck(strategy, 3, *strikes), tmp_path / "job", cache, untouched)
     assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
     assert done.restarted == 0
     told = [json.loads(line) for line in (tmp_path / "job/out/events.jsonl").read_text().splitlines()]
@@ -59,7 +59,7 @@ def test_a_rank_is_lost_while_another_one_joins_or_it_writes(
     """The one that hands the state to one that comes in, which has got some of it; one that has written half of its
     file of a checkpoint; rank 0 when all files are written and the folder has not got its name; then rank 0 again."""
     strikes = [(3, 2, "sent", 3), (3, 0, "handing", 2), (8, 1, "writing", 3), (18, 0, "naming", 3), (19, 0, "agree", 2)]
-    done = striking.carried_out(striking.struck(strategy, 3, *strikes), tmp_path / "job", cache, untouched)
+    done = rank_kills.carried_out(rank_kills.struck(strategy, 3, *strikes), tmp_path / "job", cache, untouched)
     assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
     assert done.restarted == 0
     kept = tmp_path / "job" / "out" / "checkpoints"
@@ -70,8 +70,8 @@ def test_without_others_to_take_their_places_the_last_one_trains_alone(
     tmp_path: Path, cache: Path, untouched: Path
 ) -> None:
     strikes = [(5, 0, "forward", 3), (12, 1, "gradient", 2)]
-    done = striking.carried_out(
-        striking.struck("StruckAllReduce", 3, *strikes), tmp_path / "job", cache, untouched, replaced=0
+    done = rank_kills.carried_out(
+        rank_kills.struck("StruckAllReduce", 3, *strikes), tmp_path / "job", cache, untouched, replaced=0
     )
     assert [(each["phase"], each["world"]) for each in done.done] == [("forward", 3), ("gradient", 2)]
     manifest = json.loads((tmp_path / "job/out/checkpoints/step-000040/manifest.json").read_text())
@@ -118,7 +118,7 @@ def test_a_stop_signal_to_one_that_is_about_to_come_in(tmp_path: Path, job: Comm
     options = [
         "launch.on_rank_failure=continue",
         "launch.max_restarts=1",
-        "strategy.name=support.held_steps.HeldTogether",
+        "strategy.name=support.waiting_at_steps.HeldTogether",
     ]
     process = job.start(*options, PYTHONPATH=TESTS_PATH)
     until(lambda: job.step() >= 5, "step 5", process)
@@ -154,9 +154,9 @@ def test_what_cannot_go_on_starts_again_and_says_so(tmp_path: Path, job: Command
 @pytest.mark.parametrize("seed", [long(seed) for seed in range(4)])
 def test_struck_at_random(seed: int, tmp_path: Path, cache: Path) -> None:
     """Worlds of 2 to 6, ten strikes each. LOCKSTEP_SEED chooses others."""
-    untouched = striking.untouched(tmp_path / "untouched", cache, values=striking.VALUES)
-    drawn = striking.drawn(seed + int(os.environ.get("LOCKSTEP_SEED", 0)), 10, 60)
-    done = striking.carried_out(drawn, tmp_path / "job", cache, untouched)
+    untouched = rank_kills.untouched(tmp_path / "untouched", cache, values=rank_kills.VALUES)
+    drawn = rank_kills.drawn(seed + int(os.environ.get("LOCKSTEP_SEED", 0)), 10, 60)
+    done = rank_kills.carried_out(drawn, tmp_path / "job", cache, untouched)
     assert done.equal
     assert len(done.done) == len(drawn.strikes)
     assert done.restarted == 0

@@ -19,7 +19,7 @@ from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.engines.accelerated_sharding import AcceleratedZero
 from lockstep.strategies.exact import reduction
-from lockstep.strategies.fsdp2 import FSDP2, FSDP2Step
+from lockstep.strategies.fsdp2 import FSDP2, ShardedOptimizer
 from lockstep.strategies.hf_accelerate import HFAccelerate
 from lockstep.strategies.hf_trainer import HFTrainer
 from lockstep.strategies.pipeline import Pipeline
@@ -245,7 +245,7 @@ class StruckFSDP2(Striking, FSDP2):
     """`fsdp2`."""
 
 
-class StruckFSDP2Step(Striking, FSDP2Step):
+class StruckShardedOptimizer(Striking, ShardedOptimizer):
     """`fsdp2` with `gather: step`."""
 
 

@@ -9,8 +9,8 @@ import pytest
 from lockstep.config.run import Run, load
 from lockstep.training.sdc_check import drawn
 from support import stream_runs
-from support.guarded import STEPS, Planted, guarded, wrong_gradient
 from support.harness import TINY, run_on
+from support.sdc_runs import STEPS, Planted, guarded, wrong_gradient
 from support.stream_runs import mixture
 
 pytestmark = pytest.mark.processes

@@ -34,8 +34,8 @@ from support.command import (
     write,
 )
 from support.forked import Forked
-from support.killing import STRATEGIES, kill, moment_of, starts_of, wait_for
-from support.signalled import state_of
+from support.random_kills import STRATEGIES, kill, moment_of, starts_of, wait_for
+from support.signalling_strategies import state_of
 
 MOMENTS = ("starting", *["training"] * 4, "saving", "saving", "exporting", "ending")
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

@@ -1,7 +1,7 @@
 """Jobs whose ranks are struck again and again while they train, and go on: what is done to them, and what came of it.
 
-In: a seed. Out: a world, a strategy and a list of strikes (`struck.py`), carried out; the job's bits and lines are
-those of one that nobody touched.
+In: a seed. Out: a world, a strategy and a list of strikes (`self_killing_strategies.py`), carried out; the job's bits
+and lines are those of one that nobody touched.
 """
 
 import json
@@ -14,7 +14,7 @@ import yaml
 
 from support.command import LOCKSTEP, RUN, bits, each_step_once, ended, finish, start, write
 from support.places import TESTS_PATH
-from support.struck import EXCHANGE, PHASES
+from support.self_killing_strategies import EXCHANGE, PHASES
 
 VALUES = {"micro_batches": 8, "steps": 60}  # a strike that comes late still finds an evaluation or a checkpoint
 SHORT = {"micro_batches": 4, "steps": 20}  # of the jobs that are struck once or twice, at chosen steps
@@ -104,7 +104,7 @@ def ended_after(
     shutil.copy(untouched / "run.yaml", folder)
     (folder / "strikes.json").write_text(json.dumps(job.strikes))
     options = [
-        f"strategy.name=support.struck.{job.strategy}",
+        f"strategy.name=support.self_killing_strategies.{job.strategy}",
         "launch.on_rank_failure=continue",
         f"launch.max_restarts={replaced}",
     ]

@@ -20,10 +20,10 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.errors import CorruptionDetected
 from lockstep.training.resolve import resolve_strategy
 from lockstep.training.sdc_check import SdcCheck, drawn
-from support.guarded import STEPS, Fault, Planted, Wrong, flipped, guarded, wrong_gradient
 from support.harness import TINY, build, digest, run_on, tiny
 from support.marks import slow
 from support.messages import raises
+from support.sdc_runs import STEPS, Fault, Planted, Wrong, flipped, guarded, wrong_gradient
 
 # -- no false alarm --------------------------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_a_run_ends_before_the_update_and_goes_on_from_there(
     untouched: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    status, output = trained(tmp_path, "strategy.name=support.planted.BitFlip", "sdc_check.every=1")
+    status, output = trained(tmp_path, "strategy.name=support.planted_mistakes.BitFlip", "sdc_check.every=1")
     assert status == 1
     said = " ".join(capfd.readouterr().err.split())
     assert "sdc_check: step 6: rank" in said
@@ -212,7 +212,10 @@ def test_a_run_ends_before_the_update_and_goes_on_from_there(
 @pytest.mark.processes
 def test_what_happened_once_is_computed_once_more(untouched: bytes, tmp_path: Path) -> None:
     status, output = trained(
-        tmp_path, "strategy.name=support.planted.BitFlipOnce", "sdc_check.every=1", "sdc_check.on_difference=retry"
+        tmp_path,
+        "strategy.name=support.planted_mistakes.BitFlipOnce",
+        "sdc_check.every=1",
+        "sdc_check.on_difference=retry",
     )
     assert status == 0
     assert (output / "export/model.safetensors").read_bytes() == untouched

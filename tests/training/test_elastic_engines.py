@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support import striking
+from support import rank_kills
 from support.marks import long, slow
 
 pytestmark = [
@@ -29,8 +29,8 @@ pytestmark = [
 def test_the_others_finish_the_step(strategy: str, precision: str, tmp_path: Path, cache: Path) -> None:
     """Within the exchange, after an update that another has not made, and rank 0; down to one rank, and up again."""
     pytest.importorskip("accelerate")
-    untouched = striking.untouched(tmp_path / "untouched", cache, f"precision={precision}")
-    job = striking.struck(strategy, 2, (3, 1, "sent", 2), (8, 0, "updated", 2), (13, 1, "gradient", 2))
-    done = striking.carried_out(job, tmp_path / "job", cache, untouched, f"precision={precision}")
+    untouched = rank_kills.untouched(tmp_path / "untouched", cache, f"precision={precision}")
+    job = rank_kills.struck(strategy, 2, (3, 1, "sent", 2), (8, 0, "updated", 2), (13, 1, "gradient", 2))
+    done = rank_kills.carried_out(job, tmp_path / "job", cache, untouched, f"precision={precision}")
     assert [each["phase"] for each in done.done] == ["sent", "updated", "gradient"]
     assert done.restarted == 0

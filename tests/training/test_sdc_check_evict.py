@@ -152,7 +152,7 @@ def test_what_stops_is_not_started_again_by_itself(tmp_path: Path, job: CommandJ
     words = [
         "launch.processes=2",
         "launch.max_restarts=2",
-        "strategy.name=support.planted.BitFlip",
+        "strategy.name=support.planted_mistakes.BitFlip",
         "sdc_check.every=1",
     ]
     status, _, err = ended(job.start(*words, PYTHONPATH=TESTS_PATH), 600)

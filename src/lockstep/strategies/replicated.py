@@ -30,13 +30,13 @@ from lockstep.strategies.exact.reduction import most_held
 from lockstep.strategies.exact.rows import row_sparse
 from lockstep.strategies.exact.statistics import SourceSums, Statistics
 from lockstep.strategies.observer import observing
-from lockstep.strategies.strategy import DataParallel, WeightFormats
+from lockstep.strategies.strategy import DataShard, WeightFormats
 from lockstep.tasks.models import inference
 from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
 
 
-class Native(Recomputes):
+class ReplicatedStrategy(Recomputes):
     """A full replica of model and optimizer on every rank."""
 
     plugin = "strategies"  # a base: it has no name in a run file
@@ -241,7 +241,7 @@ class Native(Recomputes):
         )
 
 
-class WholeStateRecovery(Native):
+class WholeStateRecovery(ReplicatedStrategy):
     """A strategy with the full state on every rank, so that surviving ranks can continue in a new process group after a
     failure: `launch.on_rank_failure: continue`."""
 
@@ -258,7 +258,7 @@ class WholeStateRecovery(Native):
 
     def attach_group(self) -> None:
         """Use a new process group, whose ranks all have the full state. Collective."""
-        self.data_parallel = DataParallel(self.world.rank, self.world.size, self.world.sum)
+        self.data_parallel = DataShard(self.world.rank, self.world.size, self.world.sum)
 
 
 def first_inputs(task: Task, device: torch.device) -> Mapping[str, Tensor]:

@@ -1,0 +1,17 @@
+"""Strategies whose ranks share the state out, and wait before a step as long as a test wants: `waiting_at_steps.py`."""
+
+from lockstep.strategies.fsdp2 import FSDP2, ShardedOptimizer
+from lockstep.strategies.pipeline import Pipeline
+from support.waiting_at_steps import Together
+
+
+class HeldFSDP2(Together, FSDP2):
+    """`fsdp2`, which gathers for each micro-batch."""
+
+
+class HeldShardedOptimizer(Together, ShardedOptimizer):
+    """`fsdp2` with `gather: step`."""
+
+
+class HeldPipeline(Together, Pipeline):
+    """`pipeline`."""
