@@ -1,5 +1,5 @@
-"""What a stranger on the network does: `python stranger.py HOST PORT HOW MARKER` writes into the store that it finds
-there, under every key that is there and under those that torch and lockstep read. Prints how many keys.
+"""What a stranger on the network does: `python store_intruder.py HOST PORT HOW MARKER` writes into the store that it
+finds there, under every key that is there and under those that torch and lockstep read. Prints how many keys.
 
 HOW: `pickle` (it would make the folder MARKER), `malformed` (half of a JSON text), `forged` (well-formed); the last two
 under the seal that anybody can make; `beats` (signs of life of the ranks, under that seal, over theirs for a while).
