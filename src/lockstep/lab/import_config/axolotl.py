@@ -169,30 +169,30 @@ def _data(theirs: Mapping[str, Any], draft: RunDraft) -> None:
                 "datasets", more.get("path"), "several are written by hand: data.sources", True, ("data.source",)
             )
     if sets:
-        entry = sets[0]
-        draft.set("data.source", entry.get("path"), "datasets: path")
-        if entry.get("name"):
-            draft.set("data.config", entry["name"], "datasets: name")
-        if entry.get("revision"):
-            draft.set("data.revision", entry["revision"], "datasets: revision")
-        for key, value in entry.items():
-            if key not in _READ and value not in (None, False, *_USUAL.get(key, ())):
-                by = ("data.source", "task.messages", "task.prompt", "task.text")
-                draft.drop(f"datasets: {key}", value, "not a key that is known here", True, by)
-        if entry.get("split"):
-            draft.set("data.train", entry["split"], "datasets: split")
-        if entry.get("data_files"):
-            draft.set("data.train", entry["data_files"], "datasets: data_files")
-        if draft.task in ("preference", "reward"):
-            _pairs(entry, draft)
-        else:
-            _texts(entry, draft)
+        _first(sets[0], draft)
     for place, entry in enumerate(theirs.get("test_datasets") or []):
         if place:
             draft.drop("test_datasets", entry.get("path"), "data.validation names the files of one source")
         else:
             draft.set("data.validation", entry.get("path"), "test_datasets: path")
     table.share(draft, theirs, "val_set_size")
+
+
+def _first(entry: Mapping[str, Any], draft: RunDraft) -> None:
+    """The data set that is trained on."""
+    draft.set("data.source", entry.get("path"), "datasets: path")
+    keys = {"name": "data.config", "revision": "data.revision", "split": "data.train", "data_files": "data.train"}
+    for name, key in keys.items():
+        if entry.get(name):
+            draft.set(key, entry[name], f"datasets: {name}")
+    for key, value in entry.items():
+        if key not in _READ and value not in (None, False, *_USUAL.get(key, ())):
+            by = ("data.source", "task.messages", "task.prompt", "task.text")
+            draft.drop(f"datasets: {key}", value, "not a key that is known here", True, by)
+    if draft.task in ("preference", "reward"):
+        _pairs(entry, draft)
+    else:
+        _texts(entry, draft)
 
 
 def _streamed(value: Any, draft: RunDraft) -> list[Mapping[str, Any]]:

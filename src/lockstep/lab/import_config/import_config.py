@@ -142,7 +142,9 @@ def _look(draft: RunDraft, by_flag: bool, talk: Prompter) -> Look | None:
     source = data_keys.get("source")
     if source is None and "train" not in data_keys:
         return None
-    if not by_flag and not (source is not None and Path(str(source)).expanduser().exists()):
+    files = data_keys.get("train", ()) if source is None else source
+    places = files if isinstance(files, list | tuple) else [files]
+    if not by_flag and not (places and all(Path(str(place)).expanduser().exists() for place in places)):
         return None
     try:
         section = detect_layout.recognised(DataSection(**data_keys), talk)
@@ -226,14 +228,9 @@ def _settle(path: Path, draft: RunDraft, looked: Look | None, talk: Prompter) ->
         )
     for note in draft.notes:
         talk.note(note)
-    own_module = draft.keys.get("task.name") == "module"  # which has its own data and model
-    if not own_module and "data.source" not in draft.keys and "data.train" not in draft.keys:
-        draft.set("data.source", FILL_IN, "(to be filled in: the file does not say)")
-    if not own_module and not {"model.source", "model.type"} & draft.keys.keys():
-        draft.set("model.source", FILL_IN, "(to be filled in: the file does not say)")
-    for key in _PLACES:
-        if key in draft.keys:
-            draft.keys[key] = init.local(path, draft.keys[key])
+    _fill_in(draft)
+    for key in draft.keys.keys() & set(_PLACES):
+        draft.keys[key] = init.local(path, draft.keys[key])
     draft.keys.setdefault("name", path.stem)
     draft.keys["name"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(draft.keys["name"])).lstrip("._-") or "run"
     if draft.keys.get("steps") is not None:
@@ -241,15 +238,7 @@ def _settle(path: Path, draft: RunDraft, looked: Look | None, talk: Prompter) ->
     batch = int(draft.keys.get("batch_size", 128))
     if int(draft.keys.get("micro_batches", 8)) > batch:
         draft.set("micro_batches", batch, "no more than examples a step")
-    epoch = total = None
-    if looked is not None:
-        rows = looked.sizes["train"] * (0.9 if "validation" not in looked.sizes else 1)
-        epoch, total = questions.steps_of({"batch_size": batch, **draft.keys}, round(rows))
-    total = total if total is not None else draft.keys.get("steps")
-    for key in _INTERVALS:
-        _interval(draft, key, epoch, total)
-        if total is not None and isinstance(every := draft.keys.get(key), int) and every > total:
-            talk.note(f"{key} is {draft.keys[key]}, and the run has about {total} steps: it never comes due")
+    _settle_intervals(draft, looked, batch, talk)
     for key in ("checkpoint.best", "evaluate.patience"):
         if draft.keys.get(key) and not draft.keys.get("evaluate.every"):
             draft.drop(key, draft.keys.pop(key), "it needs evaluations: set evaluate.every", True, ("evaluate.every",))
@@ -260,6 +249,27 @@ def _settle(path: Path, draft: RunDraft, looked: Look | None, talk: Prompter) ->
         draft.keys.pop("evaluate.min_delta", None)
     if not {"data.validation", "data.validation_fraction"} & draft.keys.keys():
         talk.note("where the data have no validation split, a tenth of train is cut off: data.validation_fraction")
+
+
+def _fill_in(draft: RunDraft) -> None:
+    """What nothing says of the data and the model; the task `module` has its own."""
+    if draft.keys.get("task.name") == "module":
+        return
+    for keys in (("data.source", "data.train"), ("model.source", "model.type")):
+        if not draft.keys.keys() & set(keys):
+            draft.set(keys[0], FILL_IN, "(to be filled in: the file does not say)")
+
+
+def _settle_intervals(draft: RunDraft, looked: Look | None, batch: int, talk: Prompter) -> None:
+    epoch = total = None
+    if looked is not None:
+        rows = looked.sizes["train"] * (0.9 if "validation" not in looked.sizes else 1)
+        epoch, total = questions.steps_of({"batch_size": batch, **draft.keys}, round(rows))
+    total = total if total is not None else draft.keys.get("steps")
+    for key in _INTERVALS:
+        _interval(draft, key, epoch, total)
+        if total is not None and isinstance(every := draft.keys.get(key), int) and every > total:
+            talk.note(f"{key} is {draft.keys[key]}, and the run has about {total} steps: it never comes due")
 
 
 def _interval(draft: RunDraft, key: str, epoch: int | None, total: int | None) -> None:

@@ -27,9 +27,13 @@ from lockstep.lab.import_config.script import (
     code_of,
 )
 from lockstep.lab.import_config.table import EIGHT_BITS, NAMES, RunDraft, quantized
-from lockstep.lab.import_config.trainer import set_dtype
+from lockstep.lab.import_config.trainer import CONFIGS, set_dtype
 
 RUNS = "its value is known when the script runs"
+SIDE = (
+    "texts are padded on the right here; on the left, padding shifts the positions that a model counts: take it out of "
+    "the training, if it is meant for generation"
+)
 TASKS: Mapping[str, str] = NAMES["model_tasks"]  # the end of a model's class -> its task
 
 
@@ -45,6 +49,7 @@ class Reading:
     models: list[str] = field(default_factory=list)  # the code of their names
     mapped: bool = False  # whether a function that tokenises was read
     padded: bool = False  # whether that function pads
+    padded_left: list[str] = field(default_factory=list)  # the lines that pad on the left, or on a side not known
     left_out: dict[str, str] = field(default_factory=dict)  # an input that rows or tokens lack -> the line that says so
     renamed: dict[str, str] = field(default_factory=dict)  # new name of a column -> that of the data
 
@@ -62,6 +67,8 @@ class Reading:
         """Once the data were looked at: a gap for an input that is made of the texts here, and left out there."""
         if draft.keys.get("task.packing"):  # blocks have no padding
             return
+        for where in self.padded_left:
+            draft.lacks(where, SIDE)
         if self.padded and (where := self.left_out.get("attention_mask")):
             why = "texts are padded and their attention_mask is left out, so the model attends to padding; here not"
             draft.lacks(where, why)
@@ -185,29 +192,10 @@ def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> N
     if labels == 1 and task == "classification":
         at.set(call, "task.regression", True)
     for name, value in arguments.known.items():
-        if name in ("torch_dtype", "dtype"):
-            if value is not None:
-                set_dtype(at.draft, str(value), name)
-        elif name in ("revision", "trust_remote_code"):
-            at.set(call, f"model.{name}", value)
-        elif name == "attn_implementation":
-            if value is not None:
-                at.set(call, "model.attention", value)
-        elif name == "use_flash_attention_2":
-            if value:
-                at.set(call, "model.attention", "flash_attention_2")
-        elif name == "problem_type":
-            key = {"multi_label_classification": "task.multi_label", "regression": "task.regression"}.get(value)
-            if key is not None:
-                at.set(call, key, True)
-        elif name == "subfolder":
-            if value:
-                at.draft.lacks(f"line {call.line}: subfolder={value}", "a model is a folder of its own", "model.source")
-        elif name == "load_in_4bit" and value:
-            quantized(at.draft, "fp4", False, f"load_in_4bit, line {call.line}")
-        elif name == "load_in_8bit" and value:
-            at.draft.lacks(f"line {call.line}: load_in_8bit", EIGHT_BITS, "model.quantization", "model.dtype")
-        elif name not in ("load_in_4bit", "load_in_8bit"):
+        if name in _OF_MODEL:
+            if value is not None and value is not False:
+                _OF_MODEL[name](call, at, name, value)
+        else:
             entries = {**at.draft.keys.get("model.config", {}), name: value}
             at.draft.set("model.config", entries, f"{call.name}, line {call.line}")
     at.unknown(
@@ -215,6 +203,51 @@ def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> N
         arguments,
         {"torch_dtype": "model.dtype", "dtype": "model.dtype", "attn_implementation": "model.attention"},
     )
+
+
+def _dtype(call: Call, at: Reading, name: str, value: Any) -> None:
+    set_dtype(at.draft, str(value), name)
+
+
+def _attention(call: Call, at: Reading, name: str, value: Any) -> None:
+    at.set(call, "model.attention", value if name == "attn_implementation" else "flash_attention_2")
+
+
+def _same_key(call: Call, at: Reading, name: str, value: Any) -> None:
+    at.set(call, f"model.{name}", value)
+
+
+def _problem_type(call: Call, at: Reading, name: str, value: Any) -> None:
+    key = {"multi_label_classification": "task.multi_label", "regression": "task.regression"}.get(value)
+    if key is not None:
+        at.set(call, key, True)
+
+
+def _subfolder(call: Call, at: Reading, name: str, value: Any) -> None:
+    if value:
+        at.draft.lacks(f"line {call.line}: subfolder={value}", "a model is a folder of its own", "model.source")
+
+
+def _few_bits(call: Call, at: Reading, name: str, value: Any) -> None:
+    if value and name == "load_in_4bit":
+        quantized(at.draft, "fp4", False, f"load_in_4bit, line {call.line}")
+    elif value:
+        at.draft.lacks(f"line {call.line}: load_in_8bit", EIGHT_BITS, "model.quantization", "model.dtype")
+
+
+# What reads an argument of a model's `from_pretrained`; all others are entries of its config.
+_OF_MODEL: dict[str, Callable[[Call, Reading, str, Any], None]] = {
+    "torch_dtype": _dtype,
+    "dtype": _dtype,
+    "revision": _same_key,
+    "trust_remote_code": _same_key,
+    "attn_implementation": _attention,
+    "use_flash_attention_2": _attention,
+    "problem_type": _problem_type,
+    "subfolder": _subfolder,
+    "load_in_4bit": _few_bits,
+    "load_in_8bit": _few_bits,
+}
 
 
 def _label_names(call: Call, at: Reading, task: str | None) -> None:
@@ -267,14 +300,28 @@ def _tokenizer(call: Call, at: Reading, arguments: Arguments, source: Any, code:
     for name, value in arguments.known.items():
         if name == "model_max_length":
             at.set(call, "data.max_length", value)
+        elif name == "padding_side":
+            pads(at, value, f"line {call.line}: {name}={value!r}")
         elif name not in ("trust_remote_code", "revision") and value not in (None, False):
             where = f"line {call.line}: {name}={value}"
             at.draft.lacks(where, "a tokenizer is used as it is saved", "tokenizer.source")
     arguments.known.clear()
+    if (side := arguments.unknown.pop("padding_side", None)) is not None:
+        pads(at, None, f"line {call.line}: padding_side={side}")
     at.unknown(call, arguments, dict.fromkeys(arguments.unknown, "tokenizer.source"))
     if source is not None:
         at.draft.set("tokenizer.source", source, f"{call.name}, line {call.line}")
     at.read(call, "tokenizer.source")
+
+
+def pads(at: Reading, side: Any, where: str) -> None:
+    """The side on which a tokenizer pads. TRL's collators pad on theirs, whatever the tokenizer says."""
+    if side == "right":
+        return
+    if any(c.name == f"{prefix}Trainer" for c in at.script.calls for prefix in CONFIGS):
+        at.draft.notes.append(f"{where}: TRL's collators pad on a side of their own, whatever the tokenizer says")
+    else:
+        at.padded_left.append(where)
 
 
 def without(why: str, *keys: str) -> Callable[[Call, Reading], None]:
@@ -552,6 +599,8 @@ def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Read
         )
     elif isinstance(known.get("max_length"), int) and (known.get("truncation") or "truncation" in unknown):
         at.set(call, key, known["max_length"])
+    elif known.get("truncation") and (length := _own_length(at)) is not None:
+        at.draft.set(key, length[0], length[1])
     elif known.get("truncation"):
         why = "it cuts at a length that the tokenizer's files say: give data.max_length"
         at.draft.unclear(str(call), why, "data.max_length", "task.block_size")
@@ -559,6 +608,17 @@ def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Read
         at.draft.lacks(str(call), "no text is cut: give data.max_length", "data.max_length")
     elif language:
         at.draft.at_end.append(lambda draft: _uncut(call, draft))
+
+
+def _own_length(at: Reading) -> tuple[int, str] | None:
+    """What the script sets as the length of its tokenizer, and where; None: that is not known."""
+    lengths = [
+        each
+        for each in at.script.assignments()
+        if isinstance(each.target, ast.Attribute) and each.target.attr == "model_max_length"
+    ]
+    value = at.script.known(lengths[0].value) if len(lengths) == 1 and lengths[0].condition is None else None
+    return (value, str(lengths[0])) if isinstance(value, int) else None
 
 
 def _uncut(call: Call, draft: RunDraft) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.lab.import_config import loading, loop_module, trainer_script
+from lockstep.lab.import_config import attributes, loading, loop_module, trainer_script
 from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd
 from lockstep.lab.import_config.loading import Reading
 from lockstep.lab.import_config.loop_statements import Statements
@@ -543,7 +543,7 @@ class Loop(Reading):
             # Optimizers, schedules and seeds are read before.
             if call.name not in (*NAMES["optimizers"], "set_seed") and "schedule" not in call.name:
                 trainer_script.read_call(call, self)
-        trainer_script.settings(self)
+        attributes.read(self)
         trainer_script.own_tokenizer(self)
         self.draft.at_end.append(self.check_inputs)
         if not self.mapped:

@@ -51,6 +51,19 @@ class Call:
         return f"line {self.line}: {code_of(self.node)}"
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """One target of an assignment, and what it is given (None: a part of a value that is not taken apart)."""
+
+    node: ast.Assign | ast.AnnAssign
+    target: ast.expr
+    value: ast.expr | None
+    condition: str | None  # code that decides whether it is made, where that is not known
+
+    def __str__(self) -> str:
+        return f"line {self.node.lineno}: {code_of(self.node)}"
+
+
 @dataclass
 class Arguments:
     """Those of a call: known ones by name, and the code of the others."""
@@ -399,6 +412,22 @@ class Script:
                 origin = self.origin_of(node.func)
                 yield Call(node, origin.rpartition(".")[2], origin, condition)
 
+    def assignments(self, body: list[Any] | None = None, condition: str | None = None) -> Iterator[Assignment]:
+        """In their order, without those of branches that are known not to be taken."""
+        for node in self.tree.body if body is None else body:
+            if isinstance(node, ast.If):
+                taken = self.known(node.test, Unknown)
+                unsure = condition or (f"if {code_of(node.test)}" if taken is Unknown else None)
+                yield from self.assignments(node.body if taken is Unknown or taken else [], unsure)
+                yield from self.assignments(node.orelse if taken is Unknown or not taken else [], unsure)
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    for part, value in _parts(target, node.value):
+                        yield Assignment(node, part, value, condition)
+            elif isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+                unsure = condition if isinstance(node, ast.stmt) else condition or "in a branch"
+                yield from self.assignments(list(ast.iter_child_nodes(node)), unsure)
+
     def arguments(self, call: Call, names: tuple[str, ...] = ()) -> Arguments:
         """`names`: of its positional arguments."""
         arguments = Arguments()
@@ -496,6 +525,20 @@ _MAKERS = ("load_dataset", "load_from_disk", "concatenate_datasets", "interleave
 _WRAPPED = ("get_peft_model", "prepare_model_for_kbit_training", "prepare_model_for_int8_training")
 
 
+def _parts(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """The targets of `a, b = 1, 2`, each with its own value."""
+    if not isinstance(target, ast.Tuple | ast.List):
+        yield target, value
+        return
+    values: list[Any] = value.elts if isinstance(value, ast.Tuple | ast.List) else []
+    whole = len(values) == len(target.elts) and not any(isinstance(each, ast.Starred) for each in values)
+    for part, own in zip(target.elts, values if whole else [None] * len(target.elts), strict=True):
+        if own is None:
+            yield part, None
+        else:
+            yield from _parts(part, own)
+
+
 def kind_of(script: Script, node: ast.expr | None, depth: int = 0) -> Kind | None:
     """What an expression gives."""
     if node is None or depth > 20:
@@ -533,7 +576,9 @@ def _of_call(script: Script, node: ast.Call, depth: int) -> Kind | None:
     if isinstance(node.func, ast.Attribute):
         kind = kind_of(script, node.func.value, depth + 1)
         return kind if kind in ("rows", "model") else None
-    return None
+    function = script.functions.get(name) if isinstance(node.func, ast.Name) else None
+    returns = [each for each in ast.walk(function) if isinstance(each, ast.Return)] if function is not None else []
+    return kind_of(script, returns[0].value, depth + 1) if len(returns) == 1 else None
 
 
 def is_trainer(script: Script, name: str, depth: int = 0) -> bool:

@@ -222,22 +222,32 @@ def _texts(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         draft.set("task.packing", False, "packing")
     if (loss := str(theirs.get("loss_type", "nll"))) not in ("nll", "chunked_nll"):
         draft.drop("loss_type", loss, "the loss of language modelling is the mean over tokens", True)
-    if theirs.get("completion_only_loss") is False:
-        draft.drop("completion_only_loss", "false", "of a prompt and its response the response is learned", True)
-    whole = not theirs.get("assistant_only_loss")
-    draft.at_end.append(lambda draft: _columns(draft, whole))
+    draft.at_end.append(lambda draft: _columns(draft, theirs))
 
 
-def _columns(draft: RunDraft, whole: bool) -> None:
-    """Once the data were looked at. `whole`: of a conversation all is learned."""
+def _columns(draft: RunDraft, theirs: Mapping[str, Any]) -> None:
+    """Once the data were looked at: the columns, and which of their tokens TRL learns."""
     if not any(f"task.{key}" in draft.keys for key in ("text", "prompt", "messages")):
         why = (
             "SFTTrainer takes text, messages, or prompt and completion, as the data have them: give --data or name them"
         )
         draft.unclear("the columns", why, "task.text", "task.messages", "task.prompt")
-    if "task.messages" in draft.keys and whole:
-        why = "of conversations the assistant's words alone are learned here: say task.messages=... if that is wanted"
-        draft.drop("assistant_only_loss", "false", why, True, ("task.messages",))
+        return
+    assistant, completion = (theirs.get(f"{kind}_only_loss") for kind in ("assistant", "completion"))
+    if "task.messages" in draft.keys:
+        if not assistant:  # whatever completion_only_loss says, which TRL applies to prompts and completions alone
+            why = "of conversations the assistant's words alone are learned here: say task.messages=... if it is wanted"
+            draft.drop("assistant_only_loss", "false", why, True, ("task.messages",))
+        return
+    if assistant:
+        why = "TRL takes it of conversations alone, and these are none: give task.messages=COLUMN, or take it out"
+        draft.drop("assistant_only_loss", "true", why, True, ("task.messages",))
+    if "task.prompt" in draft.keys and completion is False:
+        draft.drop("completion_only_loss", "false", "of a prompt and its response the response is learned", True)
+    elif "task.prompt" not in draft.keys and completion:
+        draft.drop(
+            "completion_only_loss", "true", "texts have no completion: all of their tokens are learned, as there"
+        )
 
 
 def _pairs(theirs: Mapping[str, Any], draft: RunDraft) -> None:

@@ -11,11 +11,11 @@ import ast
 from collections.abc import Callable
 
 from lockstep.config.run import RunError
-from lockstep.lab.import_config import loading, trainer
+from lockstep.lab.import_config import attributes, loading, trainer
 from lockstep.lab.import_config.loading import RUNS, Reading
 from lockstep.lab.import_config.quiet_code import QuietCode
-from lockstep.lab.import_config.script import Call, Script, Unknown, casts, code_of, is_trainer, kind_of
-from lockstep.lab.import_config.table import NAMES, RunDraft, decides
+from lockstep.lab.import_config.script import Call, Script, casts, code_of, is_trainer, kind_of
+from lockstep.lab.import_config.table import NAMES, RunDraft
 from lockstep.lab.import_config.trainer_statements import TrainerStatements, subclass_of_trainer
 
 Move = Callable[[RunDraft, int | None], None]
@@ -76,7 +76,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
             )
     for kind in script.classes.values():
         _subclass(kind, at)
-    settings(at)
+    attributes.read(at)
     draft.at_end.append(at.check_inputs)
     TrainerStatements(script, draft, lambda node: _is_read(node, at)).read()
     _settings(at, processes)
@@ -218,18 +218,10 @@ def arguments(call: Call, at: Reading) -> None:
     arguments = at.script.arguments(call, ("output_dir",))
     at.arguments |= arguments.known
     for name, code in arguments.unknown.items():
-        _unknown_setting(at, name, f"line {call.line}: {name}={code}")
+        attributes.unknown_setting(at, name, f"line {call.line}: {name}={code}")
     for code in arguments.more:
         at.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
     at.read(call, f"{len(arguments.known)} settings: see the comments of the run file")
-
-
-def _unknown_setting(at: Reading, name: str, where: str) -> None:
-    """A field of TrainingArguments and its kin whose value is not known."""
-    row = (trainer.TABLE | trainer.TRL).get(name)
-    deciding = row is None or row.decides or (bool(row.here) and decides(row.here))
-    by = (row.here,) if row is not None and row.here else ()
-    at.draft.unclear(where, f"{RUNS}; a default is taken", *by, decides=deciding)
 
 
 def stopping(call: Call, at: Reading) -> None:
@@ -418,37 +410,6 @@ HANDLERS: dict[str, Handler] = {
     "add_tokens": added_tokens,
     "resize_token_embeddings": resized,
 }
-
-
-def settings(at: Reading) -> None:
-    """Attributes that the script sets: of arguments, of a model's config, of a tokenizer, of weights."""
-    for node in ast.walk(at.script.tree):
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            if isinstance(target, ast.Attribute):
-                _setting(node, target, at)  # type: ignore[arg-type]
-
-
-def _setting(node: ast.Assign, target: ast.Attribute, at: Reading) -> None:
-    kind, where = kind_of(at.script, target.value), f"line {node.lineno}: {code_of(node)}"
-    value = at.script.known(node.value, Unknown)
-    if kind == "arguments" and value is Unknown:
-        _unknown_setting(at, target.attr, where)
-    elif kind == "arguments":
-        at.arguments[target.attr] = value
-        at.draft.read.append(f"{where} -> {target.attr}")
-    elif target.attr == "requires_grad":
-        at.draft.lacks(where, "model.freeze names the weights that are not trained", "model.freeze")
-    elif kind == "config" and target.attr in ("id2label", "label2id"):
-        loading.named_labels(at, target.attr, node.value, where, at.draft.task)
-    elif kind == "config" and target.attr not in NAMES["config_fields"]:
-        at.draft.lacks(where, "model.config sets entries of the model's own config", "model.config")
-    elif kind == "tokenizer" and target.attr == "chat_template" and isinstance(value, str):
-        at.draft.set("task.chat_template", value, f"line {node.lineno}")
-        at.draft.read.append(f"{where} -> task.chat_template")
-    elif kind == "tokenizer" and target.attr not in NAMES["tokenizer_fields"]:
-        at.draft.lacks(where, "a tokenizer is used as it is saved", "tokenizer.source")
-    elif kind == "model" and target.attr not in NAMES["model_fields"]:
-        at.draft.unclear(where, "what it changes of the model is not known")
 
 
 def model_method(call: Call, at: Reading) -> None:

@@ -1,0 +1,103 @@
+"""Attributes that a script sets: of arguments, of a model and its config, of a tokenizer, of weights.
+
+In: a `Reading` of a script. Out: each assignment is a setting, a key of the run file, a gap with its line, or one of
+the few that change nothing that is trained; under a condition that is not known it is a gap, unless it changes nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from lockstep.lab.import_config import loading, trainer
+from lockstep.lab.import_config.loading import RUNS, Reading
+from lockstep.lab.import_config.script import Assignment, Kind, Unknown, kind_of
+from lockstep.lab.import_config.table import NAMES, decides
+
+_SAVED = "a tokenizer is used as it is saved"
+
+
+def read(at: Reading) -> None:
+    """All of them, in their order."""
+    for each in at.script.assignments():
+        if not isinstance(each.target, ast.Attribute):
+            continue
+        if each.condition is None:
+            _setting(each, each.target, at)
+            continue
+        before = len(at.draft.gaps), dict(at.draft.keys), dict(at.arguments)
+        _setting(each, each.target, at)
+        if len(at.draft.gaps) == before[0] and (at.draft.keys, at.arguments) != before[1:]:
+            why = f"it is set only {each.condition}, which is known when the script runs"
+            at.draft.unclear(str(each), why, *sorted(at.draft.keys.keys() - before[1].keys()))
+
+
+def _setting(each: Assignment, target: ast.Attribute, at: Reading) -> None:
+    value = at.script.known(each.value, Unknown)
+    kind = _kind(target, at)
+    if target.attr == "requires_grad":
+        at.draft.lacks(str(each), "model.freeze names the weights that are not trained", "model.freeze")
+    elif isinstance(target.value, ast.Attribute) and target.value.attr == "generation_config" and kind == "model":
+        why = "it decides how texts are generated, and no weight; the export has the model's own"
+        at.draft.drop(str(each), None, why)
+    elif kind == "arguments":
+        _argument(each, target.attr, value, at)
+    elif kind == "config":
+        _config(each, target.attr, at)
+    elif kind == "tokenizer":
+        _tokenizer(each, target.attr, value, at)
+    elif kind == "model" and target.attr not in NAMES["model_fields"]:
+        at.draft.unclear(str(each), "what it changes of the model is not known")
+
+
+def _kind(target: ast.Attribute, at: Reading) -> Kind | None:
+    """What has the attribute; a tokenizer also where it went through code that is not followed."""
+    kind = kind_of(at.script, target.value)
+    if kind is None and target.attr in NAMES["tokenizer_fields_alone"]:
+        return "tokenizer"
+    return kind
+
+
+def _argument(each: Assignment, name: str, value: Any, at: Reading) -> None:
+    if value is Unknown:
+        unknown_setting(at, name, str(each))
+        return
+    at.arguments[name] = value
+    at.draft.read.append(f"{each} -> {name}")
+
+
+def unknown_setting(at: Reading, name: str, where: str) -> None:
+    """A field of TrainingArguments and its kin whose value is not known."""
+    row = (trainer.TABLE | trainer.TRL).get(name)
+    deciding = row is None or row.decides or (bool(row.here) and decides(row.here))
+    by = (row.here,) if row is not None and row.here else ()
+    at.draft.unclear(where, f"{RUNS}; a default is taken", *by, decides=deciding)
+
+
+def _config(each: Assignment, name: str, at: Reading) -> None:
+    if name in ("id2label", "label2id") and each.value is not None:
+        loading.named_labels(at, name, each.value, str(each), at.draft.task)
+    elif name in NAMES["config_token_ids"]:
+        _token_id(each, at)
+    elif name not in NAMES["config_fields"]:
+        at.draft.lacks(str(each), "model.config sets entries of the model's own config", "model.config")
+
+
+def _token_id(each: Assignment, at: Reading) -> None:
+    """An id of the model's config. A model of language reads none; others find the end of a text by them."""
+    of_tokenizer = isinstance(each.value, ast.Attribute) and each.value.attr in NAMES["config_token_ids"]
+    if not of_tokenizer and at.draft.task not in ("language_modeling", "masked_language_modeling", "preference"):
+        why = "a model's ids of special tokens are those of its tokenizer here"
+        at.draft.lacks(str(each), why, "tokenizer.source")
+
+
+def _tokenizer(each: Assignment, name: str, value: Any, at: Reading) -> None:
+    if name == "chat_template" and isinstance(value, str):
+        at.draft.set("task.chat_template", value, f"line {each.node.lineno}")
+        at.draft.read.append(f"{each} -> task.chat_template")
+    elif name == "model_max_length" and (at.mapped or {"max_length", "max_seq_length"} & at.arguments.keys()):
+        return  # the calls of the tokenizer, or TRL's arguments, say the length, or were read with this one
+    elif name == "padding_side":
+        loading.pads(at, value, str(each))
+    elif name not in NAMES["tokenizer_fields"]:
+        at.draft.lacks(str(each), _SAVED, "tokenizer.source")
