@@ -67,8 +67,8 @@ class Reading:
         """Once the data were looked at: a gap for an input that is made of the texts here, and left out there."""
         if draft.keys.get("task.packing"):  # blocks have no padding
             return
-        for where in self.padded_left:
-            draft.lacks(where, SIDE)
+        for line in self.padded_left:
+            draft.lacks(line, SIDE)
         if self.padded and (where := self.left_out.get("attention_mask")):
             why = "texts are padded and their attention_mask is left out, so the model attends to padding; here not"
             draft.lacks(where, why)
