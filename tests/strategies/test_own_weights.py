@@ -1,5 +1,7 @@
 """Modules of one's own that use other weights for other examples: refused under ZeRO-3, and no blocks of FSDP."""
 
+import os
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import nn
 
 from lockstep.cli import main
 from lockstep.strategies.engines import layers
+from support.command import LOCKSTEP, ended, start
 from support.messages import mentions
 
 CODE = """
@@ -36,6 +39,14 @@ class Own(nn.Module):
             h = self.parts[0](h) if float(x[0, 0]) > 0 else self.parts[1](h)
         elif self.kind == "parameters":
             h = h * self.scales[int(which[0])]
+        elif self.kind == "whole list":
+            for scale in self.scales:
+                h = h * scale
+        elif self.kind == "rarely":
+            h = h * self.scales[int((x[:, 0] > 50).any())]
+        elif self.kind == "rarely outside":
+            h = self.parts[1](self.parts[0](h))
+            h = h @ self.parts[int((x[:, 0] > 50).any())].weight
         else:
             for part in self.parts:
                 h = h + part(h)
@@ -44,6 +55,7 @@ class Own(nn.Module):
 
 def data():
     x = torch.randn(80, 8, generator=torch.Generator().manual_seed(0))
+    x[43, 0] = 100
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
@@ -85,25 +97,65 @@ def test_others_are_planned(kind: str, strategy: str, words: list[str]) -> None:
     assert planned(kind, strategy, words) == 0
 
 
+@pytest.mark.processes
+def test_a_parameter_list_that_every_forward_uses_trains(words: list[str], cache: Path) -> None:
+    """Backward had a weight of no elements: autograd kept an entry that DeepSpeed had freed."""
+    pytest.importorskip("deepspeed")
+    Path("run.yaml").write_text(Path("run.yaml").read_text().replace("KIND", "whole list"))
+    paths = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
+    hashes = []
+    for strategy in ("ddp", "zero3"):
+        command = [*LOCKSTEP, "train", "run.yaml", f"strategy.name={strategy}", f"output={strategy}", *words]
+        status, _, err = ended(start(command, Path.cwd(), cache, PYTHONPATH=paths))
+        assert status == 0, err
+        hashes.append((Path(strategy) / "export" / "model.safetensors").read_bytes())
+    assert hashes[0] == hashes[1]
+    command = [*LOCKSTEP, "train", "run.yaml", "strategy={name: zero3, exact: false}", "output=loose", *words]
+    status, _, err = ended(start(command, Path.cwd(), cache, PYTHONPATH=paths))
+    assert status == 2
+    assert mentions(err, "LS4430", "scales.0", "zero2")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("kind", "name"), [("rarely", "scales.1"), ("rarely outside", "parts.1.weight")])
+def test_what_the_plan_missed_ends_with_one_message(kind: str, name: str, words: list[str], cache: Path) -> None:
+    """One row of 80 uses another entry of a list, or reads another weight: gloo ended in SIGABRT."""
+    pytest.importorskip("deepspeed")
+    Path("run.yaml").write_text(Path("run.yaml").read_text().replace("KIND", kind))
+    assert main(["plan", "run.yaml", "strategy.name=zero3", *words]) == 0  # or the row is among those that are tried
+    command = [*LOCKSTEP, "train", "run.yaml", "strategy.name=zero3", "steps=20", *words]
+    paths = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
+    status, out, err = ended(start(command, Path.cwd(), cache, PYTHONPATH=paths))
+    assert status == 1
+    assert mentions(err, "LS4410", name, "rank ")
+    assert "Traceback" not in err + out
+    assert err.count("lockstep: ") == 1
+    assert "SIGABRT" not in err + out
+
+
 class Turns(nn.Module):
     """Calls its parts in the order that it is told."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-        self.order = "ab"
+        self.order, self.entry, self.outside = "ab", 0, False
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(2)])
 
     def forward(self, x: Any) -> Any:
         for name in self.order:
             x = getattr(self, name)(x)
-        return x
+        x = x * self.scales[self.entry]
+        return x @ self.a.weight if self.outside else x
 
 
 @pytest.mark.parametrize("order", ["ba", "a", "b", "aab", "abb", ""])
 def test_a_rank_ends_before_it_gathers_what_is_not_next(order: str) -> None:
     model, x = Turns(), torch.zeros(1, 2)
     names = layers.call_order(model, lambda: model(x))
-    assert names == ["a", "b"]
+    assert names == ["a", "b", "scales.0"]
+    assert type(model.a._parameters) is dict
+    _in_deepspeeds_dictionaries(model)
     layers.hold_to(model, names)
     model(x)
     model.order = order
@@ -113,3 +165,30 @@ def test_a_rank_ends_before_it_gathers_what_is_not_next(order: str) -> None:
     model(x)
     model.train().order = "ab"
     model(x)
+
+
+class Ordered(OrderedDict[str, Any]):
+    """Of which DeepSpeed has a class of its own."""
+
+
+def _in_deepspeeds_dictionaries(model: nn.Module) -> None:
+    for module in model.modules():
+        module._parameters = Ordered(module._parameters)
+
+
+@pytest.mark.parametrize("change", ["entry", "outside"])
+def test_a_rank_ends_before_it_reads_a_weight_that_is_not_next(change: str) -> None:
+    model, x = Turns(), torch.zeros(1, 2)
+    names = layers.call_order(model, lambda: model(x))
+    _in_deepspeeds_dictionaries(model)
+    layers.hold_to(model, names)
+    model(x)
+    setattr(model, change, 1)
+    with pytest.raises(layers.OtherWeights, match="scales.1" if change == "entry" else "a.weight"):
+        model(x)
+    model.eval()
+    model(x)
+    model.train()
+    setattr(model, change, 0)
+    model(x)
+    assert [*model.state_dict()] == [n for n, _ in model.named_parameters()]

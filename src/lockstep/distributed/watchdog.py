@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from lockstep.config.errors import FAILED, coded
+from lockstep.config.errors import FAILED, CodedError, coded
 from lockstep.config.redaction import one_line
 from lockstep.distributed import job_record, network, torch_internals
 from lockstep.distributed.activity import ACTIVITY
@@ -256,7 +256,8 @@ MARKER = "lockstep-failure-"  # prefix of files in TMPDIR
 
 
 def tell_failure(caught: Exception, world: World | None, log: Path | None = None) -> None:
-    """Print the traceback on the first rank of this machine that fails; the others only lost contact with it.
+    """Print the traceback, or the message of a `CodedError`, on the first rank of this machine that fails; the others
+    only lost contact with it.
 
     The first one creates a file exclusively, whose name is unique to this incarnation of the job. If no file can be
     created, each rank prints.
@@ -277,7 +278,9 @@ def tell_failure(caught: Exception, world: World | None, log: Path | None = None
         except OSError:  # full disk or no folder: a repeated message is better than none
             pass
     who = f"rank {world.rank} of {world.size} on {world.host}" if world is not None else "a process"
-    if lost_contact(caught):
+    if isinstance(caught, CodedError):
+        error(coded(caught.code, f"{who}: {caught.message}"), log)
+    elif lost_contact(caught):
         error(coded("LS7063", f"{who} lost contact with another rank: {one_line(caught, 200)}"), log)
     else:
         error(

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.config import plugins
+from lockstep.config.errors import CodedError
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines.side_effects import preserved, watching
 from lockstep.tasks.models import heads
@@ -110,7 +112,7 @@ def not_in_time(recomputes: bool) -> RunError:
     )
 
 
-class OtherWeights(RuntimeError):
+class OtherWeights(CodedError):
     """This rank detected, alone, that it would gather other weights than the other ranks."""
 
 
@@ -136,25 +138,86 @@ def check_same_weights(run: Run, processes: int) -> None:
 
 
 def call_order(model: nn.Module, forward: Callable[[], None]) -> list[str]:
-    """Return the names of the modules with weights, in the order in which a forward calls them."""
-    called: list[str] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
-        for name, module in model.named_modules()
-        if name and next(module.parameters(recurse=False), None) is not None
-    ]
+    """Return what a forward makes ZeRO-3 gather, in order: modules with weights that are called, and weights that are
+    read outside of their module's forward, such as the entries of a `ParameterList`."""
+    order: list[str] = []
+    plain = {module: module._parameters for module in model.modules()}
+    for module in plain:
+        module._parameters = _Parameters(module._parameters)
+    undo = _watch(model, order.append)
     try:
         forward()
     finally:
-        for hook in hooks:
-            hook.remove()
-    return called
+        undo()
+        for module, parameters in plain.items():
+            parameters.clear()
+            parameters |= module._parameters  # a lazy module may have made its weights
+            module._parameters = parameters
+    return order
+
+
+def check_read_within(model: nn.Module, order: Sequence[str]) -> None:
+    """Refuse a model that reads a weight outside of its module's forward, for DeepSpeed's own autograd graph. `order`:
+    of `call_order`. Errors: `RunError`."""
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if (name := next((name for name in order if name in weights), None)) is not None:
+        raise RunError(
+            "LS4430",
+            f"strategy.name: this model reads {name} outside of its module's forward, where DeepSpeed's ZeRO-3 has "
+            "freed it before backward; use strategy.name=zero2, ddp or fsdp2, or let lockstep gather it again "
+            "(strategy.exact, without options that keep weights in bf16)",
+        )
+
+
+class _Parameters(dict[str, nn.Parameter | None]):
+    """A module's parameters, in a dictionary whose class can be replaced, as that of DeepSpeed's can."""
+
+
+def _watch(model: nn.Module, gathers: Callable[[str], None]) -> Callable[[], None]:
+    """Call `gathers` before each module with weights is called, and before each weight is read outside of its module's
+    forward, with the name. Returns a function that ends this. The root module's own weights are always there."""
+    undo: list[Callable[[], None]] = []
+    for name, module in model.named_modules():
+        if not name or next(module.parameters(recurse=False), None) is None:
+            continue
+        depth = [0]  # of the module's own calls that are running
+
+        def enter(*_: Any, name: str = name, depth: list[int] = depth) -> None:
+            depth[0] += 1
+            gathers(name)
+
+        def leave(*_: Any, depth: list[int] = depth) -> None:
+            depth[0] -= 1
+
+        kind: Any = type(module._parameters)
+
+        def read(parameters: Any, key: str, name: str = name, depth: list[int] = depth, kind: Any = kind) -> Any:
+            if not depth[0] and dict.get(parameters, key) is not None:
+                gathers(f"{name}.{key}")
+            return kind.__getitem__(parameters, key)
+
+        module._parameters.__class__ = type(kind.__name__, (kind,), {"__getitem__": read})
+        undo += [
+            module.register_forward_pre_hook(enter, prepend=True).remove,
+            module.register_forward_hook(leave, always_call=True).remove,
+            partial(setattr, module._parameters, "__class__", kind),
+        ]
+
+    def end() -> None:
+        for each in undo:
+            each()
+
+    return end
 
 
 def hold_to(model: nn.Module, order: Sequence[str]) -> None:
-    """Make every training forward raise an error before it calls a module out of `order`, which is the same on all
-    ranks: ranks that gather different weights at the same time crash, or use each other's weights."""
+    """Make every training forward raise an error before it gathers a weight out of `order` (of `call_order`), which is
+    the same on all ranks: ranks that gather different weights at the same time crash, or use each other's weights."""
     position = [-1]  # -1: no forward is running, or activations are recomputed
+
+    def refuse(name: str) -> None:
+        error = other_weights(name)
+        raise OtherWeights(error.code, error.message)
 
     def begin(*_: Any) -> None:
         position[0] = 0 if model.training else -1
@@ -162,17 +225,15 @@ def hold_to(model: nn.Module, order: Sequence[str]) -> None:
     def enter(name: str) -> None:
         if position[0] >= 0:
             if position[0] == len(order) or order[position[0]] != name:
-                raise OtherWeights(other_weights(name).message)
+                refuse(name)
             position[0] += 1
 
     def end(*_: Any) -> None:
         if position[0] not in (-1, len(order)):
-            raise OtherWeights(other_weights(order[position[0]]).message)
+            refuse(order[position[0]])
         position[0] = -1
 
-    for name, module in model.named_modules():
-        if name and next(module.parameters(recurse=False), None) is not None:
-            module.register_forward_pre_hook(lambda *_, name=name: enter(name), prepend=True)
+    _watch(model, enter)
     model.register_forward_pre_hook(begin, prepend=True)
     model.register_forward_hook(end, prepend=True)
 

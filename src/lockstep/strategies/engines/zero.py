@@ -151,6 +151,8 @@ class Sharded(ShardedRecovery, Recomputes):
 
             refuse_writes(self.model, self.world, call, "strategy.name: zero3", "zero2 or ddp")
             order = self.world.broadcast(order)
+            if not self.in_tree_order and layers.own_model(self.run):
+                layers.check_read_within(self.model, order)
             own_activations(self.model)
             dtype = torch.bfloat16 if self.low_precision else torch.float32
             partition(self.model, self.world, self.config, dtype)
@@ -173,6 +175,8 @@ class Sharded(ShardedRecovery, Recomputes):
             for name, parameter in self._trained():
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._count(name))
             self.engine = self.start_engine()
+            if self.stage == 3 and layers.own_model(self.run):
+                zero_graph.wait_where_read(self.model, self.engine.optimizer.parameter_offload.get_param_coordinator())
         assert self.engine.zero_optimization_stage() == self.stage, self.engine.zero_optimization_stage()
         assert dist.get_world_size() == self.world.size
         self.statistics = Statistics(self.model)

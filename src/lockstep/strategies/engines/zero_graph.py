@@ -12,6 +12,7 @@ of the data within a weight, for any operation (`SavedByName`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,38 @@ def _hear(hearing: list[tuple[Any, Any]], gradient: Tensor) -> None:
         function.backward(context, gradient)
 
 
+def _arriving(coordinator: Any) -> dict[Any, Any]:
+    """Return DeepSpeed's gathers in progress: weight -> handle."""
+    arriving: dict[Any, Any] = coordinator._PartitionedParameterCoordinator__inflight_param_registry
+    return arriving
+
+
+def wait_where_read(model: nn.Module, coordinator: Any, read: Callable[[Any], None] = lambda weight: None) -> None:
+    """Make weights available where another module reads them, as in LayoutLMv3, or an entry of a `ParameterList`, and
+    call `read` with each. DeepSpeed's mapping gathers a weight that is missing, but does not wait for a gather in
+    progress. With recomputed activations, torch keeps a frozen weight itself until backward, when DeepSpeed has freed
+    it; a detached tensor stays, like that of a trained weight."""
+    arriving = _arriving(coordinator)
+    kind: Any = type(next(model.modules())._parameters)
+
+    class Arrived(kind):
+        """DeepSpeed's mapping of parameters, but waiting for gathers in progress."""
+
+        def __getitem__(self, name: str) -> Any:
+            weight = super().__getitem__(name)
+            if weight is not None and weight in arriving:
+                arriving.pop(weight).wait()
+            if weight is not None and not weight.requires_grad and torch.is_grad_enabled():
+                return weight.detach()
+            if weight is not None:
+                read(weight)
+            return weight
+
+    for module in model.modules():
+        if type(module._parameters) is kind:
+            module._parameters.__class__ = Arrived
+
+
 class SavedByName(torch.autograd.graph.saved_tensors_hooks):
     """A context for the forward pass in which autograd saves the position within a weight instead of a gathered weight
     or a view of one."""
@@ -78,7 +111,7 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, model: nn.Module, coordinator: Any) -> None:
         """`coordinator`: DeepSpeed's, which prefetches weights."""
         super().__init__(self._pack, self._unpack)
-        self._arriving = coordinator._PartitionedParameterCoordinator__inflight_param_registry  # weight -> handle
+        self._arriving = _arriving(coordinator)
         self._weights: dict[int, Any] = {}  # the storage of a gathered weight -> the weight
         for module in model.modules():
             if any(hasattr(p, "ds_id") for p in module.parameters(recurse=False)):
@@ -86,30 +119,12 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
                 module.register_forward_hook(self._forget, prepend=True)  # before DeepSpeed's hook, which frees
         for weight in (p for p in model.parameters() if p.requires_grad):
             weight.register_hook(partial(self._before_gradient, weight))
-        self._wait_where_read(model)
+        wait_where_read(model, coordinator, self._keep)
 
-    def _wait_where_read(self, model: nn.Module) -> None:
-        """Make weights available to modules that read another module's weight, as in LayoutLMv3. DeepSpeed's mapping
-        gathers a weight that is missing, but does not wait for a gather in progress. With recomputed activations, torch
-        keeps a frozen weight itself until backward, when DeepSpeed has freed it; a detached tensor stays, like that of
-        a trained weight."""
-        arriving = self._arriving
-        kind: Any = type(next(model.modules())._parameters)
-
-        class Arrived(kind):
-            """DeepSpeed's mapping of parameters, but waiting for gathers in progress."""
-
-            def __getitem__(self, name: str) -> Any:
-                weight = super().__getitem__(name)
-                if weight is not None and weight in arriving:
-                    arriving.pop(weight).wait()
-                if weight is not None and not weight.requires_grad and torch.is_grad_enabled():
-                    return weight.detach()
-                return weight
-
-        for module in model.modules():
-            if type(module._parameters) is kind:
-                module._parameters.__class__ = Arrived
+    def _keep(self, weight: Any) -> None:
+        """Note a gathered weight that is read outside of its module's forward, as an entry of a `ParameterList` is."""
+        if weight.requires_grad and weight.numel():
+            self._weights[weight.untyped_storage()._cdata] = weight
 
     def _note(self, module: nn.Module, _: Any) -> None:
         for weight in module.parameters(recurse=False):
