@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lockstep.lab.import_config import script
+from lockstep.lab.import_config import script, text_columns
 from lockstep.lab.import_config.mapped_function import MappedFunction
 from lockstep.lab.import_config.qa_function import QaFunction
 from lockstep.lab.import_config.script import (
@@ -20,7 +20,6 @@ from lockstep.lab.import_config.script import (
     TOKENIZERS,
     Arguments,
     Call,
-    Column,
     Scope,
     Script,
     Unknown,
@@ -571,7 +570,7 @@ def _is_target(call: Call, function: Scope) -> bool:
 
 
 def _column(call: Call, at: Reading, key: str, node: ast.expr | None) -> None:
-    column: Column | None = script.column_of(at.script, node)
+    column: text_columns.Column | None = text_columns.column_of(at.script, node)
     if column is None:
         code = code_of(node) if node is not None else "nothing"
         why = f"which column's texts these are is not known: {_WHOLE}"

@@ -17,6 +17,11 @@ from lockstep.lab.import_config.table import NAMES, RunDraft
 
 _UNKNOWN = "not one of the statements that init understands in a training loop: take it out of the loop, or write the "
 _UNKNOWN += "rest with --partial and see docs/how-to/own-module.md"
+_NO_LOADER = "the loop around backward() is not one over the batches of a DataLoader"
+_ELSEWHERE = (
+    "no loop over the batches of a DataLoader is around it: methods of classes that are made once, and functions that "
+    "return at their end alone and have no decorators, are followed; write others out in the loop"
+)
 Role = tuple[str, Any]  # ("batch", "whole" | "first" | "second" | key), ("out", None), ("loss", divisor)
 
 
@@ -93,7 +98,7 @@ class Statements:
         if not loops or not isinstance(loops[0], ast.For) or not self._is_loader(loops[0].iter):
             node = loops[0] if loops else backward[0].node
             first = node.iter if isinstance(node, ast.For) else node.test if isinstance(node, ast.While) else node
-            self._gap(first, "the loop around backward() is not one over the batches of a DataLoader")
+            self._gap(first, _ELSEWHERE if not loops else _NO_LOADER)
             return
         self.batch_loop = loops[0]
         self._path(backward[0].node)
@@ -229,7 +234,7 @@ class Statements:
     def _mode(self, node: ast.AST, callers: tuple[str, ...] = ()) -> None:
         """`model.train()` and `model.eval()`, also in the script's functions that are called, in their order."""
         calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
-        for call in sorted(calls, key=lambda each: (each.lineno, each.col_offset)):
+        for call in sorted(calls, key=lambda each: self.script.order[id(each)]):
             name = call.func.attr if isinstance(call.func, ast.Attribute) else None
             called = call.func.id if isinstance(call.func, ast.Name) else ""
             if name in ("train", "eval") and isinstance(call.func, ast.Attribute) and self._is_other(call.func.value):
@@ -554,7 +559,23 @@ class Statements:
         for call in self.optimizers:
             node = call.args[0] if call.args else next((w.value for w in call.keywords if w.arg == "params"), None)
             names |= {root_of(node.func)} if isinstance(node, ast.Call) else set()
-        return names
+        while True:  # a name that is given such a model, moved to a device or wrapped
+            values: dict[str, set[str]] = {}
+            for (_, name), nodes in self.script.bindings.items():
+                values.setdefault(name, set()).update(map(self._wrapped, nodes))
+            more = {name for name, of in values.items() if of - {name} and of - {name} <= names}
+            if more <= names:
+                return names
+            names |= more
+
+    def _wrapped(self, node: ast.expr | None) -> str:
+        """The name of the model that an expression gives on another device, or in a wrapper; else nothing's."""
+        if isinstance(node, ast.Call) and self._moves(node):
+            return self._wrapped(node.func.value)  # type: ignore[attr-defined]
+        if isinstance(node, ast.Call) and node.args:
+            name = self.script.origin_of(node.func).rpartition(".")[2]
+            return self._wrapped(node.args[0]) if name in NAMES["wrappers"] and name != "prepare" else ""
+        return node.id if isinstance(node, ast.Name) else ""
 
     # -- the step ------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.lab.import_config import attributes, loading, loop_module, trainer_script
 from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd
+from lockstep.lab.import_config.inlining import needs_inlining, written_out
 from lockstep.lab.import_config.loading import Reading
 from lockstep.lab.import_config.loop_statements import Statements
 from lockstep.lab.import_config.script import Arguments, Call, Script, code_of
@@ -39,6 +40,9 @@ def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] |
         name = "a training loop"
     else:
         return None
+    if name != "a script of Lightning" and needs_inlining(script.tree):
+        tree = written_out(script.tree)
+        script = script if tree is None else Script(script.path, script.text, script.options, tree)
     return name, lambda draft, processes: _move(script, draft, processes)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.lab.import_config import script
+from lockstep.lab.import_config import script, text_columns
 from lockstep.lab.import_config.script import Scope, Script, Unknown
 
 _WHOLE = "save the rows as they are trained on (to_json), and give that file: --data FILE"
@@ -125,7 +125,7 @@ class MappedFunction:
         """A column as it is, one behind a prefix, or a value that is known."""
         if self.script.known(node, Unknown) is not Unknown:
             return True
-        return script.column_of(self.script, node) is not None or self._is_labels(node)
+        return text_columns.column_of(self.script, node) is not None or self._is_labels(node)
 
     def _is_labels(self, node: ast.expr) -> bool:
         """The labels of a column, as they are or by a mapping that keeps different ones apart; or the tokens."""

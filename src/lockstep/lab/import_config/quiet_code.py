@@ -7,7 +7,7 @@ not a plain name, a call of a function that is not known to leave its arguments 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ class QuietCode:
     gap: Callable[..., None]
     is_read: Callable[[ast.Call], bool]
     looked_at: dict[str, bool] = field(default_factory=dict)  # functions of the script -> whether they are quiet
+    itself: str | None = None  # in a method of the script's own: the name of its object, whose attributes may be set
 
     def statement(self, node: ast.AST, fixed: frozenset[str]) -> None:
         """`fixed`: names that must not be assigned."""
@@ -81,6 +82,8 @@ class QuietCode:
         if text.startswith(("os.environ[", "torch.backends.")):
             return True
         holder = target.value if isinstance(target, ast.Subscript) else target
+        if isinstance(holder, ast.Attribute) and isinstance(holder.value, ast.Name) and holder.value.id == self.itself:
+            return self.itself is not None
         kind = kind_of(self.script, holder.value) if isinstance(holder, ast.Attribute) else None
         if plain and isinstance(target, ast.Attribute) and kind in ("tokenizer", "model", "config", "arguments"):
             return True  # read, or said, by trainer_script
@@ -128,6 +131,8 @@ class QuietCode:
             kind = kind_of(self.script, call.func.value)
             if kind in ("rows", "tokenizer", "model") and name not in ("train", "eval"):
                 return True  # likewise
+            if (method := self._own_method(call.func)) is not None:
+                return self._quiet_body(f"{method.name}, line {method.lineno}", method, method.args.args[:1])
             if name in NAMES["changing_methods"]:
                 return self._is_of_others(call.func.value)
             return name in NAMES["quiet_methods"]
@@ -153,13 +158,26 @@ class QuietCode:
             return function.id in NAMES["quiet_names"]
         return isinstance(value, ast.Call)
 
+    def _own_method(self, function: ast.Attribute) -> ast.FunctionDef | None:
+        """The method of a class of the script's own that is called."""
+        holder: ast.expr | None = function.value
+        while isinstance(holder, ast.Name):
+            holder = self.script.bound(holder, last=True)
+        name = holder.func.id if isinstance(holder, ast.Call) and isinstance(holder.func, ast.Name) else ""
+        body = self.script.classes[name].body if name in self.script.classes else []
+        return next((m for m in body if isinstance(m, ast.FunctionDef) and m.name == function.attr), None)
+
     def _function(self, name: str) -> bool:
         """Whether a function of the script's own is quiet: each of its statements is."""
+        return self._quiet_body(name, self.script.functions[name])
+
+    def _quiet_body(self, name: str, function: Any, itself: Sequence[ast.arg] = ()) -> bool:
+        """`itself`: the object that a method may set attributes of."""
         if name not in self.looked_at:
             self.looked_at[name] = True  # one that calls itself
             gaps: list[ast.AST] = []
-            inner = QuietCode(self.script, lambda node, *more: gaps.append(node), self.is_read, self.looked_at)
-            function = self.script.functions[name]
+            own = itself[0].arg if itself else None
+            inner = QuietCode(self.script, lambda n, *more: gaps.append(n), self.is_read, self.looked_at, own)
             for line in getattr(function, "body", []) if not isinstance(function, ast.Lambda) else []:
                 inner.statement(line, frozenset())
             self.looked_at[name] = not gaps

@@ -2,8 +2,7 @@
 
 In: the text, and options of a command line. Out: a `Script`. A value is known where it is a literal, a name that is
 given one once, a default of argparse or of a dataclass, or made of such by operators and a few plain functions;
-everything else is `Unknown`. Of a piece of code: whether it holds a tokenizer, a model or rows, of which split, and
-which columns it reads.
+everything else is `Unknown`. Of a piece of code: whether it holds a tokenizer, a model or rows, and of which split.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import ast
 import operator
 import re
 from collections.abc import Iterator, Mapping
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -75,17 +74,26 @@ class Arguments:
 
 
 def code_of(node: ast.AST) -> str:
+    """In one line, as the script has it: names of a tree that is written out are those before."""
+    if any(getattr(each, "written", None) is not None for each in ast.walk(node)):
+        node = deepcopy(node)
+        for each in ast.walk(node):
+            if isinstance(each, ast.Name):
+                each.id = getattr(each, "written", each.id)
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 class Script:
-    """A script and its names. `options`: of its command line, by name. Errors: `RunError` for what is no Python."""
+    """A script and its names. `options`: of its command line, by name. `tree`: the text's, where it is made already.
+    Errors: `RunError` for what is no Python."""
 
-    def __init__(self, path: Path, text: str, options: Mapping[str, Any] | None = None) -> None:
-        self.path, self.options = path, dict(options or {})
+    def __init__(
+        self, path: Path, text: str, options: Mapping[str, Any] | None = None, tree: ast.Module | None = None
+    ) -> None:
+        self.path, self.text, self.options = path, text, dict(options or {})
         try:
-            self.tree = ast.parse(text)
+            self.tree = ast.parse(text) if tree is None else tree
         except SyntaxError as error:
             raise RunError("LS8230", f"--from: {path}, line {error.lineno}: {error.msg}") from None
         except ValueError as error:  # such as a NUL
@@ -95,6 +103,7 @@ class Script:
         self.classes: dict[str, ast.ClassDef] = {}
         self.bindings: dict[tuple[int, str], list[ast.expr | None]] = {}  # scope and name -> values; None: any
         self.scopes: dict[int, Scope | None] = {}  # node -> the function that it stands in
+        self.order: dict[int, int] = {}  # node -> its place in the tree
         self._set_later: set[str] = set()  # attributes that the script sets itself: args.lr
         self.started: Scope | None = None  # the function that fire makes a command of
         self._parsed: dict[str, Any] = {}  # argparse's options and their defaults
@@ -114,6 +123,7 @@ class Script:
         """`sure`: it is no branch that might not be taken."""
         for child in ast.iter_child_nodes(node):
             self.scopes[id(child)] = scope
+            self.order[id(child)] = len(self.order)
             inner, surely = scope, sure
             if isinstance(child, ast.Import | ast.ImportFrom):
                 base = f"{child.module}." if isinstance(child, ast.ImportFrom) and child.module else ""
@@ -168,6 +178,7 @@ class Script:
             self._set_later.add(ast.unparse(target))
 
     def _add(self, name: str, scope: Scope | None, value: ast.expr | None) -> None:
+        scope = None if "." in name else scope  # an attribute, where methods are written out
         self.bindings.setdefault((id(scope), name), []).append(value)
 
     def bound(self, node: ast.Name, last: bool = False) -> ast.expr | None:
@@ -177,12 +188,19 @@ class Script:
             values = self.bindings.get((id(scope), node.id))
             if values is not None:
                 if last:
-                    before = [v for v in values if v is not None and v.lineno <= node.lineno and not _within(node, v)]
+                    before = [v for v in values if v is not None and self._is_before(v, node)]
                     return before[-1] if before else None
                 return values[0] if len(values) == 1 else None
             if scope is None:
                 return None
             scope = self.scopes.get(id(scope))
+
+    def _is_before(self, value: ast.expr, node: ast.expr) -> bool:
+        places = [self.order.get(id(each)) for each in (value, node)]
+        known = places[0] is not None and places[1] is not None
+        return (self.order[id(value)] < self.order[id(node)] if known else value.lineno <= node.lineno) and not _within(
+            node, value
+        )
 
     def origin_of(self, node: ast.expr) -> str:
         """A dotted name with what it was imported from: transformers.Trainer."""
@@ -614,60 +632,6 @@ def split_of(script: Script, node: ast.expr | None, depth: int = 0) -> str | Non
             return CUT
         if isinstance(node.func, ast.Attribute):
             return split_of(script, node.func.value, depth + 1)
-    return None
-
-
-# -- columns ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column that a function reads, what stands before its texts, and the language within it."""
-
-    name: str
-    prefix: str = ""
-    language: str | None = None
-
-
-def column_of(script: Script, node: ast.expr | None, depth: int = 0) -> Column | None:
-    """The column whose texts an expression of a mapped function gives as they are, or behind a prefix."""
-    if node is None or depth > 12:
-        return None
-    if isinstance(node, ast.Name):
-        return column_of(script, script.bound(node, last=True), depth + 1)
-    if isinstance(node, ast.Subscript):
-        name = script.known(node.slice)
-        if not isinstance(name, str):
-            return None
-        outer = column_of(script, node.value, depth + 1) if isinstance(node.value, ast.Subscript) else None
-        return Column(outer.name, outer.prefix, name) if outer is not None else Column(name)
-    if isinstance(node, ast.ListComp) and len(node.generators) == 1 and not node.generators[0].ifs:
-        return _of_comprehension(script, node, depth)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        prefix, column = script.known(node.left), column_of(script, node.right, depth + 1)
-        return Column(column.name, prefix + column.prefix) if isinstance(prefix, str) and column is not None else None
-    return None
-
-
-def _of_comprehension(script: Script, node: ast.ListComp, depth: int) -> Column | None:
-    """`[prefix + text for text in examples["text"]]`, `[row["en"] for row in examples["translation"]]`."""
-    generator = node.generators[0]
-    if not isinstance(generator.target, ast.Name):
-        return None
-    whole, prefix, element = column_of(script, generator.iter, depth + 1), "", node.elt
-    if whole is None:
-        return None
-    if isinstance(element, ast.BinOp) and isinstance(element.op, ast.Add):
-        before = script.known(element.left)
-        if not isinstance(before, str):
-            return None
-        prefix, element = before, element.right
-    if isinstance(element, ast.Name) and element.id == generator.target.id:
-        return Column(whole.name, prefix + whole.prefix, whole.language)
-    if isinstance(element, ast.Subscript) and isinstance(element.value, ast.Name):
-        language = script.known(element.slice)
-        if element.value.id == generator.target.id and isinstance(language, str):
-            return Column(whole.name, prefix, language)
     return None
 
 
