@@ -97,9 +97,13 @@ def test_a_template_that_marks_nothing_of_a_turn_is_refused(tokenizer: PreTraine
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_an_answer_of_a_pair_is_rendered_and_no_more(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
     options = AnswerPairOptions(chosen="a", rejected="b", conversations=True, chat_template=template)
-    ids, first = tokens_of(tokenizer, options, TALK[:3], TALK[3:])
+    ids, targets = tokens_of(tokenizer, options, TALK[:3], TALK[3:])
     assert ids == tokenizer.apply_chat_template(TALK, chat_template=template, return_dict=False)
-    assert tokenizer.convert_ids_to_tokens(ids[first:]) == ["one", "three", "<|im_end|>", "\n"]
+    learned = [token for token in targets if token != IGNORED]
+    # what the template marks, where it does: not the newline behind the turn
+    end = ["<|im_end|>"] if template == MARKED else ["<|im_end|>", "\n"]
+    assert tokenizer.convert_ids_to_tokens(learned) == ["one", "three", *end]
+    assert {token for token, target in zip(ids, targets, strict=True) if target not in (token, IGNORED)} == set()
 
 
 # -- packing, limits, predictions --------------------------------------------------------------------------------------

@@ -86,10 +86,10 @@ def test_per_turn_each_example_learns_its_own_turn(tok: Any, template: str, end:
     assert [learned(tok, example) for example in some] == [f"two{end}", f"four{end}"]
 
 
-@pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>\n"), (MARKED, "<|im_end|>\n")])
+@pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>\n"), (MARKED, "<|im_end|>")])
 @pytest.mark.parametrize("name", ["preference", "reward"])
 def test_a_pair_learns_the_last_turn(tok: Any, name: str, template: str, end: str) -> None:
-    """An answer is everything behind its prompt, as long as the template writes."""
+    """An answer is everything behind its prompt that the template writes, or what it marks there."""
     keys = {"name": name, "prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "conversations": True}
     row = {"prompt": conversation(TALK[:3]), "chosen": conversation(TALK[3:]), "rejected": "no"}
     (pair,) = examples(tok, template, row, **keys)

@@ -196,12 +196,12 @@ def _answers(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
             before, after = ([{"role": r, "content": t}] if isinstance(t, str) else list(t or ())
                              for r, t in (("user", prompt), ("assistant", answer)))  # fmt: skip
             ids, known = _turns(job, [*before, *after], None, {})[-1]
-            first = next((place for place, learned in enumerate(known) if learned), len(ids))
         else:
             prompt_ids = opened(job.tokenizer, tokens(job.tokenizer, prompt)) if prompt is not None else []
             answer_ids = closed(job.tokenizer, tokens(job.tokenizer, answer, add_special_tokens=prompt is None))
-            ids, first = prompt_ids + answer_ids, len(prompt_ids)
-        spans.append({"input_ids": ids[:most], "next": [*([IGNORED] * first + ids[first:])[1:most], IGNORED]})
+            ids, known = prompt_ids + answer_ids, [False] * len(prompt_ids) + [True] * len(answer_ids)
+        targets = [token if learned else IGNORED for token, learned in zip(ids, known, strict=True)]
+        spans.append({"input_ids": ids[:most], "next": [*targets[1:most], IGNORED]})
     return {"answers": spans}
 
 

@@ -1,8 +1,9 @@
 """What the tasks share that learn from a prompt with two answers, of which one was chosen and one rejected.
 
 In: columns of texts, or of conversations. Out: `input_ids`, the chosen answer with its prompt, followed by the rejected
-answer with its prompt; `targets`, equal to the tokens in answers and IGNORED in prompts; and `chosen`, the number of
-tokens of the chosen part. A micro-batch has the two answers of a pair in adjacent rows.
+answer with its prompt; `targets`, equal to the tokens in answers (if the chat template has marks, in what it marks
+there) and IGNORED elsewhere; and `chosen`, the number of tokens of the chosen part. A micro-batch has the two answers
+of a pair in adjacent rows.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
         options = data.options
         shared = {key: getattr(options, key) for key in AnswerPairOptions.model_fields}
-        written: list[Any] = tokenizer.template_of(tok, options.chat_template) if options.conversations else []
+        written: list[Any] = []
+        if options.conversations:
+            written = ["marked spans", *tokenizer.template_of(tok, options.chat_template)]
         if options.conversations and rows is not None:  # templates may read these, too
             columns = [c for c in options.columns.values() if getattr(rows.features[c], "feature", None) is not None]
             further = {column: keys for column in columns if (keys := conversations.further_keys(rows, column))}
@@ -258,39 +261,44 @@ def _is_content(value: Any) -> bool:
     )
 
 
-def _cut(ids: list[int], first: int, most: int, split: str, row: int) -> tuple[list[int], list[int], bool]:
-    """Tokens and targets of a prompt with its answer, truncated to `most`, and whether they were truncated. `first`:
-    start of the answer. Errors: `RunError` if the prompt leaves no room for the answer."""
+def _cut(ids: list[int], targets: list[int], most: int, split: str, row: int) -> tuple[list[int], list[int], bool]:
+    """Tokens and targets of a prompt with its answer, truncated to `most`, and whether they were truncated. Errors:
+    `RunError` if the prompt leaves no room for the answer."""
+    first = next((place for place, target in enumerate(targets) if target != IGNORED), len(targets))
     if first >= most:
         raise RunError(
             "LS3005",
             f"data.max_length: the prompt of row {row} of {split} fills all {most} tokens and leaves none for "
             f"an answer; raise data.max_length to {first + 2} or more, or set data.filter",
         )
-    return ids[:most], ([IGNORED] * first + ids[first:])[:most], len(ids) > most
+    return ids[:most], targets[:most], len(ids) > most
 
 
 def tokens_of(
     tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row: int | None = None
-) -> tuple[list[int], int]:
-    """Tokens of prompt, answer and end token, or of the rendered chat template; and the start of the answer. Errors:
-    `RunError`, which names the row."""
+) -> tuple[list[int], list[int]]:
+    """Tokens of prompt, answer and end token, or of the rendered chat template; and the targets: the tokens of the
+    answer, or of what the template marks in it, and IGNORED elsewhere. Errors: `RunError`, which names the row."""
     if options.conversations:
-        ids, first = _spoken(tok, options, prompt, answer, row)
-        return ids, max(1, first)
-    end = lm_documents.end_of(tok)
-    prompt_ids = [] if prompt is None else list(tok(prompt, verbose=False)["input_ids"])
-    while prompt_ids and prompt_ids[-1] == end:
-        prompt_ids.pop()
-    answer_ids = tok(answer, add_special_tokens=prompt is None, verbose=False)["input_ids"]
-    ids = prompt_ids + list(answer_ids)
-    if end is not None and ids[-1:] != [end]:
-        ids = [*ids, end]
-    return ids, max(1, len(prompt_ids))  # the first token is never a target
+        ids, learned = _spoken(tok, options, prompt, answer, row)
+    else:
+        end = lm_documents.end_of(tok)
+        prompt_ids = [] if prompt is None else list(tok(prompt, verbose=False)["input_ids"])
+        while prompt_ids and prompt_ids[-1] == end:
+            prompt_ids.pop()
+        ids = prompt_ids + list(tok(answer, add_special_tokens=prompt is None, verbose=False)["input_ids"])
+        if end is not None and ids[-1:] != [end]:
+            ids = [*ids, end]
+        learned = [place >= len(prompt_ids) for place in range(len(ids))]
+    known = zip(ids, learned, strict=True)
+    return ids, [token if learn and place else IGNORED for place, (token, learn) in enumerate(known)]
 
 
-def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row: int | None) -> tuple[list[int], int]:
-    """Tokens of a conversation in the chat template, and the start of its last message, the answer."""
+def _spoken(
+    tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row: int | None
+) -> tuple[list[int], list[bool]]:
+    """Tokens of a conversation in the chat template, and whether each is learned: those of its last message (the
+    answer), or of what the template marks in it."""
     before, after = (
         [{"role": role, "content": content}] if isinstance(content, str) else list(content or ())
         for role, content in (("user", prompt), ("assistant", answer))
@@ -307,18 +315,18 @@ def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row:
             raise ValueError("the last message of an answer must be the assistant's")
         if (marks := conversations.marks_of(tok, options.chat_template, messages)) is not None:
             whole, opening = marks[0], len(text(messages[:-1], False)) if len(messages) > 1 else 0
-            begin = next((first for first, _ in marks[1] if first >= opening), None)
-            if begin is None:
+            spans = [(begin, over) for begin, over in marks[1] if opening <= begin < over]
+            if not spans:
                 raise ValueError("it marks by {% generation %} what is trained, but nothing of the answer")
         else:
             whole, beginning = text(messages, False), text(messages[:-1], True)
             if not whole.startswith(beginning):
                 raise ValueError("it writes the beginning of a conversation otherwise than the whole of it")
-            begin = len(beginning)
+            spans = [(len(beginning), len(whole))]
     except Exception as error:  # templates may raise anything
         at = "this" if row is None else f"row {row}"
         reason = " ".join(str(error).split())
         raise RunError("LS3006", f"task.conversations: the chat template cannot be used on {at}: {reason}") from error
     encoding = tok(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ends = [end for _, end in encoding["offset_mapping"]]
-    return list(encoding["input_ids"]), next((i for i, end in enumerate(ends) if end > begin), len(ends))
+    learned = [any(end > first and begin < over for first, over in spans) for begin, end in encoding["offset_mapping"]]
+    return list(encoding["input_ids"]), learned

@@ -111,7 +111,7 @@ class Preference(AnswerPairs, UsesReference):
         some = rows.select(range(min(len(rows), _LOOKED_AT)))
         prompts = some[options.prompt] if options.prompt else [None] * len(some)
         whole = (tokens_of(tok, options, *each) for each in zip(prompts, some[options.chosen], strict=True))
-        return conversations.never_ends(tok, (np.asarray(ids[first:]) for ids, first in whole))
+        return conversations.never_ends(tok, (np.asarray(targets) for _, targets in whole))
 
     @classmethod
     def checked_entries(cls, run: Run) -> dict[str, Any]:
