@@ -5,6 +5,7 @@ import os
 import signal
 import sqlite3
 import sys
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -146,6 +147,33 @@ def test_what_is_logged_is_in_the_tracker_s_own_store(name: str, tmp_path: Path)
     assert ids.keys() == ({name} if name != "tensorboard" else set())
     if name in ids:
         assert all(ids[name] in line for line in said), "both processes name the same run"
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_checkpoint_holds_the_id_before_the_tracker_is_connected(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is stopped meanwhile goes on in the same run of the tracker."""
+    run, connected, opened = tiny(f"output={tmp_path}", f"track.to=[{name}]"), threading.Event(), []
+
+    def connect(self: Any) -> str:
+        opened.append(self.run_id)
+        assert connected.wait(60)
+        return ""
+
+    kind: Any = plugins.find("track", name)
+    monkeypatch.setattr(kind, "open", connect)
+    for method in ("log", "close"):
+        monkeypatch.setattr(kind, method, lambda *_: None)
+    ids: dict[str, str] = {}
+    for after in (0, 1):
+        connected.clear()
+        trackers = Trackers(run, after, ids, print, print)
+        held = dict(ids)
+        connected.set()
+        trackers.close("stopped")
+        assert held == ids == {name: opened[0]}
+    assert opened == [ids[name]] * 2
 
 
 @pytest.mark.processes

@@ -31,7 +31,9 @@ class Tracker(ABC):
 
     def __init__(self, run: Run, options: Any, after: int, run_id: str | None) -> None:
         """`options`: an instance of `Options`. `after`: updates done before this process; later steps in the sink will
-        be logged again. `run_id`: the sink's id of this run, from the checkpoint it resumes from, or None."""
+        be logged again. `run_id`: the sink's id of this run, from the checkpoint it resumes from, or None. A
+        tracker that chooses the id itself does so here, because the first checkpoint may be written before `open`
+        returns."""
         self.run, self.options, self.after, self.run_id = run, options, after, run_id
 
     @property

@@ -93,6 +93,8 @@ class _Lane:
         self.name, self.tracker, self._ids, self._say, self._warn = name, tracker, ids, say, warn
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         self._ended = False
+        if tracker.run_id is not None:
+            ids[name] = tracker.run_id
         self._thread = threading.Thread(target=self._run, name=f"lockstep-{name}", daemon=True)
         self._thread.start()
 

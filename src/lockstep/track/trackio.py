@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
+from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 
@@ -29,6 +30,11 @@ class Trackio(Tracker):
         space: str | None = Field(None, description="USER/SPACE on the Hub to log to; default: the local store")
         private: bool = Field(True, description="create the Space private")
 
+    def __init__(self, run: Run, options: Any, after: int, run_id: str | None) -> None:
+        # chosen at once: `open` takes seconds, and a checkpoint that is written meanwhile has to hold the name
+        name = run_id or options.name or f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        super().__init__(run, options, after, name)
+
     def open(self) -> str:
         import trackio
         from trackio import deploy, run, utils
@@ -36,7 +42,6 @@ class Trackio(Tracker):
         for module in (trackio, deploy, run, utils):
             module.print = _silent  # type: ignore[attr-defined]  # only the console writes to the terminal
         options = self.options
-        self.run_id = self.run_id or options.name or f"{self.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self._trackio: Any = trackio.init(
             project=options.project,
             name=self.run_id,

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from lockstep.config.redaction import one_line
+from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 
@@ -40,12 +41,15 @@ class WandB(Tracker):
             None, description="offline: keep the run in OUTPUT/wandb, for `wandb sync`; default: $WANDB_MODE or online"
         )
 
+    def __init__(self, run: Run, options: Any, after: int, run_id: str | None) -> None:
+        # chosen at once: `open` takes seconds, and a checkpoint that is written meanwhile has to hold the id
+        super().__init__(run, options, after, run_id or secrets.token_hex(4))
+
     def open(self) -> str:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # do not send error reports
         import wandb
 
         wandb.setup(wandb.Settings(silent=True))  # only the console writes to the terminal
-        self.run_id = self.run_id or secrets.token_hex(4)
         self._rows: list[list[Any]] = []
         mode = self.options.mode or os.environ.get("WANDB_MODE") or "online"
         if mode == "online" and not wandb.login(prompt=False, verify=False):
