@@ -117,6 +117,12 @@ def test_weights_without_a_place_are_noted(tmp_path: Path) -> None:
     layer = without("h.1.")
     rewrite(tmp_path / "model", lambda weights: {**weights, "transformer.h.0.attn.bias": torch.ones(1)})
     assert source_files.notes(run, heads.CAUSAL) == []  # a mask that older versions saved
+    own = load_file(tmp_path / "model/model.safetensors")
+    for other in ("transformer.h.0.attn.q_norm.weight", "transformer.h.1.mlp.c_fc.lora_A.weight"):
+        rewrite(tmp_path / "model", lambda weights, name=other: {**own, name: torch.ones(1)})  # type: ignore[misc]
+        (note,) = source_files.notes(run, heads.CAUSAL)
+        assert f"hold {other}, for which" in note
+    rewrite(tmp_path / "model", lambda _: own)
     config = tmp_path / "model/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"n_layer": 1}))
     (note,) = source_files.notes(run, heads.CAUSAL)

@@ -158,17 +158,23 @@ def _is_pooler(name: str) -> bool:
 
 
 def _unused(built: _Built, places: Mapping[str, str]) -> list[str]:
-    """Names in the files of further layers than the model has, or of a bias where it has a weight alone."""
+    """Names in the files of further layers than the model has, of further weights in its layers (another family's
+    norms, an unmerged adapter), or of a bias where it has a weight alone."""
     names = set(built.model.state_dict())
     ignored = [*(built.model._keys_to_ignore_on_load_unexpected or ())]
     based = {name for name in names if built.in_base(name)}
     patterns = {_pattern(name) for name in based}
+    layers = {pattern.partition(".*.")[0] for pattern in patterns if ".*." in pattern}
     return [
         origin
         for name, origin in places.items()
         if name not in names
         and not any(re.search(each, name) for each in ignored)
-        and (_pattern(name) in patterns or (name.endswith(".bias") and _weight_beside(name) in based))
+        and (
+            _pattern(name) in patterns
+            or (name.endswith(".bias") and _weight_beside(name) in based)
+            or (name.endswith(".weight") and _pattern(name).partition(".*.")[0] in layers)
+        )
     ]
 
 
