@@ -205,6 +205,13 @@ def test_of_a_file_with_every_default_what_differs_from_them_counts(tmp_path: Pa
     assert not again.wrote("optim")
 
 
+@pytest.mark.parametrize("key", ["steps", "epochs"])
+def test_another_length_for_the_file_of_an_output_makes_no_default_a_written_key(key: str, tmp_path: Path) -> None:
+    run = load(None, [], SMALL | {"steps": 3})
+    (tmp_path / "run.yaml").write_text(run.dump())
+    assert load(tmp_path / "run.yaml", [f"{key}=5"]).written_keys == {*run.written_keys, key}
+
+
 def test_a_message_names_the_default() -> None:
     run = Run.load(SMALL)
     assert with_defaults_named("data.max_length: too long [LS1234]", run) == (

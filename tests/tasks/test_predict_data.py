@@ -210,6 +210,12 @@ def test_more_steps_start_from_the_export(output: Path, tmp_path: Path, capfd: p
     assert {path: path.read_bytes() for path in sorted(copy.rglob("*")) if path.is_file()} == before
     more = load(tmp_path / "out-7-steps/run.yaml", [])
     assert (more.steps, more.model.source, more.seed, more.tokenizer.train) == (3, str(copy), 0, None)
+    assert {each for each in ("steps", "model.source", "tokenizer.train") if more.wrote(each)} == {
+        "steps",
+        "model.source",
+    }
+    assert not more.wrote("launch.processes_per_gpu")
+    assert "processes_per_gpu" not in said, "a key that nobody wrote"
     assert (tmp_path / "out-7-steps/export/model.safetensors").is_file()
     assert main([*words, "steps=7"]) == 0
     assert "out-7-steps is finished" in capfd.readouterr().out

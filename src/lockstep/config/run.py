@@ -325,7 +325,7 @@ def load(
         processor.refuse()
     try:
         run = _validated(values, origin, lines, overridden, imports, by_person if quick else None)
-        if written.is_resolved(values, Run.model_fields):
+        if written.is_resolved(alone, Run.model_fields):  # before an override of steps removed epochs
             by_person = written.WrittenKeys(
                 written.keys_of(chosen) | listed | (set() if unchanged else written.changed(run))
             )

@@ -367,7 +367,9 @@ def further(run: Run, say: Callable[[str], object]) -> Run:
         f"export, in {output}: a run of its own, with a new optimizer and the whole schedule again, so its weights are "
         f"not those of {whole:g} {key} trained at once"
     )
-    return load(None, [], values, str(run.folder / "run.yaml"))
+    gone = (*(f"model.{name}" for name in left), "tokenizer")
+    written = {each for each in run.written_keys if not each.startswith(gone)} | {"model.source", key}
+    return load(None, [], values, str(run.folder / "run.yaml")).as_written(written)
 
 
 def _added(run: Run, manifest: Manifest) -> tuple[str, float] | None:
