@@ -356,7 +356,7 @@ class Bench:
             return
         expected = max((told["took_s"] for told in turns), default=0.0)
         if self.left() < expected:
-            self.left_out.setdefault(where, f"no time was left for more than {len(turns)} round(s)")
+            self.left_out.setdefault(where, f"no time was left for more than {len(turns)} rounds")
             return
         began = time.time()
         timeout = max(30.0, self.left())

@@ -121,7 +121,7 @@ def main() -> None:
     )
     for ranks in (1, 2):
         times = [max(run_on(ranks, overhead_ms, run, run=run)) for _ in range(5)]
-        print(f"{ranks} process(es): {statistics.median(times):.2f} ms a step (runs: {[round(t, 2) for t in times]})")
+        print(f"processes: {ranks}; {statistics.median(times):.2f} ms a step (runs: {[round(t, 2) for t in times]})")
 
 
 if __name__ == "__main__":

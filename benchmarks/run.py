@@ -70,7 +70,7 @@ def one(contender: str, processes: int, precision: str, common: list[str], micro
             raise SystemExit(f"{contender} failed:\n{done.stderr[-3000:]}")
         found = json.loads(Path(out.name).read_text())
     if (found["world"], found["precision"]) != (processes, precision):
-        raise SystemExit(f"{contender} ran on {found['world']} process(es) in {found['precision']}")
+        raise SystemExit(f"{contender} ran on {found['world']} processes in {found['precision']}")
     return found
 
 

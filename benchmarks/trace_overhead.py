@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--group", type=int, default=1, help="steps between two looks at the clock")
     known = parser.parse_args()
-    where = torch.cuda.get_device_name() if known.device == "cuda" else f"{torch.get_num_threads()} thread(s)"
+    where = torch.cuda.get_device_name() if known.device == "cuda" else f"threads: {torch.get_num_threads()}"
     print(f"torch {torch.__version__}, {where}")
     print("| model | tensors | seconds a step | traced | times | times, of the least | kB a step |")
     print("|---|---|---|---|---|---|---|")

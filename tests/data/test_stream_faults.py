@@ -121,7 +121,7 @@ def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     told = said(tmp_path, f"data.train={empty}", f"data.validation={validation}")
-    assert uncoded(told) == f"data.train: nothing to train on: 1 shard(s), {empty} first, hold no row that is used"
+    assert uncoded(told) == f"data.train: nothing to train on: 1 shard, {empty} first, hold no row that is used"
     told = said(tmp_path, f"data.train={empty}", f"data.validation={validation}", **LM)
     assert uncoded(told).endswith("first, make no example")
     rows = tmp_path / "train.jsonl"
@@ -129,7 +129,7 @@ def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
     assert "data.filter: no row of the validation split" in told
     write(validation, [row | {"label": "anger"} for row in rows_of(8, 1)])
     told = said(tmp_path, f"data.train={rows}", f"data.validation={validation}", "data.filter={label: [anger]}")
-    assert uncoded(told).endswith(f"1 shard(s), {rows} first, hold no row that is used")
+    assert uncoded(told).endswith(f"1 shard, {rows} first, hold no row that is used")
 
 
 def test_a_text_file_is_streamed_line_by_line(tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ def test_what_is_wrong_in_a_source_names_it(tmp_path: Path) -> None:
     run = mixed(tmp_path)
     (tmp_path / "chat.txt").write_text("")
     assert refusal(run).startswith(
-        f"data.sources: chat: data.train: nothing to train on: 1 shard(s), {tmp_path / 'chat.txt'} first"
+        f"data.sources: chat: data.train: nothing to train on: 1 shard, {tmp_path / 'chat.txt'} first"
     )
     (tmp_path / "chat.txt").write_text("no label here\n")
     assert "data.sources: chat: data.train: " in refusal(run)

@@ -145,17 +145,17 @@ def many(rows: int) -> str:
 @pytest.mark.parametrize(
     ("content", "keys", "told"),
     [
-        ("text,label\nhello, you,1\nmy, dear,0\n", {}, "line 2: the row has 3 column(s), and the header has 2: 'hello"),
+        ("text,label\nhello, you,1\nmy, dear,0\n", {}, "line 2: the row has 3 columns, and the header has 2: 'hello"),
         (
             many(100_000) + "late, and wide,1\n",
             {},
-            "line 100,002: the row has 3 column(s), and the header has 2: 'late",
+            "line 100,002: the row has 3 columns, and the header has 2: 'late",
         ),
-        (many(100_000) + "narrow\n", {}, "line 100,002: the row has 1 column(s), and the header has 2: 'narrow'"),
+        (many(100_000) + "narrow\n", {}, "line 100,002: the row has 1 column, and the header has 2: 'narrow'"),
         ("text;label\nhello, you;1\n", {}, "The header seems to be separated by semicolons: set data.separator"),
         ("text\tlabel\nhello, you\t1\n", {}, "The header seems to be separated by tabs: set data.separator"),
         ("text,label\na,1,\nb,0,\n", {}, "It ends with a separator and the header does not"),
-        ("text,label\na,1\n# made by hand\nb,0\n", {}, "line 3: the row has 1 column(s)"),
+        ("text,label\na,1\n# made by hand\nb,0\n", {}, "line 3: the row has 1 column"),
         ("text,label\na,1\n# made by hand\nb,0\n", {}, "Take comments out"),
         (
             "sep=,\ntext,label\na,1\n",
@@ -171,8 +171,8 @@ def many(rows: int) -> str:
         ),
         ('text,label\n"ends" early, really,1\n', {}, 'line 2: something stands between the " at the end of a cell'),
         ("text,label\na\0b,1\n", {}, "line 2: the row contains a zero byte"),
-        ("a,1\nb,0,2\n", {"columns": ["text", "label"]}, "line 2: the row has 3 column(s), and data.columns names 2"),
-        ('text,label\n"Oh" he said,1\nb,0\nlate, and wide,1\n', {}, "line 4: the row has 3 column(s)"),
+        ("a,1\nb,0,2\n", {"columns": ["text", "label"]}, "line 2: the row has 3 columns, and data.columns names 2"),
+        ('text,label\n"Oh" he said,1\nb,0\nlate, and wide,1\n', {}, "line 4: the row has 3 columns"),
         ('text,label\n"a \\"b\\" c, d",1\n', {}, "line 2: something stands between"),
         ('text,label\n"a \\"b\\" c",1\n', {}, 'seem to have a backslash (\\"); write them doubled'),
     ],
@@ -290,7 +290,7 @@ def test_a_header_that_is_missing_may_hold_a_value_twice(here: Path) -> None:
     [
         (
             "text;label\n" + "".join(f"words {i};{i % 2};\n" for i in range(60)),
-            "a.csv, line 2: the row has 3 column(s)",
+            "a.csv, line 2: the row has 3 columns",
         ),
         (
             "text;label\n" + "".join(f"w{'; more' * (i % 2)};{i % 2}\n" for i in range(60)),

@@ -80,7 +80,7 @@ def storm(folder: Path, cache: Path, untouched: Path, seed: int, faults: int) ->
         processes = chance.randint(1, 4)
         process = start_anew([*LOCKSTEP, "train", "run.yaml", f"launch.processes={processes}"], folder, cache)
         when = moment(process, folder, chance)
-        done.append(f"{processes} rank(s), {when}: {fault(process, folder, chance)}")
+        done.append(f"{processes} ranks, {when}: {fault(process, folder, chance)}")
         status, out, err = ended(process)  # within 200 s; launch.timeout_s is three times that
         done[-1] += f" -> {status}"
         until(lambda: not processes_in(folder), "the ranks to end with their launcher")

@@ -111,7 +111,7 @@ def test_the_table_names_what_was_measured_and_the_reasons_what_was_not() -> Non
     rows = [row(1, "ddp", 4.0), row(2, "ddp", 2.5), BenchRow(4, "ddp", {}, None, "out of memory")]
     columns, cells = table(rows)
     assert [line[columns.index("efficiency")] for line in cells] == ["100%", "80%"]
-    assert reasons(rows) == ["ddp, 4 process(es): out of memory"]
+    assert reasons(rows) == ["ddp, 4 processes: out of memory"]
     assert len(details(rows)[1]) == 2
     drawn = "".join(plots(rows))
     assert "examples per second" in drawn

@@ -87,7 +87,7 @@ def test_accumulation_by_a_condition(text: str, here: Path) -> None:
 
 TWISTS = {
     "not divided": (accumulating("(i + 1) % 4 == 0", ""), "not divided by 4"),
-    "divided by others": (accumulating("(i + 1) % 4 == 0", " / 2"), "divided by 2, and 4 batch(es)"),
+    "divided by others": (accumulating("(i + 1) % 4 == 0", " / 2"), "divided by 2, and a step has 4 batches"),
     "first batch": (accumulating("i % 4 == 0"), "i % 4 == 0 (how many batches make a step"),
     "rate": (
         changed(DDP, (LOOP, f"        for g in optimizer.param_groups:\n            g['lr'] = 0.1\n{LOOP}")),

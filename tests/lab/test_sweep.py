@@ -200,7 +200,7 @@ def test_under_slurm_it_is_one_array_job(
     write(tmp_path, launch={"name": "slurm", "processes": 1, "device": "cpu", "threads": 1})
     words = ["sweep", "run.yaml", "--over", "seed=1,2,3", "--parallel", "2"]
     assert main(words) == 0
-    assert "array job 4711 is queued: 3 trial(s)" in capsys.readouterr().out
+    assert "array job 4711 is queued: 3 trials" in capsys.readouterr().out
     (script,) = (tmp_path / "out-sweep").glob("*.sbatch")
     text = script.read_text()
     assert "#SBATCH --array=0-2%2" in text

@@ -192,9 +192,9 @@ def test_where_the_kernel_tells_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "place", "words", "said"),
     [
-        (None, 0, (), "there is no checkpoint yet; training begins from the start (2 restart(s) left)"),
-        (10, 0, (), "restarting from the last checkpoint (2 restart(s) left)"),
-        (None, 1, (), "restarting from the last checkpoint, if there is one (2 restart(s) left)"),  # on machine 0
+        (None, 0, (), "there is no checkpoint yet; training begins from the start (2 restarts left)"),
+        (10, 0, (), "restarting from the last checkpoint (2 restarts left)"),
+        (None, 1, (), "restarting from the last checkpoint, if there is one (2 restarts left)"),  # on machine 0
         (None, 0, ("remote_dir=s3://bucket/run",), "restarting from the last checkpoint, if there is one"),
     ],
 )
@@ -245,7 +245,7 @@ def test_a_rank_that_takes_all_memory(goes_on: bool, small: Path, tmp_path: Path
     assert status == 0, err
     assert "was killed by SIGKILL (the kernel killed it because memory ran out; it held " in err
     assert " of 1.95 GiB that there are for all ranks of this machine. Use more micro_batches" in err
-    restarts = "there is no checkpoint yet; training begins from the start (1 restart(s)"
+    restarts = "there is no checkpoint yet; training begins from the start (1 restart"
     then = "the other ranks continue" if goes_on else restarts
     assert f"); {then}" in err
     assert "from the last checkpoint" not in err
@@ -268,9 +268,9 @@ def gone(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, **values: Any) -> tupl
 
 @pytest.mark.parametrize(("inside", "machine", "same", "said"), [
     (0, 0, True, "it was killed, or the machine was"),
-    (2, 2, True, "the kernel killed 2 process(es) of its cgroup because memory ran out"),
-    (2, 2, False, "the kernel killed 2 process(es) of this machine because memory ran out; if it was one of them"),
-    (0, 1, True, "the kernel killed 1 process(es) of this machine because memory ran out; if it was one of them"),
+    (2, 2, True, "the kernel killed 2 processes of its cgroup because memory ran out"),
+    (2, 2, False, "the kernel killed 2 processes of this machine because memory ran out; if it was one of them"),
+    (0, 1, True, "the kernel killed 1 process of this machine because memory ran out; if it was one of them"),
 ])  # fmt: skip
 @pytest.mark.parametrize("cgroup", [V1, V2])
 def test_a_launcher_that_memory_took_too(

@@ -54,7 +54,7 @@ def test_the_plan_of_two_machines() -> None:
     )
     assert plan.variables == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TOKENIZERS_PARALLELISM": "false"}
     assert plan.notes[0] == (
-        "start the same command on 2 machines; they meet at 10.0.0.1:29400, each starts 2 process(es)"
+        "start the same command on 2 machines; they meet at 10.0.0.1:29400, each starts 2 processes"
     )
 
 

@@ -150,7 +150,7 @@ def test_a_killed_job_goes_on_with_its_scale_and_tells_of_overflows(tmp_path: Pa
             assert "resuming after step " in more  # 4 or 8: both come after an overflow
             out += more
         assert status == 0, err
-        assert "1 step(s) skipped: fp16 overflowed; the loss scale is 32,768 now" in out
+        assert "1 step skipped: fp16 overflowed; the loss scale is 32,768 now" in out
         told = [line for line in lines(folder) if line["split"] == "train"]
         assert told[-1]["loss_scale"] == FIRST_SCALE / 4
         assert all("skipped_steps" not in line for line in told)

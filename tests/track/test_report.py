@@ -82,7 +82,7 @@ def test_prices_of_padding_and_communication(tmp_path: Path) -> None:
 
 def test_what_was_run_is_told(tmp_path: Path) -> None:
     said = text_of(write_report(folder_of(tmp_path / "run")))
-    for text in ("one: ranks 0 to 1; two: rank 2", "torch 2.13", "0123456789ab on main, 2 changed file(s)", "abababab"):
+    for text in ("one: ranks 0 to 1; two: rank 2", "torch 2.13", "0123456789ab on main, 2 changed files", "abababab"):
         assert text in said, text
 
 

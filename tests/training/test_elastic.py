@@ -145,7 +145,7 @@ def test_what_cannot_go_on_starts_again_and_says_so(tmp_path: Path, job: Command
     status, out, err = ended(process)
     assert status == 0, err
     assert "launch.on_rank_failure: continue is not possible (strategy fsdp2 does not keep a whole copy" in out
-    assert "restarting from the last checkpoint (1 restart(s) left)" in err
+    assert "restarting from the last checkpoint (1 restart left)" in err
     assert "resuming after step" in out
     assert job.bits() == bits(untouched)
 

@@ -62,7 +62,7 @@ def test_a_step_may_be_skipped_on_all_ranks_alike(tmp_path: Path, cache: Path) -
         options = ["strategy.name=support.misbehaving.Exploding", "on_nonfinite=skip", f"launch.processes={processes}"]
         status, out, err = train(folder, cache, *options, PYTHONPATH=TESTS_PATH)
         assert status == 0, err
-        assert "1 step(s) skipped: not finite" in out
+        assert "1 step skipped: not finite" in out
         told = [line for line in lines(folder) if line["split"] == "train" and line.get("skipped_steps")]
         assert [(line["step"], line["loss"]) for line in told] == [(BAD_STEP + 1, None)]
         for line in (folder / "out" / "metrics.jsonl").read_text().splitlines():

@@ -175,7 +175,7 @@ def trained(run: Run, ranks: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", ["FrozenRows", "Clamped", "Evaluated"])
 def test_what_is_the_same_for_every_batch_has_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
     alone = trained(run_of(name, tmp_path, "single"), 1)
-    assert "# the same weights on 2 process(es)" in log(tmp_path / f"{name}-single")
+    assert "# the same weights on 2 processes" in log(tmp_path / f"{name}-single")
     if name == "Evaluated":  # the export is what was trained, not what was evaluated
         run = run_of("Plain", tmp_path, "single")
         assert digest(alone) == digest(trained(run, 1))
@@ -236,4 +236,4 @@ def test_what_may_depend_on_a_count_is_noted_and_nothing_is_promised(name: str, 
     said = log(run.folder)
     assert note in said
     assert "the same weights on" not in said
-    assert "whether this is the same training on 2 process(es)" in said
+    assert "whether this is the same training on 2 processes" in said

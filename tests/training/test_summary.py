@@ -35,7 +35,7 @@ def test_the_same_weights_on_another_number_of_processes(
     run = tiny(*overrides, "max_time=1h", output=output, **elsewhere)
     found, said = pasted(run, now)
     assert (found.strategy.name, found.launch.processes) == then
-    assert said == f"gives the same weights on {then[1]} process(es)"
+    assert said == f"gives the same weights on {'1 process' if then[1] == 1 else f'{then[1]} processes'}"
     assert found.arithmetic() == run.arithmetic()
     assert found.folder == Path(f"{output}-{then[1]}")
     assert (found.max_time, found.hub.push_to, found.remote_dir) == (None, None, None)

@@ -29,6 +29,7 @@ from lockstep.track import json_output
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
 from lockstep_trace import streams
+from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -146,7 +147,7 @@ def origin(record: JobRecord) -> str:
     how = record.launcher or "by hand"
     job = f", job {record.job}" if record.job else ""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.began))
-    return f"{how}{job}, {record.processes} process(es), from {record.process.host}, {when}"
+    return f"{how}{job}, {quantity(record.processes, 'process')}, from {record.process.host}, {when}"
 
 
 def state_sentence(state: State) -> str:

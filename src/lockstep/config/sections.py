@@ -110,13 +110,13 @@ class DataSection(Streaming, Section):
     config: str | None = Field(None, description="configuration of a Hub data set")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub data set")
     train: PathText | list[PathText] | None = Field(
-        None, description="split name or path(s); default: the split called train"
+        None, description="split name, path or list of paths; default: the split called train"
     )
     validation: PathText | list[PathText] | None = Field(
-        None, description="split name or path(s); default: found by its usual names, or cut from train"
+        None, description="split name, path or list of paths; default: found by its usual names, or cut from train"
     )
     test: PathText | list[PathText] | None = Field(
-        None, description="split name or path(s); default: the split called test, if any"
+        None, description="split name, path or list of paths; default: the split called test, if any"
     )
     layout: Layout = Field("rows", description=LAYOUT)
     columns: list[str] | None = Field(

@@ -18,6 +18,7 @@ from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import column_types, file_formats, row_files, row_reader
 from lockstep.data.column_types import ALL, ColumnUse
+from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -88,7 +89,8 @@ def read_conll(files: list[Path], key: str, data: DataSection) -> Dataset:
                 if len(cells) != len(names):
                     raise RunError(
                         "LS2000",
-                        f"{key}: {file}, line {number:,}: expected {len(names)} column(s) ({', '.join(names)}), as in "
+                        f"{key}: {file}, line {number:,}: expected {quantity(len(names), 'column')} "
+                        f"({', '.join(names)}), as in "
                         f"the lines before; this line has {len(cells)}: {' '.join(cells)[:80]!r}. Each line is a word "
                         "and its tags, with a tab or spaces between them; a blank line ends a sentence",
                     )

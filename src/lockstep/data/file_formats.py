@@ -32,6 +32,7 @@ from typing import Any, BinaryIO
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.cache import cache_folder, locked
+from lockstep_trace.plurals import quantity
 
 ENDINGS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 BLOCK = 2**20  # bytes read at a time
@@ -490,7 +491,7 @@ def _misfit(file: Path, line: int, row: list[str], table: Table, data: DataSecti
     else:
         how = f"A cell that holds {called} stands between double quotes"
         how += "; a file with a text on each line is called .txt" if alone else ""
-    widths = f"the row has {len(row)} column(s), and {header} {len(table.names)}"
+    widths = f"the row has {quantity(len(row), 'column')}, and {header} {len(table.names)}"
     return f"{file}, line {line:,}: {widths}: {_excerpt(row)}. {how}"
 
 

@@ -33,6 +33,7 @@ from lockstep.data.cache import cached, discard, folder_of
 from lockstep.data.remote import ShardCache, Unfetched, unpinned, with_addresses
 from lockstep.data.row_reader import Chunk, RowReader, Rows
 from lockstep.data.splitting import EvalHashes
+from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -364,7 +365,8 @@ class Stream:
     def _nothing(part: StreamingSource, what: str) -> RunError:
         with part.named():
             raise RunError(
-                "LS2273", f"data.train: nothing to train on: {len(part.files)} shard(s), {part.files[0]} first, {what}"
+                "LS2273",
+                f"data.train: nothing to train on: {quantity(len(part.files), 'shard')}, {part.files[0]} first, {what}",
             )
 
     def index(self, make: Make, key: str) -> Path:

@@ -22,6 +22,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import tokenizer
 from lockstep.data.arrow_cache import VERSION, Columns, content, digest, encode
+from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -580,8 +581,9 @@ def by_split_column(splits: dict[str, Dataset], data: DataSection, name: str) ->
     if first is not None:
         raise RunError(
             "LS2321",
-            f"data.split_column: column {column!r} of {name} holds {first[1]!r} in {others[first[1]]:,} "
-            f"row(s), first in row {first[0]:,}; expected one of {', '.join(split_names)}. To exclude other rows, "
+            f"data.split_column: column {column!r} of {name} holds {first[1]!r} in "
+            f"{quantity(others[first[1]], 'row')}, "
+            f"first in row {first[0]:,}; expected one of {', '.join(split_names)}. To exclude other rows, "
             f"set data.filter: {{{column}: [{', '.join(there) or 'train'}]}}",
         )
     split_of = np.concatenate(places)

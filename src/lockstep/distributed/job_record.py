@@ -25,6 +25,7 @@ from typing import Any, Literal
 from lockstep.config.errors import DONE, STOPPED
 from lockstep.config.run import RunError, replace_text
 from lockstep.distributed import host_memory
+from lockstep_trace.plurals import quantity
 
 FILE = "launch.json"
 # The job of the ranks: dotted name of a function of (run, world), and further arguments.
@@ -242,10 +243,13 @@ def evidence_of_end(launched: JobRecord) -> str | None:
         inside, machine = (now - then for now, then in zip(host_memory.kills(), launched.kills, strict=True))
         killed = "because memory ran out"
         if inside > 0 and launched.cgroup == host_memory.cgroup():
-            return f"since it began the kernel killed {inside} process(es) of its cgroup {killed}. {LESS_MEMORY}"
+            return (
+                f"since it began the kernel killed {quantity(inside, 'process')} of its cgroup {killed}. {LESS_MEMORY}"
+            )
         if machine > 0:
             return (
-                f"it was killed, or the machine was. Since it began the kernel killed {machine} process(es) of this "
+                f"it was killed, or the machine was. Since it began the kernel killed "
+                f"{quantity(machine, 'process')} of this "
                 f"machine {killed}; if it was one of them: {LESS_MEMORY[0].lower()}{LESS_MEMORY[1:]}"
             )
     return None

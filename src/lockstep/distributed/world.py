@@ -26,6 +26,7 @@ from lockstep.distributed.membership import SOON_S, Generation, Membership
 from lockstep.distributed.rendezvous import Rendezvous
 from lockstep.distributed.signals import StopRequest
 from lockstep.track.console import LOG
+from lockstep_trace.plurals import quantity
 
 # Limits of oneDNN's cache of kernels, which are specific to the sizes of a product: every unpadded micro-batch has its
 # own, and the default of 1,024 takes some 350 MiB. A micro-batch of a usual text model uses about 20 kernels.
@@ -306,8 +307,9 @@ def pick_device(run: Run, local_rank: int, local_size: int = 1) -> torch.device:
     if count * each < max(local_size, local_rank + 1):
         raise RunError(
             "LS7070",
-            f"launch.device: {device_name}, but local rank {local_rank} of {local_size} finds {count} CUDA "
-            f"device(s), each for {each} process(es); use fewer processes, launch.device=cpu, or "
+            f"launch.device: {device_name}, but local rank {local_rank} of {local_size} finds "
+            f"{quantity(count, 'CUDA device')}, each for {quantity(each, 'process')}; use fewer processes, "
+            f"launch.device=cpu, or "
             "launch.processes_per_gpu for processes that share one",
         )
     device = torch.device("cuda", local_rank // each)

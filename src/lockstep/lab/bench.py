@@ -29,6 +29,7 @@ from lockstep.track.report.report import write_page
 from lockstep.training import timing
 from lockstep.training.resolve import Job
 from lockstep.training.timing import Timing
+from lockstep_trace.plurals import quantity
 
 MEASURE = "lockstep.training.timing.measure"  # the job that every rank does
 FILE = "job.json"  # what the process that measures is sent
@@ -106,7 +107,10 @@ def bench(request: Bench, path: str | None, overrides: Mapping[str, Any], defaul
         raise RunError("LS8021", f"none of the {len(rows)} jobs can run; the first fails with: {rows[0].reason}")
     count = len(runnable) * request.rounds
     each = f"{request.skip} + {request.steps} steps"
-    console.say(f"{len(runnable)} configuration(s), {request.rounds} round(s) of {each} each -> {request.folder}")
+    console.say(
+        f"{quantity(len(runnable), 'configuration')}, {quantity(request.rounds, 'round')} of {each} each -> "
+        f"{request.folder}"
+    )
     done = 0
     for number in range(request.rounds):  # interleaved: a slow minute of the machine meets all of them
         for place, row in enumerate(rows):
@@ -115,10 +119,10 @@ def bench(request: Bench, path: str | None, overrides: Mapping[str, Any], defaul
             done += 1
             one(request, row, number, request.folder / "jobs" / f"{place + 1:03d}")
             what = row.reason or f"{row.rates[-1]:.1f} examples/s"
-            name = f"{row.processes} process(es), {row.series}"
+            name = f"{quantity(row.processes, 'process')}, {row.series}"
             console.say(f"[{done} of {count}] round {number + 1}: {name}: {what}")
             write(request, rows)
-    console.table(f"{request.base.name}: median of {request.rounds} round(s)", *table(rows), key="jobs")
+    console.table(f"{request.base.name}: median of {quantity(request.rounds, 'round')}", *table(rows), key="jobs")
     for text in reasons(rows):
         console.say(f"cannot run: {text}")
     console.say(f"results    {request.folder}/bench.html, {request.folder}/bench.json")
@@ -247,7 +251,9 @@ def table(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
 
 def reasons(rows: Sequence[BenchRow]) -> list[str]:
     """A line for each row that could not run, or stopped running."""
-    return [f"{row.series}, {row.processes} process(es): {row.reason}" for row in rows if row.reason is not None]
+    return [
+        f"{row.series}, {quantity(row.processes, 'process')}: {row.reason}" for row in rows if row.reason is not None
+    ]
 
 
 def details(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:

@@ -40,6 +40,7 @@ from lockstep.lab.machine_info import Facts
 from lockstep.lab.subprocess_job import Child
 from lockstep.track import json_output
 from lockstep.track.console import Console
+from lockstep_trace.plurals import quantity
 
 MEET_S = 60.0  # that ranks wait for each other
 PROCESSES_S = 240.0  # that processes started here may take in all
@@ -137,7 +138,8 @@ def problems(report: dict[str, Any]) -> list[str]:
         )
     if slow := ranks.get("compute", {}).get("slow_ranks"):
         failures.append(
-            f"rank(s) {', '.join(map(str, slow))} compute at less than 0.7 of the middle speed: all wait for them"
+            f"{'rank' if len(slow) == 1 else 'ranks'} {', '.join(map(str, slow))} compute at less than 0.7 of "
+            f"the middle speed: all wait for them"
         )
     for host, facts in ranks.get("folder", {}).get("of_host", {}).items():
         if "failed" in facts:
@@ -204,7 +206,7 @@ def _tell_ranks(console: Console, ranks: Facts) -> None:
     if rows:
         console.table("what differs between ranks", ["what", "where", "breaks exactness"], rows)
     else:
-        console.say(f"all {ranks['size']} rank(s) are alike")
+        console.say("all ranks are alike")
 
 
 def _sides(each: dict[str, Any]) -> str:
@@ -435,7 +437,9 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
     console = Console(not as_json)
     count = processes or max(2, gpus_of(run_of("single", "fp32", 1, device)))
     runs = [[run_of(name, precision, count, device) for name in names] for precision in PRECISIONS]
-    console.say(f"{STEPS} steps under each strategy, {count} process(es), beside the same steps of one process ...")
+    console.say(
+        f"{STEPS} steps under each strategy, {quantity(count, 'process')}, beside the same steps of one process ..."
+    )
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-selftest-") as folder:
         for outcome in outcomes_of(Path(folder), runs):

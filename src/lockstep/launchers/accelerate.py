@@ -33,6 +33,7 @@ from lockstep.launchers.launcher import Launcher, LaunchPlan, write_files
 from lockstep.launchers.local import check_gpus, memory_here, processes_of
 from lockstep.launchers.processes import accelerate_config
 from lockstep.track.console import error
+from lockstep_trace.plurals import quantity
 
 
 class Accelerate(Launcher):
@@ -52,7 +53,9 @@ class Accelerate(Launcher):
         options, each = self.options(run), processes_of(run)
         accelerate_config.check_file(run, options.config_file)
         total = options.machines * each
-        run.check_shared(total, f"launch.machines: {options.machines} machine(s) of {each} process(es)")
+        run.check_shared(
+            total, f"launch.machines: {quantity(options.machines, 'machine')} of {quantity(each, 'process')}"
+        )
         if options.machine_rank >= options.machines:
             raise RunError(
                 "LS7200",
@@ -110,7 +113,9 @@ class Accelerate(Launcher):
             if status != 1 or stop_requested or not left:
                 return status
             where = "from the last checkpoint" if newest_whole(run) is not None else "from the start"
-            error(coded("LS7203", f"accelerate launch has failed; restarting {where} ({left} restart(s) left)"))
+            error(
+                coded("LS7203", f"accelerate launch has failed; restarting {where} ({quantity(left, 'restart')} left)")
+            )
         return 1
 
     def check_address(self, run: Run) -> None:

@@ -21,6 +21,7 @@ from lockstep.distributed.hardware import available_cores, gpus_of
 from lockstep.distributed.job_record import TRAIN
 from lockstep.distributed.signals import STOP_SIGNALS, handled
 from lockstep.launchers.launcher import Launcher, LaunchPlan
+from lockstep_trace.plurals import quantity
 
 LOOPBACK = "127.0.0.1"  # reachable only from this machine
 # glibc caches freed small blocks. They lie between a step's large tensors and outlive them, which fragments the heap.
@@ -101,8 +102,9 @@ def check_gpus(run: Run, processes: int) -> None:
     if places < processes and places:
         raise RunError(
             "LS7290",
-            f"launch.device: {run.launch.device}, but this machine has {gpus_of(run)} CUDA device(s) for "
-            f"{processes} process(es); use fewer processes, launch.device=cpu, or launch.processes_per_gpu for "
+            f"launch.device: {run.launch.device}, but this machine has {quantity(gpus_of(run), 'CUDA device')} for "
+            f"{quantity(processes, 'process')}; use fewer processes, launch.device=cpu, or "
+            f"launch.processes_per_gpu for "
             "processes that share one",
         )
 

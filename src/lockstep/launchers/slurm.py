@@ -32,6 +32,7 @@ from lockstep.launchers.launcher import LaunchPlan, SubmittedJob, write_files
 from lockstep.launchers.processes import srun
 from lockstep.launchers.processes.srun import SlurmTask
 from lockstep.track.console import Console
+from lockstep_trace.plurals import quantity
 
 _POLL_S = 3.0  # polling interval of SLURM
 _MORE_S = 120.0  # timeout for a missing node, if the job can run without it
@@ -177,7 +178,9 @@ class Slurm(SubmittedJob):
         options = self.options(run)
         processes = processes_of(run, options)
         world = options.machines * processes
-        run.check_shared(world, f"launch.machines: {options.machines} machine(s) of {processes} process(es)")
+        run.check_shared(
+            world, f"launch.machines: {quantity(options.machines, 'machine')} of {quantity(processes, 'process')}"
+        )
         minutes = minutes_of(options.time) if options.time else None
         warn = 60 * minutes_of(options.signal_before)
         if minutes and warn >= 60 * minutes:
@@ -330,7 +333,7 @@ def state_of(record: JobRecord) -> State:
     if facts is None:
         return _remembered(record)
     word, reason = facts["JobState"], facts.get("Reason", "None")
-    restarts = f", restarted {facts['Restarts']} time(s)" if facts.get("Restarts", "0") != "0" else ""
+    restarts = f", restarted {quantity(facts['Restarts'], 'time')}" if facts.get("Restarts", "0") != "0" else ""
     if word in _WAITING:
         return State("waiting", f"{word.lower()} ({reason}){restarts}")
     if word in _LIVE:
@@ -461,7 +464,9 @@ def _head(job: BatchJob) -> list[str]:
         "open-mode": "append",
     }
     ranks = job.nodes * job.tasks * job.processes
-    what = f"{len(job.array)} runs of {ranks} process(es) each" if job.array else f"{ranks} process(es)"
+    what = quantity(ranks, "process")
+    if job.array:
+        what = f"{quantity(len(job.array), 'run')} of {what} each"
     again = f"sbatch {shlex.quote(str(job.folder / FILE))}"
     lines = [f"# {what}. Written by lockstep {__version__}; to submit it again by hand: {again}"]
     lines += [f"#SBATCH --{name}={_word(str(value))}" for name, value in options.items() if value is not None]
@@ -505,7 +510,7 @@ def _ranks(job: BatchJob) -> list[str]:
         f"  {line}",
         "  status=$?",
         "  case $status in 0|2|75|143) break ;; esac",
-        '  echo "lockstep: the ranks ended with status $status, $restarts_left restart(s) left"',
+        '  echo "lockstep: the ranks ended with status $status, restarts left: $restarts_left"',
         "done",
     ]
 

@@ -22,6 +22,7 @@ from lockstep.distributed.job_record import TRAIN
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.local import check_gpus, entry, memory_here, prestart, processes_of
 from lockstep.track.console import Console
+from lockstep_trace.plurals import quantity
 
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -73,7 +74,9 @@ class Torchrun(Launcher):
             raise RunError(
                 "LS7430", f"launch.machines: invalid value {options.machines!r}; the minimum comes first, as in 1:4"
             )
-        run.check_shared(most * processes, f"launch.machines: {most} machine(s) of {processes} process(es)")
+        run.check_shared(
+            most * processes, f"launch.machines: {quantity(most, 'machine')} of {quantity(processes, 'process')}"
+        )
         if options.keep_alive_timeout_s < 3:
             raise RunError(
                 "LS7431",
@@ -100,7 +103,8 @@ class Torchrun(Launcher):
         same += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}", "-m", "lockstep", "train", "RUN.yaml"]
         together = f"{most} machines" if fewest == most else f"{fewest} to {most} machines"
         notes = [
-            f"start the same command on {together}; they meet at {host}:{port}, each starts {processes} process(es)",
+            f"start the same command on {together}; they meet at {host}:{port}, each starts "
+            f"{quantity(processes, 'process')}",
             "torch elastic runs in this terminal; the command is torchrun's own for the same job",
             "every machine needs the run file, the data, and the same package versions",
         ]

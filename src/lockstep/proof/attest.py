@@ -25,6 +25,7 @@ from lockstep.proof.diff import first_mismatch, replayed, run_to_recompute, star
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of, scores_of
 from lockstep.training import fingerprints
+from lockstep_trace.plurals import quantity
 
 FORMAT = 1
 FOLDER, NAME, SIGNATURE = "attestation", "attestation.json", "attestation.sig"
@@ -312,7 +313,7 @@ def _of_steps(
     total = sum(step - begin for begin, step in last.items())
     console.say(
         f"{len(chosen)} of {steps} steps were drawn ({len(near)} are within {within} of a checkpoint or the start); "
-        f"{total} are computed again by {processes} process(es) under {run.strategy.name}"
+        f"{total} are computed again by {quantity(processes, 'process')} under {run.strategy.name}"
     )
     for begin, step in last.items():
         with replayed(run, output, step, begin) as (status, folder):

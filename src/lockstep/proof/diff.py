@@ -25,6 +25,7 @@ from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 from lockstep_trace import causes
+from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -166,7 +167,7 @@ def _recompute(console: Console, both: tuple[Path, Path], divergence: Divergence
         run = run_to_recompute(folder, overrides, "own", int(start_of(folder).get("processes") or 1))
         if (run.strategy.name, run.launch.processes) == ("single", 1):
             continue
-        how = f"{run.strategy.name}, {run.launch.processes} process(es)"
+        how = f"{run.strategy.name}, {quantity(run.launch.processes, 'process')}"
         console.say(f"step {divergence.step} as {folder} trained it: {how} ...")
         if _tell_first_difference(
             console, divergence.step, partial(alone, folder), partial(anatomy_of, run, folder), f"{folder}, "
@@ -378,7 +379,7 @@ def replay(
     for note in recorded["notes"]:
         console.note(note)
     began = f"the checkpoint of step {recorded['from']}" if recorded["from"] else "the start"
-    how = f"{run.strategy.name}, {processes} process(es), {run.launch.threads} thread(s) each"
+    how = f"{run.strategy.name}, {quantity(processes, 'process')}, {quantity(run.launch.threads, 'thread')} each"
     console.say(f"step {step} of {recorded['total']}, computed again from {began} on ({how})")
     same = tell_steps(console, recorded["steps"], fingerprints.skips(run))
     tell_step(console, run, recorded["step"])

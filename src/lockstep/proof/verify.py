@@ -34,6 +34,7 @@ from lockstep.proof.recording import TRACE, Recording, read
 from lockstep.track.console import Console
 from lockstep_trace import compare as comparing
 from lockstep_trace.compare import Comparison, Tolerance
+from lockstep_trace.plurals import quantity
 from lockstep_trace.read import read as read_trace
 from lockstep_trace.report import write as write_page
 from lockstep_trace.terminal import lines_of, say_numbers
@@ -156,7 +157,7 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
     if verdict is not None:
         answer = {"agrees": not wrong, "promise": "bits" if mine.bits else "rounding", "differences": wrong}
         verdict.write_text(json.dumps(answer), encoding="utf-8")
-    say_numbers(console, compared, f"{mine.strategy} on {mine.processes} process(es), beside one process")
+    say_numbers(console, compared, f"{mine.strategy} on {quantity(mine.processes, 'process')}, beside one process")
     kinds = (f"{what} {' and '.join(names)}" for what, names in mine.dtypes.items())
     console.say(f"kept in: {', '.join(kinds)}".replace("torch.", ""), 2)
     console.say(promise(mine), 2)

@@ -47,6 +47,7 @@ from lockstep.strategies.exact.reduction import Exchange, all_reduce_flat, bucke
 from lockstep.strategies.replicated import call_on_cpu
 from lockstep.strategies.strategy import DataShard, summing
 from lockstep.tasks.task import Task
+from lockstep_trace.plurals import quantity
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 BUCKET_BYTES = 25 * 2**20  # bucket size between pipelines
@@ -118,7 +119,8 @@ class Pipeline(ShardedRecovery):
             if fault is not None:
                 raise RunError(
                     "LS4246",
-                    f"micro_batches: {run.micro_batches} on {pipelines} pipeline(s) are {each_has} each, but {fault}; "
+                    f"micro_batches: {run.micro_batches} on {quantity(pipelines, 'pipeline')} are {each_has} "
+                    f"each, but {fault}; "
                     f"change micro_batches, strategy.options.stages or strategy.options.schedule",
                 )
 

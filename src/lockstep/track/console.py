@@ -39,6 +39,7 @@ from lockstep.config.run import led_away
 from lockstep.track.best import Best
 from lockstep.track.busy import ECHO, Busy
 from lockstep_trace import streams
+from lockstep_trace.plurals import quantity
 
 LOG = "log.txt"  # in OUTPUT: output of rank 0, and errors of all ranks
 Voice = Literal["normal", "quiet", "verbose"]
@@ -265,10 +266,12 @@ class Console:
 
     def _train(self, step: int, numbers: Mapping[str, float]) -> None:
         if "skipped_steps" in numbers:
-            self.note(f"step {step}: {numbers['skipped_steps']:.0f} step(s) skipped: not finite")
+            self.note(f"step {step}: {quantity(numbers['skipped_steps'], 'step')} skipped: not finite")
         if "overflowed_steps" in numbers:
             many, scale = numbers["overflowed_steps"], numbers["loss_scale"]
-            self.note(f"step {step}: {many:.0f} step(s) skipped: fp16 overflowed; the loss scale is {scale:,.0f} now")
+            self.note(
+                f"step {step}: {quantity(many, 'step')} skipped: fp16 overflowed; the loss scale is {scale:,.0f} now"
+            )
         if "spike" in numbers:
             self.note(f"step {step}: the loss jumped to {numbers['loss']:.4g}")
         parts = [

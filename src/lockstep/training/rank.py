@@ -60,6 +60,7 @@ from lockstep.training.summary import Promised, better_step, closing, digest_of,
 from lockstep.training.throughput import Counts
 from lockstep.training.train_state import TrainState
 from lockstep_trace import streams
+from lockstep_trace.plurals import quantity
 
 
 def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
@@ -208,7 +209,10 @@ def work(job: Job, world: World) -> int:
     console = Console(world.is_main, world.log, run.track.console)
     done = not world.joining and finished_already(job, world)
     if world.is_main:
-        append(world.log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {world.size} process(es), rank 0 on {world.host}")
+        append(
+            world.log,
+            f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {quantity(world.size, 'process')}, rank 0 on {world.host}",
+        )
     if done:
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
         return publish_until_stopped(run, world, console) if world.is_main else DONE

@@ -31,6 +31,7 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import data, selection_lines
 from lockstep.training.model_stats import padding as padding_of
 from lockstep.training.resolve import resolve_strategy
+from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
     from lockstep.training.throughput import Counts
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoader) -> dict[str, str]:
     """Opening lines of a run."""
     cuda = world.device.type == "cuda"
-    device = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {world.threads} thread(s) each"
+    device = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {quantity(world.threads, 'thread')} each"
     choice = strategy.summary_suffix if isinstance(strategy, ChoosesByMemory) else ""
     return {
         "run": f"{run.name} -> {run.folder}",
@@ -227,9 +228,9 @@ def the_same_elsewhere(run: Run, world: World, promised: Promised = Promised.YES
             resolve_strategy(run, processes)
             words += [f"launch.processes={processes}"]
             if promised != Promised.YES:
-                return shlex.join(words), f"whether this is the same training on {processes} process(es)"
+                return shlex.join(words), f"whether this is the same training on {quantity(processes, 'process')}"
             words += _in_a_folder_of_its_own(run, str(processes))
-            return shlex.join(words), f"gives the same weights on {processes} process(es)"
+            return shlex.join(words), f"gives the same weights on {quantity(processes, 'process')}"
     return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model once more"
 
 

@@ -39,6 +39,7 @@ from lockstep_clouds.sagemaker_request import (
     request_of,
 )
 from lockstep_clouds.sagemaker_request import check as check_keys
+from lockstep_trace.plurals import quantity
 
 FIRST, PORT = "algo-1", 29400  # SageMaker names its instances algo-1, algo-2, ...; they meet at the first
 
@@ -96,7 +97,9 @@ class Sagemaker(SubmittedJob):
         request = request_of(run, options, parcel)
         if importlib.util.find_spec("botocore") is not None:
             check_request(request)
-        sent = sorted(parcel.modules) + [f"{len(parcel.data)} local file(s) of data or model"] * bool(parcel.data)
+        sent = sorted(parcel.modules)
+        if parcel.data:
+            sent.append(f"{quantity(len(parcel.data), 'local file')} of data or model")
         folder = f"{prefix_of(run, options)}/source"
         notes = [
             f"{folder}/source.tar.gz will hold lockstep, run.yaml, requirements.txt"

@@ -20,6 +20,7 @@ from lockstep.lab.import_config import trainer
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import NAMES, RunDraft, number, read_table
 from lockstep_clouds import aws
+from lockstep_trace.plurals import quantity
 
 CALLED = "an estimator of SageMaker"
 TABLE = read_table("sagemaker")
@@ -53,7 +54,7 @@ def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] |
     values = arguments(script)
     if values is None:
         return None
-    return f"{CALLED}, {len(values)} key(s)", lambda draft, processes: move(values, draft, processes)
+    return f"{CALLED}, {quantity(len(values), 'key')}", lambda draft, processes: move(values, draft, processes)
 
 
 def arguments(script: Script) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ from lockstep_plan.devices import Device
 from lockstep_plan.estimate import computed, estimate
 from lockstep_plan.fake_world import Simulated
 from lockstep_plan.rates import ENGINES, NOT_THE_ENGINES, STRATEGIES, STRATEGIES_ON, Rates, read, with_strategy
+from lockstep_trace.plurals import quantity
 
 MEASURE = "lockstep_plan.rates.measure"  # the job that every rank does
 FASTEST = 1e15  # bytes/s, of what is not slower than what is measured beside it
@@ -67,7 +68,7 @@ def measured(jobs: Mapping[int, Run], steps: int, say: Say) -> dict[int, Rates]:
     rates = {}
     for count, job in jobs.items():
         rates[count] = one(job, steps)
-        say(f"{count} process(es) at once: {rates[count].at_once_s:.3g} s a step of one")
+        say(f"{quantity(count, 'process')} at once: {rates[count].at_once_s:.3g} s a step of one")
     return rates
 
 
@@ -115,7 +116,7 @@ def one(run: Run, steps: int) -> Rates:
         raise
     rates = read(run.folder)
     if child.status != 0 or rates is None:
-        raise RunError("LS8043", f"--calibrate: {run.launch.processes} process(es): {child.reason()}")
+        raise RunError("LS8043", f"--calibrate: {quantity(run.launch.processes, 'process')}: {child.reason()}")
     check_finite(asdict(rates))
     return rates
 
@@ -143,11 +144,11 @@ def shape_of(
     begun = median(sum(each.phases.values()) for each in alone)
     crowding = {n: median(each[n].at_once_s for each in rates_of_rounds) / begun for n in sorted(rates_of_rounds[0])}
     when, cores = time.strftime("%Y-%m-%d"), available_cores()
-    what = f"measured on {when}, {len(rates_of_rounds)} round(s), {alone[0].threads} thread(s)"
+    what = f"measured on {when}, {quantity(len(rates_of_rounds), 'round')}, {quantity(alone[0].threads, 'thread')}"
     not_measured = f"not measured, taken as inside of a machine: put yours in for more than {most} processes"
     return Device.model_validate(
         {
-            "name": f"{processor()}, {cores} core(s) for {most} process(es)",
+            "name": f"{processor()}, {quantity(cores, 'core')} for {quantity(most, 'process')}",
             "kind": "cpu",
             "memory_bytes": max(1.0, alone[0].memory_bytes / most),
             "ranks_per_node": most,
@@ -162,7 +163,7 @@ def shape_of(
             "step_scale": scale,
             "micro_batch_s": besides,
             "sources": {
-                "memory_bytes": f"the machine's, shared by {most} process(es)",
+                "memory_bytes": f"the machine's, shared by {quantity(most, 'process')}",
                 "flops": f"{what}: matrix products of the sizes in a step of the run's model",
                 "memory_bytes_per_s": f"{what}: additions, by the bytes of one",
                 "operation_s": f"{what}: an addition of four numbers",

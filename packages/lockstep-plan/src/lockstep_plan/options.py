@@ -13,6 +13,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.launchers import start
 from lockstep.track.console import Console
 from lockstep_plan import devices, planner, render
+from lockstep_trace.plurals import quantity
 
 
 def answered(
@@ -60,6 +61,9 @@ def chosen(count: int, plans: Sequence[planner.Plan]) -> str:
     """The first of those that fit, as words of a command line."""
     best = next((p for p in plans if p.fits), None)
     if best is None:
-        return f"nothing of this fits on {count:,} process(es): use more of them, or checkpoint_activations, bf16, LoRA"
+        return (
+            f"nothing of this fits on {quantity(count, 'process')}: use more of them, or "
+            f"checkpoint_activations, bf16, LoRA"
+        )
     options = "".join(f" strategy.options.{key}={value}" for key, value in best.run.strategy.options.items())
     return f"choose     strategy.name={best.run.strategy.name}{options} micro_batches={best.run.micro_batches}"

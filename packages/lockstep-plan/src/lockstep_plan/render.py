@@ -15,6 +15,7 @@ from lockstep.training.model_stats import size
 from lockstep_plan.devices import Device
 from lockstep_plan.estimate import Estimate
 from lockstep_plan.planner import Plan
+from lockstep_trace.plurals import quantity
 
 KINDS = ("weights", "gradients", "partial sums", "optimizer", "activations", "on the way", "buffers")
 Lines = dict[str, list[tuple[float, float]]]  # of a chart, by name
@@ -45,7 +46,8 @@ def facts(plan: Plan, device: Device, price: float | None) -> dict[str, str]:
     machines = -(-plan.processes // device.ranks_per_node)
     waiting = estimate.seconds["waiting"] / estimate.step_s
     rows = {
-        "simulated": f"{plan.processes:,} x {device.name} on {machines:,} machine(s), rank {of.rank} needs most",
+        "simulated": f"{plan.processes:,} x {device.name} on {quantity(machines, 'machine')}, rank {of.rank} "
+        f"needs most",
         "strategy": f"{name_of(plan)}; {of.micro_batches} of {plan.run.micro_batches:,} micro-batches a rank",
         "model": f"{of.parameters / 1e6:,.1f}M parameters, {of.trained / 1e6:,.1f}M trained",
         "at rest": memory_line(of.at_rest),

@@ -31,6 +31,7 @@ from lockstep.lab.import_config.table import (
     whole,
 )
 from lockstep.strategies.engines.zero_config import other_arithmetic
+from lockstep_trace.plurals import quantity
 
 TASKS: Mapping[str, str] = NAMES["example_tasks"]  # an example's name, or what it begins with -> its task
 EXAMPLES = read_table("examples")  # options of those, beside the fields of `TrainingArguments`
@@ -344,7 +345,9 @@ def move_accelerate(theirs: Mapping[str, Any], draft: RunDraft, processes: int |
     apply(ACCELERATE, theirs, draft)
     machines = whole(theirs.get("num_machines"))
     every = whole(theirs.get("num_processes"))
-    draft.set("launch.processes", max(1, every // machines), f"num_processes {every} on {machines} machine(s)")
+    draft.set(
+        "launch.processes", max(1, every // machines), f"num_processes {every} on {quantity(machines, 'machine')}"
+    )
     if machines > 1:
         draft.set("launch.name", "torchrun", f"num_machines {machines}")
         draft.set("launch.machines", machines, "num_machines")

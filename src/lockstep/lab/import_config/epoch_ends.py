@@ -13,6 +13,7 @@ from typing import Literal
 
 from lockstep.lab.import_config.script import Script, code_of
 from lockstep.lab.import_config.table import RunDraft
+from lockstep_trace.plurals import quantity
 
 _WHYS = {
     "dropped": "what is left over at the end of an epoch is not trained there; here it is a smaller step",
@@ -70,7 +71,7 @@ class ScheduleEnd:
         if passes is not None and epochs:
             if abs(passes * every - epochs) > 1e-6:
                 why = f"the schedule is as long as {passes:g} epochs of batches, and {epochs:g} epochs of steps of "
-                why += f"{every} batch(es) are {epochs / every:g}; here it ends with the run"
+                why += f"{quantity(every, 'batch')}: {epochs / every:g}; here it ends with the run"
                 draft.lacks(f"{self.where}: num_training_steps={code}", why, "optim.schedule")
             return
         if steps is None and draft.rows is not None and epochs and not draft.keys.get("task.packing"):

@@ -24,6 +24,7 @@ from lockstep.lab.init import columns, detect_layout, init, questions
 from lockstep.lab.init.columns import Look
 from lockstep.lab.init.questions import Ask, Prompter
 from lockstep.track.console import Console
+from lockstep_trace.plurals import quantity
 
 _INTERVALS = ("evaluate.every", "checkpoint.every")
 _COLUMNS = ("task.text", "task.prompt", "task.response", "task.messages", "task.label", "task.source", "task.target")
@@ -419,7 +420,9 @@ def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
     keys = read_keys(path, text)
     source = _source_of(path, keys)
     keys |= more or {}
-    return Read(f"{source.called}, {len(keys)} key(s)", lambda draft, processes: source.move(keys, draft, processes))
+    return Read(
+        f"{source.called}, {quantity(len(keys), 'key')}", lambda draft, processes: source.move(keys, draft, processes)
+    )
 
 
 def script(of: Script) -> Read:

@@ -14,6 +14,7 @@ from lockstep.lab.import_config import loading
 from lockstep.lab.import_config.quiet_code import QuietCode, names_in, root_of
 from lockstep.lab.import_config.script import DTYPES, Script, Unknown, code_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
+from lockstep_trace.plurals import quantity
 
 _UNKNOWN = "not one of the statements that init understands in a training loop: take it out of the loop, or write the "
 _UNKNOWN += "rest with --partial and see docs/how-to/own-module.md"
@@ -620,5 +621,5 @@ class Statements:
             self.draft.unclear(f"line {line}: step()", why, "optim.learning_rate")
         elif self.divisor is not None and self.divisor != every:
             name = self.divisor if self.divisor is not Unknown else "what is not known"
-            why = f"the loss is divided by {name}, and {every} batch(es) make a step"
+            why = f"the loss is divided by {name}, and a step has {quantity(every, 'batch')}"
             self.draft.unclear(f"line {line}: step()", why, "optim.learning_rate")

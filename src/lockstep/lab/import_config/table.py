@@ -20,6 +20,7 @@ from lockstep.config import error_messages as messages
 from lockstep.config import plugins, redaction
 from lockstep.config.key_aliases import foreign_keys
 from lockstep.config.run import RunError
+from lockstep_trace.plurals import quantity
 
 EIGHT_BITS = "the base of an adapter can be in 4 bits (model.quantization: nf4 or fp4), and not in 8"
 FILL_IN = "FILL-IN"  # where nothing says what the data, the model or a function is
@@ -235,10 +236,12 @@ def _is_off(value: Any) -> bool:
 
 def batches(draft: RunDraft, each: int, accumulated: int, processes: int | None, names: tuple[str, str]) -> None:
     """Examples a step: of each process and forward pass, times passes, times processes."""
-    comment = f"{names[0]} {each} x {names[1]} {accumulated} x {processes or 1} process(es)"
+    comment = f"{names[0]} {each} x {names[1]} {accumulated} x {quantity(processes or 1, 'process')}"
     draft.set("batch_size", each * accumulated * (processes or 1), comment)
     draft.set(
-        "micro_batches", accumulated * (processes or 1), f"{names[1]} {accumulated} x {processes or 1} process(es)"
+        "micro_batches",
+        accumulated * (processes or 1),
+        f"{names[1]} {accumulated} x {quantity(processes or 1, 'process')}",
     )
     if processes is None:
         draft.notes.append(

@@ -25,6 +25,7 @@ from lockstep.data.source import BUILTIN
 from lockstep.lab import machine_info
 from lockstep.lab.init.columns import Look
 from lockstep.track.console import Console
+from lockstep_trace.plurals import quantity
 
 SCRATCH = "scratch"  # instead of a model's name: a small one, trained from nothing
 # Of conversations, for tokenizers that have no template of their own.
@@ -74,7 +75,7 @@ class MachineInfo:
         return self.gpus or self.cores
 
     def described(self) -> str:
-        return f"{self.gpus} GPU(s)" if self.gpus else f"{self.cores} core(s), no GPU"
+        return quantity(self.gpus, "GPU") if self.gpus else f"{quantity(self.cores, 'core')}, no GPU"
 
 
 def model_for(task: str, look: Look, here: MachineInfo) -> str:

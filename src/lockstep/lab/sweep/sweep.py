@@ -37,6 +37,7 @@ from lockstep.track.report import history
 from lockstep.track.report.report import write_comparison
 from lockstep.training.resolve import fitted
 from lockstep.training.shared_prefix import OF_STEPS, Course, course, parting, shares_nothing
+from lockstep_trace.plurals import quantity
 
 FILE = "sweep.json"
 
@@ -288,7 +289,8 @@ def sweep(request: Sweep) -> int:
     there = sum(trial.state == "done" for trial in board.trials)
     already = f", {there} of them finished already" if there else ""
     console.say(
-        f"{count} trial(s){already} -> {request.folder}; {request.parallel} at once, sorted by {request.metric}"
+        f"{quantity(count, 'trial')}{already} -> {request.folder}; {request.parallel} at once, sorted by "
+        f"{request.metric}"
     )
     board.share()
     board.write()
@@ -329,7 +331,9 @@ def _array(board: Leaderboard) -> bool:
         job = submit(request.base, [trial.run for trial in waiting], request.folder, at_most)
         for trial in waiting:
             trial.state = "submitted"
-        board.console.say(f"array job {job} is queued: {len(waiting)} trial(s). The same command, later, collects them")
+        board.console.say(
+            f"array job {job} is queued: {quantity(len(waiting), 'trial')}. The same command, later, collects them"
+        )
     board.write()
     return False
 
@@ -417,7 +421,8 @@ class Slots:
         if self._devices and self._each < int(run.launch.processes):
             raise RunError(
                 "LS8358",
-                f"--parallel: {self._sweep.parallel} trials of {run.launch.processes} process(es) need one GPU per "
+                f"--parallel: {self._sweep.parallel} trials of {quantity(run.launch.processes, 'process')} need "
+                f"one GPU per "
                 f"process, and there are {len(self._devices)} GPUs; lower --parallel, or set launch.device=cpu",
             )
         return {}
@@ -496,7 +501,10 @@ class Tree:
             return ""
         alone = sum(len(each.rates) for each in self.courses.values())
         together = alone - sum(step for _, step in self.begins.values())
-        return f"{len(self.begins)} trial(s) begin with steps of another one: {together:,} steps instead of {alone:,}"
+        return (
+            f"{quantity(len(self.begins), 'trial')} with the first steps of another one: {together:,} steps "
+            f"instead of {alone:,}"
+        )
 
     def begin(self, name: str, runs: Mapping[str, Run]) -> str:
         """Give a trial the checkpoint that it begins with. Returns what is told. Errors: `RunError`, where the other

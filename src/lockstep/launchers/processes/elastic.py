@@ -44,6 +44,7 @@ from lockstep.launchers.processes.elastic_ranks import Machines, Ranks, RanksAmo
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End
 from lockstep.launchers.processes.out_of_memory import Memory
 from lockstep.track.console import error
+from lockstep_trace.plurals import quantity
 
 ANNOUNCED_S = 30.0
 MARGIN_S = 15.0  # from the failure of a machine until its peers' ranks know of it
@@ -354,7 +355,7 @@ class Agent(LocalElasticAgent):
     def _lost(self, local: int, pid: int, code: int) -> None:
         """Report a failed rank without which the others continue."""
         left, who = self._remaining_restarts, f"rank process {local} of {socket.gethostname()}"
-        then = f"another takes its place ({left} start(s) left)" if left else "no starts are left for another"
+        then = f"another takes its place ({quantity(left, 'start')} left)" if left else "no starts are left for another"
         if code == EXCLUDED:
             error(
                 coded(
@@ -404,7 +405,7 @@ class Agent(LocalElasticAgent):
             where = "restarting from the last checkpoint, if there is one"
         else:
             where = "there is no checkpoint yet; training begins from the start"
-        return f"{where} ({left} restart(s) left)"
+        return f"{where} ({quantity(left, 'restart')} left)"
 
     def looked_at(self, worker_group: WorkerGroup) -> RunResult:
         """Return the state of this machine's ranks."""

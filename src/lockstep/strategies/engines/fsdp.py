@@ -31,6 +31,7 @@ from lockstep.strategies.engines import layers, tensor_plans
 from lockstep.strategies.exact import held_state
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, ReductionTree, Scatter, share
+from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
     from lockstep.distributed.world import World
@@ -135,8 +136,8 @@ def _check_ranks(options: dict[str, Any], processes: int) -> None:
     if processes % (replicate * tensor):
         raise RunError(
             "LS4077",
-            f"strategy.options: {processes} processes cannot be divided into {replicate} replica(s) of a "
-            f"multiple of {tensor} rank(s); replicate x tensor_parallel must divide the number of processes",
+            f"strategy.options: {processes} processes cannot be divided into {quantity(replicate, 'replica')} of a "
+            f"multiple of {quantity(tensor, 'rank')}; replicate x tensor_parallel must divide the number of processes",
         )
     if replicate > 1 and replicate * tensor == processes:
         raise RunError(

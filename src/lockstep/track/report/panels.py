@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.track.console import LOG
 from lockstep.track.report import charts
 from lockstep.track.report.history import History
+from lockstep_trace.plurals import quantity
 
 # what is drawn -> (name of a line: split, key of metrics.jsonl)
 _CURVES: dict[str, dict[str, tuple[str, str]]] = {
@@ -335,7 +336,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _git(git: Mapping[str, Any]) -> str:
     changed = int(git.get("changed", 0))
-    state = f"{changed} changed file(s)" if changed else "nothing changed"
+    state = quantity(changed, "changed file") if changed else "nothing changed"
     branch = f" on {git['branch']}" if git.get("branch") else ""
     return f"{str(git.get('commit', ''))[:12]}{branch}, {state}"
 
@@ -347,7 +348,7 @@ def _unusual(history: History) -> list[str]:
         events.append(f"the loss jumped at step {', '.join(jumps[:10])}{' and more' if len(jumps) > 10 else ''}")
     for name, why in (("skipped_steps", "not finite"), ("overflowed_steps", "fp16 overflowed at their loss scale")):
         if count := sum(int(line.get(name) or 0) for line in history.metrics):
-            events.append(f"{count} step(s) were skipped: {why}")
+            events.append(f"skipped {quantity(count, 'step')}: {why}")
     return events
 
 
@@ -363,8 +364,8 @@ def _differed(event: Mapping[str, Any]) -> str:
 def _starts(history: History) -> str:
     ends = {"finish": "finished", "stop": "stopped on request", "failed": "failed", "lost": "no end recorded"}
     return "; ".join(
-        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(a.began))} after step {a.first:,} with "
-        f"{a.facts.get('processes', '?')} process(es), {ends[a.how]} at step {a.last:,}"
+        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(a.began))} after step {a.first:,}, "
+        f"processes: {a.facts.get('processes', '?')}, {ends[a.how]} at step {a.last:,}"
         for a in history.attempts
     )
 

@@ -24,6 +24,7 @@ from lockstep.training.elastic.peer_checkpoints import Key, PeerCheckpoints, Ver
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
+from lockstep_trace.plurals import quantity
 
 
 class Resharder:
@@ -121,7 +122,7 @@ def build_strategy(session: Session, run: Run) -> Any:
         kind.check(whole, world.size)
     except RunError as caught:
         raise TrainingFailed(
-            caught.code, f"the {world.size} rank(s) that are left cannot go on: {caught.message}"
+            caught.code, f"training cannot go on with {quantity(world.size, 'rank')}: {caught.message}"
         ) from None
     strategy = kind(whole, world)
     strategy.build_empty = True

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lockstep_trace.plurals import quantity
 from lockstep_trace.ranks import data_ranks
 from lockstep_trace.read import Rank, Trace
 from lockstep_trace.rules.epochs import batches_of_passes, examples_of_passes, first_step, known, passes_of
@@ -274,7 +275,9 @@ def _part(
         return None
     if total >= 0.75 * size or total < DISTINCT or any(b["drop"] for b in begins):
         return None
-    what = f"the epoch from step {at} on has {total} of the data set's {size} examples over {len(lists)} rank(s)"
+    what = (
+        f"the epoch from step {at} on has {total} of the data set's {size} examples over {quantity(len(lists), 'rank')}"
+    )
     cause = "the data set is divided twice, or batches are skipped on each rank"
     return Finding("seen-part", what, cause, at, INFO, "batches that are left out on purpose", "what the script skips")
 
