@@ -42,7 +42,14 @@ WRITTEN = [
     *(f"task.name={name}" for name in TASKS),
     *(f"launch.name={name}" for name in ("torchrun", "accelerate", "slurm", "tcp", "kubernetes", "sagemaker", "ray")),
     *("model.type=bert", "model.type=big_bird", "model.type=t5", "model.type=roberta", "model.dtype=bfloat16"),
-    *("batch_size=4", "micro_batches=256", "launch.processes=16", "launch.processes_per_gpu=2", "launch.device=cuda"),
+    *(
+        "batch_size=4",
+        "micro_batches=256",
+        "launch.processes=16",
+        "launch.name=slurm launch.processes=auto",
+        "launch.processes_per_gpu=2",
+        "launch.device=cuda",
+    ),
     *("evaluate.patience=3", "checkpoint.best=accuracy", "average.last=2", "sdc_check.every=2", "export=best"),
     *("launch.rebalance_every=2", "launch.replicate_every=2", "launch.on_rank_failure=continue", "data.stream=true"),
     *("data.workers=2", "data.limit=1", "data.test_fraction=0.5", "task.regression=true", "hub.push_to=me/mine"),
@@ -144,6 +151,8 @@ def test_the_quick_start_gives_way_to_what_is_written(
 
 
 def test_the_control_a_key_that_was_written_is_accused() -> None:
+    assert accused("lockstep: launch.processes: auto, and launch.gpus is not set", {"launch.gpus"})
+    assert not accused("lockstep: launch.processes: auto, and launch.processes is not set", set())
     assert accused("lockstep: data.max_length: 128 tokens, but the model has 64", {"model.type"})
     assert not accused("lockstep: data.max_length: 128 tokens, but the model has 64", {"data.max_length"})
     assert accused("note: launch.processes_per_gpu has no effect on CPUs", set())
@@ -219,5 +228,7 @@ def test_a_message_names_the_default() -> None:
     )
     for text in ("launch.device: no [LS1234]", "nothing.known: no", "optim.name: missing", "hub.push_to: no token"):
         assert with_defaults_named(text, run) == text
+    of_another = with_defaults_named("seed: none, and launch.gpus is not set", run)
+    assert of_another.endswith("(seed is not set; 0 is its default)")
     assert not applies("hub.private has no effect without hub.push_to", run)
     assert applies("launch.processes has no effect here", run)

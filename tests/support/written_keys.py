@@ -69,9 +69,13 @@ def accused(text: str, written: set[str] | Sequence[str]) -> list[str]:
     found = []
     for line in text.splitlines():
         about = _ABOUT.match(line.strip())
-        if about is None or about[1] not in known_keys() or any(word in line for word in _SAYS_SO):
+        if about is None or about[1] not in known_keys():
             continue
-        key = about[1]
+        key, said = about[1], " ".join(line.split())
+        for other in known_keys() - {key}:  # what is said of another key says nothing of this one
+            said = said.replace(f"{other} is not set", "").replace(f"{other} is missing", "")
+        if any(word in said for word in _SAYS_SO):
+            continue
         if not any(name == key or name.startswith(f"{key}.") or key.startswith(f"{name}.") for name in written):
             found.append(line)
     return found

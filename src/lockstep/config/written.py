@@ -22,6 +22,8 @@ from lockstep.config.errors import RunError, appended, uncoded
 _HEAD = re.compile(r"([a-z_]\w*(?:\.\w+)*)(?=:| \(| has | is | needs | cannot )")
 _PLACE = re.compile(r"\((?:[^()]+, line \d+|on the command line|in the overrides)\)$")
 _SAYS_SO = re.compile(r"\bmissing\b|\bnot set\b|\bno default\b|\bby default\b|\bdefault of\b")
+# The same of another key: `launch.gpus is not set` says nothing about `launch.processes`.
+_OF_ANOTHER = re.compile(r"([a-z_]\w*\.\w+(?:\.\w+)*) is (?:missing|not set)\b")
 
 
 class WrittenKeys(frozenset[str]):
@@ -115,9 +117,11 @@ def with_defaults_named(text: str, run: Any) -> str:
 def _named(line: str, run: Any) -> str:
     bare = uncoded(line)
     head = _HEAD.match(bare)
-    if head is None or _SAYS_SO.search(bare) or _PLACE.search(bare):
+    if head is None or _PLACE.search(bare):
         return line
     key = head.group(1)
+    if _SAYS_SO.search(_OF_ANOTHER.sub(lambda other: other[0] if other[1] == key else "", bare)):
+        return line
     known, value = value_of(run, key)
     if not known or run.wrote(key) or value is None or value == {}:
         return line

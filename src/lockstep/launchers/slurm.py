@@ -276,8 +276,8 @@ def processes_of(run: Run, options: Any) -> int:
     if not options.gpus:
         raise RunError(
             "LS7390",
-            "launch.processes: auto is launch.gpus x launch.processes_per_gpu, and launch.gpus is not set; "
-            "set the number of processes per node",
+            "launch.gpus is not set, so the number of processes per node is unknown: set launch.processes to it, or "
+            "launch.gpus to the GPUs per node",
         )
     return int(places)
 

@@ -26,6 +26,7 @@ from lockstep.checkpoint.manifest import export_of
 from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED, coded
 from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import Run, RunError, keep, led_away, load, replace_text
+from lockstep.config.written import with_defaults_named
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import EventLog
@@ -81,7 +82,8 @@ def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRA
         return note_end(run, world, words, call(for_rank(job, world), world, *words[1:]))
     except RunError as caught:
         if world is None or world.local_rank == 0:  # on every machine, for its user
-            error(str(caught), log if world is None or world.refusal is None else None)
+            text = with_defaults_named(str(caught), run)
+            error(text, log if world is None or world.refusal is None else None)
         return note_end(run, world, words, BAD)
     except Exception as caught:
         if world is not None and world.stop.came and lost_contact(caught):

@@ -167,15 +167,15 @@ def resolve(
 def resolve_launch(run: Run, machine: Machine, processes: int, scope: Scope) -> None:
     """Refuse errors that the run file and the launcher alone reveal. On a submitting machine without torch, only this
     runs; the ranks resolve the rest. Errors: `RunError`."""
-    if scope > Scope.OPTIONS:  # `init --from` resolves the options of run files with placeholders
-        _refuse_placeholders(run)
-    if processes:
-        zero_agreement.check(run, processes)  # reports all its errors in one message
-    if machine.launcher is not None and (scope == Scope.START or not machine.launcher.submits):
-        with naming_defaults(run):
+    with naming_defaults(run):
+        if scope > Scope.OPTIONS:  # `init --from` resolves the options of run files with placeholders
+            _refuse_placeholders(run)
+        if processes:
+            zero_agreement.check(run, processes)  # reports all its errors in one message
+        if machine.launcher is not None and (scope == Scope.START or not machine.launcher.submits):
             machine.launcher.check(run, machine.plan)
-        if scope in (Scope.DATA, Scope.START) and not machine.launcher.submits:
-            _refuse_missing_gpu(run)
+            if scope in (Scope.DATA, Scope.START) and not machine.launcher.submits:
+                _refuse_missing_gpu(run)
 
 
 def _refuse_missing_gpu(run: Run) -> None:
