@@ -1,6 +1,7 @@
 """Data and models from the Hub, at their revisions, and what was pushed; what cannot be loaded is one message."""
 
 import json
+import socket
 import sys
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard, close_session, constants
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from huggingface_hub.utils import http_backoff, http_stream_backoff
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -131,7 +132,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_silently(
         monkeypatch.delenv(name, raising=False)
     for function in (http_backoff, http_stream_backoff):
         monkeypatch.setattr(function, "__kwdefaults__", function.__kwdefaults__)
-    hub_names.reachable.cache_clear()
+    hub_names.unreachable.cache_clear()
     try:
         hub_names.be_brief()
         waits: list[float] = []
@@ -141,10 +142,39 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_silently(
         assert waits == []
         assert caplog.text == ""
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which may reach it
-        hub_names.reachable.cache_clear()
-        assert hub_names.reachable()
+        hub_names.unreachable.cache_clear()
+        assert hub_names.unreachable() is None
     finally:
-        hub_names.reachable.cache_clear()
+        hub_names.unreachable.cache_clear()
+
+
+def test_a_host_that_accepts_and_never_answers_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan` and `train` waited for more than 100 s, six times 10 s for each file, and said nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepted by the kernel, read by nobody
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(hub_names, "ANSWER_S", 0.2)
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        for function in (http_backoff, http_stream_backoff):
+            monkeypatch.setattr(function, "__kwdefaults__", function.__kwdefaults__)
+        hub_names.unreachable.cache_clear()
+        began = time.monotonic()
+        try:
+            hub_names.be_brief()
+            for _ in range(3):
+                with pytest.raises(Exception, match="does not answer") as caught:
+                    http_backoff("HEAD", f"{address}/some/model")
+            said = hub_names.explained(caught.value)
+            assert address in said
+            assert "HF_ENDPOINT" in said
+            with raises("LS3131", "does not answer", address):
+                model_configs.load_config(tiny(model={"source": "some/none"}))
+        finally:
+            hub_names.unreachable.cache_clear()
+            close_session()
+    assert time.monotonic() - began < 8
 
 
 def test_whoever_asks_the_hub_is_brief(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ import hashlib
 import logging
 import pickle
 import re
-import socket
+import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -44,6 +46,8 @@ _STATUS = {
 
 OFFLINE = "HF_HUB_OFFLINE is set, and it is not in the cache; unset it, give a local folder, or `hf download` it first"
 CONNECT_S = 5.0  # connection timeout in seconds
+ANSWER_S = 10.0  # time in which a host must answer a request; the Hub library's own limit for one
+SILENT = f"it accepts connections and does not answer within {ANSWER_S:g} s"
 NO_WRITING = "HF_HUB_OFFLINE is set; unset it"
 
 
@@ -69,8 +73,11 @@ def explained(error: BaseException, revision: str | None = None, writes: bool = 
         return f"it answered {status}: {one_line(message, 300)}"
     if any(_lost(each) for each in _chain(error)):
         last = one_line(list(_chain(error))[-1], 300)
-        instead = "" if writes else ". A local folder needs no network"
-        return f"the Hub at {constants.ENDPOINT} cannot be reached: {last}{instead}"
+        instead = "" if writes else "; a local folder needs none"
+        where = "" if constants.ENDPOINT == "https://huggingface.co" else " and HF_ENDPOINT"
+        return (
+            f"the Hub at {constants.ENDPOINT} cannot be reached: {last.rstrip('.')}. Check the network{where}{instead}"
+        )
     return one_line(error, 300)
 
 
@@ -88,27 +95,57 @@ def names_hub(run: Run) -> bool:
 
 def be_brief() -> None:
     """Silence the Hub library's own messages about failed requests. If the Hub is unreachable, also disable its retries
-    (six per file, 23 s); cached files are then used at once."""
+    (six per file, 23 s), and let its requests fail at once if its host accepts connections and never answers; cached
+    files are then used at once."""
     from huggingface_hub.utils import http_backoff, http_stream_backoff
 
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
-    for function in () if reachable() else (http_backoff, http_stream_backoff):
+    fault = unreachable()
+    for function in (http_backoff, http_stream_backoff) if fault else ():
         function.__kwdefaults__ = (function.__kwdefaults__ or {}) | {"max_retries": 0}
+    if fault == SILENT:
+        _fail_requests(fault)
+
+
+def _fail_requests(reason: str) -> None:
+    """Make every request of the Hub library in this process fail as a connection that cannot be made."""
+    from huggingface_hub import get_session
+
+    client: Any = get_session()
+    library = sys.modules[type(client).__module__.partition(".")[0]]  # httpx or httpx2, by the version
+
+    def fail(request: Any) -> None:
+        raise library.ConnectError(reason, request=request)
+
+    client.event_hooks = client.event_hooks | {"request": [*client.event_hooks["request"], fail]}
 
 
 @cache
-def reachable() -> bool:
-    """Whether the Hub's host accepts connections, or a proxy is configured. Checked once per process."""
+def unreachable() -> str | None:
+    """Why the Hub's host cannot be reached; None: it answers, or a proxy is configured. Checked once per process."""
     from huggingface_hub import constants
 
     endpoint = urlsplit(constants.ENDPOINT)
     if getproxies().keys() & {endpoint.scheme, "all"}:
-        return True
-    with suppress(OSError):
-        port = endpoint.port or (443 if endpoint.scheme == "https" else 80)
-        socket.create_connection((str(endpoint.hostname), port), CONNECT_S).close()
-        return True
-    return False
+        return None
+    connecting = HTTPSConnection if endpoint.scheme == "https" else HTTPConnection
+    connection = connecting(str(endpoint.hostname), endpoint.port, timeout=CONNECT_S)
+    try:
+        connection.connect()
+        connection.sock.settimeout(ANSWER_S)
+        connection.request("HEAD", "/")
+        connection.getresponse()
+    except TimeoutError:
+        return "no connection in time" if connection.sock is None else SILENT
+    except ssl.SSLError:  # it answers; whether it is trusted is for the Hub library
+        return None
+    except HTTPException:
+        return None
+    except OSError as error:
+        return one_line(error, 300)
+    finally:
+        connection.close()
+    return None
 
 
 def transient(error: BaseException) -> bool:
