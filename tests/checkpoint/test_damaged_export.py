@@ -1,5 +1,6 @@
 """Exports that were damaged after they were written: predict, evaluate, push and model.source refuse them."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -129,6 +130,23 @@ def test_a_sound_export_is_used_and_read_once(output: Path, monkeypatch: pytest.
     os.utime(output / "export" / "model.safetensors")
     finished(output, [])
     assert read == first + first
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate"])
+def test_edited_labels_and_tokens_are_noted(command: str, output: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """An answer under another name, or of other tokens, would be wrong in silence."""
+    words = [command, str(output), *(["some text", "--json"] if command == "predict" else ["--json"])]
+    assert main(words) == 0
+    assert "note: not as the run wrote" not in capfd.readouterr().err
+    path = output / "export" / "config.json"
+    config = json.loads(path.read_text())
+    names = config["id2label"]
+    names["0"], names["1"] = names["1"], names["0"]
+    path.write_text(json.dumps(config))
+    assert main(words) == 0
+    out, err = capfd.readouterr()
+    assert f"not as the run wrote them: config.json in {output / 'export'}" in err
+    assert json.loads(out)
 
 
 def test_an_edited_card_or_config_is_used(output: Path) -> None:

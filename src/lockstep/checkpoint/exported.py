@@ -81,6 +81,17 @@ def damage(output: Path) -> str | None:
     return None
 
 
+def edited(output: Path) -> list[str]:
+    """Names of the JSON files of a whole export that differ from what the run wrote. The user may edit them, but the
+    names of labels and the tokens are in them."""
+    hashes: dict[str, str] = json.loads((output / FILE).read_bytes())
+    return [
+        name
+        for name, known in hashes.items()
+        if name.endswith(".json") and sha256_of(output / "export" / name) != known
+    ]
+
+
 def require_whole(output: Path) -> None:
     """Refuse a damaged export. Its files are read once: the cache keeps their sizes and times, and they are read again
     only if one changes. Errors: `RunError`."""

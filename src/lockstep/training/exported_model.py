@@ -5,11 +5,13 @@ In: OUTPUT of a finished run, or one of its checkpoints. Out: metrics of its spl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import exported
+from lockstep.config.redaction import printable
 from lockstep.config.run import Run, RunError, load, overrides_of, require_output
 from lockstep.data import hub
 from lockstep.distributed.world import World
@@ -20,6 +22,7 @@ from lockstep.training.checkpoint_model import exported_checkpoint
 from lockstep.training.evaluation import evaluate as evaluated
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session, join_ranks
+from lockstep_trace import streams
 
 
 def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Run, Path]:
@@ -48,6 +51,16 @@ def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tupl
         return run, exported_checkpoint(output, checkpoint, run.model.trust_remote_code)
     exported.require_whole(output)
     return run, export
+
+
+def note_edited(folder: Path) -> None:
+    """Note, on standard error, the JSON files of an output folder's export that were edited."""
+    output, checkpoint = hub.parts(folder)
+    if checkpoint is None and (names := exported.edited(output)):
+        text = (
+            f"note: not as the run wrote them: {', '.join(names)} in {output / 'export'}; labels or tokens may differ"
+        )
+        streams.put(sys.stderr, f"{printable(text)}\n", flush=True)
 
 
 def of_export(run: Run, export: Path, output: Path) -> Run:
@@ -96,6 +109,7 @@ def scores(
 def evaluate(output: Path, split: str | None, overrides: list[str]) -> int:
     """Print the metrics of a split (default: validation, and test if there is one). Returns the exit status."""
     source, of_splits = scores(output, split, overrides)
+    note_edited(output)
     console = Console(True)
     console.facts({"model": str(output if hub.parts(output)[1] else output / "export"), "data": source})
     metrics = next(iter(of_splits.values()))

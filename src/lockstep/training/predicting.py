@@ -19,7 +19,7 @@ from lockstep.data import annotated, file_formats, row_files, source
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.tasks.abilities import Predicts
 from lockstep.track.console import Console
-from lockstep.training.exported_model import finished
+from lockstep.training.exported_model import finished, note_edited
 from lockstep_trace import streams
 
 PredictionInput = str | Sequence[str] | Mapping[str, Any]  # a text; the texts of a pair; texts by column
@@ -46,6 +46,7 @@ def predict(
     """Print one line per text (or JSON, or write JSON to `out`). Without `words`, reads lines from standard input. A
     word that names a file is read as a file, unless `texts` is set. Returns the exit status."""
     run, export = finished(output, overrides)  # report its errors before reading input
+    note_edited(output)
     task = _task(run)
     columns = task.input_columns(run)
     if texts:
