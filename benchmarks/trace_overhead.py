@@ -68,7 +68,7 @@ def measured(
     size = 0
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(2 * rounds):
-            traced = turn % 2 == 1
+            traced = turn % 4 in (1, 2)  # plain, traced, traced, plain
             if traced:
                 tracer.begin(Settings(f"{folder}/{turn}"))
             for number in range(steps + 1):

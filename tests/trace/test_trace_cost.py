@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep_trace
 from lockstep_trace.findings import findings
-from lockstep_trace.read import read
+from lockstep_trace.read import Step, read
 from lockstep_trace.tracer import fingerprint, pending
 from lockstep_trace.tracer.fingerprint import Block, measure, whole
+from lockstep_trace.tracer.gradient_history import ClippingFactors
 from support.harness import lockstep_environment
 
 
@@ -126,6 +128,60 @@ def test_a_traced_step_makes_no_copy_of_the_model(tmp_path: Path) -> None:
                 optimizer.step()
             assert 0 < largest.bytes <= CHUNK < 2_048 * 1_500 * 4
     assert read(tmp_path).steps(0) == [0, 1]
+
+
+WRITES = {
+    "none": lambda parameters, step: None,
+    "later": lambda parameters, step: parameters[0].grad.data.mul_(0.5) if step == 12 else None,
+    "always": lambda parameters, step: parameters[0].grad.data.mul_(0.5),
+    "counted": lambda parameters, step: parameters[0].grad.mul_(0.5) if step in (9, 10) else None,
+}
+
+
+def clipped_steps(folder: Path, write: str, dtype: torch.dtype = torch.float32) -> dict[int, Step]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 3)).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with lockstep_trace.traced(model, optimizer, folder=folder):
+        for step in range(20):
+            optimizer.zero_grad()
+            x = torch.randn(16, 60, dtype=dtype)
+            nn.functional.cross_entropy(model(x), torch.randint(3, (16,))).mul(20 if step % 2 else 0.01).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            WRITES[write](list(model.parameters()), step)
+            optimizer.step()
+    return read(folder).ranks[0].steps[0]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_clipped_gradients_are_measured_a_second_time_only_where_they_are_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+) -> None:
+    """Gradients are those before clipping times a factor, which is 1 in even steps. Writes after clipping are noticed,
+    also through `grad.data`, and the next step is measured, too; a script that writes in each step is always measured.
+    The control measures both."""
+    steps = clipped_steps(tmp_path / "t", write)
+    known = {n for n, step in steps.items() if step.raw.get("factor_of_clipping")}
+    every = {*range(9, 16), *range(17, 20)}
+    assert known == {"none": every, "later": every - {12, 13}, "always": set(), "counted": every - {9, 10, 11}}[write]
+    with monkeypatch.context() as patch:
+        patch.setattr(ClippingFactors, "known", lambda *_: False)
+        control = clipped_steps(tmp_path / "c", write)
+    for n, step in steps.items():
+        assert step.grads.keys() == control[n].grads.keys()
+        for name, value in step.grads.items():
+            other = control[n].grads[name]
+            assert value.square == pytest.approx(other.square, rel=1e-6)
+            assert np.allclose(value.sketch, other.sketch, rtol=1e-5, atol=1e-7 * value.norm)
+            if n not in known or n % 2 == 0:
+                assert value.fingerprint == other.fingerprint
+    assert findings(read(tmp_path / "t")) == findings(read(tmp_path / "c"))
+
+
+def test_clipped_gradients_of_16_bits_are_always_measured(tmp_path: Path) -> None:
+    """Rounding hides a small factor there."""
+    steps = clipped_steps(tmp_path, "none", torch.bfloat16)
+    assert not any(step.raw.get("factor_of_clipping") for step in steps.values())
 
 
 FULL = """

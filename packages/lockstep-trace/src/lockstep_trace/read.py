@@ -93,7 +93,12 @@ class Step:
 
     @cached_property
     def grads(self) -> dict[str, Value]:
-        """Name -> gradient as passed to the optimizer, without the loss scale."""
+        """Name -> gradient as passed to the optimizer, without the loss scale. If only those before clipping were
+        measured: these times the clipping's factor."""
+        if self.raw.get("factor_of_clipping"):
+            clip = self.raw["clips"][0]
+            by = clipping_factor(clip["limit"], clip["norm"])
+            return {n: _scaled(v, by) for n, v in self.unclipped.items()}
         if "grads" not in self.raw:
             return {}
         values = self._values("grads", self._present)
@@ -383,6 +388,21 @@ def width_of(shape: Sequence[int]) -> int:
     """Return the sketch length; a copy of tracer/fingerprint.py's, which imports torch."""
     widths = (257, 263, 269, 271, 277, 281, 283, 293)
     return next((p for p in widths if all(n % p for n in shape if n)), widths[-1])
+
+
+def clipping_factor(limit: float, norm: float) -> float:
+    """Return the factor of `clip_grad_norm_`; a copy of tracer/gradient_history.py's, which imports torch."""
+    return limit / (norm + 1e-6) if not limit / (norm + 1e-6) >= 1.0 else 1.0
+
+
+def _scaled(value: Value, factor: float) -> Value:
+    """Return the value of a tensor times a factor. Its fingerprint differs if the tensor's or the factor differs, and
+    those of shards add up. It equals a measured one only if the factor is 1."""
+    if factor == 1.0:
+        return value
+    bits = int.from_bytes(np.float64(factor).tobytes(), "little")
+    fingerprint = value.fingerprint * (bits * 0x9E3779B97F4A7C15 | 1) & (1 << 64) - 1
+    return Value(fingerprint, value.square * factor * factor, _times(value.sketch, factor))
 
 
 def _times(sketch: NDArray[np.float64] | None, by: float) -> NDArray[np.float64] | None:

@@ -123,5 +123,6 @@ def install(hooks: Hooks) -> None:
 
 def _after(recorder: Any, optimizer: EngineOptimizer, here: dict[str, Any]) -> None:
     """Record a step. Reads the parts again: the engine may have recreated the flat tensors that they view."""
-    here["locals"] = [(p.tensor, p.block, "") for p, _ in here["parameters"]]
+    if "measured" in here:
+        here["measured"].locals = [(p.tensor, p.block, "") for p, _ in here["parameters"]]
     recorder.after_step(optimizer, here)

@@ -9,6 +9,7 @@ step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import threading
@@ -100,10 +101,12 @@ class Hooks:
         def wrapped() -> Any:  # gradients exist after the closure; the last of several calls counts
             result = closure()
             if self.recorder is not None:
-                first = self._stepping.get(id(optimizer)) or {}
+                first = self._stepping.get(id(optimizer), {}).get("measured")
                 here = self._measured(optimizer)
-                at_first = {name: first[name] for name in ("before", "start", "shards") if name in first}
-                self._stepping[id(optimizer)] = here | at_first  # weights before the step come from the first call
+                if first is not None and "measured" in here:  # weights before the step come from the first call
+                    weights = {"weights": first.weights, "start": first.start, "shards": first.shards}
+                    here["measured"] = dataclasses.replace(here["measured"], **weights)
+                self._stepping[id(optimizer)] = here
             return result
 
         if "closure" in kwargs:

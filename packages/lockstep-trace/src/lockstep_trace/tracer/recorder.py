@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,50 +15,22 @@ from torch import Tensor, nn
 
 from . import fsdp1, placement, workers
 from .check.checker import Checker
-from .fingerprint import Block, differences, heads, measure, whole, width_of
+from .evaluations import Evaluation, Setting
+from .gradient_history import LOOKED_AT, GradientHistory
 from .graph import objectives, unmasked_attention
 from .inputs import CallInputs, call_inputs
+from .layouts import Layouts, SketchedLayout
+from .measurements import SPARSE, Before, after_step, before_step, buffers, measured_gradients, modules, moments
+from .modes import ModelModes
 from .pending import Pending
 from .perturbation import perturb
 from .records import OF_STEP, Since, fill_in, hexed, numbers_of, options_of, packed
 from .schedules import Schedules
 from .settings import Settings
-from .versions import GradientVersion, gradient_versions, has_gradient, local_shape, touched, untouched, written
 from .writer import Writer
 
 if TYPE_CHECKING:
     from .operations import Operations
-
-SPARSE = 8  # measure moments, and weights that seem unmodified, every so many steps
-HASHES = 200_000  # most hashes recorded per evaluation pass
-LOOKED_AT = 8  # first steps in which values are read, which synchronizes with the device
-
-
-@dataclass
-class SketchedLayout:
-    """The parameters of an optimizer, as last recorded."""
-
-    signature: tuple[Any, ...]
-    number: int
-    sketches: list[Tensor] | None = None  # of the weights after the last step
-    versions: list[tuple[int, int]] | None = None  # (version, address) of the weights then
-
-
-@dataclass
-class Evaluation:
-    """Forward passes without gradients, until training continues."""
-
-    root: str
-    loader: str | None
-    training: bool
-    active: list[str]
-    trained: bool
-    between: bool
-    mode: dict[str, Any]
-    optimizers: list[int]
-    hashes: list[Tensor] = field(default_factory=list)
-    known: list[Tensor] = field(default_factory=list)  # without labels
-    count: int = 0
 
 
 class Recorder:
@@ -74,14 +45,12 @@ class Recorder:
         self.optimizers: list[weakref.ref[Any]] = []
         self.schedules = Schedules()
         self.steps: list[int] = []
-        self.layouts: dict[int, SketchedLayout] = {}
+        self.layouts = Layouts(self.write)
+        self.modes = ModelModes()
         self.since = Since()
         self.evaluation: Evaluation | None = None
         self.loader: str | None = None
-        self.last_grads: dict[int, list[GradientVersion]] = {}
-        self.after: list[GradientVersion] = []  # gradients after the last backward or clipping
-        self.clipped_now: list[tuple[dict[str, Any], list[GradientVersion]]] = []  # since the last step
-        self.zeroed: dict[int, bool] = {}  # by optimizer, since its last step
+        self.gradients = GradientHistory()
         self.pending: list[Any] = []
         self.perturbed = False
         self.loaders = 0
@@ -97,9 +66,6 @@ class Recorder:
         self.cast_at = self.stepped_at = -1  # `cleared` at the last forward under autocast, and at a step after it
         self.packed_looks = 0
         self._names: tuple[dict[int, str], list[list[str]]] = ({}, [])
-        self._deciding: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
-        self._layouts = 0
-        self._before: dict[int, list[Tensor]] = {}
 
     # -- forward and backward ----------------------------------------------------------------------------------------
 
@@ -114,10 +80,10 @@ class Recorder:
             self._evaluated(module, batch)
             return
         self.root(module)
-        training = self.trains(module)
+        training = self.modes.trains(module)
         self.since.training = training if self.since.training is None else self.since.training and training
         if self.since.mode is None:
-            self.since.mode = self.mode(module)
+            self.since.mode = self.modes.mode(module)
         if self.since.autocast is None and next(module.children(), None) is None:
             self.inside(module)
         if batch is not None:
@@ -131,8 +97,7 @@ class Recorder:
         self.since.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if on else ""
         if on and torch.is_autocast_cache_enabled() and torch.is_grad_enabled():
             if self.stepped_at == self.cleared:
-                roots = [r for ref in self.roots if (r := ref()) is not None]
-                self.since.stale_casts = placement.cast_weights(roots)
+                self.since.stale_casts = placement.cast_weights(self.models())
             self.cast_at = self.cleared
 
     def root(self, module: nn.Module) -> None:
@@ -145,52 +110,28 @@ class Recorder:
                 name=type(module).__name__,
                 wrappers=placement.kinds_of(module),
                 fsdp=placement.is_fsdp(module),
-                training=self.trains(module),
+                training=self.modes.trains(module),
                 stochastic=placement.has_stochastic(module),
                 dropout=placement.has_dropout(module),
                 number=len(self.roots) - 1,
                 group=placement.replicas_of(module, self.wrappers),
             )
 
-    def trains(self, module: nn.Module) -> bool:
-        """Return whether a model is in training mode."""
-        return any(m.training for m in self._decide(module))
-
-    def _decide(self, module: nn.Module) -> list[nn.Module]:
-        if module not in self._deciding:
-            self._deciding[module] = [weakref.ref(m) for m in placement.deciding(module)]
-        return [m for ref in self._deciding[module] if (m := ref()) is not None]
-
-    def mode(self, module: nn.Module) -> dict[str, Any]:
-        """Return the model's mode, and [in training mode, total] for its dropout and batch norm modules."""
-        dropout = [m for m in self._decide(module) if isinstance(m, placement.DROPOUT)]
-        norms = [m for m in self._decide(module) if isinstance(m, placement.BATCH_NORM)]
-        counts = {k: [sum(m.training for m in ms), len(ms)] for k, ms in (("dropout", dropout), ("norms", norms))}
-        return {"root": placement.unwrapped(module).training, **counts}
+    def models(self) -> list[nn.Module]:
+        """Return the outermost modules called so far that still exist."""
+        return [root for ref in self.roots if (root := ref()) is not None]
 
     def _evaluated(self, module: nn.Module, batch: CallInputs | None) -> None:
-        name, training = type(module).__name__, self.trains(module)
-        now = self.evaluation
         first = next(module.parameters(), None)
         trained = first is not None and id(first) in self.names()[0]
         between = len(self.since.inputs) > self.since.backwards
-        if now is None or (now.root, now.loader, now.training, now.trained, now.between) != (
-            name,
-            self.loader,
-            training,
-            trained,
-            between,
-        ):
+        setting = Setting(type(module).__name__, self.loader, self.modes.trains(module), trained, between)
+        if self.evaluation is None or self.evaluation.setting != setting:
             self.end_evaluation()
-            active = placement.stochastic(module)
-            mode = self.mode(module)
-            now = Evaluation(name, self.loader, training, active[:20], trained, between, mode, self._trainers(module))
-            self.evaluation = now
+            active = placement.stochastic(module)[:20]
+            self.evaluation = Evaluation(setting, active, self.modes.mode(module), self._trainers(module))
         if batch is not None:
-            now.count += len(batch.hashes)
-            if now.count <= HASHES:
-                now.hashes.append(batch.hashes)
-                now.known.append(batch.hashes if batch.unlabelled is None else batch.unlabelled)
+            self.evaluation.add(batch)
 
     def _trainers(self, module: nn.Module) -> list[int]:
         """Return the numbers of the optimizers that hold a model's parameters."""
@@ -199,31 +140,17 @@ class Recorder:
         return [n for n, o in optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
 
     def end_evaluation(self) -> None:
+        """Record the evaluation in progress, if any."""
         now, self.evaluation = self.evaluation, None
         if now is not None and now.count:
-            self.write(
-                "evaluation",
-                model=now.root,
-                loader=now.loader,
-                training=now.training,
-                active=now.active,
-                trained=now.trained,
-                between=now.between,
-                mode=now.mode,
-                optimizers=now.optimizers,
-                known=hexed(now.known),
-                count=now.count,
-                examples=hexed(now.hashes),
-                steps=list(self.steps),
-            )
+            self.write("evaluation", **now.record(), steps=list(self.steps))
 
     def backward(self, tensors: Any, scaled: bool) -> None:
         """Record that `backward` is about to be called on tensors."""
         if self.evaluation is not None and self.since.inputs:
             self.end_evaluation()
-        self._look_for_zeroed_gradients()
+        self.gradients.before_backward(self.steps)
         self.since.backwards += 1
-        self.clipped_now = [(clip, rows) for clip, rows in self.clipped_now if not touched(rows)]
         loss = tensors if isinstance(tensors, Tensor) else (tensors[0] if len(tensors) == 1 else None)
         if loss is not None and placement.is_plain_tensor(loss) and loss.numel() == 1:
             self.since.losses.append((loss.detach().reshape(()).clone(), scaled))
@@ -232,30 +159,9 @@ class Recorder:
             self.packed_looks += 1
             self.since.unmasked = unmasked_attention(loss)
 
-    def _look_for_zeroed_gradients(self) -> None:
-        """Check whether gradients were zeroed since each optimizer's last step: they are None, new objects, or
-        modified.
-
-        torch does not count writes by `grad.data.zero_()`, so the first steps also read the values."""
-        for number, grads in self.last_grads.items():
-            if self.zeroed.get(number, True):
-                continue
-            same = [g for row in grads if (g := untouched(row)) is not None]
-            early = 0 < self.steps[number] <= LOOKED_AT
-            if len(same) < len(grads) or not same or not early or not all(bool(g.count_nonzero()) for g in same[:3]):
-                self.zeroed[number] = True
-
     def after_backward(self) -> None:
-        """Store the gradients' versions after backward, to detect later modifications."""
-        for number, grads in self.last_grads.items():
-            if not self.zeroed.get(number, True):
-                self.last_grads[number] = gradient_versions(p for ref, _, _ in grads if (p := ref()) is not None)
-        for clip, rows in self.clipped_now:  # gradients clipped before this backward
-            if any(has_gradient(row) and untouched(row) is None for row in rows):
-                clip["early"] = True
-        self.clipped_now = []
-        roots = (r for ref in self.roots if (r := ref()) is not None)
-        self.after = gradient_versions(p for root in roots for p in root.parameters())
+        """Record that `backward` has returned."""
+        self.gradients.after_backward(self.models())
 
     def scaled(self, scale: Tensor) -> None:
         """Record the scale of a loss that a scaler multiplied."""
@@ -277,18 +183,15 @@ class Recorder:
         if self.since.scale is not None and not self.since.unscaled:
             clip["scaled"] = True  # unless the scale turns out to be 1
         self.since.clips.append(clip)
-        self.since.rewritten = self.since.rewritten or touched(self.after)
+        self.since.rewritten = self.since.rewritten or self.gradients.rewritten()
         clip["rewritten"] = self.since.rewritten
         if self.measures() and grads:
-            parts = [placement.local(p.grad) for p in grads]
-            measured = measure([t for t, _, _ in parts], [b for _, b, _ in parts])
-            self.since.clipped = {placement.key(p): v for p, v in zip(grads, measured, strict=True)}
+            self.since.clipped = dict(zip(map(placement.key, grads), measured_gradients(grads), strict=True))
         return clip
 
     def has_clipped(self, clip: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Record the gradients' versions after clipping."""
-        self.after = gradient_versions(ref for row in self.after if (ref := row[0]()) is not None)
-        self.clipped_now.append((clip, gradient_versions(parameters)))
+        """Record that a clipping has returned."""
+        self.gradients.has_clipped(clip, parameters)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -307,8 +210,7 @@ class Recorder:
 
     def parts(self, parameters: Iterable[Any]) -> list[Any]:
         """Return the parameters themselves, or the parts of them in a rank's shard."""
-        roots = [r for ref in self.roots if (r := ref()) is not None]
-        return [part for parts in fsdp1.expanded(parameters, roots) for part in parts]
+        return [part for parts in fsdp1.expanded(parameters, self.models()) for part in parts]
 
     def versions(self) -> dict[int, tuple[int, int]]:
         """Return (version, address) of each optimized parameter after the last measured step, by id."""
@@ -323,7 +225,7 @@ class Recorder:
 
     def names(self, fresh: bool = False) -> tuple[dict[int, str], list[list[str]]]:
         if fresh or not self._names[0]:
-            self._names = placement.named_parameters([r for ref in self.roots if (r := ref()) is not None])
+            self._names = placement.named_parameters(self.models())
         return self._names
 
     def before_step(self, optimizer: Any) -> dict[str, Any]:
@@ -335,7 +237,8 @@ class Recorder:
             return {"number": number, "skip": True}
         groups_ = enumerate(optimizer.param_groups)
         parameters = [(p, g) for g, group in groups_ for p in self.parts(group["params"])]
-        layout = self._layout_of(optimizer, number, parameters)
+        named = self.names(fresh=step % 16 == 0)
+        layout = self.layouts.of(optimizer, number, parameters, named, self.models())
         groups = [options_of(group) for group in optimizer.param_groups]  # a scheduler changes them after the step
         here: dict[str, Any] = {
             "number": number,
@@ -344,37 +247,26 @@ class Recorder:
             "parameters": parameters,
             "groups": groups,
         }
-        if step and self.since.backwards and not self.zeroed.get(number, True):
+        if step and self.since.backwards and not self.gradients.zeroed.get(number, True):
             self.since.notes.append(f"not zeroed: {number}")
-        here["rewritten"] = self.since.rewritten or touched(self.after)
+        here["rewritten"] = self.since.rewritten or self.gradients.rewritten()
         if not self.measures(step):
             return here
-        params = [p for p, _ in parameters]
-        locals_ = [placement.local(p) for p in params]
-        here["locals"] = locals_
-        versions = [written(p) for p in params]
-        if layout.sketches is not None and versions == layout.versions and step % SPARSE:
-            weights = layout.sketches  # unmodified since
-        else:
-            sketch = layout.sketches is None or self.settings.every > 1  # measured now: not every step is recorded
-            weights = measure([t for t, _, _ in locals_], [b for _, b, _ in locals_], sketch=sketch)
-        if layout.sketches is None:
-            layout.sketches = here["start"] = weights
-            here["shards"] = _contents([t for (t, b, _) in locals_ if b.size != b.shape])
-        here["before"] = weights
-        present = [i for i, p in enumerate(params) if p.grad is not None]
-        here["none"] = [i for i, p in enumerate(params) if p.grad is None]
-        grads = [placement.local(params[i].grad) for i in present]
-        known = self.since.clipped
-        again = self.since.clips and not any(c.get("early") for c in self.since.clips)
-        here["clipped"] = [known.get(placement.key(params[i])) for i in present] if again else []
-        need = not here["clipped"] or any(v is None for v in here["clipped"])
-        here["grads"] = measure([t for t, _, _ in grads], [b for _, b, _ in grads], sketch=need)
-        here["present"] = present
-        here["partial"] = [i for i, (_, _, kind) in zip(present, grads, strict=True) if kind]
+        here["measured"] = self._measure(number, layout, [p for p, _ in parameters])
         scale = getattr(optimizer, "grad_scale", None)
         here["grad_scale"] = None if scale is None else scale.detach().reshape(-1)[:1].clone()
         return here
+
+    def _measure(self, number: int, layout: SketchedLayout, params: list[Any]) -> Before:
+        """Measure weights and gradients before a step."""
+        step, clips = self.steps[number], self.since.clips
+        sparse = step % SPARSE == 0
+        again = clips and not any(c.get("early") for c in clips)
+        present = [p for p in params if p.grad is not None]
+        known = step >= LOOKED_AT and not sparse and self.gradients.factors.known(number, clips, present)
+        known = known and any(clip is clips[0] for clip, _ in self.since.norms)
+        unclipped = self.since.clipped if again else {}
+        return before_step(layout, params, unclipped, known, fresh=sparse, often=self.settings.every == 1)
 
     def after_step(self, optimizer: Any, here: dict[str, Any]) -> None:
         number = here["number"]
@@ -390,12 +282,11 @@ class Recorder:
         if self.cast_at == self.cleared:
             self.stepped_at = self.cleared
         vectors: dict[str, list[Tensor]] = {}
-        if "grads" in here:
+        if "measured" in here:
             vectors = self._measured(optimizer, here, record)
         sources = (getattr(p, "source", p) for p, _ in here["parameters"])
         own = (p if p.grad is not None else q for p, (q, _) in zip(sources, here["parameters"], strict=True))
-        self.last_grads[number] = gradient_versions(own)
-        self.zeroed[number] = not self.last_grads[number]
+        self.gradients.stepped(number, own)
         pending = Pending(record, self.since, vectors | numbers_of(self.since, here["groups"]))
         self.pending.append(pending)
         self.since = Since()
@@ -419,7 +310,7 @@ class Recorder:
             for g in o.param_groups
             for p in g["params"]
         }
-        for root in (r for ref in self.roots if (r := ref()) is not None):
+        for root in self.models():
             for parameter in root.parameters():
                 if parameter.requires_grad and id(parameter) not in optimized:
                     if id(parameter) not in names:  # created or replaced since
@@ -457,128 +348,16 @@ class Recorder:
         }
 
     def _measured(self, optimizer: Any, here: dict[str, Any], record: dict[str, Any]) -> dict[str, list[Tensor]]:
-        layout, locals_ = here["layout"], here["locals"]
-        after = measure([t for t, _, _ in locals_], [b for _, b, _ in locals_])
-        before, last = here["before"], layout.sketches or after
-        updates = differences(
-            after, [b if b.numel() == a.numel() else c for a, b, c in zip(after, before, last, strict=True)]
-        )
-        layout.sketches = after
+        """Measure weights, state and buffers after a step; return what was measured before and after it, by name."""
         params = [p for p, _ in here["parameters"]]
-        layout.versions = [written(p) for p in params]
-        record["none"], record["partial"] = here["none"], here["partial"]
-        vectors = {"before": heads(here["before"]), "weights": heads(after), "updates": updates}
-        if "start" in here:
-            vectors["start"] = here["start"]
-            vectors["shards"] = here["shards"]
-            record["shards_of"] = [i for i, (_, b, _) in enumerate(locals_) if b.size != b.shape]
-        grads, clipped = here["grads"], here["clipped"]
-        if clipped and all(v is not None for v in clipped):
-            vectors["grads"] = heads(grads)
-            vectors["unclipped"] = clipped
-        else:
-            vectors["grads"] = grads
+        vectors = after_step(here["layout"], here["measured"], params, record)
         if here["grad_scale"] is not None:
             vectors["grad_scale"] = [here["grad_scale"].double().view(torch.int64)]
-        sparse = self.steps[here["number"]] % SPARSE
-        moments, names = ([], []) if sparse else self._moments(optimizer, here["parameters"])
-        record["moments_of"] = names
-        vectors["moments"] = moments
-        buffers = self._buffers()
-        record["buffers_of"] = [(name, list(t.shape), placement.dtype_name(t)) for name, t in buffers]
-        vectors["buffers"] = measure(
-            [t for _, t in buffers], [Block(tuple(t.shape), (0,) * t.dim(), tuple(t.shape)) for _, t in buffers]
-        )
-        for kind, rows in (("modules", self.since.modules), ("returned", self.since.returned)):
-            if rows:
-                record[f"{kind}_of"] = [(name, list(shape)) for name, _, shape in rows]
-                vectors[kind] = [v for _, v, _ in rows]
-        return vectors
-
-    def _moments(
-        self, optimizer: Any, parameters: list[tuple[Tensor, int]]
-    ) -> tuple[list[Tensor], list[tuple[int, str]]]:
-        tensors, blocks, names = [], [], []
-        for i, (p, _) in enumerate(parameters):
-            for name, value in (optimizer.state.get(getattr(p, "source", p)) or {}).items():
-                if isinstance(value, Tensor) and value.shape == local_shape(p) and value.numel() > 1:
-                    tensor, block, _ = placement.local(value)
-                    block = p.block if isinstance(p, placement.FlatPart) else block
-                    tensors.append(tensor)
-                    blocks.append(block)
-                    names.append((i, str(name)))
-        return measure(tensors, blocks, sketch=False), names
-
-    def _buffers(self) -> list[tuple[str, Tensor]]:
-        buffers: dict[str, Tensor] = {}
-        for root in (r for ref in self.roots if (r := ref()) is not None):
-            for name, buffer in root.named_buffers():
-                if placement.is_plain_tensor(buffer) and buffer.numel() and buffer.layout == torch.strided:
-                    buffers.setdefault(placement.plain_name(name), buffer)
-        return list(buffers.items())[:2000]
-
-    def _layout_of(self, optimizer: Any, number: int, parameters: list[tuple[Tensor, int]]) -> SketchedLayout:
-        fresh = self.steps[number] % 16 == 0
-        names, ties = self.names(fresh)
-        known = self.layouts.get(number)
-        signature = (
-            *((placement.key(p), p.dtype, tuple(p.shape), p.device, p.requires_grad) for p, _ in parameters),
-            tuple(map(tuple, ties)),
-            tuple(placement.name_of(p, names) for p, _ in parameters),
-        )
-        if known is not None and known.signature == signature:
-            return known
-        layout = SketchedLayout(signature, self._layouts)
-        self._layouts += 1
-        rows = []
-        for i, (p, group) in enumerate(parameters):
-            _, block, partial = placement.local(p)
-            rows.append(
-                {
-                    "name": placement.name_of(p, names) or f"?{type(optimizer).__name__}{number}.{i}",
-                    "held": id(getattr(p, "source", p)) in names,
-                    "shape": list(block.shape),
-                    "offset": list(block.offset),
-                    "size": list(block.size),
-                    "width": width_of(block.shape),
-                    "dtype": placement.dtype_name(p),
-                    "device": p.device.type,
-                    "group": group,
-                    "trained": p.requires_grad,
-                    "partial": partial,
-                }
-            )
-        meshes = [m for p, _ in parameters if (m := placement.mesh_of(p)) is not None]
-        mesh = max(meshes, key=lambda m: len(m["sizes"]), default=None)  # a layer may use only a part of the mesh
-        roots = [type(r).__name__ for ref in self.roots if (r := ref()) is not None]
-        self.write(
-            "layout",
-            id=layout.number,
-            opt=number,
-            optimizer=getattr(optimizer, "kind", type(optimizer).__name__),
-            own=not type(optimizer).__module__.startswith("torch.optim"),
-            parameters=rows,
-            ties=ties,
-            untied=self._untied(),
-            mesh=mesh,
-            models=roots,
-        )
-        self.layouts[number] = layout
-        return layout
-
-    def _untied(self) -> bool:
-        """Return whether a transformers model declares tied embeddings that are two parameters."""
-        for root in (r for ref in self.roots if (r := ref()) is not None):
-            module: Any
-            for module in root.modules():
-                config = getattr(module, "config", None)
-                if getattr(config, "tie_word_embeddings", False) and hasattr(module, "get_output_embeddings"):
-                    one, other = module.get_input_embeddings(), module.get_output_embeddings()
-                    weights = [getattr(m, "weight", None) for m in (one, other)]
-                    if not getattr(module, "_tied_weights_keys", None):
-                        return False  # the model has nothing to tie
-                    return all(w is not None for w in weights) and weights[0] is not weights[1]
-        return False
+        record["moments_of"], vectors["moments"] = [], []
+        if self.steps[here["number"]] % SPARSE == 0:
+            vectors["moments"] = moments(optimizer, params, record)
+        vectors["buffers"] = buffers(self.models(), record)
+        return vectors | modules(self.since, record)
 
     def skipped(self, optimizer: Any) -> None:
         """Record a step skipped by a scaler because of nonfinite gradients."""
@@ -587,7 +366,7 @@ class Recorder:
         scale = None if self.since.scale is None else float(self.since.scale)  # the scaler has synchronized already
         examples = hexed([s.hashes for s in self.since.inputs])
         self.write("skipped", opt=number, step=self.steps[number], scale=scale, examples=examples)
-        self.last_grads = {}
+        self.gradients.last = {}
         self.since = Since()
         if self.operations is not None:
             self.operations.skipped()
@@ -604,6 +383,7 @@ class Recorder:
         for each in pending:
             record, numbers = each.record, each.host()
             fill_in(record, each.since, numbers)
+            self.gradients.factors.compare(record["opt"], record, numbers)
             for name in [n for n in numbers if n not in OF_STEP]:
                 record[name] = packed(numbers[name])
             if (start := record.pop("start", None)) is not None:
@@ -622,15 +402,6 @@ class Recorder:
         if self.steps:
             stepped = [i for i, each in enumerate(self.schedules.schedulers) if each.stepped]
             self.write("end", steps=self.steps, backwards=self.since.backwards, stepped=stepped)
-
-
-def _contents(tensors: list[Tensor]) -> list[Tensor]:
-    """Return position-independent measures of each local tensor, followed by those of the tensors rotated by one
-    element, which are equal if all elements are."""
-    tensors = [t.detach() for t in tensors]
-    rotated = [t.reshape(-1).roll(1).view(t.shape) for t in tensors]
-    blocks = [whole(t) for t in tensors]
-    return [*measure(tensors, blocks, sketch=False), *measure(rotated, blocks, sketch=False)]
 
 
 def _number(value: Any) -> float | None:

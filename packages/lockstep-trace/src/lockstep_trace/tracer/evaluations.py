@@ -1,0 +1,65 @@
+"""Forward passes without gradients, until training continues: an evaluation.
+
+In: calls of an outermost module without gradients. Out: the values of one record per evaluation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .inputs import CallInputs
+from .records import hexed
+
+HASHES = 200_000  # most hashes recorded per evaluation
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What has to stay the same during an evaluation. `trained`: the model's parameters are in an optimizer's model.
+    `between`: after a forward whose backward is still to come."""
+
+    model: str
+    loader: str | None
+    training: bool
+    trained: bool
+    between: bool
+
+
+@dataclass
+class Evaluation:
+    """One evaluation. `active`: modules whose output is random now. `optimizers`: numbers of those that hold the
+    model's parameters."""
+
+    setting: Setting
+    active: list[str]
+    mode: dict[str, Any]
+    optimizers: list[int]
+    hashes: list[Tensor] = field(default_factory=list)
+    known: list[Tensor] = field(default_factory=list)  # without labels
+    count: int = 0
+
+    def add(self, batch: CallInputs) -> None:
+        """Count a batch, and keep its hashes."""
+        self.count += len(batch.hashes)
+        if self.count <= HASHES:
+            self.hashes.append(batch.hashes)
+            self.known.append(batch.hashes if batch.unlabelled is None else batch.unlabelled)
+
+    def record(self) -> dict[str, Any]:
+        """Return the values of the record. Reads device data."""
+        return {
+            "model": self.setting.model,
+            "loader": self.setting.loader,
+            "training": self.setting.training,
+            "active": self.active,
+            "trained": self.setting.trained,
+            "between": self.setting.between,
+            "mode": self.mode,
+            "optimizers": self.optimizers,
+            "known": hexed(self.known),
+            "count": self.count,
+            "examples": hexed(self.hashes),
+        }

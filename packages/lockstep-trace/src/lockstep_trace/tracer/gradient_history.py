@@ -1,0 +1,147 @@
+"""What happens to gradients between two steps: zeroed or not, modified after backward, clipped, and modified since.
+
+In: calls around backward, clipping and steps. Out: answers for the record, by version counters; and whether gradients
+at a step are known from those before clipping, so that they need not be measured a second time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import placement
+from .versions import GradientVersion, gradient_versions, has_gradient, touched, untouched, version
+
+LOOKED_AT = 8  # first steps in which values are read, which synchronizes with the device
+PROBED = 8  # elements of each gradient that are compared between clipping and step, on a CPU
+ROUNDING = 1e-5  # relative, of a sum of squares after clipping
+EXACT = (torch.float32, torch.float64)  # dtypes of gradients in which a factor is told from another one
+
+
+class GradientHistory:
+    """The gradients of a process's optimizers, by optimizer number."""
+
+    def __init__(self) -> None:
+        self.last: dict[int, list[GradientVersion]] = {}  # at each optimizer's last step
+        self.after: list[GradientVersion] = []  # after the last backward or clipping
+        self.clipped: list[tuple[dict[str, Any], list[GradientVersion]]] = []  # since the last backward
+        self.zeroed: dict[int, bool] = {}  # since each optimizer's last step
+        self.factors = ClippingFactors()
+
+    def before_backward(self, steps: Sequence[int]) -> None:
+        self._look_for_zeroed(steps)
+        self.clipped = [(clip, rows) for clip, rows in self.clipped if not touched(rows)]
+
+    def _look_for_zeroed(self, steps: Sequence[int]) -> None:
+        """Check whether gradients were zeroed since each optimizer's last step: they are None, new objects, or
+        modified.
+
+        torch does not count writes by `grad.data.zero_()`, so the first steps also read the values."""
+        for number, grads in self.last.items():
+            if self.zeroed.get(number, True):
+                continue
+            same = [g for row in grads if (g := untouched(row)) is not None]
+            early = 0 < steps[number] <= LOOKED_AT
+            if len(same) < len(grads) or not same or not early or not all(bool(g.count_nonzero()) for g in same[:3]):
+                self.zeroed[number] = True
+
+    def after_backward(self, roots: Iterable[nn.Module]) -> None:
+        """Store the gradients' versions after backward, to detect later modifications."""
+        for number, grads in self.last.items():
+            if not self.zeroed.get(number, True):
+                self.last[number] = gradient_versions(p for ref, _, _ in grads if (p := ref()) is not None)
+        for clip, rows in self.clipped:  # gradients clipped before this backward
+            if any(has_gradient(row) and untouched(row) is None for row in rows):
+                clip["early"] = True
+        self.clipped = []
+        self.after = gradient_versions(p for root in roots for p in root.parameters())
+
+    def rewritten(self) -> bool:
+        """Return whether gradients were modified since the last backward or clipping."""
+        return touched(self.after)
+
+    def has_clipped(self, clip: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        """Store the gradients' versions after clipping."""
+        self.after = gradient_versions(ref for row in self.after if (ref := row[0]()) is not None)
+        self.clipped.append((clip, gradient_versions(parameters)))
+        self.factors.has_clipped(clip, parameters)
+
+    def stepped(self, number: int, parameters: Iterable[Any]) -> None:
+        """Store the gradients that an optimizer used."""
+        self.last[number] = gradient_versions(parameters)
+        self.zeroed[number] = not self.last[number]
+
+
+class ClippingFactors:
+    """Whether the gradients of a step are those before `clip_grad_norm_` times its factor.
+
+    They are if nothing writes to them after clipping. Version counters tell, but not of writes through `grad.data`. So
+    an optimizer is trusted only after a step in which both were measured and agreed, and some elements of each gradient
+    are compared (on a CPU, where that needs no wait)."""
+
+    def __init__(self) -> None:
+        self.agreed: dict[int, bool] = {}  # by optimizer: whether its last measured step agreed
+        self._clip: dict[str, Any] = {}
+        self._after: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of parameter -> (gradient, version)
+        self._probe: Tensor | None = None
+
+    def has_clipped(self, clip: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        """Remember the gradients after clipping."""
+        if not any(self.agreed.values()) or clip["how"] != "clip_grad_norm_":
+            self._clip = {}
+            return
+        self._clip = clip
+        self._after = {id(p): (weakref.ref(p.grad), version(p.grad)) for p in parameters if p.grad is not None}
+        self._probe = _probe([p.grad for p in parameters if p.grad is not None])
+
+    def known(self, number: int, clips: Sequence[Mapping[str, Any]], parameters: Sequence[Any]) -> bool:
+        """Return whether the gradients of `parameters` follow from those before clipping. `clips`: since the last
+        step."""
+        if not self.agreed.get(number) or len(clips) != 1 or clips[0] is not self._clip or clips[0].get("early"):
+            return False
+        if clips[0].get("scaled") or len(parameters) != len(self._after):
+            return False
+        if not all(self._unchanged(p) for p in parameters):
+            return False
+        probe = _probe([p.grad for p in parameters])
+        return probe is None or (self._probe is not None and torch.equal(probe, self._probe))
+
+    def _unchanged(self, parameter: Any) -> bool:
+        grad: Any = parameter.grad
+        ref, count = self._after.get(id(parameter), (None, -1))
+        if placement.is_dtensor(grad) or grad.dtype not in EXACT:
+            return False
+        return ref is not None and ref() is grad and version(grad) == count
+
+    def compare(self, number: int, record: Mapping[str, Any], numbers: Mapping[str, list[Tensor]]) -> None:
+        """Compare the gradients of a recorded step with those before clipping, by their sums of squares."""
+        if "unclipped" not in numbers or "grads" not in numbers:
+            return
+        clips = record["clips"]
+        norm = clips[0].get("norm") if len(clips) == 1 else None
+        if norm is None or clips[0]["how"] != "clip_grad_norm_" or record["rewritten"]:
+            self.agreed[number] = False
+            return
+        factor = clipping_factor(clips[0]["limit"], norm)
+        before, after = (
+            torch.stack([v[1] for v in numbers[name]]).view(torch.float64) for name in ("unclipped", "grads")
+        )
+        near = (after - before * factor**2).abs() <= ROUNDING * after
+        self.agreed[number] = bool(near.all())
+
+
+def clipping_factor(limit: float, norm: float) -> float:
+    """Return the factor of `clip_grad_norm_`; NaN if the norm is NaN."""
+    return limit / (norm + 1e-6) if not limit / (norm + 1e-6) >= 1.0 else 1.0
+
+
+def _probe(grads: Sequence[Tensor]) -> Tensor | None:
+    """Return a few elements of each contiguous gradient; None on another device than a CPU."""
+    if any(g.device.type != "cpu" for g in grads):
+        return None
+    flats = [g.view(-1) for g in grads if g.layout == torch.strided and g.is_contiguous() and g.numel()]
+    return torch.cat([f[:: f.numel() // PROBED + 1] for f in flats]) if flats else None
