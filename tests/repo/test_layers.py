@@ -245,7 +245,7 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
         *("torch.autograd._get_sequence_nr", "node._sequence_nr", "func._schema", "getattr(func, '_schema'"),
     ),
     "tracer/placement.py": "getattr(ddp, '_comm_hooks'",  # whether gradients are reduced in a way of the script's own
-    "tracer/recorder.py": "getattr(module, '_tied_weights_keys'",  # whether a model of transformers has any to tie
+    "tracer/layouts.py": "getattr(module, '_tied_weights_keys'",  # whether a model of transformers has any to tie
     "tracer/schedules.py": "getattr(scheduler, '_last_lr'",  # the rates of a scheduler's state
     "tracer/versions.py": "getattr(tensor, '_version'",  # torch's count of writes
     "tracer/inputs.py": "torch._C",  # a tensor inside of vmap has no values

@@ -99,6 +99,29 @@ def test_the_numbers_of_other_devices_are_those_of_a_cpu() -> None:
             assert torch.allclose(numbers, others, rtol=1e-9, atol=1e-9 * float(numbers.abs().max() + 1))
 
 
+@pytest.mark.parametrize(("shape", "begin"), [((9000, 384), 0), ((9000, 300), 0), ((9000, 300), 4500)])
+def test_rows_of_zeros_are_skipped(shape: tuple[int, int], begin: int) -> None:
+    """As in an embedding's gradient: the numbers are those of all elements, also where a row is a single -0.0, in a
+    shard, and where chunks begin within a row. The control has no rows of zeros."""
+    draw = torch.Generator().manual_seed(0)
+    tensor = torch.zeros(shape)
+    rows = torch.randint(shape[0], (400,), generator=draw)
+    tensor[rows] = torch.randn(400, shape[1], generator=draw)
+    tensor[17, 3], tensor[8999] = -0.0, 1e-30
+    shard = tensor[begin:]
+    block = Block(shape, (begin, 0), tuple(shard.shape))
+    used = fingerprint.nonzero_rows(shard, block)
+    assert used is not None
+    assert {int(n) + begin for n in used} == {n for n in {17, 8999, *rows.tolist()} if n >= begin}
+    for sketch in (True, False):
+        skipped = fingerprint._by_chunks([shard], [block], sketch)[0]
+        every = fingerprint._by_units([shard], [block], sketch)[0]
+        assert skipped[0] == every[0]
+        numbers, others = skipped[1:].view(torch.float64), every[1:].view(torch.float64)
+        assert torch.allclose(numbers, others, rtol=1e-12, atol=1e-9)
+    assert fingerprint.nonzero_rows(torch.randn(shape, generator=draw), Block(shape, (0, 0), shape)) is None
+
+
 def test_a_changed_bit_or_place_changes_the_fingerprint() -> None:
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(3))
 

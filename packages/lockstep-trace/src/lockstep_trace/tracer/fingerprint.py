@@ -31,6 +31,8 @@ WIDTHS = (257, 263, 269, 271, 277, 281, 283, 293)
 ROWS = 256  # of a chunk, which has ROWS * P elements
 BATCH = 1 << 20  # elements of small tensors measured together
 UNIT = 32  # rows of a unit; a chunk has ROWS // UNIT units
+SPARSE_FROM = 1 << 20  # elements of a matrix whose zero rows are skipped, if SAMPLED rows show that most are zero
+SAMPLED = 64
 DEVICE_BATCH = 1 << 22  # elements measured together on a device, where each launch costs about 5 us
 CPU = torch.device("cpu")
 _MASK = (1 << 64) - 1
@@ -388,6 +390,8 @@ def _added(one: Tensor, other: Tensor) -> Tensor:
 
 def _large(tensor: Tensor, block: Block, p: int, sketch: bool) -> Tensor:
     tensor = plain(tensor)
+    if (rows := nonzero_rows(tensor, block)) is not None:
+        return _of_rows(tensor[rows], rows, block, p, sketch)
     total = torch.zeros((), dtype=torch.int64)
     square = torch.zeros((), dtype=torch.float64)
     buckets = torch.zeros(p, dtype=torch.float64)
@@ -400,6 +404,51 @@ def _large(tensor: Tensor, block: Block, p: int, sketch: bool) -> Tensor:
             at += count
     head = torch.stack([total, square.view(torch.int64)])
     return torch.cat([head, buckets.view(torch.int64)]) if sketch else head
+
+
+def nonzero_rows(tensor: Tensor, block: Block) -> Tensor | None:
+    """Return the numbers of a matrix's rows that have bits other than zero, if few have: those of an embedding's
+    gradient are the tokens of the batch. Else None."""
+    place = block.flat
+    fits = tensor.dim() == 2 and tensor.is_contiguous() and tensor.element_size() == 4 and place is not None
+    if not fits or tensor.numel() < SPARSE_FROM or tensor.shape[0] < 16 * SAMPLED or tensor.shape[1] % 2:
+        return None
+    if place[0] % 2 or tensor.storage_offset() % 2:  # type: ignore[index]
+        return None
+    pairs = tensor.view(torch.int64)
+    if int(pairs[:: pairs.shape[0] // SAMPLED].ne(0).any(1).sum()) > SAMPLED // 4:
+        return None
+    count = max(BATCH * 4 // pairs.shape[1], 1)
+    used = torch.cat([pairs[a : a + count].ne(0).any(1) for a in range(0, pairs.shape[0], count)])
+    rows = used.nonzero().reshape(-1)
+    return rows if len(rows) <= tensor.shape[0] // 4 and len(rows) * tensor.shape[1] <= BATCH else None
+
+
+@functools.lru_cache(maxsize=8)
+def _chunk_tables(chunks: int, p: int) -> tuple[Tensor, Tensor]:
+    """Return the odd factors [chunks] and the signs of buckets [chunks, p] of the first chunks."""
+    odd = torch.tensor([_chunk_number(chunk) for chunk in range(chunks)])
+    return odd, torch.stack([_chunk_signs(p, chunk).float() for chunk in range(chunks)])
+
+
+def _of_rows(values: Tensor, rows: Tensor, block: Block, p: int, sketch: bool) -> Tensor:
+    """Return the vector of a matrix with the values [n, d] in some rows, and zeros elsewhere."""
+    start, stop = block.flat or (0, 0)
+    n, d = values.shape
+    index = (start + rows * d)[:, None] + torch.arange(d)  # [n, d]
+    chunk, inside = index // (ROWS * p), index % (ROWS * p)
+    signs, odd = _tables(p, CPU)
+    chunk_odd, chunk_signs = _chunk_tables(stop // (ROWS * p) + 1, p)
+    total = (_bits(values.reshape(-1)).view(n, d) * odd[inside] * chunk_odd[chunk]).sum()
+    numbers = values.double()
+    square = (numbers * numbers).sum()
+    head = torch.stack([total, square.view(torch.int64)])
+    if not sketch:
+        return head
+    bucket = index % p
+    signed_numbers = numbers * (signs[inside] * chunk_signs[chunk, bucket])
+    buckets = torch.zeros(p, dtype=torch.float64).index_add_(0, bucket.reshape(-1), signed_numbers.reshape(-1))
+    return torch.cat([head, buckets.view(torch.int64)])
 
 
 def _ranges(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]]:
