@@ -65,6 +65,43 @@ def test_a_step_begins_one_copy_and_waits_for_nothing(tmp_path: Path, monkeypatc
     assert last["clips"][0]["norm"] == 0.0
 
 
+class Launches(TorchDispatchMode):
+    """Number of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_steady_step_measures_gradients_once_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On `meta`: after the first steps fewer operations are launched, and no value is read before the next step."""
+
+    def transfer(joined: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        return torch.zeros(joined.shape, dtype=joined.dtype), lambda: None
+
+    monkeypatch.setattr(pending, "transfer", transfer)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)).to("meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    launched = []
+    with lockstep_trace.traced(model, optimizer, folder=tmp_path):
+        for _ in range(13):
+            optimizer.zero_grad()
+            model(torch.ones(8, 6, device="meta")).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with Launches() as launches:
+                optimizer.step()
+            launched.append(launches.count)
+    known = [s.raw["step"] for s in read(tmp_path).ranks[0].steps[0].values() if s.raw.get("factor_of_clipping")]
+    assert known == [9, 10, 11, 12]
+    assert len({*launched[2:8]}) == len({*launched[10:]}) == 1
+    assert launched[10] < 0.8 * launched[2]
+    assert "error" not in [each["kind"] for each in records(tmp_path)]
+
+
 class Largest(TorchDispatchMode):
     """Elements of the largest storage that an operation made."""
 
