@@ -109,15 +109,18 @@ def be_brief() -> None:
 
 def _fail_requests(reason: str) -> None:
     """Make every request of the Hub library in this process fail as a connection that cannot be made."""
-    from huggingface_hub import get_session
+    from huggingface_hub import get_session, set_client_factory
 
     client: Any = get_session()
+    hooks = client.event_hooks
     library = sys.modules[type(client).__module__.partition(".")[0]]  # httpx or httpx2, by the version
 
     def fail(request: Any) -> None:
         raise library.ConnectError(reason, request=request)
 
-    client.event_hooks = client.event_hooks | {"request": [*client.event_hooks["request"], fail]}
+    hooks["request"].append(fail)
+    # a factory, because the library makes another client after each connection that failed
+    set_client_factory(lambda: library.Client(event_hooks=hooks, follow_redirects=True, timeout=None))
 
 
 @cache
