@@ -167,7 +167,7 @@ def test_of_several_sources_whose_weights_change_later(tmp_path: Path, capfd: py
     assert branched(tmp_path, "same", 6, data=later, task={"text": "text", "label": "label"}) == 0
     assert weights_of(tmp_path / "same") == weights_of(alone) != weights_of(tmp_path / "first")
     assert main(["replay", str(tmp_path / "same"), "--step", "9"]) == 0
-    assert "3 of 3 steps are written down: all the same bits" in capfd.readouterr().out
+    assert "3 of 3 steps were recorded; all have the same bits" in capfd.readouterr().out
     sooner = data(1, [[0, 1], [4, 7]])
     capfd.readouterr()
     assert branched(tmp_path, "other", 6, data=sooner, task={"text": "text", "label": "label"}) == 2
@@ -185,5 +185,5 @@ def test_of_a_stream(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
     assert main(["replay", str(tmp_path / "same"), "--step", "9", "--from", "0", "--processes", "2"]) == 0
     said = capfd.readouterr().out
-    assert "9 of 9 steps are written down: all the same bits" in said  # over the windows of the stream
+    assert "9 of 9 steps were recorded; all have the same bits" in said  # over the windows of the stream
     assert "the 8 of 22 examples with the highest losses" in said

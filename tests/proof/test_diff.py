@@ -36,16 +36,16 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("mistake", "parts", "first", "why"),
     [
-        ("OtherDropout", STEP, f"micro-batch {MICRO_BATCH}: what transformer.drop gives in forward", "dropout"),
-        ("WrongLeaf", STEP, f"micro-batch {MICRO_BATCH}: the gradient of {WEIGHT}", "how its weight's gradient"),
+        ("OtherDropout", STEP, f"micro-batch {MICRO_BATCH}: forward output of transformer.drop", "dropout"),
+        ("WrongLeaf", STEP, f"micro-batch {MICRO_BATCH}: gradient of {WEIGHT}", "how its weight gradient is computed"),
         (
             "WrongSum",
             STEP,
-            f"the gradient of {WEIGHT}, summed over micro-batches",
+            f"gradient of {WEIGHT}, summed over micro-batches",
             f"a part of the parameters ({WEIGHT})",
         ),
         ("AllTwice", STEP, "summed over micro-batches", "every gradient is 2 times"),
-        ("WrongRate", STEP + 1, "the update:", "clipping, weight decay, or the optimizer"),
+        ("WrongRate", STEP + 1, "weights after the step:", "clipping, weight decay, or the optimizer"),
     ],
 )
 def test_a_planted_mistake_is_found_where_it_is(
@@ -54,20 +54,20 @@ def test_a_planted_mistake_is_found_where_it_is(
     assert hasattr(planted_mistakes, mistake)
     wrong = trained(tmp_path, "wrong", f"strategy.name=support.planted_mistakes.{mistake}")
     said = told(right, wrong, capfd)
-    assert f"they part in step {parts}," in said
-    assert "both come to the same bits: it is not what they were given" in said
-    assert f"first: {wrong}, step {STEP}, " in said
-    assert first in said.partition("first:")[2]
+    assert f"first difference: step {parts}," in said
+    assert "both runs give the same bits here" in said
+    assert f"first differing value: {wrong}, step {STEP}, " in said
+    assert first in said.partition("first differing value:")[2]
     assert why in said
 
 
 @pytest.mark.parametrize(
     ("key", "first_step", "first", "why"),
     [
-        ("optim.learning_rate=4e-3", 2, "the learning rate", "the schedule"),  # that of the first step is 0
-        ("seed=1", 1, "the weights before it:", "began from other weights"),
-        ("optim.weight_decay=0.1", 2, "the update:", "weight decay"),
-        ("optim.max_grad_norm=0.1", 1, "the update: optimizer.", "clipping"),
+        ("optim.learning_rate=4e-3", 2, "learning rate", "the schedule"),  # that of the first step is 0
+        ("seed=1", 1, "weights before the step:", "began with other weights"),
+        ("optim.weight_decay=0.1", 2, "weights after the step:", "weight decay"),
+        ("optim.max_grad_norm=0.1", 1, "weights after the step: optimizer.", "clipping"),
     ],
 )
 def test_another_key_is_found(
@@ -75,8 +75,8 @@ def test_another_key_is_found(
 ) -> None:
     said = told(right, trained(tmp_path, "other", key), capfd)
     assert f"{key.partition('=')[0]}: " in said
-    assert f"first: step {first_step}, " in said
-    assert first in said.partition("first:")[2]
+    assert f"first differing value: step {first_step}, " in said
+    assert first in said.partition("first differing value:")[2]
     assert why in said
 
 
@@ -92,8 +92,8 @@ def test_a_row_that_was_changed_is_found(tmp_path: Path, capfd: pytest.CaptureFi
     said = told(*folders, capfd)
     lines = [json.loads(line) for line in (folders[0] / fingerprints.FILE).read_text().splitlines()]
     assert len(lines) == 9
-    assert "the tokens that go into the model" in said.partition("first:")[2]
-    assert "the same rows hold other tokens" in said
+    assert "inputs of the model" in said.partition("first differing value:")[2]
+    assert "the same rows became other tokens" in said
 
 
 def test_runs_of_the_same_bits(right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -111,10 +111,10 @@ def test_a_line_of_a_machine_that_computed_wrongly(
     changed = json.loads(lines[4]) | {"hash": "0" * 16, "grad_norm": 7.5}
     (other / fingerprints.FILE).write_text("\n".join([*lines[:4], json.dumps(changed), *lines[5:]]) + "\n")
     said = told(right, other, capfd)
-    assert "they part in step 5," in said
-    assert f"{right} has what is computed here" in said
+    assert "first difference: step 5," in said
+    assert f"{right} recorded these bits" in said
     assert "a machine that computed wrongly" in said
-    assert "computed again" not in told(right, other, capfd, "--quick")
+    assert "recomputing" not in told(right, other, capfd, "--quick")
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -128,7 +128,7 @@ def test_a_loss_whose_hash_was_left_is_found(
     (folders[1] / fingerprints.FILE).write_text("\n".join(edited) + "\n")
     said = told(folders[both], folders[1], capfd, "--quick")
     assert "step 5: the hash is not that of loss and gradient norm: the line was changed" in said
-    assert ("they part in step 5, in loss or gradient norm: loss" in said) != both
+    assert ("first difference: step 5, loss or gradient norm: loss" in said) != both
 
 
 def test_partings_are_of_what_both_wrote_down() -> None:

@@ -36,10 +36,10 @@ def test_a_planted_mistake_is_found_where_it_is(kind: str, tmp_path: Path, capfd
     right = trained(of(kind, tmp_path), tmp_path / "right")
     wrong = trained(of(kind, tmp_path, "strategy.name=support.planted_mistakes.WrongLeaf"), tmp_path / "wrong")
     said = told(right, wrong, capfd)
-    assert f"they part in step {STEP}," in said
-    assert "both come to the same bits: it is not what they were given" in said
-    assert f"first: {wrong}, step {STEP}, " in said
-    assert f"micro-batch {MICRO_BATCH}: the gradient of {WEIGHT}" in said.partition("first:")[2]
+    assert f"first difference: step {STEP}," in said
+    assert "both runs give the same bits here" in said
+    assert f"first differing value: {wrong}, step {STEP}, " in said
+    assert f"micro-batch {MICRO_BATCH}: gradient of {WEIGHT}" in said.partition("first differing value:")[2]
 
 
 def test_other_weights_of_sources_are_other_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -50,8 +50,8 @@ def test_other_weights_of_sources_are_other_rows(tmp_path: Path, capfd: pytest.C
     second = load(None, list(ONE), stream_runs.TINY | {"data": data})
     said = told(trained(first, tmp_path / "a"), trained(second, tmp_path / "b"), capfd)
     assert "data.sources" in said
-    assert "they part in step 4," in said
-    assert "the examples it is made of" in said.partition("first:")[2]
+    assert "first difference: step 4," in said
+    assert "examples of the step" in said.partition("first differing value:")[2]
 
 
 def test_a_row_of_a_stream_that_was_changed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -65,4 +65,4 @@ def test_a_row_of_a_stream_that_was_changed(tmp_path: Path, capfd: pytest.Captur
             stream_runs.write(path, rows)
         outputs.append(trained(run, tmp_path / name / "out"))
     said = told(*outputs, capfd)
-    assert "the tokens that go into the model" in said.partition("first:")[2]
+    assert "inputs of the model" in said.partition("first differing value:")[2]

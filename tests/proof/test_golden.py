@@ -53,8 +53,8 @@ def test_two_processes_have_the_bits_of_the_file(folder: Path, capfd: pytest.Cap
 
 @pytest.mark.parametrize(
     ("key", "said"),
-    [("optim.learning_rate=0.0051", "step 1: after it"), ("seed=1", "step 0: the loss"),
-     ("optim.max_grad_norm=0.4", "step 1: after it")],
+    [("optim.learning_rate=0.0051", "step 1: weights after the step:"), ("seed=1", "step 0: the loss"),
+     ("optim.max_grad_norm=0.4", "step 1: weights after the step:")],
 )  # fmt: skip
 def test_what_differs_is_named(key: str, said: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert asked(folder, key) == 1
@@ -71,8 +71,8 @@ def test_a_change_of_code_is_found(
     monkeypatch.setattr(optim, "learning_rate", lambda *given: right(*given) * (1 + 2**-20))
     assert asked(folder) == 1
     out = capfd.readouterr().out
-    assert "step 1: after it" in out
-    assert "nothing else that is written down differs" in out
+    assert "step 1: weights after the step:" in out
+    assert "nothing else that was recorded has changed" in out
 
 
 @pytest.mark.parametrize(

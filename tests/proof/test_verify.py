@@ -64,7 +64,7 @@ def test_a_mistake_is_named(
     for words in said:
         assert words in text, text
     assert tell(Console(True), ours, alone) == 1
-    assert "NOT what was promised" in capsys.readouterr().out
+    assert "DIFFERENT from what was expected" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_what_is_right_passes(
     assert found(ours, alone) == ""
     assert tell(Console(True), ours, alone) == 0
     said = capsys.readouterr().out
-    assert ("found: the same bits" in said) == ("strategy.exact=false" not in overrides)
-    assert "kept in: weights float32, gradients float32, optimizer float32" in said
+    assert ("result: the same bits" in said) == ("strategy.exact=false" not in overrides)
+    assert "dtypes: weights float32, gradients float32, optimizer float32" in said
 
 
 def test_bits_that_are_promised_are_demanded(alone: Path, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_command(tmp_path: Path) -> None:
 
     status, out, err = verified("-o", "kept")
     assert status == 0, err
-    assert "found: the same bits" in out
+    assert "result: the same bits" in out
     assert "The same bits in all 3 steps" in (tmp_path / "kept" / "job" / "report.html").read_text()
     compared = [*LOCKSTEP, "diff", "kept/reference", "kept/job", "--exact"]
     assert ended(start(compared, tmp_path, tmp_path / "cache"))[0] == 0
@@ -145,4 +145,4 @@ def test_under_torchrun(tmp_path: Path) -> None:
     command = [*TORCHRUN, "verify", "job.yaml", "--steps=2", "strategy.name=allreduce"]
     status, out, err = ended(start(command, tmp_path, tmp_path / "cache"))
     assert status == 0, err
-    assert out.count("found: the same bits") == 1
+    assert out.count("result: the same bits") == 1

@@ -385,7 +385,7 @@ def test_diff_says_how_to_record_the_step_and_the_step_is_the_default(tmp_path: 
     for name, factor in (("a", "1.0"), ("b", "1.5")):
         command(tmp_path, "record", "-o", name, "--", sys.executable, "train.py", factor)
     text = command(tmp_path, "diff", "a", "b")
-    assert "they part in step 1" in text
+    assert "first difference: step 1" in text
     assert f"lockstep-trace record --level operations --step 1 -o b -- {sys.executable} train.py 1.5" in text
     for name, factor in (("a", "1.0"), ("b", "1.5")):
         told = command(

@@ -172,7 +172,7 @@ def test_a_step_is_replayed_from_the_checkpoint_before_it(
     assert main(["replay", str(output), "--step", str(step), *more]) == 0
     said = " ".join(capfd.readouterr().out.split())
     began = {7: "the checkpoint of step 5", 12: "the checkpoint of step 10", 3: "the start"}[step]
-    assert f"step {step} of 12, computed again from {began} on" in said
+    assert f"step {step} of 12, recomputed from {began} (" in said
     assert "all the same bits" in said
     norm = lines(output)[step - 1]["grad_norm"]
     assert f"gradient norm {norm:.6g}" in said
@@ -195,7 +195,7 @@ def test_a_line_that_is_not_what_the_step_comes_to_is_found(
         wrong[7] |= changes
         (copy / fingerprints.FILE).write_text("".join(json.dumps(line) + "\n" for line in wrong))
         assert main(["replay", str(copy), "--step", "9"]) == 1
-        assert f"NOT what was trained: {wanted}" in " ".join(capfd.readouterr().out.split())
+        assert f"DIFFERENT from what was trained: {wanted}" in " ".join(capfd.readouterr().out.split())
 
 
 @pytest.mark.processes
@@ -253,8 +253,8 @@ def test_a_checkpoint_of_another_version_is_named_and_not_used(
     said = " ".join(capfd.readouterr().out.split())
     assert "step-000005 is not used: " in said
     assert "step-000010 is not used" not in said  # it is of a later step
-    assert "step 6 of 12, computed again from the start on" in said
-    assert "6 of 6 steps are written down: all the same bits" in said
+    assert "step 6 of 12, recomputed from the start (" in said
+    assert "6 of 6 steps were recorded; all have the same bits" in said
 
 
 def test_a_folder_that_is_no_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

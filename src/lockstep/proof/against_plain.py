@@ -1,14 +1,14 @@
-"""A run's own steps beside those of `lockstep.plain`: which loss, gradient or weight differs by more than rounding.
+"""Compare steps of a run with `lockstep.plain`: which loss, gradient or weight differs by more than rounding.
 
-In: what `training/plain_sides.py` recorded, and the run. Out: lines that name what differs with its likely cause
-(`lockstep_trace/causes.py`), and what plain does not cover. How much may differ is measured: by a second plain run
-whose weights differ in their last bit (TTrace, arXiv:2506.09280), and of a run in half precision by a third one in
-float32.
+In: the steps that `training/plain_sides.py` recorded, and the run. Out: lines that name each difference and its likely
+cause (`lockstep_trace/causes.py`), and the parts of the run that plain does not cover. The tolerance is measured: by a
+second plain run whose weights differ in their last bit (TTrace, arXiv:2506.09280), and in half precision also by a
+third one in float32.
 
-Differences are measured here and not by `lockstep_trace/compare.py`: plain is the judge of all else, so torch
-compares whole tensors, and nothing of the tracer stands between. A sketch is off by some 4 % of a difference, which
-the narrow limits of half precision would feel. A norm with a limit of its own, four draws of Muon, and optimizers of
-which the first gradient alone is known have no place beside a single perturbed trace.
+`lockstep_trace/compare.py` is not used, for three reasons. Plain is the judge of everything else, so torch compares
+whole tensors without any code of the tracer. A sketch has an error of about 4 % of a difference, too much for the
+narrow tolerances of half precision. And a trace has a single perturbed companion, but Muon needs four, the norm has a
+tolerance of its own, and of some optimizers only the first gradient is known.
 """
 
 from __future__ import annotations
@@ -48,50 +48,50 @@ from lockstep_trace import causes
 
 COLUMNS = ["step", "loss", "norm", "gradients", "changes"]  # relative differences
 TENSORS = ("gradient", "change")
-STEPS = 2  # that are compared
-MORE = 4  # draws of last bits, where one says that a step differs: of a chaotic model it is small by chance
+STEPS = 2  # compared steps
+MORE = 4  # perturbed runs if a step differs by one alone: in a chaotic model a single one may be small by chance
 FACTOR, LOW = 10.0, 5.0  # allowed difference, as a multiple of the effect of a last bit: float32, bfloat16
-LEAST = {"loss": 2e-6, "norm": 1e-5, "gradient": 2e-5, "change": 1e-3}  # relative differences that are always allowed
+LEAST = {"loss": 2e-6, "norm": 1e-5, "gradient": 2e-5, "change": 1e-3}  # relative differences always allowed
 LEAST_LOW = {"loss": 1e-3, "norm": 2**-8, "gradient": 2**-8, "change": 2**-6}  # under autocast, whose unit is 2^-8
-FLOOR = 1e-3  # of the whole: the norm that a parameter counts for at least, as gradients that cancel hold its rounding
+FLOOR = 1e-3  # smallest norm used for a parameter, relative to the whole: gradients that cancel hold only rounding
 LOSS_LIBRARIES = {  # by task: a distribution, its releases whose losses plain calls, and the module that has them
     "embedding": ("sentence-transformers", "6.", "sentence_transformers"),
     **dict.fromkeys(("preference", "reward"), ("trl", "1.16.", "trl.experimental.cpo")),
 }
-LAST_BIT = 2.0**-23  # of the loss, as far as FLOOR of the whole: what a gradient whose terms cancel out is rounded to
-NOTHING = 1e-5  # of the whole: a gradient below it is zero but for rounding
-MOST = 0.9  # of float32, allowed at most (else twice what last bits change): a gradient that is missing differs by 1
+LAST_BIT = 2.0**-23  # rounding of a gradient whose terms cancel, relative to the loss, at most FLOOR of the whole
+NOTHING = 1e-5  # relative to the whole: a smaller gradient is zero but for rounding
+MOST = 0.9  # largest tolerance in float32, or twice the effect of a last bit: a missing gradient differs by 1
 
 
 @dataclass(frozen=True)
 class StepComparison:
-    """One step of the run beside the plain one. Relative differences, and what is allowed."""
+    """Relative differences between a step of the run and the plain one, with their tolerances."""
 
     number: int
     differences: dict[str, float]  # loss, norm, gradient, change: the largest one
     allowed: dict[str, float]
-    where: dict[str, str]  # gradient, change: the parameter that is furthest apart
+    where: dict[str, str]  # gradient, change: the parameter with the largest difference
     gradients: dict[str, float]  # relative difference of each
-    unexpected: list[str] = field(default_factory=list)  # parameters that change and have no gradient by plain
+    unexpected: list[str] = field(default_factory=list)  # parameters that change though plain has no gradient
 
     @property
     def differs(self) -> bool:
-        """By more than is allowed, or by what is no number, or in what plain leaves as it is."""
+        """Whether a difference exceeds its tolerance or is NaN, or a parameter changes that plain leaves unchanged."""
         return bool(self.unexpected) or not all(size <= self.allowed[key] for key, size in self.differences.items())
 
 
 @dataclass(frozen=True)
 class PlainComparison:
-    """What came of a comparison."""
+    """The result of a comparison."""
 
     steps: list[StepComparison] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)  # none: as plain computes it
-    uncovered: str | None = None  # what plain does not compute, in words
-    scores: list[str] = field(default_factory=list)  # names of those of an evaluation that were compared
+    differences: list[str] = field(default_factory=list)  # empty: matches plain
+    uncovered: str | None = None  # description of what plain does not compute
+    scores: list[str] = field(default_factory=list)  # names of compared evaluation metrics
 
 
 def differences(run: Run, steps: int = 2) -> PlainComparison:
-    """Train some steps in this process under `single`, and compare them with plain's. Errors: `RunError`."""
+    """Train a few steps in this process under `single`, and compare them with plain. Errors: `RunError`."""
     from lockstep.distributed.world import World
     from lockstep.training.resolve import for_rank
 
@@ -105,61 +105,61 @@ def differences(run: Run, steps: int = 2) -> PlainComparison:
 
 
 def covers(run: Run) -> bool:
-    """Whether plain knows the task."""
+    """Return whether plain covers the task of a run."""
     return run.task.name in (*TASKS, "module")
 
 
 def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) -> int:
-    """Say what came of a comparison with the steps recorded in OUTPUT/plain. `verdict`: a file of JSON that it is added
+    """Compare the steps recorded in OUTPUT/plain and print the result. `verdict`: JSON file that the result is added
     to. Returns the exit status."""
-    console.say("the same steps without dropout by the plain reference (lockstep.plain) ...")
+    console.say("training the same steps with the plain reference (lockstep.plain, without dropout) ...")
     ACTIVITY.at("computing the same steps by the plain reference")
     folder = output / FOLDER
     if not folder.exists():
         result = PlainComparison(uncovered=f"task.name: {run.task.name} is code of yours")
     elif (needed := _bytes(folder, _draws(run))) > (free := capacity(torch.device("cpu"), 1)):
         result = PlainComparison(
-            uncovered=f"it needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are there"
+            uncovered=f"it needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
         )
     else:
         result = compare(run, folder)
     if result.steps:
         rows = [_row(step.number, step.differences) for step in result.steps]
-        console.table("beside the plain reference", COLUMNS, rows, key="plain")
+        console.table("relative differences from the plain reference", COLUMNS, rows, key="plain")
         for step in result.steps:
             number, *allowed = _row(step.number, step.allowed)
             limits = (f"{name} {size}" for name, size in zip(COLUMNS[1:], allowed, strict=True) if size)
-            console.say(f"allowed in step {number}, by what a change of the last bit comes to: {', '.join(limits)}", 2)
+            console.say(f"tolerance in step {number}, measured by changing last bits: {', '.join(limits)}", 2)
     if verdict is not None:
         content = json.loads(verdict.read_text(encoding="utf-8")) if verdict.exists() else {"agrees": True}
         content["agrees"] = content["agrees"] and not result.differences
         plain_result = {"differences": result.differences, "not_covered": result.uncovered}
         verdict.write_text(json.dumps(content | {"plain": plain_result}), encoding="utf-8")
     if result.scores:
-        console.say(f"evaluation, compared with the field's libraries: {', '.join(sorted(result.scores))}", 2)
+        console.say(f"metrics compared with other libraries: {', '.join(sorted(result.scores))}", 2)
     if result.uncovered is not None:
         console.say(f"not compared with the plain reference: {result.uncovered}", 2)
     if result.differences:
-        console.say("found: NOT what the plain reference computes")
+        console.say("result: DIFFERENT from the plain reference")
         for line in result.differences:
             console.say(f"  {line}", 4)
     elif result.steps:
-        console.say("found: what the plain reference computes, to rounding")
+        console.say("result: matches the plain reference, within rounding")
     return int(bool(result.differences))
 
 
 def _bytes(folder: Path, draws: int) -> int:
-    """What plain runs take beside each other: weights, gradients, optimizer, and what is recorded."""
+    """Return the bytes of memory that parallel plain runs need: weights, gradients, optimizer state, records."""
     return 3 * (1 + draws) * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _row(number: int, sizes: Mapping[str, float]) -> list[str]:
-    """Of a table."""
+    """Return a table row."""
     return [str(number), *(f"{sizes[key]:.1e}" if key in sizes else "" for key in ("loss", "norm", *TENSORS))]
 
 
 def compare(run: Run, folder: Path) -> PlainComparison:
-    """What plain makes of the steps recorded in a folder."""
+    """Compare the steps recorded in a folder with plain's."""
     verdict = _compared(run, folder, _draws(run))
     again = any(step.differs for step in verdict.steps) and _draws(run) < MORE
     if again and _bytes(folder, MORE) <= capacity(torch.device("cpu"), 1):
@@ -168,7 +168,7 @@ def compare(run: Run, folder: Path) -> PlainComparison:
 
 
 def _compared(run: Run, folder: Path, draws: int) -> PlainComparison:
-    """`compare` where so many draws of a last bit measure rounding."""
+    """`compare` with a given number of perturbed runs, which measure the tolerance."""
     record, verdict = PlainRecord.read(folder), PlainComparison()
     try:
         seed_libraries(run.seed)  # data of the user's own may be drawn
@@ -199,7 +199,7 @@ def _compared(run: Run, folder: Path, draws: int) -> PlainComparison:
 
 
 def _library_has_loss(task: str) -> bool:
-    """Whether the library that defines a task's loss can be imported, in a release whose own function plain calls."""
+    """Return whether the library that defines a task's loss is installed in a release whose function plain can call."""
     distribution, release, module = LOSS_LIBRARIES.get(task, ("", "", ""))
     try:
         with warnings.catch_warnings():
@@ -240,8 +240,8 @@ def _examples(run: Run, job: Plain, split: str, rows: Sequence[int], step: int, 
 
 
 def _evaluation(run: Run, job: Plain, record: PlainRecord, folder: Path, names: list[str]) -> list[str]:
-    """What differs in the scores of some validation examples, before the steps. `names`: those that are compared are
-    added to it."""
+    """Return the differences in metrics of a few validation examples before the steps. `names`: compared metrics are
+    appended to it."""
     low = run.precision != "fp32"
     factor, least = (LOW, LEAST_LOW["loss"]) if low else (FACTOR, LEAST["loss"])
 
@@ -267,9 +267,9 @@ def _evaluation(run: Run, job: Plain, record: PlainRecord, folder: Path, names: 
         allowed = _allowed(least, factor, [_relative(perturbed[name], theirs)])
         difference = 0.0 if abs(ours - theirs) <= least else _relative(ours, theirs)
         if difference > allowed:
-            limit = f"differs by {difference:.1e}, and rounding comes to {allowed:.1e}"
+            limit = f"difference {difference:.1e}, tolerance {allowed:.1e}"
             count = len(record.evaluated)
-            lines.append(f"evaluation: {name} of {count} examples is {ours!r}, and {theirs!r} by plain ({limit})")
+            lines.append(f"evaluation: {name} of {count} examples is {ours!r}; plain has {theirs!r} ({limit})")
     return sorted(lines)
 
 
@@ -278,7 +278,7 @@ def _device(run: Run) -> torch.device:
 
 
 def _model(run: Run, job: Plain, folder: Path) -> nn.Module:
-    """The model with the weights that the steps begin with, and its reference from before any training."""
+    """Build the model with the weights before the steps; sets the job's reference model if the task needs one."""
     device, untrained = _device(run), folder / UNTRAINED
     weights = _named("model.", load_file(folder / "start.safetensors"))
     if job.reference is None and job.run["task"]["name"] == "preference":
@@ -288,22 +288,22 @@ def _model(run: Run, job: Plain, folder: Path) -> nn.Module:
 
 
 def _in_float32(job: Plain) -> Plain:
-    """The job without autocast."""
+    """Return a copy of the job without autocast."""
     plain = copy.copy(job)
     plain.run = {**job.run, "precision": "fp32"}
     return plain
 
 
 def _draws(run: Run) -> int:
-    """The number of plain runs with perturbed last bits that measure rounding. Muon computes steps in bfloat16, which
-    enlarge a last bit; a single perturbed run may leave a loss unchanged by chance."""
+    """Return the number of plain runs with perturbed last bits that measure rounding. Muon computes steps in bfloat16,
+    which enlarge a last bit; a single perturbed run may leave a loss unchanged by chance."""
     return 4 if run.optim.name == "muon" else 1
 
 
 def _trained(
     run: Run, job: Plain, record: PlainRecord, folder: Path, perturb: int, divisors: Iterable[float] | None = None
 ) -> Iterator[StepRecord]:
-    """The plain steps, without dropout. `perturb`: 0, or the draw of a last bit that weights begin with."""
+    """Yield the plain steps, without dropout. `perturb`: 0, or the number of the perturbation of the first weights."""
     state = _named("optimizer.", load_file(folder / "start.safetensors"))
     model = _model(run, job, folder)
     if perturb:
@@ -314,7 +314,7 @@ def _trained(
 
 
 def _micro_batches(run: Run, job: Plain, step: PlainStep) -> Iterator[list[dict]]:
-    """The examples of each micro-batch of a step that has any, with the masks that were drawn for them."""
+    """Yield the examples of each non-empty micro-batch of a step, with their masks."""
     for index, rows in enumerate(step.micro_batches):
         examples = _examples(run, job, "train", rows, step.number, index) if rows else []
         if step.masked:
@@ -325,7 +325,7 @@ def _micro_batches(run: Run, job: Plain, step: PlainStep) -> Iterator[list[dict]
 
 
 def _recorded(record: PlainRecord, folder: Path) -> Iterator[StepRecord]:
-    """What the run did, step by step."""
+    """Yield the recorded steps of the run."""
     before = _named("model.", load_file(folder / "start.safetensors"))
     for place, step in enumerate(record.steps):
         tensors = load_file(folder / f"step-{place}.safetensors")
@@ -337,7 +337,7 @@ def _recorded(record: PlainRecord, folder: Path) -> Iterator[StepRecord]:
 
 
 def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those whose name begins so, without it."""
+    """Return the tensors whose name begins with `prefix`, by the rest of the name."""
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
@@ -347,7 +347,7 @@ def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _compare_step(
     ours: StepRecord, plain: StepRecord, rounded: Sequence[StepRecord], number: int, precision: str
 ) -> StepComparison:
-    """A step of the run beside the plain one. `rounded`: the same by plain, each rounded in another way."""
+    """Compare a step of the run with the plain one. `rounded`: the plain step, rounded in other ways."""
     factor, least = (FACTOR, LEAST) if precision == "fp32" else (LOW, LEAST_LOW)
     differences, where, gradients = _differences(ours, plain, least["gradient"])
     spreads = [_differences(other, plain, least["gradient"])[0] for other in rounded]
@@ -357,8 +357,8 @@ def _compare_step(
 
 
 def _allowed(least: float, factor: float, spreads: Iterable[float], most: float = math.inf) -> float:
-    """The relative difference that rounding may come to. `spreads`: what last bits change; one that is not finite says
-    nothing."""
+    """Return the tolerance of a relative difference. `spreads`: effects of last bits; those that are not finite are
+    ignored."""
     largest = max(filter(math.isfinite, spreads), default=0.0)
     return max(least, min(factor * largest, max(most, 2 * largest)))
 
@@ -366,8 +366,8 @@ def _allowed(least: float, factor: float, spreads: Iterable[float], most: float 
 def _differences(
     a: StepRecord, b: StepRecord, least: float
 ) -> tuple[dict[str, float], dict[str, str], dict[str, float]]:
-    """Relative differences of two records of a step, where the largest ones are, and those of all gradients. `least`:
-    the difference of gradients that is always allowed."""
+    """Return the relative differences of two records of a step, the parameters with the largest ones, and those of all
+    gradients. `least`: the difference of gradients that is always allowed."""
     differences, where = {"loss": _relative(a.loss, b.loss), "norm": _relative(a.norm, b.norm)}, {}
     every = {}
     sizes, whole = _sizes(b.gradients)
@@ -389,13 +389,13 @@ def _differences(
 
 
 def _unexpected_changes(ours: StepRecord, plain: StepRecord, parameters: Iterable[str]) -> list[str]:
-    """Parameters without a gradient by plain, frozen ones among them, that the run changes."""
+    """Return the parameters that the run changes though plain has no gradient for them (frozen ones, for example)."""
     still = (name for name in parameters if name not in plain.gradients and name in ours.changes)
     return [name for name in still if bool(ours.changes[name].any())]
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> tuple[dict[str, float], float]:
-    """The 2-norm of each, and of all together."""
+    """Return the 2-norm of each tensor, and of all together."""
     sizes = {name: float(tensor.double().norm()) for name, tensor in tensors.items()}
     return sizes, math.sqrt(sum(size**2 for size in sizes.values() if math.isfinite(size))) or 1.0
 
@@ -405,26 +405,26 @@ def _relative(a: float, b: float) -> float:
 
 
 def _lines(comparison: StepComparison, ours: StepRecord, plain: StepRecord) -> list[str]:
-    """What differs in a step, each line naming it."""
+    """Return a line for each difference of a step, and its likely cause."""
     at, lines = f"step {comparison.number}", []
     for key, difference in comparison.differences.items():
         if difference <= comparison.allowed[key]:
             continue
-        limit = f"differs by {difference:.1e}, and rounding comes to {comparison.allowed[key]:.1e}"
+        limit = f"difference {difference:.1e}, tolerance {comparison.allowed[key]:.1e}"
         if key in ("loss", "norm"):
             name = "loss" if key == "loss" else "gradient norm"
-            lines.append(f"{at}: {name} {getattr(ours, key)!r}, and {getattr(plain, key)!r} by plain ({limit})")
+            lines.append(f"{at}: {name} {getattr(ours, key)!r}; plain has {getattr(plain, key)!r} ({limit})")
         else:
-            lines.append(f"{at}: the {key} of {comparison.where[key]} {limit}")
+            lines.append(f"{at}: {key} of {comparison.where[key]} ({limit})")
     if extra := sorted(ours.gradients.keys() - plain.gradients.keys()):
         nonzero = [name for name in extra if bool(ours.gradients[name].any())]
-        lines += [f"{at}: {name} gets a gradient, and none by plain" for name in nonzero[:1]]
-    lines += [f"{at}: {name} changes, and by plain it has no gradient" for name in comparison.unexpected[:1]]
+        lines += [f"{at}: {name} has a gradient; plain has none" for name in nonzero[:1]]
+    lines += [f"{at}: {name} changes; plain has no gradient for it" for name in comparison.unexpected[:1]]
     return [*lines, f"  likely: {_cause(comparison, ours, plain)}"] if lines else []
 
 
 def _cause(comparison: StepComparison, ours: StepRecord, plain: StepRecord) -> str:
-    """Of the first thing that differs, in the order in which a step computes them."""
+    """Return the likely cause of the first difference, in the order of computation."""
     if not (math.isfinite(plain.loss) and math.isfinite(plain.norm)):
         return causes.NOT_FINITE
     first = next(

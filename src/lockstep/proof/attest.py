@@ -1,8 +1,8 @@
-"""`lockstep attest OUTPUT`: what a run was made of, what every step came to and what it left, as one chain of hashes;
-and `lockstep audit OUTPUT`: whether that is so, by computing random stretches of it again.
+"""`lockstep attest OUTPUT` writes the hashes of a run's inputs, steps and results as one chain; `lockstep audit OUTPUT`
+checks them, and recomputes random steps.
 
 In: the OUTPUT of a finished run. Out: `OUTPUT/attestation/attestation.json`, signed if a key is given; or the first
-thing that is not as it was attested.
+difference from it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def attest(output: Path, key: Path | None) -> int:
 
 
 def describe(output: Path) -> dict[str, Any]:
-    """The chain of hashes of a run that is finished. Errors: `RunError`."""
+    """Return the attestation of a finished run: the hashes of its files and the chain over its steps. Errors:
+    `RunError`."""
     require_output(output)
     run = load(output / "run.yaml", [])
     if (fault := exported.damage(output)) is not None:
@@ -96,7 +97,7 @@ def describe(output: Path) -> dict[str, Any]:
 
 
 def chain(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Each step's line hashed together with all before it."""
+    """Return the hash of the last step's line, chained over all lines before it."""
     link = hashlib.sha256(b"lockstep fingerprints").hexdigest()
     for line in lines:
         link = hashlib.sha256(f"{link} {json.dumps(line, sort_keys=True)}".encode()).hexdigest()
@@ -113,7 +114,7 @@ def _lines(output: Path) -> Iterator[dict[str, Any]]:
 
 
 def _export(output: Path) -> dict[str, str]:
-    """The hashes of all files of the export."""
+    """Return the hashes of all files of the export, by name."""
     folder = output / "export"
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): exported.sha256_of(path) for path in files}
@@ -124,7 +125,7 @@ def _seal(values: Mapping[str, Any]) -> str:
 
 
 def _signing(key: Path, option: str) -> Any:
-    """The package that signs. Errors: `RunError`."""
+    """Import the package that signs. Errors: `RunError`."""
     if not key.is_file():
         raise RunError("LS8006", f"{option}: no such file: {key}; expected an elliptic-curve key in PEM format")
     try:
@@ -148,8 +149,8 @@ def audit(
     overrides: Sequence[str],
     seed: int | None = None,
 ) -> int:
-    """Check everything that was attested, and compute `samples` random steps again, with those between them and the
-    checkpoint before. Returns 0 when all is as attested, 1 when something is not. Errors: `RunError`."""
+    """Check everything that was attested, and recompute `samples` random steps, each from the checkpoint before it.
+    Returns 0 if all matches the attestation, else 1. Errors: `RunError`."""
     if start.joining():
         raise RunError("LS8008", "lockstep audit starts its own processes; run it without torchrun or another launcher")
     console = Console(True)
@@ -170,18 +171,17 @@ def audit(
     )
     if wrong is None:
         results = ", ".join(then.get("results", {}))
-        console.say("run file, data, fingerprints, checkpoints and export are those that were attested")
-        console.say(f"so are {results}" if results else f"not attested, and not looked at: {', '.join(RESULTS)}")
+        console.say("run file, data, fingerprints, checkpoints and export match the attestation")
+        console.say(f"so do {results}" if results else f"not attested, so not checked: {', '.join(RESULTS)}")
         wrong = _of_steps(console, output, then, samples, within, processes, overrides, seed)
     if wrong is not None:
-        console.say(f"found: NOT as attested: {wrong}")
+        console.say(f"result: DIFFERENT from the attestation: {wrong}")
         return 1
     portable = load(output / "run.yaml", []).strategy.exact == "portable"
-    elsewhere = "" if portable else ", or what another kind of processor would have made of them"
+    elsewhere = "" if portable else ", and the bits on another kind of processor"
     console.say(
-        "found: as attested. What this cannot show: that steps which were not computed again came to what is written "
-        "of them (their lines are in the chain), that scores are what the model makes (lockstep evaluate measures it "
-        f"again){elsewhere}"
+        "result: matches the attestation. Not proved: the bits of steps that were not recomputed (their lines are in "
+        f"the chain), and the scores (lockstep evaluate measures them again){elsewhere}"
     )
     return 0
 
@@ -205,7 +205,7 @@ def _of_signature(output: Path, key: Path | None, console: Console) -> str | Non
 
 
 def _of_files(output: Path, then: Mapping[str, Any]) -> str | None:
-    """What is not as attested of what lies in OUTPUT."""
+    """Describe the first file of OUTPUT that differs from the attestation, or return None."""
     if then.get("sha256") != _seal({k: v for k, v in then.items() if k != "sha256"}):
         return "the attestation does not match its own hash"
     if exported.sha256_of(output / "run.yaml") != then["run_file"]:
@@ -223,7 +223,7 @@ def _of_files(output: Path, then: Mapping[str, Any]) -> str | None:
             return f"the checkpoint of step {each['step']} is another one"
         if (fault := broken(path, manifest)) is not None:
             return f"the checkpoint of step {each['step']}: {fault}"
-    for name in RESULTS if "results" in then else ():  # attestations of earlier versions hold none
+    for name in RESULTS:
         if then["results"].get(name) != (exported.sha256_of(output / name) if (output / name).is_file() else None):
             return f"{name} is another one: a score was changed, for example"
     if (files := _export(output)) != then["export"]:
@@ -233,7 +233,7 @@ def _of_files(output: Path, then: Mapping[str, Any]) -> str | None:
 
 
 def _of_numbers(output: Path) -> str | None:
-    """What proves nothing: a step's line that is not that of its numbers, numbers that are not finite."""
+    """Describe the first record that proves nothing (a hash that is not that of its numbers, NaN), or return None."""
     import torch
     from safetensors import safe_open
 
@@ -250,15 +250,13 @@ def _of_numbers(output: Path) -> str | None:
 
 
 def _of_data(output: Path, then: Mapping[str, Any], overrides: Sequence[str]) -> str | None:
-    """Whether what would be trained on now, and by what, is what was attested."""
+    """Describe how the data, tokenizer or code differ from the attested ones, or return None."""
     from lockstep.data.prepare import prepare
 
     run = run_to_recompute(output, overrides, None, 1)
     prepared = prepare(run, plugins.find("tasks", run.task.name), fresh=True)
     if prepared.key != then["data"]:
-        return (
-            "the data, or the tokenizer, hold something else than what was trained on: a row was changed, for example"
-        )
+        return "the data or the tokenizer differ from those that were trained on: a row was changed, for example"
     trained = next(m for _, m in candidates(run_at(run, output)) if isinstance(m, Manifest))
     if (why := changed(run_at(run, output), prepared, trained)) is not None:
         return " ".join(why.split())
@@ -266,22 +264,22 @@ def _of_data(output: Path, then: Mapping[str, Any], overrides: Sequence[str]) ->
 
 
 def _of_export(output: Path, then: Mapping[str, Any], console: Console) -> str | None:
-    """Whether the export is what the checkpoint that it was made of exports to; where that cannot be asked, it is
-    said."""
+    """Describe how the export differs from one made anew from its checkpoint, or return None; print if this cannot be
+    checked."""
     from lockstep.training.checkpoint_model import exported_checkpoint
     from lockstep.training.summary import digest_of
 
     step, run = then["exported_step"], run_at(load(output / "run.yaml", []), output)
     if run.average.last is not None:
-        console.say(f"not looked at: whether the export is {run.average.summary}")
+        console.say(f"not checked: whether the export is {run.average.summary}")
         return None
     path = next((p for p, m in candidates(run) if isinstance(m, Manifest) and m.step == step), None)
     if path is None:
-        return f"the export is said to be of step {step}, of which there is no checkpoint"
+        return f"the export is said to be of step {step}, which has no checkpoint"
     digest = digest_of(exported_checkpoint(output, path), None)
     if digest is None:
         console.say(
-            f"not looked at: whether the export is of the checkpoint of step {step}: its format has no such hash"
+            f"not checked: whether the export is of the checkpoint of step {step}, because its format has no such hash"
         )
     elif digest != digest_of(output / "export", None):
         return f"the export's weights are not those of the checkpoint of step {step}"
@@ -298,7 +296,7 @@ def _of_steps(
     overrides: Sequence[str],
     seed: int | None,
 ) -> str | None:
-    """Random stretches, computed again."""
+    """Recompute random steps; describe the first that differs from its record, or return None."""
     from lockstep.proof.replaying import REPLAY
 
     steps, draw = then["steps"], random.Random(seed)
@@ -318,7 +316,7 @@ def _of_steps(
     for begin, step in last.items():
         with replayed(run, output, step, begin) as (status, folder):
             if status:
-                return f"steps {begin + 1} to {step} could not be computed again (status {status})"
+                return f"steps {begin + 1} to {step} could not be recomputed (status {status})"
             replay = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
         if replay["from"] != begin:
             return f"the checkpoint of step {begin} cannot be used: {'; '.join(replay['notes'])}"

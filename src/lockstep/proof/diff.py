@@ -1,10 +1,11 @@
-"""`lockstep diff A B` and `lockstep replay OUTPUT --step N`: steps of runs, computed again and compared.
+"""`lockstep diff A B` and `lockstep replay OUTPUT --step N`: recompute steps of finished runs and compare them.
 
-In: two OUTPUT folders with fingerprints. Out: the first step at which the runs part, by their fingerprints; the first
-thing in that step that differs, computed again for both as one process and with each run's own strategy; and why, as
-far as can be told. `replay` takes one OUTPUT and computes a step again, by any number of processes: whether the steps
-on the way come to what was written down when they were trained, and what the step was made of (examples with their
-losses, gradients by layer, clipping).
+`diff`. In: two OUTPUT folders with fingerprints. Out: the first step whose fingerprints differ; the first value within
+that step that differs, after the step was recomputed for both runs on one process and under each run's own strategy;
+and the likely cause.
+
+`replay`. In: one OUTPUT and a step. Out: whether the recomputed steps have the recorded fingerprints, for any number of
+processes, and the contents of the step: examples with their losses, gradient norms by layer, clipping.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ _MOST = 12
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two runs part, by their fingerprints."""
+    """The first step whose fingerprints differ between two runs."""
 
     step: int
-    what: tuple[str, ...]  # of _HASHES
+    what: tuple[str, ...]  # keys of _HASHES that differ
     lines: tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 def first_divergence(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> Divergence | None:
-    """The first step that both have and in which something that both wrote down differs."""
+    """Return the first step that both runs recorded with different values, or None."""
     other = {line["step"]: line for line in b}
     for line in sorted(a, key=lambda line: line["step"]):
         there = other.get(line["step"], {})
@@ -62,8 +63,8 @@ def first_divergence(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, An
 
 
 def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
-    """Tell. Returns 0 where no step differs, 1 where one does, or a job's own exit status. `look`: compute the step
-    again. Errors: `RunError`."""
+    """Print the first difference of two runs. Returns 0 if no step differs, 1 if one does, or the exit status of a job
+    that failed. `look`: recompute that step. Errors: `RunError`."""
     if start.joining():
         raise RunError("LS8150", "lockstep diff starts its own processes; run it without torchrun or another launcher")
     console, both = Console(True), (a, b)
@@ -85,19 +86,19 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
         if not shared:
             raise RunError("LS8152", f"{a} and {b} have no step in common")
         if faulty:
-            _tell(console, "no step differs, and these prove nothing:", faulty)
+            _tell(console, "no step differs, but these lines prove nothing:", faulty)
             return 1
         console.say(f"the same bits in all {len(shared)} steps that both have, up to step {max(shared)}")
-        _tell(console, "what differs otherwise decides no weight so far:", other_differences)
+        _tell(console, "settings that differ, without changing a weight so far:", other_differences)
         return 0
     one, other = divergence.lines
     what = " and ".join(dict.fromkeys(_HASHES[each] for each in divergence.what))
     console.say(
-        f"they part in step {divergence.step}, in {what}: loss {one.get('loss')!r} in {a}, {other.get('loss')!r} in "
+        f"first difference: step {divergence.step}, {what}: loss {one.get('loss')!r} in {a}, {other.get('loss')!r} in "
         f"{b}; gradient norm {one.get('grad_norm')!r} and {other.get('grad_norm')!r}"
     )
-    _tell(console, "what is wrong with lines by themselves:", faulty)
-    _tell(console, "what the runs were given and did not share:", other_differences)
+    _tell(console, "invalid lines:", faulty)
+    _tell(console, "settings that differ:", other_differences)
     try:
         return _recompute(console, both, divergence, overrides) if look else 1
     except _Failed as caught:
@@ -105,7 +106,7 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
 
 
 def faults(folder: Path, lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is wrong with a run's lines by themselves; a few of them."""
+    """Return messages about the first few lines that are invalid, whatever the other run holds."""
     skips = fingerprints.skips(load(folder / "run.yaml", [])) if (folder / "run.yaml").is_file() else False
     reasons = [
         f"{folder / fingerprints.FILE}: step {line['step']}: {fault}"
@@ -116,7 +117,7 @@ def faults(folder: Path, lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def differing_settings(a: Path, b: Path, overrides: Sequence[str]) -> list[str]:
-    """Keys that decide weights, data, versions, hardware: what differs between two runs."""
+    """Return the differences between two runs in keys that decide weights, and in versions and hardware."""
     runs = [run_to_recompute(folder, overrides, None, 1) for folder in (a, b)]
     keys = [run.arithmetic() for run in runs]
     rows = [
@@ -151,7 +152,7 @@ def _tell(console: Console, title: str, lines: Sequence[str]) -> None:
             console.say(f"  {line}")
 
 
-# -- the step, computed again ----------------------------------------------------------------------------------------
+# -- recomputing the step --------------------------------------------------------------------------------------------
 
 
 def _recompute(console: Console, both: tuple[Path, Path], divergence: Divergence, overrides: Sequence[str]) -> int:
@@ -159,16 +160,16 @@ def _recompute(console: Console, both: tuple[Path, Path], divergence: Divergence
         return anatomy_of(run_to_recompute(folder, overrides, None, 1), folder, step)
 
     a, b = both
-    console.say(f"step {divergence.step} is computed again for both, as one process ...")
+    console.say(f"recomputing step {divergence.step} of both runs on one process ...")
     if _tell_first_difference(console, divergence.step, partial(alone, a), partial(alone, b), ""):
         return 1
-    console.say("computed here as one process, both come to the same bits: it is not what they were given")
+    console.say("on one process both runs give the same bits here: data, settings and code are not the cause")
     for folder in both:
         run = run_to_recompute(folder, overrides, "own", int(start_of(folder).get("processes") or 1))
         if (run.strategy.name, run.launch.processes) == ("single", 1):
             continue
         how = f"{run.strategy.name}, {quantity(run.launch.processes, 'process')}"
-        console.say(f"step {divergence.step} as {folder} trained it: {how} ...")
+        console.say(f"recomputing step {divergence.step} as {folder} trained it: {how} ...")
         if _tell_first_difference(
             console, divergence.step, partial(alone, folder), partial(anatomy_of, run, folder), f"{folder}, "
         ):
@@ -176,8 +177,8 @@ def _recompute(console: Console, both: tuple[Path, Path], divergence: Divergence
     norm = next((e.value for e in alone(a, divergence.step) if e.kind == "norm"), None)
     right = [str(f) for f, line in zip(both, divergence.lines, strict=True) if line.get("grad_norm") == norm]
     console.say(
-        f"no strategy makes a difference here. {f'{right[0]} has what is computed here. ' if len(right) == 1 else ''}"
-        "What is left: another kind of processor or GPU, other versions or threads (above, if they were written down), "
+        f"all strategies give the same bits here. {f'{right[0]} recorded these bits. ' if len(right) == 1 else ''}"
+        "Remaining causes: another kind of processor or GPU, other versions or threads (listed above if recorded), "
         "code that has changed since, or a machine that computed wrongly"
     )
     return 1
@@ -187,24 +188,24 @@ ComputeStep = Callable[[int], "list[Entry]"]
 
 
 def _tell_first_difference(console: Console, step: int, a: ComputeStep, b: ComputeStep, where: str) -> bool:
-    """Tell the first thing that differs between two ways to compute a step, if there is one; where that is the weights
-    before it, of the step before, whose loss and gradient were the same."""
+    """Print the first value that differs between two ways to compute a step; return whether there is one. If the
+    weights before the step differ already, look at the step before."""
     mine, theirs = a(step), b(step)
     first = first_difference(mine, theirs)
     while step > 1 and first is not None and first.kind == "weights before":
         step -= 1
-        console.say(f"the weights were others before it: step {step} is computed again ...")
+        console.say(f"the weights before this step differ already; recomputing step {step} ...")
         mine, theirs = a(step), b(step)
         first = first_difference(mine, theirs) or first
     if first is None:
         return False
-    console.say(f"first: {where}step {step}, {describe(first)}")
+    console.say(f"first differing value: {where}step {step}, {describe(first)}")
     console.say(f"  {cause_of(mine, theirs, first)}")
     return True
 
 
 class _Failed(Exception):
-    """A job did not end well, and has said why: its exit status."""
+    """A job failed with this exit status, after it printed why."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -212,7 +213,7 @@ class _Failed(Exception):
 
 
 def anatomy_of(run: Run, output: Path, step: int) -> list[Entry]:
-    """The entries of a step. Errors: `RunError`, `_Failed`."""
+    """Recompute a step and return its entries. Errors: `RunError`, `_Failed`."""
     from lockstep.proof.replaying import ANATOMY, read_anatomy
 
     with tempfile.TemporaryDirectory(prefix="lockstep-diff-", ignore_cleanup_errors=True) as folder:
@@ -225,8 +226,8 @@ def anatomy_of(run: Run, output: Path, step: int) -> list[Entry]:
 
 
 def first_difference(a: Sequence[Entry], b: Sequence[Entry]) -> Entry | None:
-    """The first entry of `a` that is not in `b` with the same hash, in the order of computation; what only one of them
-    could listen to is passed over."""
+    """Return the first entry of `a`, in the order of computation, that `b` lacks or has with another hash. Kinds that
+    only one of them could record are skipped."""
     there: dict[tuple[str, str, int], list[str]] = {}
     for entry in b:
         there.setdefault((entry.kind, entry.name, entry.micro_batch), []).append(entry.hash)
@@ -244,51 +245,52 @@ def first_difference(a: Sequence[Entry], b: Sequence[Entry]) -> Entry | None:
 
 
 def describe(entry: Entry) -> str:
-    """In words."""
+    """Describe the value that an entry stands for."""
     of = f"micro-batch {entry.micro_batch}" if entry.micro_batch >= 0 else ""
     name = entry.name or "the model"
     return {
-        "weights before": f"the weights before it: {name}",
-        "rows": "the examples it is made of",
-        "inputs": f"{of}: the tokens that go into the model",
-        "forward": f"{of}: what {name} gives in forward",
-        "loss": f"{of}: the loss",
-        "backward": f"{of}: the gradient of what {name} gives, in backward",
-        "leaf": f"{of}: the gradient of {name}",
-        "gradient": f"the gradient of {name}, summed over micro-batches",
-        "norm": "the norm of the gradient",
-        "rate": "the learning rate",
-        "update": f"the update: {name}",
+        "weights before": f"weights before the step: {name}",
+        "rows": "examples of the step",
+        "inputs": f"{of}: inputs of the model",
+        "forward": f"{of}: forward output of {name}",
+        "loss": f"{of}: loss",
+        "backward": f"{of}: gradient of the output of {name}",
+        "leaf": f"{of}: gradient of {name}",
+        "gradient": f"gradient of {name}, summed over micro-batches",
+        "norm": "gradient norm",
+        "rate": "learning rate",
+        "update": f"weights after the step: {name}",
     }[entry.kind]
 
 
 def cause_of(a: Sequence[Entry], b: Sequence[Entry], first: Entry) -> str:
-    """What the first thing that differs points at."""
+    """Return the likely cause, by the kind of the first entry that differs."""
     if first.kind == "gradient":
         return _of_sums(a, b)
     return {
-        "weights before": "the runs began from other weights: the model, its source, or the seed",
-        "rows": "the order of the data: seed, batch_size, data, or a filter",
-        "inputs": "the same rows hold other tokens: the data, the tokenizer, how examples are cut, or micro_batches",
-        "forward": "the same weights and tokens: random numbers (dropout, their seed), precision, or code of the model",
-        "loss": "the same outputs: the task's loss or its targets",
-        "backward": "forward agrees: code of the model's backward, precision, or an option that recomputes",
-        "leaf": "what the layer is given agrees: how its weight's gradient is computed, or changed by a hook",
-        "norm": "the gradient agrees and its norm does not: it is not summed over all of it",
-        "rate": "the schedule: optim.learning_rate, its warm-up, or the number of steps",
-        "update": "all agrees up to the gradient: clipping, weight decay, or the optimizer and its options",
+        "weights before": "likely: the runs began with other weights (the model, its source, or the seed)",
+        "rows": "likely: another order of the data (seed, batch_size, data, or a filter)",
+        "inputs": "likely: the same rows became other tokens (data, tokenizer, truncation, or micro_batches)",
+        "forward": "weights and tokens are equal; likely: dropout or its seed, precision, or code of the model",
+        "loss": "the outputs are equal; likely: the task's loss or its targets",
+        "backward": "forward is equal; likely: the model's backward, precision, or an option that recomputes",
+        "leaf": "the layer's inputs are equal; likely: how its weight gradient is computed, or a hook on it",
+        "norm": "the gradient is equal; likely: its norm leaves out a part of it",
+        "rate": "likely: the schedule (optim.learning_rate, its warm-up, or the number of steps)",
+        "update": "all gradients are equal; likely: clipping, weight decay, or the optimizer and its options",
     }[first.kind]
 
 
 def _of_sums(a: Sequence[Entry], b: Sequence[Entry]) -> str:
-    """What the sum being wrong of gradients that are right points at; as `lockstep verify` says it."""
+    """Return the likely cause if the gradients of all micro-batches are equal and their sum differs, in the words of
+    `lockstep verify`."""
     theirs = {e.name: e for e in b if e.kind == "gradient"}
     pairs = [(e, theirs[e.name]) for e in a if e.kind == "gradient" and e.name in theirs]
     wrong = [(x, y) for x, y in pairs if x.hash != y.hash]
     factors = [(y.norm or 0.0) / x.norm for x, y in wrong if x.norm]
     if factors and all(abs(f - 1) < 1e-4 for f in factors):
-        return "to rounding they agree: the micro-batches are added in another order (strategy.exact, micro_batches)"
-    return causes.of_sums([x.name for x, _ in wrong], len(pairs), factors, unequal=True)
+        return "equal within rounding; likely: another order of summation (strategy.exact, micro_batches)"
+    return f"likely: {causes.of_sums([x.name for x, _ in wrong], len(pairs), factors, unequal=True)}"
 
 
 REPLAY_JOB = "lockstep.proof.replaying.replay"
@@ -298,8 +300,8 @@ MOST_ROWS = 8  # examples and layers
 def run_to_recompute(
     output: Path, overrides: Sequence[str] | Mapping[str, Any], strategy: str | None, processes: int
 ) -> Run:
-    """The run of OUTPUT as it is computed again on this machine, of as many processes. `strategy`: its name; `own`: the
-    run's; None: one that gives the run's bits if there is one. Errors: `RunError`."""
+    """Return the run of OUTPUT, changed so that `processes` local processes recompute it. `strategy`: a name; "own":
+    that of the run; None: a replicated one if it gives the run's bits, else the run's. Errors: `RunError`."""
     require_output(output)
     trained = load(output / "run.yaml", overrides)
     if trained.model.trust_remote_code and "model.trust_remote_code" not in overrides_of(overrides):
@@ -326,14 +328,15 @@ def run_to_recompute(
 
 
 def start_of(output: Path) -> dict[str, Any]:
-    """What OUTPUT says of the last time that training started."""
+    """Return the newest `start` event of OUTPUT, or an empty dict."""
     starts = [line for line in lines_of(output / "events.jsonl", ("event", "step")) if line["event"] == "start"]
     return starts[-1] if starts else {}
 
 
 @contextmanager
 def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Iterator[tuple[int, Path]]:
-    """The status of a replay, and the folder with what was found, which is gone afterwards. Errors: `RunError`."""
+    """Replay a step; yield the exit status and the folder with the results, which is removed afterwards. Errors:
+    `RunError`."""
     from lockstep.proof.replaying import REPLAY
 
     if step < 1:
@@ -350,21 +353,19 @@ def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Ite
 
 
 def recorded_line(output: Path, step: int) -> str:
-    """What OUTPUT tells of a step that cannot be computed here; empty where it tells nothing."""
+    """Return the recorded numbers of a step that cannot be recomputed, for a message; empty if there are none."""
     lines = lines_of(output / fingerprints.FILE, ("step", "hash"))
     recorded = next((line for line in lines if line["step"] == step), None)
     if recorded is None:
         return ""
-    return (
-        f"; of step {step} is written down: loss {recorded.get('loss')!r}, gradient norm {recorded.get('grad_norm')!r}"
-    )
+    return f"; recorded for step {step}: loss {recorded.get('loss')!r}, gradient norm {recorded.get('grad_norm')!r}"
 
 
 def replay(
     output: Path, step: int, overrides: Sequence[str], strategy: str | None, processes: int, begin: int | None
 ) -> int:
-    """Compute a step again, and tell. Returns 0 when all fingerprints on the way are the same, 1 when not, or the job's
-    own exit status. Errors: `RunError`."""
+    """Recompute a step and print it. Returns 0 if all recomputed steps have the recorded fingerprints, 1 if not, or the
+    exit status of a job that failed. Errors: `RunError`."""
     from lockstep.proof.replaying import REPLAY
 
     if start.joining():
@@ -380,36 +381,37 @@ def replay(
         console.note(note)
     began = f"the checkpoint of step {recorded['from']}" if recorded["from"] else "the start"
     how = f"{run.strategy.name}, {quantity(processes, 'process')}, {quantity(run.launch.threads, 'thread')} each"
-    console.say(f"step {step} of {recorded['total']}, computed again from {began} on ({how})")
+    console.say(f"step {step} of {recorded['total']}, recomputed from {began} ({how})")
     same = tell_steps(console, recorded["steps"], fingerprints.skips(run))
     tell_step(console, run, recorded["step"])
     return int(not same)
 
 
 def tell_steps(console: Console, steps: Sequence[Mapping[str, Any]], skips: bool = False) -> bool:
-    """Whether every step on the way came to what was written down; the first that did not is told."""
+    """Print whether all recomputed steps have the recorded fingerprints, or the first that does not; return the
+    answer."""
     compared = [each for each in steps if each["then"] and "hash" in each["now"]]
     hashed = sum("weights" in each["then"] for each in compared)
     if (wrong := first_mismatch(steps, skips)) is not None:
-        console.say(f"NOT what was trained: {wrong}")
+        console.say(f"DIFFERENT from what was trained: {wrong}")
     elif compared:
         computed = sum("hash" in each["now"] for each in steps)
-        console.say(f"{len(compared)} of {computed} steps are written down: all the same bits, weights of {hashed} too")
+        console.say(f"{len(compared)} of {computed} steps were recorded; all have the same bits (weights: {hashed})")
     else:
-        console.note(f"{fingerprints.FILE} has none of these steps: they are shown, and compared with nothing")
+        console.note(f"{fingerprints.FILE} has none of these steps, so they are shown and not compared")
     return wrong is None
 
 
 def first_mismatch(steps: Sequence[Mapping[str, Any]], skips: bool = False) -> str | None:
-    """The first of some steps that did not come to what was written down, or not to finite numbers, in words; None: all
-    did. `skips`: whether the run leaves out steps that are not finite."""
+    """Describe the first recomputed step that differs from its record or is not finite; None if there is none.
+    `skips`: whether the run skips steps that are not finite."""
     for each in steps:
         now, then = each["now"], each["then"]
         if not now.get("finite", True):
             return f"after step {now['step']} there are weights that are not finite; such steps prove nothing"
-        for which, line in (("computed now", now), ("written down", then)):
+        for which, line in (("recomputed", now), ("recorded", then)):
             if (fault := fingerprints.fault(line, skips)) is not None:
-                return f"step {now['step']}, as {which}: {fault}"
+                return f"step {now['step']}, {which}: {fault}"
         shared = {name: words for name, words in _HASHES.items() if name in then and name in now}
         differing = list(dict.fromkeys(words for name, words in shared.items() if then[name] != now[name]))
         if differing and "hash" not in now:
@@ -423,7 +425,7 @@ def first_mismatch(steps: Sequence[Mapping[str, Any]], skips: bool = False) -> s
 
 
 def tell_step(console: Console, run: Run, step: Mapping[str, Any]) -> None:
-    """The examples with the highest losses, the layers with the largest gradients, and what was clipped."""
+    """Print the examples with the highest losses, the layers with the largest gradients, and the clipping."""
     texts = texts_of(run, step["rows"])
     where = {place: m for m, group in enumerate(step["micro_batches"]) for place in group}
     order = sorted(range(len(step["rows"])), key=lambda i: -step["losses"][i])
@@ -451,7 +453,7 @@ def tell_step(console: Console, run: Run, step: Mapping[str, Any]) -> None:
 
 
 def texts_of(run: Run, rows: Sequence[int]) -> list[str]:
-    """The beginnings of training examples, as far as their tokens say; empty where the task has none."""
+    """Return the decoded beginnings of training examples; empty strings if the task has no tokens."""
     from lockstep.data.prepare import prepare
 
     task_class: Any = plugins.find("tasks", run.task.name)
@@ -470,20 +472,20 @@ def texts_of(run: Run, rows: Sequence[int]) -> list[str]:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A step of a run, as it was computed again."""
+    """A recomputed step of a run."""
 
     step: int  # updates done after it
     model: nn.Module  # with the weights from before the step, in training mode, float32 on the CPU
     batch: StepBatch  # all micro-batches of the step
     gradients: Mapping[str, Tensor]  # of the whole step, before clipping, by parameter name
     losses: Mapping[int, float]  # row of the training split -> its loss per target, alone and without dropout
-    same: bool  # whether every fingerprint on the way is the one that was written down, as far as any was
+    same: bool  # whether all recomputed steps have the recorded fingerprints, if any were recorded
 
 
 def open_replay(
     output: Path, step: int, overrides: Mapping[str, Any], processes: int, strategy: str | None
 ) -> Replayed:
-    """ComputeStep a step, for callers in Python. Errors: `RunError`."""
+    """Recompute a step, for callers in Python. Errors: `RunError`."""
     import torch
     from safetensors.torch import load_file
 

@@ -1,9 +1,9 @@
-"""`lockstep verify`: a few steps of the user's own job under the run's strategy, and as one process; then compare.
+"""`lockstep verify`: train a few steps of a job under its strategy and on one process, and compare them.
 
-In: a run. Out: what differs between the two jobs, by name, and whether that is what the strategy promises. Both are
-recorded as traces, and `lockstep_trace` compares them, as it does those of any command. With `--write golden.json` a
-small file of hashes, of every gradient and every weight after every step; `--against golden.json` says which of them
-is another one under this commit, this torch, this driver, this number of processes.
+In: a run. Out: the first difference between the two jobs, by name, and whether the strategy allows it. Both jobs are
+recorded as traces, which `lockstep_trace` compares as it compares those of any command. `--write golden.json` writes
+the hashes of every gradient, and of every weight after every step; `--against golden.json` reports the first of them
+that differs under this commit, torch, driver and number of processes.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from lockstep_trace.read import read as read_trace
 from lockstep_trace.report import write as write_page
 from lockstep_trace.terminal import lines_of, say_numbers
 
-RECORD = "lockstep.proof.recording.record"  # the job that every rank does
-DRIFT = 1e-2  # of the whole change: AdamW blows rounding up where a gradient is all but zero
+RECORD = "lockstep.proof.recording.record"  # entry point of every rank
+DRIFT = 1e-2  # relative to the whole update: AdamW amplifies rounding where a gradient is almost zero
 
 
 def compare(ours: Path, single: Path) -> Comparison:
-    """The first thing in which two recordings part by more than the strategy of the first one promises. Errors:
+    """Compare two recordings: the first difference that the strategy of the first one does not allow. Errors:
     `TraceError`."""
     return comparing.compare(read_trace(single / TRACE), read_trace(ours / TRACE), tolerance=allowed(read(ours)))
 
 
 def allowed(mine: Recording) -> Tolerance:
-    """What may differ: nothing where bits are promised."""
+    """Return the differences that the strategy allows: none if it promises the same bits."""
     if mine.bits:
         return Tolerance({}, dict.fromkeys(comparing.FLOORS, 0.0), f"the same bits, as {mine.strategy} promises")
     drift = max(DRIFT, mine.rounding)
@@ -59,8 +59,8 @@ def allowed(mine: Recording) -> Tolerance:
 
 
 def findings(mine: Recording, verdict: Comparison) -> list[str]:
-    """What differs by more than the strategy is allowed, and what was found in the user's own code before anything was
-    trained; none when all is as promised."""
+    """Return lines about the first difference that is not allowed, with warnings about the user's code that may explain
+    it; empty if there is none."""
     lines = lines_of(verdict)
     if not lines:
         return []
@@ -68,15 +68,15 @@ def findings(mine: Recording, verdict: Comparison) -> list[str]:
 
 
 def promise(recording: Recording) -> str:
-    """What was expected, and why."""
+    """Describe the expected result and its reason."""
     if recording.bits:
         return (
-            f"expected: the same bits. {recording.strategy} adds the micro-batches of a step over one fixed tree, "
+            f"expected: the same bits, because {recording.strategy} sums the micro-batches of a step in a fixed order, "
             "whatever the number of processes"
         )
     return (
-        f"expected: equal to rounding, within {recording.rounding:.0e}. Here {recording.strategy} adds in an order of "
-        "its own (strategy.exact is false, or the engine or an option cannot keep the order)"
+        f"expected: equal within rounding ({recording.rounding:.0e}), because {recording.strategy} sums in its own "
+        "order here (strategy.exact is false, or the engine or an option cannot keep the fixed order)"
     )
 
 
@@ -86,11 +86,10 @@ def promise(recording: Recording) -> str:
 def verify(
     run: Run, steps: int, verdict: Path | None = None, plain: bool = True, single: bool = True, keep: Path | None = None
 ) -> int:
-    """Record the job under its strategy; compare it with the same job as one process (`single`), and with the plain
-    reference (`plain`). `verdict`: a file that the result is written to, as JSON. `keep`: a folder for both traces and
-    a page. Under torchrun and its like this
-    process is one rank. Returns 0 when all is as promised, 1 when not, or a job's own exit status. Errors:
-    `RunError`."""
+    """Record the job under its strategy; compare it with the same job on one process (`single`) and with the plain
+    reference (`plain`). `verdict`: file to write the result to, as JSON. `keep`: folder for both traces and a page. If
+    a launcher such as torchrun started this process, it is one rank of the job. Returns 0 if the result is as expected,
+    1 if not, or the exit status of a job that failed. Errors: `RunError`."""
     launcher, job = None, None
     start.task_of_srun(run)
     if start.joining():
@@ -101,7 +100,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-", ignore_cleanup_errors=True) as aside:
         folder = Path(aside)
         console = Console(os.environ.get("RANK", "0") == "0")
-        console.say(f"{steps} steps under {run.strategy.name} ...")
+        console.say(f"training {steps} steps under {run.strategy.name} ...")
         ACTIVITY.at(f"computing {steps} steps under {run.strategy.name}")
         looked_at = against_plain.STEPS if plain and against_plain.covers(run) else 0
         words = _words(steps, looked_at)
@@ -114,7 +113,7 @@ def verify(
         if status or not (folder / "run" / "recording.json").exists():  # the latter on every rank but the first
             return status
         if single:
-            console.say("the same steps as one process ...")
+            console.say("training the same steps on one process ...")
             ACTIVITY.at(f"computing the same {steps} steps as one process")
             if status := record_alone(run, folder / "alone", steps):
                 return status
@@ -123,21 +122,21 @@ def verify(
 
 
 def record_run(run: Run, folder: Path, steps: int, begin: int | None = None) -> tuple[int, Prepared | None]:
-    """A few steps of a run that this process starts, written down in a folder: the job's exit status, and the data.
-    `begin`: the first of them. Errors: `RunError`."""
+    """Start a job that records a few steps into a folder; return its exit status and the data. `begin`: the first step.
+    Errors: `RunError`."""
     launcher, _, job = start.resolved(run)
     status = start.start_ranks(launcher, job.into(str(folder)), _words(steps, begin=begin))
     return status or int(not (folder / "recording.json").exists()), job.data
 
 
 def _words(steps: int, plain: int = 0, begin: int | None = None) -> tuple[str, ...]:
-    """The function that each rank calls, with its arguments: record `steps` steps, and `plain` steps without
+    """Return the entry point of each rank and its arguments: record `steps` steps, and `plain` steps without
     dropout."""
     return (RECORD, str(steps), "0", str(plain), *([] if begin is None else [str(begin)]))
 
 
 def record_alone(run: Run, folder: Path, steps: int, timed: int = 0) -> int:
-    """Run the job as one process, in a process of its own. Returns its exit status."""
+    """Record the job on one process, in a subprocess. Returns its exit status."""
     values: dict[str, Any] = run.model_dump(mode="json")
     values["strategy"] |= {"name": "single", "options": {}}
     fields = type(run.launch).model_fields  # without those of its launcher
@@ -159,16 +158,16 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
         verdict.write_text(json.dumps(answer), encoding="utf-8")
     say_numbers(console, compared, f"{mine.strategy} on {quantity(mine.processes, 'process')}, beside one process")
     kinds = (f"{what} {' and '.join(names)}" for what, names in mine.dtypes.items())
-    console.say(f"kept in: {', '.join(kinds)}".replace("torch.", ""), 2)
+    console.say(f"dtypes: {', '.join(kinds)}".replace("torch.", ""), 2)
     console.say(promise(mine), 2)
     if mine.uncovered:
         console.say(f"{UNCOVERED}: {', '.join(mine.uncovered)}", 2)
     for doubt in mine.doubts:
         console.say(doubt, 2)
     if not wrong:
-        console.say("found: " + ("the same bits" if mine.bits else "equal to rounding") + ". All is as promised")
+        console.say(f"result: {'the same bits' if mine.bits else 'equal within rounding'}, as expected")
     else:
-        console.say("found: NOT what was promised")
+        console.say("result: DIFFERENT from what was expected")
         for line in wrong:
             console.say(f"  {line}", 4)
     if folder is not None:
@@ -184,7 +183,8 @@ _MOST_KEYS = 12  # keys that differ
 
 
 def write(run: Run, steps: int, path: Path) -> int:
-    """Record and write down. Returns 0, or the job's own exit status. Errors: `RunError`."""
+    """Record a few steps and write their hashes to a file. Returns 0, or the exit status of a job that failed. Errors:
+    `RunError`."""
     if not path.parent.is_dir():
         raise RunError("LS8390", f"--write: no such folder: {path.parent}")
     console = Console(True)
@@ -195,13 +195,13 @@ def write(run: Run, steps: int, path: Path) -> int:
         path.write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise RunError("LS8391", f"--write: {path}: {error.strerror}") from error
-    console.say(f"{len(hashes['steps'])} steps are written down in {path}; lockstep verify ... --against {path}")
+    console.say(f"{path}: hashes of {len(hashes['steps'])} steps; compare with lockstep verify ... --against {path}")
     return 0
 
 
 def against(run: Run, path: Path) -> int:
-    """Record as many steps as are written down, and compare. Returns 0 for the same bits, 1 for others, or the job's
-    own exit status. Errors: `RunError`."""
+    """Record the steps that a file has hashes of, and compare. Returns 0 for the same bits, 1 for others, or the exit
+    status of a job that failed. Errors: `RunError`."""
     then, console = read_golden(path), Console(True)
     now = record_hashes(run, then["asked"], then["steps"][0]["step"])
     if isinstance(now, int):
@@ -209,22 +209,22 @@ def against(run: Run, path: Path) -> int:
     other_differences = differences(then, now)
     if (first := first_difference(then, now)) is None:
         console.say(
-            f"found: the same bits as in {path}, in {len(now['steps'])} steps, each of its "
+            f"result: the same bits as in {path}: {len(now['steps'])} steps, each with "
             f"{len(now['steps'][0]['tensors'])} gradients and weights"
         )
         for line in other_differences:
-            console.say(f"  (other than then: {line})")
+            console.say(f"  (has changed: {line})")
         return 0
-    console.say(f"found: NOT the bits of {path}: {first}", 2)
+    console.say(f"result: DIFFERENT from {path}: {first}", 2)
     for line in other_differences or [
-        "nothing else that is written down differs: look at the code, the driver, the processor"
+        "nothing else that was recorded has changed: look at the code, the driver, the processor"
     ]:
         console.say(f"  {line}", 4)
     return 1
 
 
 def read_golden(path: Path) -> dict[str, Any]:
-    """What was written down. Errors: `RunError`."""
+    """Read a file of hashes. Errors: `RunError`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -239,8 +239,8 @@ def read_golden(path: Path) -> dict[str, Any]:
 
 
 def record_hashes(run: Run, steps: int, begin: int | None = None) -> dict[str, Any] | int:
-    """The hashes of a few steps of a run on this machine, or the status of a job that did not end well.
-    `begin`: the first of them. Errors: `RunError` for a strategy that promises no bits."""
+    """Return the hashes of a few steps of a run on this machine, or the exit status of a job that failed. `begin`: the
+    first step. Errors: `RunError` for a strategy that is not bitwise reproducible."""
     if start.joining():
         raise RunError(
             "LS8395", "lockstep verify --write and --against start their own processes; run it without torchrun"
@@ -284,17 +284,17 @@ def _steps(recording: Recording) -> Iterator[dict[str, Any]]:
 
 
 def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first thing that is another one, in the order in which it is computed: loss, gradients, norm, weights."""
+    """Describe the first value that differs, in the order of computation: loss, gradients, norm, weights."""
     if [s["step"] for s in then["steps"]] != [s["step"] for s in now["steps"]]:
-        return "the steps that are looked at are others: an epoch has another length"
+        return "other steps are compared, because an epoch has another length"
     for old, new in zip(then["steps"], now["steps"], strict=True):
         at = f"step {old['step']}"
         if old["loss"] != new["loss"]:
             return f"{at}: the loss is {float.fromhex(new['loss'])!r}, and was {float.fromhex(old['loss'])!r}"
         if old["tensors"].keys() != new["tensors"].keys():
             names = sorted(old["tensors"].keys() ^ new["tensors"].keys())
-            return f"{at}: {names[0].partition('.')[2]} is there only {'then' if names[0] in old['tensors'] else 'now'}"
-        for kind, called in (("gradient.", "the gradient of"), ("weight.", "after it")):
+            return f"{at}: {names[0].partition('.')[2]} exists only {'then' if names[0] in old['tensors'] else 'now'}"
+        for kind, called in (("gradient.", "gradient of"), ("weight.", "weights after the step:")):
             names = [n for n in old["tensors"] if n.startswith(kind) and old["tensors"][n] != new["tensors"][n]]
             if names:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -306,13 +306,13 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is not as it was when the file was written: keys of the run file, data, versions, hardware."""
+    """Describe what has changed since the file was written: keys of the run file, data, versions, hardware."""
     former = then["run"]
     keys = sorted(k for k in former.keys() | now["run"].keys() if former.get(k) != now["run"].get(k))
     rows = [f"{key}: {former.get(key)!r} then, {now['run'].get(key)!r} now" for key in keys[:_MOST_KEYS]]
     rows += [f"{len(keys) - _MOST_KEYS} more keys of the run file"] if len(keys) > _MOST_KEYS else []
     if then["data"] != now["data"]:
-        rows.append("the data, or the tokenizer, hold something else than then")
+        rows.append("the data or the tokenizer have changed")
     both = {
         name: (then["versions"].get(name), now["versions"].get(name)) for name in then["versions"] | now["versions"]
     }

@@ -234,8 +234,7 @@ def say_numbers(output: Output, verdict: Comparison, title: str = "") -> None:
     for what, of in (("gradient", "gradient_of"), ("update", "update_of")):
         row = max(rows, key=lambda r: _size(getattr(r, what)))
         if getattr(row, of):
-            name = "gradients" if what == "gradient" else "changes"
-            output.say(f"{name} are furthest apart in {getattr(row, of)} (step {row.step})")
+            output.say(f"largest difference of {what}s: {getattr(row, of)} (step {row.step})")
 
 
 def _size(value: float | None) -> float:
@@ -248,8 +247,8 @@ def lines_of(verdict: Comparison) -> list[str]:
     """Return the lines of the first difference and its likely cause; empty if all is within the tolerance."""
     if verdict.first is None:
         return []
-    at = "before the first step" if verdict.step is None else f"in step {verdict.step}"
-    head = f"they part {at}, in the {verdict.first}:"
+    at = "before the first step" if verdict.step is None else f"step {verdict.step}"
+    head = f"first difference: {at}, {verdict.first}:"
     return [head, *(f"  {line}" for line in verdict.lines), f"  likely: {verdict.cause}"]
 
 
