@@ -58,9 +58,9 @@ def terminal(text: str, theme: str) -> str:
     width, height = 9 * max(map(len, lines)) + 40, 20 * len(lines) + 32
     rows = []
     for place, line in enumerate(lines):
-        wrong = "NOT" in line or line.startswith("  ")
-        colour = red if wrong else dim if line.startswith(("expected", "kept", "5 steps", "the same")) else fore
-        weight = ' font-weight="bold"' if line.startswith("$") or "NOT" in line else ""
+        wrong = "DIFFERENT" in line or line.startswith("  ")
+        colour = red if wrong else dim if line.startswith(("expected", "dtypes", "training")) else fore
+        weight = ' font-weight="bold"' if line.startswith("$") or "DIFFERENT" in line else ""
         rows.append(
             f'<text x="20" y="{34 + 20 * place}" fill="{colour}"{weight} xml:space="preserve">{escape(line)}</text>'
         )
@@ -128,11 +128,11 @@ def chart(theme: str) -> str:
 
 def shortened(text: str) -> str:
     """The part of it that README shows: up to where the plain reference begins, without the rows in the middle."""
-    lines = text.split("the same steps without dropout")[0].splitlines()
+    lines = text.split("training the same steps with the plain")[0].splitlines()
     return "\n".join(
-        line.partition(" Here zero2")[0]
+        line.partition(", because zero2")[0]
         for line in lines
-        if not line.startswith(("kept", "gradients are", "changes are"))
+        if not line.startswith(("dtypes", "largest"))
     )
 
 
