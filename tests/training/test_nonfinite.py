@@ -285,7 +285,7 @@ def test_what_is_not_finite_passes_nowhere(
     for case, values in enumerate([{"weight": bad}, {"weight": 2.0, "loss": bad}, {"weight": 2.0, "buffer": math.nan}]):
         folders = [recording(tmp_path / f"{case}-{i}", **values) for i in range(2)]
         assert verify.tell(console, *folders) == 1, values
-        assert "as expected" not in (said := capsys.readouterr().out)
+        assert ", as expected" not in (said := capsys.readouterr().out)
         assert "not finite" in said
     hashed = list(verify._steps(read_recording(verified[0])))
     assert len(hashed[0]["tensors"]) == 3

@@ -170,7 +170,7 @@ def audit(
         or _of_export(output, then, console)
     )
     if wrong is None:
-        results = ", ".join(then.get("results", {}))
+        results = ", ".join(then["results"])
         console.say("run file, data, fingerprints, checkpoints and export match the attestation")
         console.say(f"so do {results}" if results else f"not attested, so not checked: {', '.join(RESULTS)}")
         wrong = _of_steps(console, output, then, samples, within, processes, overrides, seed)
