@@ -191,6 +191,7 @@ def test_a_loop_in_methods_is_read_as_the_plain_one(script: str, here: Path) -> 
     ("old", "new", "says"),
     [
         ("loss.backward()", "(loss * 2).backward()", "(loss * 2).backward()"),
+        ("loss = self.forward(batch)", "loss = number * self.forward(batch)", "loss = number * self.forward(batch)"),
         ("loss.backward()", "loss.backward()\n        self.shrink()", "p.data.mul_(0.9)"),
         ("self.log(epoch, loss)", "self.settings.rate = self.settings.rate / 2", "self.settings.rate = "),
         ("self.log(epoch, loss)", "self.optimizer.param_groups[0]['lr'] = 0.0", "self.optimizer.param_groups[0]"),

@@ -124,8 +124,7 @@ def test_a_loss_of_a_trainer_of_its_own_is_refused(here: Path, capsys: pytest.Ca
     assert "Mine.compute_loss (a loss, or a step, of the script's own" in refused("train.py", text, capsys)
 
 
-def test_a_language_model_in_blocks(here: Path) -> None:
-    text = """
+BLOCKS = """
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
 from transformers import Trainer, TrainingArguments
 from datasets import load_dataset
@@ -141,7 +140,10 @@ model = AutoModelForCausalLM.from_pretrained("acme/lm")
 collator = DataCollatorForLanguageModeling(tokenizer, MLM)
 Trainer(model=model, args=TrainingArguments("o"), train_dataset=data["train"], data_collator=collator).train()
 """
-    run = moved("lm.py", text.replace("MLM", "mlm=False"))
+
+
+def test_a_language_model_in_blocks(here: Path) -> None:
+    run = moved("lm.py", BLOCKS.replace("MLM", "mlm=False"))
     assert (run.task.name, run.task.options["block_size"], run.task.options["packing"]) == (
         "language_modeling",
         64,
@@ -149,7 +151,7 @@ Trainer(model=model, args=TrainingArguments("o"), train_dataset=data["train"], d
     )
     assert (run.data.train, run.data.validation) == ("a.txt", "b.txt")
     masked = moved(
-        "lm.py", text.replace("AutoModelForCausalLM", "AutoModelForMaskedLM").replace("MLM", "mlm_probability=0.2")
+        "lm.py", BLOCKS.replace("AutoModelForCausalLM", "AutoModelForMaskedLM").replace("MLM", "mlm_probability=0.2")
     )
     assert (masked.task.name, masked.task.options["mlm_probability"]) == ("masked_language_modeling", 0.2)
     assert masked.data.max_length == 64
@@ -208,6 +210,44 @@ def test_switches_that_are_turned_off(here: Path) -> None:
     )
     assert run.model.checkpoint_activations is False
     assert moved("dpo2.sh", "trl dpo --model_name_or_path a/b --dataset_name c/d\n").model.checkpoint_activations
+
+
+RUN_CLM = """from itertools import chain
+def group(examples):
+    joined = {k: list(chain(*examples[k])) for k in examples.keys()}
+    length = len(joined[list(examples.keys())[0]])
+    if length >= block:
+        length = (length // block) * block
+    result = {k: [t[i : i + block] for i in range(0, length, block)] for k, t in joined.items()}
+    result["labels"] = result["input_ids"].copy()
+    return result
+"""
+
+
+def test_blocks_are_known_by_what_is_done(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start, stop = BLOCKS.index("def group"), BLOCKS.index("data = load")
+    text = BLOCKS.replace(BLOCKS[start:stop], RUN_CLM).replace("MLM", "mlm=False")
+    other = text.replace('"].copy()', '"][::-1]')
+    assert "group of data.map" in refused("lm.py", other, capsys)
+    assert moved("lm.py", text).task.options["block_size"] == 64
+    assert "each with its tokenizer's end token behind it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (" // block * block", ""),  # a last block that is shorter
+        ("range(0, total_length, block)", "range(0, total_length, block // 2)"),  # blocks that overlap
+        ("t[i : i + block]", "t[i : i + block - 1]"),
+        ("sum(rows[k], [])", "sum(rows[k][::-1], [])"),
+        ("for k in rows}", "for k in rows if len(rows[k]) > 9}"),
+        ("    return {", "    joined['input_ids'][0] = 0\n    return {"),
+    ],
+)
+def test_other_blocks_are_refused(old: str, new: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert old in BLOCKS
+    text = BLOCKS.replace("MLM", "mlm=False").replace(old, new)
+    assert "group of data.map" in refused("lm.py", text, capsys)
 
 
 # -- TRL -------------------------------------------------------------------------------------------------------------

@@ -250,7 +250,9 @@ class _Writer:
         new.args = [self.expression(each, frame, out) for each in node.args]
         new.keywords = [self._inner(each, frame, out) for each in node.keywords]
         if closure is not None and out is not None and self._can_inline(closure, new):
-            return self._inline(closure, new, out)
+            result = self._inline(closure, new, out)
+            vars(result)["written"] = ast.unparse(node)
+            return result
         new.func = self.expression(node.func, frame, out)
         return new
 
@@ -570,7 +572,7 @@ def _placed(node: Any, at: ast.AST, written: str | None = None) -> Any:
     """A node at the place of another. `written`: how the script has it."""
     for each in ast.walk(node):
         ast.copy_location(each, at)
-    if written is not None and isinstance(node, ast.Name) and written != node.id:
+    if isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and written not in (None, node.id)):
         vars(node)["written"] = written
     return node
 

@@ -26,6 +26,7 @@ from lockstep.lab.import_config.script import (
     code_of,
 )
 from lockstep.lab.import_config.table import EIGHT_BITS, NAMES, RunDraft, quantized
+from lockstep.lab.import_config.text_blocks import block_length
 from lockstep.lab.import_config.trainer import CONFIGS, set_dtype
 
 RUNS = "its value is known when the script runs"
@@ -472,9 +473,13 @@ def mapped(call: Call, at: Reading) -> None:
         MappedFunction(at.script, function, at.draft.task or "classification", partial(_changed, at)).read()
         at.read(call, f"line {tokenising[0].line}: the columns and their length")
         return
-    block = _block(function, call, at)
+    block = block_length(at.script, function)
     if block is not None:
         at.set(call, "task.block_size", block)
+        at.draft.notes.append(
+            f"blocks of task.packing go through all texts, each with its tokenizer's end token behind it; those of "
+            f"line {call.line} are made of a batch of rows as they are, and drop what is left over of it"
+        )
         at.draft.set("task.packing", True, f"line {call.line}")
         at.read(call, "task.block_size, task.packing")
         return
@@ -487,17 +492,6 @@ def _changed(at: Reading, node: ast.AST, why: str, *by: str) -> None:
     line = getattr(node, "lineno", 0)
     if not any(gap.name.startswith(f"line {line}:") for gap in at.draft.gaps):
         at.draft.unclear(f"line {line}: {code_of(node)}", why, *by)
-
-
-def _block(function: Scope, call: Call, at: Reading) -> Any:
-    """The length of blocks that a function cuts its texts into, laid one behind the other; None: it does not."""
-    text = ast.unparse(function)
-    if not ("sum(" in text or "chain(" in text) or "total_length" not in text:
-        return None
-    for node in ast.walk(function):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
-            return at.script.known(node.right)
-    return None
 
 
 def _tokens(call: Call, function: Scope, at: Reading) -> None:

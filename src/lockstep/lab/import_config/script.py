@@ -73,13 +73,19 @@ class Arguments:
     more: list[str] = field(default_factory=list)  # **these, whose names are not known
 
 
+class _AsWritten(ast.NodeTransformer):
+    """Names and calls that other code stands for, as the script has them."""
+
+    def visit(self, node: ast.AST) -> Any:
+        written = getattr(node, "written", None)
+        return self.generic_visit(node) if written is None else ast.Name(written, ast.Load())
+
+
 def code_of(node: ast.AST) -> str:
     """In one line, as the script has it: names of a tree that is written out are those before."""
     if any(getattr(each, "written", None) is not None for each in ast.walk(node)):
-        node = deepcopy(node)
-        for each in ast.walk(node):
-            if isinstance(each, ast.Name):
-                each.id = getattr(each, "written", each.id)
+        names = isinstance(node, ast.Name | ast.Constant)
+        node = _AsWritten().visit(deepcopy(node)) if names else _AsWritten().generic_visit(deepcopy(node))
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
