@@ -77,6 +77,17 @@ def test_where_none_can_be_used_the_run_is_refused_and_nothing_is_touched(what: 
     assert damaged
 
 
+@pytest.mark.parametrize("where", ["checkpoints", "checkpoints/step-000002", "checkpoints/step-000002/manifest.json"])
+def test_links_in_a_circle_are_called_that(where: str, folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints/step-000001")
+    path = folder / where
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    path.symlink_to(path.name)
+    run = run_in(folder)
+    with raises("LS6050", "its links lead in a circle"):
+        check_resumable(run, prepare(run, Classification))
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
 def test_permission_denied_is_no_reason_to_begin_anew(folder: Path) -> None:
     (folder / "checkpoints").chmod(0)

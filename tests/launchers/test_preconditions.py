@@ -1,5 +1,6 @@
 """Machines on which several ranks cannot start: a message before any does, in namespaces that lack what they need."""
 
+import resource
 import shlex
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.launchers.processes import preconditions
 from support.command import environment_of, write
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")]
@@ -17,6 +19,14 @@ LACKING = {
     "LS7530 No space": (["-m"], "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"),
     "LS7531 not mounted": (["-m"], "mount -t tmpfs tmpfs /proc"),
     "LS7532 127.0.0.1": (["-n"], "true"),
+    "LS7510 24 files": (["-m"], "ulimit -n 24"),
+}
+# One that has a rendezvous of its own on this machine, and one that needs no shared memory
+OTHERS = {
+    "LS7532 torchrun": (["-n"], "true"),
+    "LS7532 accelerate": (["-n"], "true"),
+    "LS7510 torchrun": (["-m"], "ulimit -n 24"),
+    "LS7510 accelerate": (["-m"], "ulimit -n 24"),
 }
 
 
@@ -47,6 +57,29 @@ def test_what_a_machine_lacks_is_told_before_a_rank_starts(lacking: str, tmp_pat
     assert code in done.stderr
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("lacking", OTHERS)
+def test_other_launchers_tell_it_as_early(lacking: str, tmp_path: Path, cache: Path) -> None:
+    code, launcher = lacking.split()
+    write(tmp_path, steps=2)
+    done = _run(*OTHERS[lacking], tmp_path, cache, f"launch.name={launcher}")
+    if done.returncode == 99 or "unshare" in done.stderr:
+        pytest.skip("no namespaces here")
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert code in done.stderr
+    assert "rendezvous" not in done.stderr  # a key that nobody wrote
+
+
+def test_the_soft_limit_of_open_files_is_raised() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, limits[1]))
+        preconditions.check_open_files(2)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 56
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_one_process_needs_neither_proc_nor_loopback(tmp_path: Path, cache: Path) -> None:

@@ -19,6 +19,7 @@ from lockstep.track.report.report import write_comparison, write_report
 from support.browser import CHROMIUM, browser
 from support.command import STEPS, CommandJob, each_step_once, ended
 from support.harness import run_on, tiny
+from support.messages import mentions
 from support.reports import folder_of, text_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
@@ -366,3 +367,51 @@ def test_values_of_other_types_end_no_report(name: str, values: object, tmp_path
         file.write(json.dumps(values) + "\n")
     assert main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").is_file()
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("metrics.jsonl", {"step": 2, "split": "train", "loss": HUGE}),
+        ("metrics.jsonl", {"step": HUGE, "split": "train", "loss": 1.0}),
+        ("ranks.jsonl", {"time": 1.0, "step": 1, "steps": HUGE, "ranks": 2, "seconds": {"forward": [1.0, 2.0]}}),
+        ("system.jsonl", {"step": 1, "memory_gb/rank0": HUGE}),
+        ("scores.json", {"step": 1, "splits": {"validation": {"loss": HUGE}}}),
+        ("scores.json", {"step": 1, "splits": {"validation": []}}),
+    ],
+)
+@pytest.mark.parametrize("command", [["report"], ["status"]])
+def test_numbers_that_no_float_holds_end_no_command(
+    command: list[str], name: str, values: object, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "one", steps=60)
+    (folder / "run.yaml").write_text(tiny(f"output={folder}").dump())
+    with open(folder / name, "w" if name.endswith(".json") else "a", encoding="utf-8") as file:
+        file.write(json.dumps(values) + "\n")
+    assert main([*command, str(folder)]) == 0
+
+
+@pytest.mark.parametrize("command", [["report"], ["report", "--live"]])
+def test_values_too_far_apart_for_a_chart_are_a_message(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path / "one", steps=60)
+    with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write("".join(json.dumps({"step": 70 + i, "split": "train", "loss": 1e308 * i}) + "\n" for i in (-1, 1)))
+    assert main([*command, str(folder)]) in (0, 2)
+    other = folder_of(tmp_path / "two", steps=60)
+    status = main(["report", str(folder), str(other)])
+    said = capsys.readouterr().err
+    assert status == 0 or "metrics.jsonl" in said
+
+
+def test_a_page_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [str(folder_of(tmp_path / name, steps=60)) for name in ("one", "two")]
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for to, why in ((loop / "page.html", "its links lead in a circle"), (tmp_path / "one", "is a directory")):
+        assert main(["report", *folders, "--to", str(to)]) == 2
+        mentions(capsys.readouterr().err, "LS8142", f"{to.parent if to.name == 'page.html' else to}: {why}")

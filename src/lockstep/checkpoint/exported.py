@@ -13,6 +13,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from lockstep.config.errors import reason_of
 from lockstep.config.run import RunError, replace_text
 
 FILE = "export.json"
@@ -73,7 +74,7 @@ def damage(output: Path) -> str | None:
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as caught:
-            return f"{name}: {caught.strerror}"
+            return f"{name}: {reason_of(caught)}"
         except (ValueError, RecursionError):
             return f"{name} is not JSON"
         if digest != known and name != "README.md":

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import exported
 from lockstep.config import user_code
+from lockstep.config.errors import reason_of
 from lockstep.config.run import Run, RunError
 from lockstep.track.report import history
 
@@ -166,7 +167,7 @@ def read_manifest(folder: Path) -> Manifest | str:
     try:
         content = (folder / FILE).read_bytes()
     except OSError as error:
-        return f"{FILE}: {error.strerror}"
+        return f"{FILE}: {reason_of(error)}"
     return parsed(content, folder.name)
 
 
@@ -216,7 +217,7 @@ def candidates(run: Run) -> Iterator[tuple[Path, Manifest | str]]:
             yield folder, f"it is a link to {folder.readlink()}, where no folder is"
         return
     except OSError as error:
-        yield folder, str(error.strerror)
+        yield folder, reason_of(error)
         return
     for name in sorted(names, key=lambda name: (len(name), name), reverse=True):
         yield folder / name, read_manifest(folder / name)
@@ -235,7 +236,7 @@ def misfit(path: Path, manifest: Manifest) -> str | None:
     try:
         there = {entry.name for entry in path.iterdir()}
     except OSError as error:
-        return str(error.strerror)
+        return reason_of(error)
     if not manifest.hashes:
         return f"{FILE} names no file"
     missing = sorted(manifest.hashes.keys() - there)
@@ -286,7 +287,7 @@ def mismatch(path: Path, manifest: Manifest, names: Iterable[str]) -> str | None
         try:
             digest = exported.sha256_of(path / name)
         except OSError as error:
-            return f"{name}: {error.strerror}"
+            return f"{name}: {reason_of(error)}"
         if digest != manifest.hashes[name]:
             return f"{name} does not match its hash"
     return None

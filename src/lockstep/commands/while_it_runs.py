@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import exported
 from lockstep.config.error_messages import read_yaml
-from lockstep.config.errors import coded
+from lockstep.config.errors import coded, reason_of
 from lockstep.config.redaction import printable
 from lockstep.config.run import Run, RunError, load, override_of, require_output
 from lockstep.distributed import job_record
@@ -315,27 +315,41 @@ def run_report(args: argparse.Namespace) -> int:
         raise RunError("LS8140", "--to: writes a comparison, which needs two output folders or more")
     for folder in folders:
         require_output(folder)
+        what = f"the report of {folder}"
         try:
             print(write_report(folder))
         except OSError as error:
-            file, why = error.filename or folder / "report.html", (error.strerror or str(error)).lower()
-            raise RunError("LS8141", f"the report of {folder} cannot be written: {file}: {why}") from None
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            named = str(error).startswith("run.yaml")
-            one = f"{error}" if named else "a file in it (metrics.jsonl, events.jsonl, ranks.jsonl, system.jsonl, "
-            rest = "samples.jsonl or tables.json) holds other values than lockstep writes"
-            what = one if named else f"{one}{rest} ({type(error).__name__}: {error})"
-            raise RunError(
-                "LS8530", f"the report of {folder} cannot be written: {what}. Restore that file, or move it away"
-            ) from None
+            raise RunError("LS8141", _not_written(what, error, folder / "report.html")) from None
+        except _DAMAGED as error:
+            raise RunError("LS8530", _not_readable(what, error)) from None
     if len(folders) > 1:
         common_folder = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
         path = Path(args.to) if args.to is not None else common_folder / "comparison.html"
+        what = f"the comparison of {len(folders)} runs"
         try:
             print(write_comparison(folders, path))
-        except (OSError, ValueError) as error:
-            raise RunError("LS8142", f"the comparison of {len(folders)} runs could not be written: {error}") from None
+        except OSError as error:
+            raise RunError("LS8142", _not_written(what, error, path)) from None
+        except _DAMAGED as error:
+            raise RunError("LS8510", _not_readable(what, error)) from None
     return 0
+
+
+_DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # what values of other types end in
+
+
+def _not_written(what: str, error: OSError, path: Path) -> str:
+    """Describe a page that cannot be written, or a file that it is made of and that cannot be read."""
+    return f"{what} cannot be written: {error.filename2 or error.filename or path}: {reason_of(error).lower()}"
+
+
+def _not_readable(what: str, error: Exception) -> str:
+    """Describe a page whose files hold other values than lockstep writes."""
+    damage = str(error)
+    if not damage.startswith("run.yaml"):
+        files = "metrics.jsonl, events.jsonl, ranks.jsonl, system.jsonl, samples.jsonl, tables.json or scores.json"
+        damage = f"a file in it ({files}) holds other values than lockstep writes ({type(error).__name__}: {error})"
+    return f"{what} cannot be written: {damage}. Restore that file, or move it away"
 
 
 def watched(folder: Path) -> int:
@@ -362,8 +376,10 @@ def watched(folder: Path) -> int:
             time.sleep(LIVE_EVERY_S)
     except KeyboardInterrupt:  # enough was seen; the run goes on
         pass
-    except (OSError, ValueError) as error:
-        raise RunError("LS8143", f"the report of {folder} cannot be written: {error}") from None
+    except OSError as error:
+        raise RunError("LS8143", _not_written(f"the report of {folder}", error, folder / "report.html")) from None
+    except _DAMAGED as error:
+        raise RunError("LS8511", _not_readable(f"the report of {folder}", error)) from None
     write_report(folder)
     return 0
 

@@ -3,10 +3,14 @@
 Launchers and schedulers act on the exit statuses. Imports only the message codes.
 """
 
+import errno
+import os
+
 from lockstep_trace.coded import CodedError, appended, coded, codes, uncoded, with_addresses
 
 __all__ = ["BAD", "DONE", "EXCLUDED", "FAILED", "HALTED", "STOPPED"]
-__all__ += ["CodedError", "InvalidValue", "RunError", "appended", "coded", "codes", "uncoded", "with_addresses"]
+__all__ += ["CodedError", "InvalidValue", "RunError", "appended", "coded", "codes"]
+__all__ += ["reason_of", "uncoded", "with_addresses"]
 
 
 class RunError(CodedError):
@@ -15,6 +19,16 @@ class RunError(CodedError):
 
 class InvalidValue(CodedError, ValueError):
     """An invalid value in a run file, raised by validators. Validation reports it with its key and line."""
+
+
+def reason_of(error: OSError) -> str:
+    """Say in words why a file or folder cannot be used."""
+    if error.errno == errno.EEXIST and error.filename is not None:
+        try:
+            os.stat(error.filename)
+        except OSError as cause:  # a link that leads nowhere stands in the place of a folder
+            return reason_of(cause)
+    return "its links lead in a circle" if error.errno == errno.ELOOP else error.strerror or str(error)
 
 
 DONE = 0

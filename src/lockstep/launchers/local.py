@@ -120,7 +120,8 @@ def prestart(run: Run) -> None:
 
     from lockstep.launchers.processes import preconditions
 
-    preconditions.check(LOOPBACK if run.launch.name == "local" else None)
+    own = run.launch.name == "local" or (run.launch.name == "torchrun" and not run.launch.options.get("rendezvous"))
+    preconditions.check(LOOPBACK if own else None, processes_of(run))
     # do not import torch only for this
     on_cpus = run.launch.device == "cpu" or ("torch" in sys.modules and gpus_of(run) == 0)
     context = multiprocessing.get_context("forkserver")

@@ -288,13 +288,13 @@ def agent_of(run: Run, task: SlurmTask) -> int:
     from lockstep.launchers.local import prestart
     from lockstep.launchers.torchrun import Torchrun
 
-    prestart(run)
     common: dict[str, Any] = {name: getattr(run.launch, name) for name in LaunchSection.model_fields}
     common |= {"name": "torchrun", "processes": processes_of(run, Slurm.options(run))}
     where: dict[str, Any] = {"machines": task.size, "rendezvous": f"{task.host}:{task.port}", "node_rank": task.rank}
     if _outlives_nodes(run) and task.size > 1:
         where |= {"machines": f"1:{task.size}", "last_call_timeout_s": _MORE_S}
     inner = run.model_copy(update={"launch": LaunchSection(**common, **where)})
+    prestart(inner)
     if task.rank:  # node 0 opens the port
         network.reach(task.host, task.port, run.launch.timeout_s, Console(True).say)
     status = Torchrun().start(inner, Torchrun().plan(inner))

@@ -41,6 +41,7 @@ class Attempt:
     facts: dict[str, Any]  # facts of the start event: versions, hosts, launch, ...
 
 
+_MOST_DIGITS = 300  # of an integer; the largest float has 309
 FEWEST_RANKS = 3  # with two ranks, neither is typical
 FEWEST_STEPS = 50  # fewer are noise: first steps allocate, and other programs interfere
 SLOW = 1.15  # straggler: this multiple of the median of the other ranks
@@ -306,7 +307,7 @@ def objects_of(lines: Iterable[bytes], needed: tuple[str, ...]) -> Iterator[dict
     time or name has a wrong type."""
     for text in lines:
         try:
-            line = json.loads(text)
+            line = json.loads(text, parse_int=_whole_number)
         except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and all(
@@ -315,11 +316,20 @@ def objects_of(lines: Iterable[bytes], needed: tuple[str, ...]) -> Iterator[dict
             yield line
 
 
+def _whole_number(digits: str) -> int:
+    """Parse an integer. Errors: `ValueError` if no float can hold it, as no recorded number is."""
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
 def scores_of(folder: Path) -> dict[str, Any]:
     """Return the scores of an output folder's exported model: `step`, and `splits` (split -> metric -> value); or
     {}."""
     scores = _object(folder / SCORES)
-    return scores if isinstance(scores.get("step"), int) and isinstance(scores.get("splits"), dict) else {}
+    splits = scores.get("splits")
+    valid = isinstance(splits, dict) and all(isinstance(numbers, dict) for numbers in splits.values())
+    return scores if isinstance(scores.get("step"), int) and valid else {}
 
 
 def _tables_of(path: Path) -> dict[str, Any]:
@@ -340,7 +350,7 @@ def _section(run: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes(), parse_int=_whole_number)
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
