@@ -102,6 +102,24 @@ class Replaced(Plain):
         return self.body(x)
 
 
+class MovedInMemory(Plain):
+    """The numbers stay the same; they lie in another order, as after `to(memory_format=torch.channels_last)`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.data = self.first.weight.data.t().contiguous().t()
+        return self.body(x)
+
+
+class MovedLate(MovedInMemory):
+    """Not in the trial step, nor in the first one."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) if self.calls > 7 else self.body(x)
+
+
 class Teacher(Plain):
     """A moving average of weights, which equals them until they learn."""
 

@@ -160,7 +160,10 @@ def test_calls_with_other_tensors_have_the_bits_of_single(gather: str, tmp_path:
     assert after_steps(run_of("Functional", tmp_path, "fsdp2", gather=gather), tried=True) == wanted
 
 
-@pytest.mark.parametrize(("name", "code"), [("Replaced", "LS4181"), ("HookAfter", "LS4175")])
+NO_STRATEGY = [("Replaced", "LS4181"), ("HookAfter", "LS4175"), ("MovedInMemory", "LS4460"), ("MovedLate", "LS4460")]
+
+
+@pytest.mark.parametrize(("name", "code"), NO_STRATEGY)
 def test_what_no_strategy_can_keep_is_refused(name: str, code: str, tmp_path: Path) -> None:
     with raises(code, "model(): "):
         after_steps(run_of(name, tmp_path, "single"), tried=True)

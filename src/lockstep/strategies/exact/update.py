@@ -21,7 +21,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import side_effects
-from lockstep.strategies.engines.side_effects import SideEffects, preserved
+from lockstep.strategies.engines.side_effects import SideEffects, first_few, preserved
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import FiniteCheck, Gradient
 from lockstep.strategies.exact.statistics import SourceSums
@@ -135,11 +135,24 @@ class GradientUpdate(Strategy):
             gradient.clip_(norm, self.run.optim.max_grad_norm)
             gradient.give(uses)
             optim.set_rate(self.optimizer, learning_rate, used if isinstance(used, Tensor) else None)
+            self.check_layout()
             self.optimizer.step()
         gradient.take_back()
         if used is not False:
             self.weights_changed()
         return used
+
+    def check_layout(self) -> None:
+        """Refuse weights that are no longer contiguous in memory. Fused kernels ignore strides: they would add each
+        number of the gradient to another weight. Errors: `RunError`."""
+        moved = [name for name, weight in self.named.items() if not weight.is_contiguous()]
+        if moved:
+            raise RunError(
+                "LS4460",
+                f"model(): forward changes how {first_few(moved)} lies in memory, as to(memory_format=...) does, and "
+                "the optimizer works on contiguous weights; convert the inputs instead, which is enough for "
+                "channels_last kernels",
+            )
 
     def settle(self) -> None:
         self.finite.settle()
