@@ -145,11 +145,11 @@ class GradientUpdate(Strategy):
     def check_layout(self) -> None:
         """Refuse weights that are no longer contiguous in memory. Fused kernels ignore strides: they would add each
         number of the gradient to another weight. Errors: `RunError`."""
-        moved = [name for name, weight in self.named.items() if not weight.is_contiguous()]
-        if moved:
+        strided = [name for name, weight in self.named.items() if not weight.is_contiguous()]
+        if strided:
             raise RunError(
                 "LS4460",
-                f"model(): forward changes how {first_few(moved)} lies in memory, as to(memory_format=...) does, and "
+                f"model(): forward changes how {first_few(strided)} lies in memory, as to(memory_format=...) does, and "
                 "the optimizer works on contiguous weights; convert the inputs instead, which is enough for "
                 "channels_last kernels",
             )
