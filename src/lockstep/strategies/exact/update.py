@@ -145,7 +145,8 @@ class GradientUpdate(Strategy):
     def check_layout(self) -> None:
         """Refuse weights that are no longer contiguous in memory. Fused kernels ignore strides: they would add each
         number of the gradient to another weight. Errors: `RunError`."""
-        strided = [name for name, weight in self.named.items() if not weight.is_contiguous()]
+        weights = self.model.named_parameters()
+        strided = [name for name, weight in weights if weight.requires_grad and not weight.is_contiguous()]
         if strided:
             raise RunError(
                 "LS4460",
