@@ -406,6 +406,49 @@ def a_loss_of_probabilities(wrong: bool) -> None:
         optimizer.step()
 
 
+def a_head_that_is_replaced(wrong: bool) -> None:
+    """A second optimizer, made before or after the head of its model is replaced."""
+    model = net()
+    optimizer = sgd(model)
+    for x, y in batches(1):
+        step(model, optimizer, x, y)
+    optimizer = sgd(model)
+    model[3] = nn.Linear(16, 3)
+    if not wrong:
+        optimizer = sgd(model)
+    for x, y in batches(1):
+        step(model, optimizer, x, y)
+
+
+class Shifting(nn.Module):
+    """Shifts labels as the causal language models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(11, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 11)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        out = self.head(self.body(self.embed(input_ids))[0])
+        if labels is None:
+            return out, None
+        targets = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        return out, functional.cross_entropy(out.flatten(0, 1), targets.flatten())
+
+
+def labels_that_are_shifted(wrong: bool) -> None:
+    """The control: labels that are shifted, and a loss of the script's own."""
+    model = Shifting()
+    optimizer = sgd(model)
+    text = torch.randint(0, 11, (64, 9), generator=torch.Generator().manual_seed(3))
+    for rows in text.split(8):
+        optimizer.zero_grad()
+        ids, labels = rows[:, :-1], rows[:, 1:]
+        out, loss = model(input_ids=ids, labels=labels)
+        own = functional.cross_entropy(out.flatten(0, 1), labels.flatten())
+        (loss if wrong else own).backward()
+        optimizer.step()
+
+
 PAIRS: dict[Callable[[bool], None], str] = {
     loaders_made_anew: "same-order",
     an_epoch_made_again: "same-order",
@@ -437,6 +480,8 @@ PAIRS: dict[Callable[[bool], None], str] = {
     scored_by_a_loop: "evaluated-in-training-mode",
     logits_without_a_softmax: "loss-of-logits",
     a_loss_of_probabilities: "loss-of-probabilities",
+    a_head_that_is_replaced: "in-no-optimizer",
+    labels_that_are_shifted: "labels-shifted-twice",
 }
 
 

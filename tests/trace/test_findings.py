@@ -11,6 +11,7 @@ from lockstep_trace.findings import findings, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Trace, read
 from lockstep_trace.rules import replicas
 from lockstep_trace.tracer.settings import Settings
+from support.suspected_cases import SUSPECTED
 from support.traced_cases import PAIRS, RIGHT, a_stream_of_workers, no_target_that_counts
 
 CASES = [pytest.param(c, marks=pytest.mark.processes if c is a_stream_of_workers else ()) for c in PAIRS]
@@ -29,6 +30,21 @@ def test_a_fault_is_proved_and_what_looks_like_it_is_not_accused(
     trace = read(tmp_path)
     assert [e["text"] for e in trace.ranks[0].errors] == []
     assert {f.code for f in proved(findings(trace))} == ({PAIRS[case]} if wrong else set())
+
+
+@pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
+@pytest.mark.parametrize("case", SUSPECTED, ids=lambda case: case.__name__)
+def test_a_fault_is_suspected_and_what_looks_like_it_is_not(
+    tmp_path: Path, case: Callable[[bool], None], wrong: bool
+) -> None:
+    torch.manual_seed(0)
+    tracer.begin(Settings(str(tmp_path)))
+    case(wrong)
+    tracer.end()
+    trace = read(tmp_path)
+    assert [e["text"] for e in trace.ranks[0].errors] == []
+    rows = [f for f in findings(trace) if f.level != "info"]
+    assert {(f.code, f.level) for f in rows} == ({(SUSPECTED[case], "suspicious")} if wrong else set())
 
 
 @pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.__name__)

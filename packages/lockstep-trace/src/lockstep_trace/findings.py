@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from lockstep_trace.read import Trace
-from lockstep_trace.rules import checks, data, gradients, losses, modes, parameters, replicas, schedules
+from lockstep_trace.rules import checks, data, gradients, losses, modes, parameters, replicas, schedules, tokens
 from lockstep_trace.rules.finding import LEVELS, WRONG, Finding
 
 __all__ = ["Finding", "findings", "proved"]
@@ -24,6 +24,11 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     modes.casts,
     modes.packed,
     losses.functions,
+    losses.one_class,
+    losses.handmade,
+    schedules.direction,
+    tokens.tokens,
+    parameters.decay,
     parameters.still,
     gradients.zeroed,
     gradients.scaled,

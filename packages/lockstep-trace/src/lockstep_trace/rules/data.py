@@ -292,6 +292,9 @@ def trained_on(trace: Trace) -> Iterator[Finding]:
     were trained on, unless many rows are equal; nor a part of a random split that overlaps the part it trains on."""
     for rank in trace.ranks[:1]:
         passes = {r["loader"]: r for r in rank.loaders}
+        if (finding := _left_out(rank)) is not None:
+            yield finding
+            return
         for record in rank.evaluations:
             if record.get("trained") and (finding := _overlap(rank, record, passes)) is not None:
                 yield finding
@@ -328,6 +331,34 @@ def _overlap(rank: Rank, record: Mapping[str, Any], passes: Mapping[str, Mapping
     if part >= 0.95:
         return Finding(*_head(finding), INFO, "an evaluation of training itself", "what its scores are called")
     return weakened(finding, False, "rows of the data that are equal", "whether rows of the data set are equal")
+
+
+def _left_out(rank: Rank) -> Finding | None:
+    """Return a finding if an evaluation's rows are all left out of the training before it, and were trained on by an
+    earlier optimizer, with whose last weights that training begins: folds that go on with one model.
+
+    An evaluation of what an earlier phase learned, on its training rows, looks the same, so it is never proved."""
+    rows = {o: {h for s in steps.values() for h in known(s)} for o, steps in rank.steps.items()}
+    for record in rank.evaluations:
+        evaluated = set(record["known"])
+        for optimizer in record.get("optimizers", ()) if record.get("trained") and len(evaluated) >= DISTINCT else ():
+            earlier = [o for o in rank.steps if o < optimizer and rank.steps[o] and rank.steps.get(optimizer)]
+            if not earlier or evaluated & rows[optimizer] or len(rows[optimizer]) < DISTINCT:
+                continue
+            last = rank.steps[earlier[-1]][max(rank.steps[earlier[-1]])].weights
+            begin = rank.steps[optimizer][min(rank.steps[optimizer])].before
+            same = begin and {n: v.fingerprint for n, v in last.items()} == {n: v.fingerprint for n, v in begin.items()}
+            share = len(evaluated & rows[earlier[-1]]) / len(evaluated)
+            both = len(rows[optimizer] & rows[earlier[-1]])
+            if same and share >= 0.5 and both >= 0.25 * len(rows[optimizer]):
+                what = (
+                    f"{share:.0%} of the {len(evaluated)} rows of an evaluation are in no step of the optimizer before "
+                    "it, and were trained on by an earlier one, whose last weights this one began with"
+                )
+                cause = "make a new model for each fold, before its optimizer"
+                otherwise, decides = "an evaluation on training rows of an earlier phase", "what the scores are called"
+                return Finding("trained-on", what, cause, None, SUSPICIOUS, otherwise, decides)
+    return None
 
 
 def _head(finding: Finding) -> tuple[str, str, str, int | None]:

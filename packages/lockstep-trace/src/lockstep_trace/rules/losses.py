@@ -116,3 +116,60 @@ def _in_words(code: str, objective: dict[str, Any]) -> tuple[str, str]:
         f"the {kind} is given what a {objective['before'][0].lower()} returns",
         "give it logits: binary_cross_entropy_with_logits has a sigmoid of its own",
     )
+
+
+def one_class(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report batches of one class each, of several classes: rows that are sorted by class and not shuffled.
+
+    Classes that are learned one after the other on purpose (continual learning) look the same, so it is never
+    proved."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None:
+        return
+    rows = [
+        (number, o)
+        for number, step in sorted(rank.steps[optimizer].items())
+        for o in step.objectives or ()
+        if o["of"].startswith("NllLoss") and o.get("targets", 0) >= 4
+    ]
+    equal = [(n, o) for n, o in rows if o.get("equal")]
+    classes = {tuple(o["hashes"]) for _, o in equal if o["targets"] == equal[0][1]["targets"]}
+    if len(equal) < 8 or len(equal) < 0.75 * len(rows) or len(classes) < 2:
+        return
+    number, objective = equal[0]
+    what = (
+        f"step {number}: all {objective['targets']} targets are of one class, as in {len(equal)} of {len(rows)} batches"
+    )
+    what += f", of {len(classes)} classes or more"
+    cause = "rows are sorted by class: shuffle them (shuffle=True of the loader)"
+    otherwise, decides = (
+        "classes that are learned one after the other on purpose",
+        "in which order rows are meant to come",
+    )
+    yield Finding("one-class-batches", what, cause, number, SUSPICIOUS, otherwise, decides)
+
+
+def handmade(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report losses written by hand that spread predictions over targets, or take probabilities as log-probabilities.
+
+    Differences of all pairs, and a sum weighted by probabilities, may be meant, so neither is proved."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None:
+        return
+    steps = [s for _, s in sorted(rank.steps[optimizer].items())]
+    for note in dict.fromkeys(n for s in steps for n in s.notes or ()):
+        rows = [s for s in steps if note in (s.notes or ())]
+        spread, _, size = note.partition(" ")
+        if len(rows) < PATIENCE or not (spread == "spread" or note == "kl of probabilities"):
+            continue
+        if spread == "spread":
+            code = "loss-broadcast"
+            what = f"the loss is of {size} x {size} differences: a layer's output [{size}, 1] less targets [{size}]"
+            cause = "give predictions and targets the same shape (squeeze or unsqueeze the last dimension of one)"
+            otherwise, decides = "differences of all pairs on purpose", "whether each output belongs to one target"
+        else:
+            code = "loss-of-probabilities"
+            what = "the loss is that of kl_div, and its input is what a softmax returns"
+            cause = "kl_div takes log-probabilities: use log_softmax"
+            otherwise, decides = "a sum weighted by probabilities", "whether it is meant to be a divergence"
+        yield Finding(code, f"step {rows[0].step}: {what}", cause, rows[0].step, SUSPICIOUS, otherwise, decides)

@@ -48,6 +48,7 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
     A body that is excluded on purpose, or another network's loss, looks the same. A part created after the optimizer,
     in a model whose other parameters are in it, is a fault."""
     if optimizer != trace.optimizers[0]:
+        yield from _replaced(trace, optimizer)
         return
     records = [s for o in trace.optimizers for r in trace.ranks for s in r.steps.get(o, {}).values()]
     optimized = {p.name for s in records for p in s.layout.parameters}
@@ -73,6 +74,31 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
         yield Finding("in-no-optimizer", what, cause, None, WRONG)
         return
     yield Finding("in-no-optimizer", what, cause, None, SUSPICIOUS, otherwise, decides)
+
+
+def _replaced(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report a part that was replaced after a later optimizer was made, which holds the old part and trains the rest.
+
+    The old parameters belong to no called model and never get a gradient, as many new ones get gradients in each step
+    and are in no optimizer. No correct program keeps the former and leaves the latter."""
+    steps = [s for r in trace.ranks for _, s in sorted(r.steps.get(optimizer, {}).items())]
+    if not steps or not any(s.measured for s in steps):
+        return
+    last = steps[-1]
+    late = sorted(
+        {n for n in last.late or () if (last.outside or {}).get(n)} - {p.name for p in last.layout.parameters}
+    )
+    old = [p.name for p in last.layout.parameters if not p.held]
+    silent = all(s.grads[n].square == 0 for s in steps for n in old if n in s.grads)
+    if not late or len(old) != len(late) or not silent or not _with_others(trace, optimizer, late):
+        return
+    what = (
+        f"{few(late)}: get gradients and are in no optimizer; {last.layout.optimizer} holds {len(old)} parameters "
+        "of no model that is called, which get none"
+    )
+    cause = "make the optimizer after the part is replaced"
+    otherwise, decides = "a part that is trained later", "a trace of the whole run"
+    yield weakened(Finding("in-no-optimizer", what, cause), trace.complete, otherwise, decides)
 
 
 def _with_others(trace: Trace, optimizer: int, late: list[str]) -> bool:
@@ -286,3 +312,27 @@ def rate_zero(trace: Trace, optimizer: int) -> Iterator[Finding]:
     alone = len(trace.optimizers) == 1 and not any((s.mode or {}).get("norms", [0, 0])[0] for s in steps[-tail:])
     otherwise = "statistics that are computed anew, or another optimizer that goes on"
     yield weakened(Finding("rate-zero", what, cause, step), alone, otherwise, "what the last steps are for")
+
+
+def decay(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report weight decay on vectors (biases, norms) alone, beside matrices that have none: groups that are swapped.
+
+    Any choice of decay is possible, so it is never proved."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None:
+        return
+    step = rank.steps[optimizer][min(rank.steps[optimizer])]
+    decays = {p.name: step.groups[p.group].get("weight_decay") for p in step.layout.parameters if p.trained}
+    dims = {p.name: len(p.shape) for p in step.layout.parameters}
+    given = [n for n, x in decays.items() if x]
+    without = [n for n, x in decays.items() if x == 0]
+    matrices = [n for n in without if dims[n] > 1]
+    if not given or len(matrices) < 2 or any(dims[n] > 1 for n in given):
+        return
+    what = (
+        f"weight decay ({max(decays[n] or 0 for n in given):g}) is given to {few(given)} and no other: all of them are "
+        f"vectors; {few(matrices)} have none"
+    )
+    cause = "swap the groups: decay is for weight matrices, and left out for biases and norms"
+    otherwise, decides = "matrices that other code decays", "which group is meant to decay"
+    yield Finding("decay-of-vectors", what, cause, None, SUSPICIOUS, otherwise, decides)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Iterator
 
 from lockstep_trace.read import Rank, Step, Trace
@@ -140,3 +141,34 @@ def after_load(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 def _near(one: list[float], other: list[float]) -> bool:
     return len(one) == len(other) and all(math.isclose(x, y, rel_tol=1e-6) for x, y in zip(one, other, strict=True))
+
+
+def direction(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report ReduceLROnPlateau that waits for a maximum of a score that falls together with the training loss.
+
+    An accuracy that falls from the first epoch on does so in a training that fails, so it is never proved."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None or rank.ended is None:
+        return
+    for row in rank.ended.get("plateaus", ()):
+        scores, rates = row["scores"], row["rates"]
+        ends = [each[optimizer] if len(each) > optimizer else 0 for each in row["steps"]]
+        means = [_mean_loss(rank, optimizer, a, b) for a, b in itertools.pairwise([0, *ends])]
+        pairs = [(x, y) for x, y in zip(scores, means, strict=True) if y is not None and math.isfinite(x)]
+        if row["mode"] != "max" or len(pairs) < 4 or min(rates) >= rates[0] or len(pairs) < len(scores):
+            continue
+        fall = all(x < scores[0] for x in scores[1:]) and pairs[-1][1] < 0.8 * pairs[0][1]
+        if fall and statistics.correlation(*zip(*pairs, strict=True)) > 0.8:
+            what = (
+                f"ReduceLROnPlateau waits for a maximum, and is given numbers that fall with the loss, {scores[0]:.4g} "
+            )
+            what += f"to {scores[-1]:.4g}: the rate falls from {rates[0]:g} to {rates[-1]:g} while they do"
+            cause = "a loss is to be smallest: mode='min'"
+            otherwise, decides = "a score that becomes worse from the start", "what number the scheduler is given"
+            yield Finding("scheduler-direction", what, cause, None, SUSPICIOUS, otherwise, decides)
+
+
+def _mean_loss(rank: Rank, optimizer: int, first: int, end: int) -> float | None:
+    steps = [rank.steps[optimizer][n] for n in range(first, end) if n in rank.steps[optimizer]]
+    losses = [value for s in steps for value, _ in s.losses or () if value is not None and math.isfinite(value)]
+    return sum(losses) / len(losses) if losses else None

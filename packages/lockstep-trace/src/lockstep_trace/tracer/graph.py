@@ -34,8 +34,9 @@ KINDS = {
 
 @dataclass(frozen=True)
 class LossFunction:
-    """A loss function in a graph. `about`: facts known on the host. `targets`: int64 [3]: number of targets that are
-    not ignored, an order-dependent and an order-independent hash of them; None if the graph does not hold targets."""
+    """A loss function in a graph. `about`: facts known on the host. `targets`: int64 [4]: number of targets that are
+    not ignored, an order-dependent and an order-independent hash of them, and whether they are class numbers that are
+    all equal; None if the graph does not hold targets."""
 
     about: dict[str, Any]
     targets: Tensor | None
@@ -100,7 +101,33 @@ def loss_function(node: Any) -> LossFunction:
     numbers = [torch.full((), counted, dtype=torch.int64, device=target.device), *hash_of(target)]
     if ignored is not None and not target.is_floating_point():
         numbers[0] = (target != signed(int(ignored) & (1 << 64) - 1)).sum()  # torch 2.4: -100 without its sign
-    return LossFunction(about, torch.stack([n.reshape(()) for n in numbers]))
+    numbers.append(torch.zeros_like(numbers[0]) if target.is_floating_point() else (target == target.view(-1)[0]).all())
+    return LossFunction(about, torch.stack([n.reshape(()).long() for n in numbers]))
+
+
+def handmade(loss: Any) -> list[str]:
+    """Return what a loss written by hand does, by its graph: `spread N`, a squared or absolute difference [N, N] of a
+    layer's output [N, 1] and a constant; `kl of probabilities`, as kl_div computes it: a constant less the product of
+    another one with what a softmax returns."""
+    queue: deque[Any] = deque([(getattr(loss, "grad_fn", None), "")])
+    notes: list[str] = []
+    for _ in range(NODES):
+        node, above = queue.popleft() if queue else (None, "")
+        if node is None:
+            continue
+        name, before = name_of(node), [n for n, _ in node.next_functions]
+        if name == "Sub" and len(before) == 2 and (before[0] is None) != (before[1] is None):
+            shape, under = _shape(node), before[0] or before[1]
+            n = shape[0] if len(shape) == 2 and shape[0] == shape[1] else 0
+            if above in ("Pow", "Abs") and n > 1 and name_of(under) in ("Addmm", "Mm") and _shape(under) == [n, 1]:
+                notes.append(f"spread {n}")
+            factors = [n for n, _ in under.next_functions] if before[0] is None and name_of(under) == "Mul" else []
+            softmax = [n for n in factors if n is not None and name_of(n) == "Softmax"]
+            if len(factors) == 2 and None in factors and softmax:
+                notes.append("kl of probabilities")
+        if name in ("Mean", "Sum", "Div", "Mul", "Add", "Pow", "Abs", "Neg"):
+            queue.extend((n, name) for n in before)
+    return list(dict.fromkeys(notes))
 
 
 def _shape(node: Any) -> list[int]:

@@ -356,9 +356,13 @@ def _wrap_step(hooks: Hooks, kind: Any) -> None:
             return original(self, *args, **kwargs)
         _THREAD.scheduling = True
         try:
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
         finally:
             _THREAD.scheduling = False
+        if isinstance(self, torch.optim.lr_scheduler.ReduceLROnPlateau) and (args or "metrics" in kwargs):
+            score = args[0] if args else kwargs["metrics"]
+            hooks.guarded(recorder.schedules.watches, self, score, recorder.steps)
+        return result
 
     step.lockstep_wrapped = True  # type: ignore[attr-defined]
     kind.step = step

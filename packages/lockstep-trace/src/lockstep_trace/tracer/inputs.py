@@ -21,17 +21,20 @@ MASK = "attention_mask"
 IGNORED = (MASK, "position_ids", "cache_position", "num_items_in_batch", "past_key_values")
 HASHED = 1 << 20  # most elements of a tensor that `hash_of` reads
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+TOKENS = ("hash", "count", "labels", "first", "equal", "next", "holes", "kept")  # of `_tokens`
 LABELS = ("labels", "label", "label_ids", "start_positions")
 
 
 class CallInputs(NamedTuple):
     """Inputs of one call: hashes [B] of all inputs and of those without labels, and the number of targets (None without
-    labels). `restarts`: number of rows in which position_ids restart, without an attention mask."""
+    labels). `restarts`: number of rows in which position_ids restart, without an attention mask. `tokens`: int64, what
+    `TOKENS` names, of an input of token numbers; None if it was not looked at."""
 
     hashes: Tensor
     unlabelled: Tensor | None
     targets: Tensor | None
     restarts: Tensor | None = None
+    tokens: Tensor | None = None
 
 
 @functools.lru_cache(maxsize=64)
@@ -50,8 +53,8 @@ def _tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, 
             yield from _tensors(inner, name, depth + 1)
 
 
-def call_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallInputs | None:
-    """Hash the inputs of a call; None if no input has a batch dimension."""
+def call_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: bool = False) -> CallInputs | None:
+    """Hash the inputs of a call; None if no input has a batch dimension. `tokens`: look at token numbers, too."""
     tensors = [(n, t) for n, t in [*_tensors(args), *_tensors(kwargs)] if t.dim() and t.numel()]
     if not tensors or any(wrapped(t) for _, t in tensors):
         return None
@@ -69,7 +72,8 @@ def call_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallInputs 
         total += part
         if name in LABELS:
             labels = part if labels is None else labels + part
-    return CallInputs(total, None if labels is None else total - labels, targets, _restarts(tensors, mask))
+    unlabelled = None if labels is None else total - labels
+    return CallInputs(total, unlabelled, targets, _restarts(tensors, mask), _tokens(tensors, mask) if tokens else None)
 
 
 def wrapped(tensor: Tensor) -> bool:
@@ -85,6 +89,33 @@ def _restarts(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor 
         return None
     anew = (positions[:, 3:] == 0) & (positions[:, 2:-1] >= 2)
     return anew.any(1).sum()
+
+
+def _tokens(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | None:
+    """Return numbers about the token numbers [B, T] of a call, None without: an order-dependent hash of them and their
+    count; of labels [B, T]: how many are not ignored, how many of these stand first in a row, equal the token at their
+    position, and equal the next one; of a mask [B, T]: zeros between ones of a row, and ones at padding, which are
+    runs of one value at the ends of rows that stands nowhere else in them."""
+    named = dict(tensors)
+    found = [t for n, t in tensors if t.dim() == 2 and t.dtype in (torch.int32, torch.int64) and n not in IGNORED]
+    ids = named.get("input_ids", found[0] if found else None)
+    if ids is None or ids.dim() != 2 or ids.shape[1] < 2 or ids.is_floating_point() or ids.numel() > HASHED:
+        return None
+    zero = torch.zeros((), dtype=torch.int64, device=ids.device)
+    numbers = [hash_of(ids)[0], zero + ids.numel()] + [zero] * 6
+    labels = named.get("labels")
+    if labels is not None and labels.shape == ids.shape and not labels.is_floating_point():
+        valid = labels != -100
+        equal, following = valid & (labels == ids), valid[:, :-1] & (labels[:, :-1] == ids[:, 1:])
+        numbers[2:6] = [valid.sum(), valid[:, 0].sum(), equal.sum(), following.sum()]
+    if mask is not None and mask.shape == ids.shape:
+        keep = mask.bool()
+        before, after = keep.long().cumsum(1) > 0, keep.flip(1).long().cumsum(1).flip(1) > 0
+        last = ids[:, -1:]
+        run = (ids == last).flip(1).long().cumprod(1).flip(1).bool()
+        padding = run & ((ids == last) == run).all(1, keepdim=True) & (run.sum(1, keepdim=True) > 1)
+        numbers[6:8] = [(~keep & before & after).sum(), (keep & padding).sum()]
+    return torch.stack([n.reshape(()) for n in numbers])
 
 
 def hash_of(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from . import fsdp1, placement, workers
 from .check.checker import Checker
 from .evaluations import Evaluation, Setting
 from .gradient_history import LOOKED_AT, GradientHistory
-from .graph import objectives, unmasked_attention
+from .graph import handmade, objectives, unmasked_attention
 from .inputs import CallInputs, call_inputs
 from .layouts import Layouts, SketchedLayout
 from .measurements import SPARSE, Before, after_step, before_step, buffers, measured_gradients, modules, moments
@@ -31,6 +31,8 @@ from .writer import Writer
 
 if TYPE_CHECKING:
     from .operations import Operations
+
+TOKEN_LOOKS = 8  # first calls and losses whose token numbers and graphs are looked at
 
 
 class Recorder:
@@ -64,7 +66,7 @@ class Recorder:
         self.operations: Operations | None = None  # at the level `operations`
         self.cleared = 0  # how often autocast's cache was cleared
         self.cast_at = self.stepped_at = -1  # `cleared` at the last forward under autocast, and at a step after it
-        self.packed_looks = 0
+        self.packed_looks = self.token_looks = self.loss_looks = 0
         self._names: tuple[dict[int, str], list[list[str]]] = ({}, [])
 
     # -- forward and backward ----------------------------------------------------------------------------------------
@@ -75,11 +77,15 @@ class Recorder:
         if self.settings.perturb and not self.perturbed:
             self.perturbed = True
             perturb(module)
-        batch = call_inputs(args, kwargs)
+        if gradients:
+            self.root(module)
+        looks = gradients and self.token_looks < TOKEN_LOOKS
+        batch = call_inputs(args, kwargs, looks)
+        if looks and batch is not None and batch.tokens is not None:
+            self.token_looks += 1
         if not gradients:
             self._evaluated(module, batch)
             return
-        self.root(module)
         training = self.modes.trains(module)
         self.since.training = training if self.since.training is None else self.since.training and training
         if self.since.mode is None:
@@ -104,6 +110,7 @@ class Recorder:
         if all(ref() is not module for ref in self.roots):
             self.roots = [ref for ref in self.roots if ref() is not None]
             self.roots.append(weakref.ref(module))
+            self.token_looks = self.loss_looks = 0
             self._names = ({}, [])
             self.write(
                 "model",
@@ -155,6 +162,9 @@ class Recorder:
         if loss is not None and placement.is_plain_tensor(loss) and loss.numel() == 1:
             self.since.losses.append((loss.detach().reshape(()).clone(), scaled))
             self.since.objectives += objectives(loss)
+            if self.loss_looks < TOKEN_LOOKS:
+                self.loss_looks += 1
+                self.since.notes += handmade(loss)
         if loss is not None and self.packed_looks < 2 and any(s.restarts is not None for s in self.since.inputs):
             self.packed_looks += 1
             self.since.unmasked = unmasked_attention(loss)
@@ -401,7 +411,8 @@ class Recorder:
         self.end_evaluation()
         if self.steps:
             stepped = [i for i, each in enumerate(self.schedules.schedulers) if each.stepped]
-            self.write("end", steps=self.steps, backwards=self.since.backwards, stepped=stepped)
+            plateaus = [each.watched for each in self.schedules.schedulers if each.watched]
+            self.write("end", steps=self.steps, backwards=self.since.backwards, stepped=stepped, plateaus=plateaus)
 
 
 def _number(value: Any) -> float | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .graph import LossFunction
-from .inputs import CallInputs
+from .inputs import TOKENS, CallInputs
 from .pending import bits_of, number_of
 from .writer import blob
 
@@ -75,6 +75,7 @@ OF_STEP = (  # of `numbers_of`
     "unlabelled",
     "targets",
     "restarts",
+    "tokens",
     "objectives",
     "losses",
     "scale",
@@ -90,6 +91,7 @@ def numbers_of(since: Since, groups: list[dict[str, Any]]) -> dict[str, list[Ten
         "unlabelled": [s.unlabelled for s in since.inputs if s.unlabelled is not None],
         "targets": [s.targets.reshape(1) for s in since.inputs if s.targets is not None],
         "restarts": [s.restarts.reshape(1) for s in since.inputs if s.restarts is not None],
+        "tokens": [s.tokens for s in since.inputs if s.tokens is not None],
         "objectives": [o.targets for o in since.objectives if o.targets is not None],
         "losses": [bits_of(value) for value, _ in since.losses],
         "scale": [] if since.scale is None else [bits_of(since.scale)],
@@ -105,6 +107,8 @@ def fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tensor
     if len(numbers["unlabelled"]) == len(since.inputs):
         record["unlabelled"] = hexed(numbers["unlabelled"])
     record["restarts"] = sum(int(n) for n in numbers["restarts"])
+    if numbers["tokens"]:
+        record["tokens"] = [dict(zip(TOKENS, n.tolist(), strict=True)) for n in numbers["tokens"]]
     hashed = iter(numbers["objectives"])
     record["objectives"] = [o.about | _targets(o, hashed) for o in since.objectives]
     record["micro"] = [len(s.hashes) for s in since.inputs]
@@ -125,8 +129,10 @@ def fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tensor
 def _targets(objective: LossFunction, numbers: Iterator[Tensor]) -> dict[str, Any]:
     if objective.targets is None:
         return {}
-    count, *hashes = next(numbers).tolist()
-    return {"targets": count, "hashes": [f"{n & (1 << 64) - 1:016x}" for n in hashes]}
+    count, *hashes, equal = next(numbers).tolist()
+    return {"targets": count, "hashes": [f"{n & (1 << 64) - 1:016x}" for n in hashes]} | (
+        {"equal": True} if equal else {}
+    )
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ class Scheduler:
     stepped: bool = False
     fresh: bool = False  # stepped since the last step of any optimizer
     counts: dict[str, int] = field(default_factory=dict)  # caller -> number of steps
+    watched: dict[str, Any] = field(default_factory=dict)  # of ReduceLROnPlateau: mode, scores, rates after each
 
 
 @dataclass
@@ -62,6 +63,16 @@ class Schedules:
         known.fresh = True
         if counted:
             known.counts[by] = known.counts.get(by, 0) + 1
+
+    def watches(self, scheduler: Any, score: Any, steps: list[int]) -> None:
+        """Record a score that ReduceLROnPlateau was given, and the rate after it."""
+        known = next((s for s in self.schedulers if s.ref() is scheduler), None)
+        if known is not None:
+            row = known.watched or {"mode": scheduler.mode, "scores": [], "rates": [], "steps": []}
+            known.watched = row
+            row["scores"].append(float(score))
+            row["rates"].append(rates_of(scheduler.optimizer)[0])
+            row["steps"].append(list(steps))
 
     def since(self, optimizer: Any, number: int) -> dict[str, int]:
         """Return name -> number of steps of an optimizer's schedulers since the optimizer's last step."""

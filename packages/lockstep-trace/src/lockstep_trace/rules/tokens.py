@@ -1,0 +1,89 @@
+"""Rules on token numbers, their labels and their mask, at the first calls of a model.
+
+Evidence: counts that the tracer takes of inputs (`tracer/inputs.py`), beside the loss functions in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep_trace.read import Step, Trace
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding
+
+Look = tuple[Step, dict[str, Any], dict[str, Any]]  # a step with one call and one loss function: tokens, loss function
+
+
+def tokens(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report labels and masks that contradict the tokens of a call."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None:
+        return
+    steps = [s for _, s in sorted(rank.steps[optimizer].items()) if s.tokens]
+    looks = [
+        (step, look, function)
+        for step in steps
+        if len(step.tokens) == len(step.micro or ()) == len(step.objectives or ())
+        for look, function in zip(step.tokens, step.objectives, strict=True)
+    ]
+    yield from _shifted_twice(looks)
+    yield from _copied(looks)
+    yield from _mask(steps)
+
+
+def _shifted_twice(looks: list[Look]) -> Iterator[Finding]:
+    """Report labels that are the next tokens already, given to a model that shifts them again.
+
+    The model shifts, because its loss has exactly as many targets as there are labels behind the first position of
+    each row. So the output at a token is compared with the token after the next one, which no right causal language
+    model does: who shifts labels uses the outputs and a loss of his own, which has a target at the first position."""
+    shifted = [
+        (s, t, f)
+        for s, t, f in looks
+        if t["first"] > 0 and f.get("targets") == t["labels"] - t["first"] and t["next"] >= 0.99 * f["targets"] > 0
+    ]
+    own = [t for _, t, _ in shifted if t["equal"] >= 0.5 * t["labels"]]
+    if len(shifted) < max(PATIENCE, len(looks)) or own:
+        return
+    step, look, function = shifted[0]
+    what = (
+        f"step {step.step}: {look['next']} of {look['labels']} labels are the token after their position, and the loss "
+        f"has {function['targets']} targets: the model shifts labels by one position, too"
+    )
+    cause = "labels are shifted twice, so that the token after the next one is learned: give labels=input_ids"
+    yield Finding("labels-shifted-twice", what, cause, step.step, WRONG)
+
+
+def _copied(looks: list[Look]) -> Iterator[Finding]:
+    """Report a loss whose targets are the tokens that the model was given, each at its own position.
+
+    An autoencoder is trained like that, so it is never proved."""
+    equal = [(s, t) for s, t, f in looks if (f.get("hashes") or [None])[0] == f"{t['hash'] & (1 << 64) - 1:016x}"]
+    if len(equal) < max(PATIENCE, len(looks)):
+        return
+    step, look = equal[0]
+    what = (
+        f"step {step.step}: the {look['count']} targets of the loss are the tokens that the model is given, not shifted"
+    )
+    cause = "a language model learns to copy its input: compare logits[:, :-1] with ids[:, 1:]"
+    otherwise, decides = "an autoencoder", "whether an output sees the token at its own position"
+    yield Finding("labels-not-shifted", what, cause, step.step, SUSPICIOUS, otherwise, decides)
+
+
+def _mask(steps: list[Step]) -> Iterator[Finding]:
+    """Report an attention mask with zeros between ones, and ones at what looks like padding: another token than that
+    of padding is masked. A token that is left out on purpose looks the same if rows end in equal tokens."""
+    rows = [(s, t) for s in steps for t in s.tokens if t["holes"] and t["kept"] > 1]
+    if len(rows) < PATIENCE:
+        return
+    step, look = rows[0]
+    what = (
+        f"step {step.step}: attention_mask is 0 at {look['holes']} tokens between others of their rows, and 1 at "
+        f"{look['kept']} equal tokens at the ends of rows, as padding is"
+    )
+    cause = "the mask is made of another number than that of padding: use the tokenizer's mask, or its pad_token_id"
+    otherwise, decides = (
+        "tokens that are hidden on purpose, in rows that end in equal tokens",
+        "what padding's number is",
+    )
+    yield Finding("padding-seen", what, cause, step.step, SUSPICIOUS, otherwise, decides)

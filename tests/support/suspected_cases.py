@@ -1,0 +1,134 @@
+"""Small trainings whose fault is told under --verbose, each beside a right program that looks like it.
+
+In: torch. Out: functions, by the code of the finding that has to be made of each.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from support.traced_cases import DATA, X, Y, batches, net, sgd, step
+
+
+def rows_sorted_by_class(wrong: bool) -> None:
+    """The control: rows that are shuffled."""
+    order = Y.sort().indices if wrong else torch.randperm(len(Y))
+    model = net()
+    optimizer = sgd(model)
+    for x, y in DataLoader(TensorDataset(X[order], Y[order]), batch_size=8):
+        step(model, optimizer, x, y)
+
+
+def swapped_groups(wrong: bool) -> None:
+    model = net()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    decay, none = (vectors, matrices) if wrong else (matrices, vectors)
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": none, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    for x, y in batches():
+        step(model, optimizer, x, y)
+
+
+def a_squared_difference(wrong: bool) -> None:
+    """The control: differences of all pairs of outputs, as in a loss of ranks."""
+    model = nn.Linear(12, 1)
+    optimizer = sgd(model, 1e-3)
+    for x, _ in batches():
+        optimizer.zero_grad()
+        out, target = model(x), x[:, 0]
+        pairs = out - out.squeeze(1)
+        ((out - target) if wrong else pairs - 1).pow(2).mean().backward()
+        optimizer.step()
+
+
+def a_divergence_of_probabilities(wrong: bool) -> None:
+    model = net()
+    optimizer = sgd(model, 1e-3)
+    for x, y in batches():
+        optimizer.zero_grad()
+        out = model(x).softmax(-1) if wrong else model(x).log_softmax(-1)
+        (0.5 * functional.kl_div(out, functional.one_hot(y, 3) * 0.7 + 0.1, reduction="batchmean")).backward()
+        optimizer.step()
+
+
+def a_plateau(wrong: bool) -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max" if wrong else "min", patience=1)
+    for _ in range(8):
+        losses = []
+        for x, y in batches(1):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        scheduler.step(sum(losses) / len(losses))
+
+
+def folds_of_one_model(wrong: bool) -> None:
+    model = net()
+    for fold in range(3):
+        model = model if wrong else net()
+        optimizer = sgd(model)
+        for x, y in batches(1, Subset(DATA, [i for i in range(96) if i % 3 != fold])):
+            step(model, optimizer, x, y)
+        with torch.no_grad():
+            model.eval()(X[fold::3])
+        model.train()
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(11, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(ids))[0])
+
+
+TEXT = torch.randint(0, 11, (64, 9), generator=torch.Generator().manual_seed(3))
+
+
+def tokens_that_are_copied(wrong: bool) -> None:
+    model = Language()
+    optimizer = sgd(model)
+    for ids in TEXT.split(8):
+        optimizer.zero_grad()
+        given, target = (ids, ids) if wrong else (ids[:, :-1], ids[:, 1:])
+        functional.cross_entropy(model(given).flatten(0, 1), target.flatten()).backward()
+        optimizer.step()
+
+
+class Padded(Language):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return (super().forward(input_ids) * attention_mask[..., None]).sum(1)
+
+
+def a_mask_of_another_number(wrong: bool) -> None:
+    """Rows of unequal lengths, padded with 10; 0 is a token."""
+    model = Padded()
+    optimizer = sgd(model)
+    length = torch.arange(64) % 6 + 2
+    ids = torch.where(torch.arange(9) < length[:, None], TEXT % 10, 10)
+    for rows in ids.split(8):
+        optimizer.zero_grad()
+        out = model(input_ids=rows, attention_mask=(rows != (0 if wrong else 10)).long())
+        functional.cross_entropy(out, rows[:, 0]).backward()
+        optimizer.step()
+
+
+SUSPECTED: dict[Callable[[bool], None], str] = {
+    rows_sorted_by_class: "one-class-batches",
+    swapped_groups: "decay-of-vectors",
+    a_squared_difference: "loss-broadcast",
+    a_divergence_of_probabilities: "loss-of-probabilities",
+    a_plateau: "scheduler-direction",
+    folds_of_one_model: "trained-on",
+    tokens_that_are_copied: "labels-not-shifted",
+    a_mask_of_another_number: "padding-seen",
+}
