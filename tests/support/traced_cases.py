@@ -420,32 +420,19 @@ def a_head_that_is_replaced(wrong: bool) -> None:
         step(model, optimizer, x, y)
 
 
-class Shifting(nn.Module):
-    """Shifts labels as the causal language models of transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.body, self.head = nn.Embedding(11, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 11)
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        out = self.head(self.body(self.embed(input_ids))[0])
-        if labels is None:
-            return out, None
-        targets = functional.pad(labels, (0, 1), value=-100)[:, 1:]
-        return out, functional.cross_entropy(out.flatten(0, 1), targets.flatten())
-
-
 def labels_that_are_shifted(wrong: bool) -> None:
     """The control: labels that are shifted, and a loss of the script's own."""
-    model = Shifting()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=16, n_embd=8, n_layer=1, n_head=1))
     optimizer = sgd(model)
     text = torch.randint(0, 11, (64, 9), generator=torch.Generator().manual_seed(3))
     for rows in text.split(8):
         optimizer.zero_grad()
         ids, labels = rows[:, :-1], rows[:, 1:]
-        out, loss = model(input_ids=ids, labels=labels)
-        own = functional.cross_entropy(out.flatten(0, 1), labels.flatten())
-        (loss if wrong else own).backward()
+        out = model(input_ids=ids, labels=labels)
+        own = functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+        (out.loss if wrong else own).backward()
         optimizer.step()
 
 

@@ -5,11 +5,11 @@ Evidence: counts that the tracer takes of inputs (`tracer/inputs.py`), beside th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep_trace.read import Step, Trace
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
 
 Look = tuple[Step, dict[str, Any], dict[str, Any]]  # a step with one call and one loss function: tokens, loss function
 
@@ -26,17 +26,18 @@ def tokens(trace: Trace, optimizer: int) -> Iterator[Finding]:
         if len(step.tokens) == len(step.micro or ()) == len(step.objectives or ())
         for look, function in zip(step.tokens, step.objectives, strict=True)
     ]
-    yield from _shifted_twice(looks)
+    yield from _shifted_twice(looks, rank.models)
     yield from _copied(looks)
     yield from _mask(steps)
 
 
-def _shifted_twice(looks: list[Look]) -> Iterator[Finding]:
+def _shifted_twice(looks: list[Look], models: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Report labels that are the next tokens already, given to a model that shifts them again.
 
     The model shifts, because its loss has exactly as many targets as there are labels behind the first position of
     each row. So the output at a token is compared with the token after the next one, which no right causal language
-    model does: who shifts labels uses the outputs and a loss of his own, which has a target at the first position."""
+    model does: who shifts labels uses the outputs and a loss of his own, which has a target at the first position.
+    Proved for models of transformers only: another one may leave out the first position."""
     shifted = [
         (s, t, f)
         for s, t, f in looks
@@ -51,7 +52,9 @@ def _shifted_twice(looks: list[Look]) -> Iterator[Finding]:
         f"has {function['targets']} targets: the model shifts labels by one position, too"
     )
     cause = "labels are shifted twice, so that the token after the next one is learned: give labels=input_ids"
-    yield Finding("labels-shifted-twice", what, cause, step.step, WRONG)
+    shifting = bool(models) and all(m.get("origin") in ("transformers", "peft") for m in models)
+    otherwise, decides = "a loss that leaves out the first position", "which outputs the model compares with labels"
+    yield weakened(Finding("labels-shifted-twice", what, cause, step.step), shifting, otherwise, decides)
 
 
 def _copied(looks: list[Look]) -> Iterator[Finding]:

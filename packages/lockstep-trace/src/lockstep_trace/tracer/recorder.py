@@ -115,6 +115,7 @@ class Recorder:
             self.write(
                 "model",
                 name=type(module).__name__,
+                origin=type(placement.unwrapped(module)).__module__.partition(".")[0],
                 wrappers=placement.kinds_of(module),
                 fsdp=placement.is_fsdp(module),
                 training=self.modes.trains(module),
