@@ -567,7 +567,33 @@ def a_compiled_step() -> None:
         optimizer.step()
 
 
+def copies_that_are_written_to() -> None:
+    """So, and into gradients that stay."""
+    copies_in_single_precision(True)
+
+
+def copies_in_single_precision(in_place: bool = False) -> None:
+    """The optimizer holds copies of the model's weights, whose gradients are set by hand after backward."""
+    model = net().to(torch.bfloat16)
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.1, momentum=0.9)
+    for x, y in batches():
+        model.zero_grad()
+        functional.cross_entropy(model(x.bfloat16()).float(), y).backward()
+        with torch.no_grad():
+            for master, weight in zip(masters, model.parameters(), strict=True):
+                if in_place and master.grad is not None:
+                    master.grad.copy_(weight.grad)  # type: ignore[arg-type]
+                else:
+                    master.grad = weight.grad.float()  # type: ignore[union-attr]
+            optimizer.step()
+            for master, weight in zip(masters, model.parameters(), strict=True):
+                weight.copy_(master)
+
+
 RIGHT = (
+    copies_in_single_precision,
+    copies_that_are_written_to,
     a_checkpoint_is_read_into_the_model,
     a_mean_teacher,
     a_frozen_body,

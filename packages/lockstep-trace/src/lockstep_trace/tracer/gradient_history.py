@@ -30,10 +30,13 @@ class GradientHistory:
         self.after: list[GradientVersion] = []  # after the last backward or clipping
         self.clipped: list[tuple[dict[str, Any], list[GradientVersion]]] = []  # since the last backward
         self.zeroed: dict[int, bool] = {}  # since each optimizer's last step
+        self.added: set[int] = set()  # optimizers to whose gradients a backward added since their last step
+        self.in_backward = False
         self.factors = ClippingFactors()
 
     def before_backward(self, steps: Sequence[int]) -> None:
         self._look_for_zeroed(steps)
+        self.in_backward = True
         self.clipped = [(clip, rows) for clip, rows in self.clipped if not touched(rows)]
 
     def _look_for_zeroed(self, steps: Sequence[int]) -> None:
@@ -51,14 +54,22 @@ class GradientHistory:
 
     def after_backward(self, roots: Iterable[nn.Module]) -> None:
         """Store the gradients' versions after backward, to detect later modifications."""
+        self.in_backward = False
         for number, grads in self.last.items():
             if not self.zeroed.get(number, True):
+                if touched(grads):  # copies of other weights keep their gradients while backward runs
+                    self.added.add(number)
                 self.last[number] = gradient_versions(p for ref, _, _ in grads if (p := ref()) is not None)
         for clip, rows in self.clipped:  # gradients clipped before this backward
             if any(has_gradient(row) and untouched(row) is None for row in rows):
                 clip["early"] = True
         self.clipped = []
         self.after = gradient_versions(p for root in roots for p in root.parameters())
+
+    def added_to(self, number: int) -> bool:
+        """Return whether a backward added to the gradients of an optimizer's last step, also in its hooks."""
+        added = number in self.added or (self.in_backward and touched(self.last.get(number, [])))
+        return added and not self.zeroed.get(number, True)
 
     def rewritten(self) -> bool:
         """Return whether gradients were modified since the last backward or clipping."""
@@ -74,6 +85,7 @@ class GradientHistory:
         """Store the gradients that an optimizer used."""
         self.last[number] = gradient_versions(parameters)
         self.zeroed[number] = not self.last[number]
+        self.added.discard(number)
 
 
 class ClippingFactors:

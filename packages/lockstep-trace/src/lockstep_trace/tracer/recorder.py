@@ -258,7 +258,7 @@ class Recorder:
             "parameters": parameters,
             "groups": groups,
         }
-        if step and self.since.backwards and not self.gradients.zeroed.get(number, True):
+        if step and self.gradients.added_to(number):
             self.since.notes.append(f"not zeroed: {number}")
         here["rewritten"] = self.since.rewritten or self.gradients.rewritten()
         if not self.measures(step):
