@@ -99,8 +99,8 @@ def tokens_that_are_copied(wrong: bool) -> None:
     optimizer = sgd(model)
     for ids in TEXT.split(8):
         optimizer.zero_grad()
-        given, target = (ids, ids) if wrong else (ids[:, :-1], ids[:, 1:])
-        functional.cross_entropy(model(given).flatten(0, 1), target.flatten()).backward()
+        tokens, target = (ids, ids) if wrong else (ids[:, :-1], ids[:, 1:])
+        functional.cross_entropy(model(tokens).flatten(0, 1), target.flatten()).backward()
         optimizer.step()
 
 

@@ -324,14 +324,14 @@ def decay(trace: Trace, optimizer: int) -> Iterator[Finding]:
     step = rank.steps[optimizer][min(rank.steps[optimizer])]
     decays = {p.name: step.groups[p.group].get("weight_decay") for p in step.layout.parameters if p.trained}
     dims = {p.name: len(p.shape) for p in step.layout.parameters}
-    given = [n for n, x in decays.items() if x]
+    decayed = [n for n, x in decays.items() if x]
     without = [n for n, x in decays.items() if x == 0]
     matrices = [n for n in without if dims[n] > 1]
-    if not given or len(matrices) < 2 or any(dims[n] > 1 for n in given):
+    if not decayed or len(matrices) < 2 or any(dims[n] > 1 for n in decayed):
         return
     what = (
-        f"weight decay ({max(decays[n] or 0 for n in given):g}) is given to {few(given)} and no other: all of them are "
-        f"vectors; {few(matrices)} have none"
+        f"weight decay ({max(decays[n] or 0 for n in decayed):g}) is given to {few(decayed)} and no other: all of them "
+        f"are vectors; {few(matrices)} have none"
     )
     cause = "swap the groups: decay is for weight matrices, and left out for biases and norms"
     otherwise, decides = "matrices that other code decays", "which group is meant to decay"

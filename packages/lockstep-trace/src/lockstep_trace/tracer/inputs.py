@@ -97,8 +97,8 @@ def _tokens(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | 
     position, and equal the next one; of a mask [B, T]: zeros between ones of a row, and ones at padding, which are
     runs of one value at the ends of rows that stands nowhere else in them."""
     named = dict(tensors)
-    found = [t for n, t in tensors if t.dim() == 2 and t.dtype in (torch.int32, torch.int64) and n not in IGNORED]
-    ids = named.get("input_ids", found[0] if found else None)
+    integers = [t for n, t in tensors if t.dim() == 2 and t.dtype in (torch.int32, torch.int64) and n not in IGNORED]
+    ids = named.get("input_ids", integers[0] if integers else None)
     if ids is None or ids.dim() != 2 or ids.shape[1] < 2 or ids.is_floating_point() or ids.numel() > HASHED:
         return None
     zero = torch.zeros((), dtype=torch.int64, device=ids.device)
