@@ -160,3 +160,25 @@ def test_columns_that_are_not_known_are_all_that_is_said(here: Path, capsys: pyt
     said = refused("train.py", SFT.replace("MORE", "assistant_only_loss=True"), capsys)
     assert mentions(said, "LS8209", "the columns")
     assert "conversations alone" not in said
+
+
+def test_a_loader_that_is_made_again_behind_its_loop_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = LOOP.replace("SET", "")
+    other = text + "    loader = DataLoader(data, batch_size=8, shuffle=True)\n"
+    assert "loader = DataLoader(data, batch_size=8" in refused("train.py", other, capsys)
+    anew = text.replace("for batch in loader", "bar = tqdm(loader)\n    for batch in bar")
+    assert moved("train.py", f"from tqdm import tqdm\n{anew}    bar = tqdm(range(3))\n").batch_size == 16
+
+
+def test_a_batch_size_that_is_not_known_beside_rows_that_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(json.dumps({"text": f"text {n}", "label": n % 2}) + "\n" for n in range(40))
+    Path("rows.jsonl").write_text(rows)
+    text = LOOP.replace("SET", "").replace(
+        'load_dataset("acme/reviews")', 'load_dataset("json", data_files="rows.jsonl")'
+    )
+    text = text.replace("batch_size=16", "batch_size=size()").replace(
+        "        optimizer.zero", "        s.step()\n        optimizer.zero"
+    )
+    text = text.replace("for epoch", "s = get_linear_schedule_with_warmup(optimizer, 3, 60)\nfor epoch", 1)
+    text = f"from transformers import get_linear_schedule_with_warmup{text}"
+    assert mentions(refused("train.py", text, capsys), "LS8209", "DataLoader(batch_size=size())")

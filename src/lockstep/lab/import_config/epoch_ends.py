@@ -74,8 +74,9 @@ class ScheduleEnd:
                 why += f"{quantity(every, 'batch')}: {epochs / every:g}; here it ends with the run"
                 draft.lacks(f"{self.where}: num_training_steps={code}", why, "optim.schedule")
             return
-        if steps is None and draft.rows is not None and epochs and not draft.keys.get("task.packing"):
-            steps = max(1, round(epochs * -(-draft.rows // int(draft.keys["batch_size"]))))
+        batch = draft.keys.get("batch_size")
+        if steps is None and draft.rows is not None and batch and epochs and not draft.keys.get("task.packing"):
+            steps = max(1, round(epochs * -(-draft.rows // int(batch))))
         if isinstance(length, int) and steps is not None:
             if length != steps:
                 why = f"the schedule is {length} steps long and the run {steps}; here it ends with the run"

@@ -210,10 +210,16 @@ class Statements:
                 self._gap(test, "whether and how long it trains is decided here", "steps", "epochs")
 
     def _constant(self) -> frozenset[str]:
-        """Names that the loss is made of and that the loop over the batches does not assign: the model, the loss."""
+        """Names that the loss is made of and that the loop over the batches does not assign: the model, the loss. After
+        it, what it goes over is one, too, unless each epoch makes it anew."""
         loop: Any = self.batch_loop
         assigned = {n.id for n in ast.walk(loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        return frozenset(self.path - assigned)
+        if not self.walked or self.epoch_loop is None:
+            return frozenset(self.path - assigned)
+        start = self.script.order[id(loop)]
+        stored = (n for n in ast.walk(self.epoch_loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+        anew = {n.id for n in stored if self.script.order[id(n)] < start}
+        return frozenset(self.path - assigned | names_in(loop.iter) - anew)
 
     def _taken(self, node: ast.If) -> Any:
         return self.script.known(node.test, Unknown)
