@@ -130,9 +130,7 @@ def shortened(text: str) -> str:
     """The part of it that README shows: up to where the plain reference begins, without the rows in the middle."""
     lines = text.split("training the same steps with the plain")[0].splitlines()
     return "\n".join(
-        line.partition(", because zero2")[0]
-        for line in lines
-        if not line.startswith(("dtypes", "largest"))
+        line.partition(", because zero2")[0] for line in lines if not line.startswith(("dtypes", "largest"))
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,23 @@ def test_wordpiece_repeats_if_its_first_pieces_are_in_order() -> None:
         tokenizer.train_from_iterator(TEXTS, trainer)
         trained.append(tokenizer.get_vocab())
     assert all(each == trained[0] for each in trained)
+
+
+@pytest.mark.processes
+@rests_on_it("src/lockstep/data/tokenizer.py")
+def test_wordpiece_alone_differs_between_processes() -> None:
+    """WordPiece training by itself gives other vocabularies, or other numbers, in other processes: ranks must not train
+    one each."""
+    code = (
+        "import hashlib, json\nfrom tokenizers import Tokenizer, models, pre_tokenizers, trainers\n"
+        "made = Tokenizer(models.WordPiece(unk_token='[UNK]'))\n"
+        "made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()\n"
+        "trainer = trainers.WordPieceTrainer(vocab_size=90, show_progress=False)\n"
+        f"made.train_from_iterator({TEXTS!r}, trainer)\n"
+        "print(hashlib.sha256(json.dumps(made.get_vocab(), sort_keys=True).encode()).hexdigest())"
+    )
+    seen = {subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout for _ in range(6)}
+    assert len(seen) > 1
 
 
 @rests_on_it("src/lockstep/data/tokenizer.py")

@@ -149,3 +149,27 @@ def test_a_lost_rank_is_told_of_by_gloo() -> None:
     )
     for message in facts()["rank_lost"][:-1]:
         assert any(each in message for each in lost), message
+
+
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py", "src/lockstep/lab/import_config/loops.py")
+def test_the_norm_of_shards_is_a_number_of_all_ranks() -> None:
+    """clip_grad_norm_ of FSDP2's gradients returns a DTensor: float() of it is the norm over all ranks, on each; all
+    shards are clipped by it; formatting it raises TypeError."""
+    for kind, norm, whole, clipped, said in facts()["norm_of_shards"]:
+        assert kind
+        assert norm == pytest.approx(whole)
+        assert clipped == pytest.approx(1e-3, rel=1e-2)
+        assert said == "TypeError"
+    assert len({seen[1] for seen in facts()["norm_of_shards"]}) == 1
+
+
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/rules/data.py", "src/lockstep/lab/import_config/loading.py")
+def test_repeated_rows_of_a_stream_are_gathered() -> None:
+    """Accelerate's gather_for_metrics drops the rows that fill up the last batches of a data set; with
+    dispatch_batches=False it returns those of a stream, so that scores count them."""
+    for seen in facts()["gathered_for_metrics"]:
+        if seen is None:
+            pytest.skip("needs accelerate and datasets")
+        assert sorted(seen["data set"]) == list(range(10))
+        assert {*seen["stream"]} == {*range(10)}
+        assert len(seen["stream"]) == 12

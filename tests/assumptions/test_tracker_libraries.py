@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.assumed import rests_on_it
+from support.wandb_file import records
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +100,36 @@ def test_tensorboard_purges_steps_that_are_made_again(tmp_path: Path) -> None:
     assert [(each.step, each.value) for each in read.Scalars("loss")] == [(1, 1.0), (2, 20.0)]
 
 
-@rests_on_it("src/lockstep/track/trackio.py")
-def test_trackio_has_the_step_that_comes_next() -> None:
-    """trackio's init takes resume, embed, auto_log_gpu and auto_log_cpu, and a run has `_next_step`."""
-    import inspect
+TRACKIO = """
+import json, trackio
+from trackio import deploy, run, utils
+for module in (trackio, deploy, run, utils):
+    module.print = lambda *words, **options: None
+steps = []
+for resume in ("allow", "allow"):
+    made = trackio.init(project="p", name="r", group=None, space_id=None, private=None, config={"a": 1}, resume=resume,
+                        embed=False, auto_log_gpu=False, auto_log_cpu=False)
+    steps.append(made._next_step)
+    made.log({"loss": 1.0}, step=7)
+    made.finish()
+print(json.dumps([steps, str(utils.TRACKIO_DIR)]))
+"""
 
-    trackio = pytest.importorskip("trackio")
-    known = set(inspect.signature(trackio.init).parameters)
-    assert {"project", "name", "group", "space_id", "private", "config", "resume", "embed"} <= known
-    assert {"auto_log_gpu", "auto_log_cpu"} <= known
-    assert "_next_step" in inspect.getsource(trackio.run)
+
+@pytest.mark.processes
+@rests_on_it("src/lockstep/track/trackio.py")
+def test_trackio_has_the_step_that_comes_next(tmp_path: Path) -> None:
+    """A run of trackio that is resumed by its name has the step after its last one as `_next_step`, a new one 0; it is
+    kept in TRACKIO_DIR; nothing is printed where its modules' print is replaced."""
+    pytest.importorskip("trackio")
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "kept"), "HF_HUB_OFFLINE": "1"}
+    words = [sys.executable, "-c", TRACKIO]
+    done = subprocess.run(
+        words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line) == [[0, 8], str(tmp_path / "kept")]
 
 
 @rests_on_it("src/lockstep/lab/sweep/sweep_file.py")
@@ -140,3 +165,94 @@ def test_optuna_draws_the_first_ten_at_random() -> None:
 
     assert asked(9, 1.0) == asked(9, -1.0)
     assert asked(10, 1.0) != asked(10, -1.0)
+
+
+@rests_on_it("src/lockstep/lab/sweep/sweep_file.py")
+def test_optuna_looks_near_what_was_best() -> None:
+    """After many trials, a study that maximizes asks for values near the greatest, one that minimizes for some near
+    the least: of numbers, whole numbers, and places in a list."""
+    optuna = pytest.importorskip("optuna")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    kinds = optuna.distributions
+    places = {
+        "rate": kinds.FloatDistribution(0.0, 1.0),
+        "layers": kinds.IntDistribution(1, 64, log=True),
+        "kind": kinds.CategoricalDistribution(range(3)),
+    }
+
+    def asked(direction: str) -> list[dict[str, Any]]:
+        found = []
+        for seed in range(8):
+            study = optuna.create_study(direction=direction, sampler=optuna.samplers.TPESampler(seed=seed))
+            for trial in range(30):
+                params = {"rate": trial / 30, "layers": 1 + 2 * trial, "kind": trial * 3 // 30}
+                study.add_trial(optuna.trial.create_trial(params=params, distributions=places, value=float(trial)))
+            found.append(study.ask(places).params)
+        return found
+
+    high, low = asked("maximize"), asked("minimize")
+    assert all(type(each["layers"]) is int and type(each["kind"]) is int for each in high + low)
+    for name in places:
+        assert sum(each[name] for each in high) > sum(each[name] for each in low)
+
+
+@rests_on_it("src/lockstep/track/mlflow.py")
+def test_mlflow_takes_so_much_at_once(store: Any, run: str) -> None:
+    """MLflow takes 100 parameters or 1000 metrics in a request, keeps values of 6000 characters whole, and cuts longer
+    ones there."""
+    from mlflow.entities import Metric, Param
+
+    long = [Param("whole", "v" * 6000), Param("cut", "v" * 6001)]
+    store.log_batch(run, params=[*long, *(Param(f"p{i}", str(i)) for i in range(98))])
+    store.log_batch(run, metrics=[Metric(f"m{i}", float(i), 1, 1) for i in range(1000)])
+    data = store.get_run(run).data
+    assert (len(data.params), len(data.metrics), data.metrics["m999"]) == (100, 1000, 999.0)
+    assert (data.params["whole"], data.params["cut"]) == ("v" * 6000, "v" * 6000)
+
+
+@rests_on_it("src/lockstep/track/mlflow.py")
+def test_mlflow_knows_no_experiment_that_was_not_made(store: Any, run: str) -> None:
+    """get_experiment_by_name is None for an unknown one; a run that ended is RUNNING again after update_run."""
+    assert store.get_experiment_by_name("nobody made it") is None
+    store.set_terminated(run, "KILLED")
+    store.update_run(run, status="RUNNING")
+    assert store.get_run(run).info.status == "RUNNING"
+
+
+@pytest.mark.processes
+@rests_on_it("src/lockstep/track/wandb.py")
+def test_wandb_offline_is_a_folder_of_rows_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a key, login returns False; an offline run is in DIR/wandb/offline-run-TIME-ID, whose `files` is run.dir;
+    numbers of one step are one row, and those of a step that has passed are dropped."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    wandb.setup(wandb.Settings(silent=True))
+    assert not wandb.login(prompt=False, verify=False)
+    settings = wandb.Settings(
+        console="off", silent=True, init_timeout=30.0, finish_timeout=60.0, disable_git=True, disable_code=True,
+        x_disable_stats=True,
+    )  # fmt: skip
+    run = wandb.init(
+        project="p", entity=None, group=None, name="n", tags=None, notes=None, config={"a": 1}, dir=str(tmp_path),
+        id="4711", resume="allow", mode="offline", settings=settings,
+    )  # fmt: skip
+    folder = Path(run.dir).parent
+    assert folder.parent == tmp_path / "wandb"
+    assert folder.name.startswith("offline-run-")
+    assert folder.name.endswith("-4711")
+    for step, numbers in ((5, {"a": 1.0}), (5, {"b": 2.0}), (4, {"a": 9.0}), (6, {"a": 3.0})):
+        run.log(numbers, step=step)
+    run.mark_preempting()
+    run.finish(exit_code=1)
+    wandb.teardown()  # as at a process's end: its service has written all
+    (file,) = folder.glob("*.wandb")
+    rows = []
+    for record in records(file):
+        if record.WhichOneof("record_type") == "history":
+            items = {
+                (each.key or "/".join(each.nested_key)): json.loads(each.value_json) for each in record.history.item
+            }
+            rows.append({name: value for name, value in items.items() if name in ("a", "b", "_step")})
+    assert rows == [{"a": 1.0, "b": 2.0, "_step": 5}, {"a": 3.0, "_step": 6}]

@@ -40,9 +40,10 @@ def test_fused_kernels_agree_with_plain_ones_in_float32(kind: str) -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/optim.py", "src/lockstep/strategies/optimizers/sgd.py")
 def test_fused_sgd_does_not_move_bfloat16() -> None:
-    """torch's fused SGD leaves bfloat16 weights as they are on a CPU; lockstep widens them to float32 first."""
+    """torch's fused SGD leaves bfloat16 weights as they are on a CPU before 2.14, and moves them from then on; lockstep
+    widens them to float32 first."""
     moved = updated("SGD", torch.zeros(32, dtype=torch.bfloat16), fused=True)
-    assert not moved.any()
+    assert bool(moved.any()) is (tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14))
 
 
 @rests_on_it("src/lockstep/strategies/optimizers/adamw.py", "src/lockstep/plain/train.py")

@@ -1,5 +1,6 @@
 """Data and models from the Hub, at their revisions, and what was pushed; what cannot be loaded is one message."""
 
+import inspect
 import json
 import socket
 import sys
@@ -130,7 +131,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_silently(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    for function in (http_backoff, http_stream_backoff):
+    for function in map(inspect.unwrap, (http_backoff, http_stream_backoff)):
         monkeypatch.setattr(function, "__kwdefaults__", function.__kwdefaults__)
     hub_names.unreachable.cache_clear()
     try:
@@ -139,6 +140,8 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_silently(
         monkeypatch.setattr(time, "sleep", waits.append)
         with pytest.raises(Exception, match=r"refused|connect"):
             http_backoff("HEAD", "http://127.0.0.1:9/some/model")
+        with pytest.raises(Exception, match=r"refused|connect"), http_stream_backoff("GET", "http://127.0.0.1:9/file"):
+            pass
         assert waits == []
         assert caplog.text == ""
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which may reach it
@@ -157,7 +160,7 @@ def test_a_host_that_accepts_and_never_answers_is_asked_once(monkeypatch: pytest
         monkeypatch.setattr(hub_names, "ANSWER_S", 0.2)
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
             monkeypatch.delenv(name, raising=False)
-        for function in (http_backoff, http_stream_backoff):
+        for function in map(inspect.unwrap, (http_backoff, http_stream_backoff)):
             monkeypatch.setattr(function, "__kwdefaults__", function.__kwdefaults__)
         hub_names.unreachable.cache_clear()
         began = time.monotonic()

@@ -13,7 +13,10 @@ from typing import Any
 
 from _pytest.outcomes import Skipped
 
-LIBRARIES = ("torch", "transformers", "tokenizers", "datasets", "accelerate", "deepspeed", "peft", "safetensors")
+LIBRARIES = (
+    *("torch", "transformers", "tokenizers", "datasets", "accelerate", "deepspeed", "peft", "safetensors"),
+    *("huggingface_hub", "bitsandbytes", "trl", "obstore", "wandb", "mlflow-skinny", "trackio", "optuna"),
+)
 
 
 def rests_on_it(*files: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -289,3 +289,43 @@ def sampled_rows(rank: int, _: Path) -> list[list[int]]:
     orders = [list(drawn), list(drawn)]
     drawn.set_epoch(1)
     return [list(sampler), *orders, list(drawn)]
+
+
+@fact
+def norm_of_shards(rank: int, _: Path) -> list[Any]:
+    """Of FSDP2's gradients: as a number, by its shards, of the gathered gradient; what formatting it raises."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    layer = nn.Linear(2, 5, bias=False)
+    fully_shard(layer)
+    layer(torch.full((1, 2), rank + 1.0)).square().sum().backward()
+    assert isinstance(layer.weight.grad, DTensor)
+    whole = layer.weight.grad.full_tensor().norm().item()
+    norm = nn.utils.clip_grad_norm_(layer.parameters(), 1e-3)
+    clipped = layer.weight.grad.full_tensor().norm().item()
+    try:
+        said = f"{norm:.3f}"
+    except TypeError:
+        said = "TypeError"
+    return [isinstance(norm, DTensor), float(norm), whole, clipped, said]
+
+
+@fact
+def gathered_for_metrics(rank: int, _: Path) -> dict[str, list[int]] | None:
+    """What Accelerate's gather_for_metrics returns for 10 rows, as a data set and as a stream; None without it."""
+    try:
+        from accelerate import Accelerator, DataLoaderConfiguration
+        from datasets import Dataset
+    except ImportError:
+        return None
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "ACCELERATE_USE_CPU": "1"}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    rows = Dataset.from_dict({"x": list(range(10))})
+    seen = {}
+    for name, data in (("data set", rows.with_format("torch")), ("stream", rows.to_iterable_dataset())):
+        loader: Any = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2))  # type: ignore[arg-type]
+        seen[name] = [x for batch in loader for x in accelerator.gather_for_metrics(batch["x"]).tolist()]
+    return seen

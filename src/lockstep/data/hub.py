@@ -10,6 +10,7 @@ ours.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import pickle
 import re
@@ -101,7 +102,8 @@ def be_brief() -> None:
 
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     fault = unreachable()
-    for function in (http_backoff, http_stream_backoff) if fault else ():
+    for decorated in (http_backoff, http_stream_backoff) if fault else ():
+        function = inspect.unwrap(decorated)  # the latter is a context manager's wrapper, which has no defaults itself
         function.__kwdefaults__ = (function.__kwdefaults__ or {}) | {"max_retries": 0}
     if fault == SILENT:
         _fail_requests(fault)

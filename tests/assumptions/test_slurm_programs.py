@@ -1,0 +1,136 @@
+"""What lockstep takes for granted of SLURM: variables of tasks, what programs print, requeueing; on two nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support import slurm_cluster
+from support.assumed import rests_on_it
+
+reason = slurm_cluster.missing()
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.processes,
+    pytest.mark.skipif(reason is not None, reason=str(reason)),
+    pytest.mark.timeout(600),
+]
+VARIABLES = (
+    "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID",
+    "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.Cluster]:
+    running = slurm_cluster.Cluster(tmp_path_factory.mktemp("slurm"))
+    yield running
+    running.stop()
+
+
+def submitted(cluster: slurm_cluster.Cluster, folder: Path, script: str, *options: str) -> str:
+    file = folder / "job.sbatch"
+    file.write_text(f"#!/bin/bash\n#SBATCH --output={folder}/%j.out\n{script}\n")
+    return cluster.ask("sbatch", "--parsable", *options, str(file)).strip()
+
+
+def ends(cluster: slurm_cluster.Cluster, job: str, state: str) -> None:
+    cluster.until(lambda: cluster.field(job, "JobState") == state, f"job {job} to be {state}")
+
+
+def asked(cluster: slurm_cluster.Cluster, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | cluster.variables
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
+
+
+@rests_on_it("src/lockstep/launchers/processes/srun.py", "src/lockstep/distributed/event_log.py")
+def test_a_task_of_srun_has_its_variables(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
+    """Each task of srun has its rank, node and place, and the step's size, nodes and tasks per node; the batch script
+    has SLURM_PROCID, but no SLURM_STEP_ID."""
+    shown = " ".join(f"{name}=${name}" for name in VARIABLES)
+    script = f"echo script SLURM_PROCID=$SLURM_PROCID ${{SLURM_STEP_ID-none}}\nsrun -n 3 bash -c 'echo task {shown}'"
+    job = submitted(cluster, tmp_path, script, "--nodes=2", "--ntasks=3")
+    assert job.isdecimal()
+    ends(cluster, job, "COMPLETED")
+    lines = (tmp_path / f"{job}.out").read_text().splitlines()
+    assert "script SLURM_PROCID=0 none" in lines
+    tasks = sorted(
+        (dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines if line.startswith("task ")),
+        key=lambda task: int(task["SLURM_PROCID"]),
+    )
+    assert [task["SLURM_PROCID"] for task in tasks] == ["0", "1", "2"]
+    assert [task["SLURM_NODEID"] for task in tasks] == ["0", "0", "1"]
+    assert [task["SLURM_LOCALID"] for task in tasks] == ["0", "1", "0"]
+    for task in tasks:
+        assert (task["SLURM_JOB_ID"], task["SLURM_STEP_ID"], task["SLURM_STEP_NUM_TASKS"]) == (job, "0", "3")
+        assert (task["SLURM_STEP_NODELIST"], task["SLURM_STEP_TASKS_PER_NODE"]) == ("n[1-2]", "2,1")
+
+
+@rests_on_it("src/lockstep/launchers/slurm.py", "src/lockstep/launchers/processes/srun.py")
+def test_a_requeued_job_keeps_its_number(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
+    """`scontrol requeue` in a job's script queues it again under its number, ends the script, and counts Restarts; the
+    second time SLURM_RESTART_COUNT is 1. squeue says RUNNING and the nodes, and scontrol -o one line of NAME=VALUE."""
+    script = (
+        f"cd {tmp_path}\necho ${{SLURM_RESTART_COUNT-0}} >> counts\n"
+        'if [ -z "$SLURM_RESTART_COUNT" ]; then\n'
+        '  squeue -h -j $SLURM_JOB_ID -o "%T %N" > queue\n'
+        "  scontrol requeue $SLURM_JOB_ID && sleep 60\n  echo beyond >> counts\nfi\nexit 3"
+    )
+    job = submitted(cluster, tmp_path, script, "--nodes=2", "--requeue")
+    ends(cluster, job, "PENDING")
+    cluster.until(lambda: cluster.field(job, "Restarts") == "1", "the requeue")
+    assert (tmp_path / "queue").read_text() == "RUNNING n[1-2]\n"
+    cluster.hurry(job)
+    ends(cluster, job, "FAILED")
+    assert (tmp_path / "counts").read_text().split() == ["0", "1"]
+    assert cluster.field(job, "ExitCode") == "3:0"
+    (line,) = cluster.ask("scontrol", "-o", "show", "job", job).splitlines()
+    assert {"JobState", "Reason", "Restarts", "ExitCode", "NodeList"} <= dict(re.findall(r"(\w+)=(\S*)", line)).keys()
+
+
+@rests_on_it("src/lockstep/launchers/slurm.py")
+def test_leave_to_requeue_can_be_taken_back(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
+    """After `scontrol update Requeue=0` of a running job, `scontrol requeue` fails, and its script goes on."""
+    script = f"cd {tmp_path}\nuntil [ -e go ]; do sleep 0.2; done\nscontrol requeue $SLURM_JOB_ID && sleep 60\nexit 75"
+    job = submitted(cluster, tmp_path, script, "--requeue")
+    ends(cluster, job, "RUNNING")
+    assert asked(cluster, "scontrol", "update", f"JobId={job}", "Requeue=0").returncode == 0
+    (tmp_path / "go").touch()
+    ends(cluster, job, "FAILED")
+    assert (cluster.field(job, "ExitCode"), cluster.field(job, "Restarts")) == ("75:0", "0")
+
+
+@rests_on_it("src/lockstep/launchers/slurm.py")
+def test_a_job_that_slurm_does_not_know_is_named(cluster: slurm_cluster.Cluster) -> None:
+    """scontrol says "Invalid job id" of a job it does not know, with a status that is not 0."""
+    done = asked(cluster, "scontrol", "-o", "show", "job", "1")
+    assert done.returncode != 0
+    assert "Invalid job id" in done.stdout + done.stderr
+
+
+@rests_on_it("src/lockstep/launchers/processes/srun.py")
+def test_lists_of_nodes(cluster: slurm_cluster.Cluster) -> None:
+    """A list of nodes has names, and numbers with leading zeros in brackets, in the order of the nodes."""
+    done = asked(cluster, "scontrol", "show", "hostnames", "gpu[01-03,07],login,a[9-11]")
+    assert done.stdout.split() == ["gpu01", "gpu02", "gpu03", "gpu07", "login", "a9", "a10", "a11"]
+
+
+@rests_on_it("src/lockstep/launchers/slurm.py")
+def test_a_script_is_tried_without_being_queued(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
+    """`sbatch --test-only` reads a script from standard input, fails for what no node has, and queues nothing."""
+    environment, tried = os.environ | cluster.variables, []
+    for cpus in (1, 999):
+        text = f"#!/bin/bash\n#SBATCH --cpus-per-task={cpus}\ntrue\n"
+        words = [str(shutil.which("sbatch")), "--test-only"]
+        done = subprocess.run(
+            words, input=text, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
+        )
+        tried.append(done.returncode == 0)
+    assert tried == [True, False]
+    assert cluster.ask("squeue", "-h", "-t", "PENDING").strip() == ""

@@ -1,0 +1,37 @@
+"""Tokenizers that a run trains: every process and machine that trains one makes the same file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support.places import TESTS_PATH
+
+# Many pieces are as frequent as others: which one is merged first is where trainings part.
+TRAIN = """
+import hashlib, json, sys
+from lockstep.data import tokenizer
+from support.harness import tiny
+drawn = json.loads(sys.argv[2])
+made = tokenizer._train(tiny(tokenizer={"train": sys.argv[1], "vocab_size": 700}), iter([drawn]), False)
+print(hashlib.sha256(made.backend_tokenizer.to_str().encode()).hexdigest())
+"""
+TEXTS = [
+    f"w{i * 7919 % 1000:03d}{chr(97 + i % 26)}{chr(97 + i * 5 % 26)}{chr(97 + i * 11 % 26)} ende" for i in range(300)
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram", "wordlevel", "character"])
+def test_processes_train_the_same_tokenizer(kind: str) -> None:
+    """The library numbers WordPiece's first pieces as a hash table has them, which is another one in each process."""
+    environment = os.environ | {"PYTHONPATH": TESTS_PATH + os.pathsep + os.environ.get("PYTHONPATH", "")}
+    environment.pop("PYTHONHASHSEED", None)
+    words = [sys.executable, "-c", TRAIN, kind, json.dumps(TEXTS)]
+    began = [subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    hashes = [process.communicate(timeout=200)[0].split()[-1] for process in began]
+    assert len(set(hashes)) == 1
