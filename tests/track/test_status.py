@@ -1,6 +1,7 @@
 """`lockstep status`, `logs` and `stop` from another terminal than the one that trains."""
 
 import errno
+import json
 import os
 import shlex
 import signal
@@ -333,3 +334,13 @@ def test_a_run_whose_records_end_early_is_where_it_is(tmp_path: Path, capsys: py
     said = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "300 of 300" in said["step"]
     assert "metrics.jsonl ends at step 12" in said["records"]
+
+
+@pytest.mark.parametrize("name", ["launcher", "processes", "began", "process", "steps", "reached", "status", "kills"])
+@pytest.mark.parametrize("value", [[], {}, "text", 10**400, [[1]]], ids=["list", "object", "text", "huge", "nested"])
+def test_a_job_record_of_other_types_is_unreadable(name: str, value: object, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(tiny(f"output={tmp_path}").dump())
+    job_record.write(tmp_path, job_record.here("local", 2))
+    values = json.loads((tmp_path / "launch.json").read_text())
+    (tmp_path / "launch.json").write_text(json.dumps(values | {name: value}))
+    assert main(["status", str(tmp_path)]) in (0, 2)  # 2: no such launcher

@@ -150,9 +150,26 @@ def read(folder: Path) -> JobRecord | None:
         names = [record.job, *(value for name, value in record.facts.items() if name != "log")]
         if not all(not name or _NAME.fullmatch(name) for name in names):
             return None
-        return record
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return record if _well_typed(record) else None
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
         return None
+
+
+def _well_typed(record: JobRecord) -> bool:
+    """Return whether the fields that commands show have their types, so that a damaged record is an unreadable one."""
+    numbers = (record.steps, record.reached, record.status, record.ended)
+    most = 1e11  # of seconds: a year that a calendar has; more than any count
+    return (
+        isinstance(record.launcher, str)
+        and isinstance(record.processes, int)
+        and abs(record.processes) < most
+        and isinstance(record.began, int | float)
+        and abs(record.began) < most
+        and isinstance(record.process, Process)
+        and isinstance(record.process.pid, int)
+        and isinstance(record.cgroup, str)
+        and all(n is None or (isinstance(n, int | float) and abs(n) < most) for n in numbers)
+    )
 
 
 def stranger(folder: Path) -> int | None:
