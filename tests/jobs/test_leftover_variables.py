@@ -6,8 +6,10 @@ from lockstep.cli import main
 from lockstep.config import processor
 from lockstep.distributed import consistency_check
 from lockstep.distributed.world import World
+from lockstep.launchers import start
 from lockstep.training.beginning import other_arithmetic
 from support.harness import tiny
+from support.messages import raises
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -30,6 +32,27 @@ def test_one_variable_of_a_rank_makes_no_rank(
     said = capsys.readouterr().err
     assert f"note: {name}=3 in the environment is ignored" in said
     assert "none.yaml" in said  # errors are printed by rank 0 alone
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "words"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "LS7572", ("MASTER_PORT is not set",)),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LS7572", ("MASTER_ADDR and MASTER_PORT are not set",)),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "LS7571", ("RANK=2", "WORLD_SIZE=2")),
+        ({"RANK": "first", "WORLD_SIZE": "2"}, "LS7570", ("RANK=first",)),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": ""}, "LS7570", ("LOCAL_RANK=",)),
+    ],
+)
+def test_variables_of_half_a_rank_are_refused(
+    variables: dict[str, str], code: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with raises(code, *words, "unset RANK WORLD_SIZE"):
+        start.joining()
 
 
 def test_a_rank_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:

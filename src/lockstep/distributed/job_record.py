@@ -34,6 +34,7 @@ TRAIN = ("lockstep.training.rank.work",)
 # machine's first rank, if that program only reports its own; the ranks' job, if it is not `TRAIN`.
 PLANNED_SIZE, STATUS, JOB_WORDS = "LOCKSTEP_WORLD_SIZE", "LOCKSTEP_STATUS_FILE", "LOCKSTEP_JOB"
 RESOLVED = "LOCKSTEP_RESOLVED_JOB"  # file with the launching process's resolved decisions
+TORCHRUN_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 INTRODUCED = "LOCKSTEP_INTRODUCED"  # set for ranks if the terminal already shows the run's opening lines
 # Set for ranks by a launcher that wrote launch.json itself; ranks without it were started by hand (torchrun,
 # accelerate launch, srun), and rank 0 writes the file.

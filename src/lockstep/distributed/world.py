@@ -22,6 +22,7 @@ from torch import Tensor
 from lockstep.config.run import Run, RunError
 from lockstep.distributed import torch_internals
 from lockstep.distributed.hardware import available_cores, share_gpus
+from lockstep.distributed.job_record import TORCHRUN_ENV
 from lockstep.distributed.membership import SOON_S, Generation, Membership
 from lockstep.distributed.rendezvous import Rendezvous
 from lockstep.distributed.signals import StopRequest
@@ -32,7 +33,6 @@ from lockstep_trace.plurals import quantity
 # own, and the default of 1,024 takes some 350 MiB. A micro-batch of a usual text model uses about 20 kernels.
 # torch caches another 1,024 for products and attention, which keeps kernels alive that oneDNN has evicted.
 KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "64"}
-SIX = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def sum_in_place(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -198,7 +198,7 @@ class World:
         """A context that adapts the torchrun environment variables to engines that read them. In a job of one process
         they are unset, or engines would form a group of one and wrap the model for nothing. Where ranks share a GPU,
         LOCAL_RANK is the GPU's index, because engines use it as such."""
-        variables = {name: os.environ[name] for name in SIX if name in os.environ}
+        variables = {name: os.environ[name] for name in TORCHRUN_ENV if name in os.environ}
         for name in variables if self.size == 1 else ():
             del os.environ[name]
         if self.size > 1 and self.device.type == "cuda":

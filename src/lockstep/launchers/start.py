@@ -24,7 +24,7 @@ from lockstep.config.run import Run, RunError, keep, load
 from lockstep.config.written import naming_defaults
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
-from lockstep.distributed.job_record import INTRODUCED, JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TRAIN
+from lockstep.distributed.job_record import INTRODUCED, JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TORCHRUN_ENV, TRAIN
 from lockstep.distributed.signals import listen_no_more
 from lockstep.launchers.processes import accelerate_config, output_lock, srun
 from lockstep.track.console import Console, error
@@ -258,7 +258,31 @@ def joining() -> bool:
                 "--num_processes N ..., or lockstep train with launch.name=accelerate",
             )
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return False
+    _check_rank_variables()
+    return True
+
+
+def _check_rank_variables() -> None:
+    """Check torchrun's variables, which another job may have left in a terminal. Errors: `RunError`."""
+    leave = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE to start a job from this terminal"
+    values = {name: os.environ[name] for name in TORCHRUN_ENV if name in os.environ}
+    for name, value in values.items():
+        if name != "MASTER_ADDR" and not value.isdecimal():
+            raise RunError("LS7570", f"{name}={value} in the environment is not a number >= 0; correct it, or {leave}")
+    rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
+    if rank >= size:
+        raise RunError(
+            "LS7571", f"RANK={rank} in the environment must be less than WORLD_SIZE={size}; correct it, or {leave}"
+        )
+    lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if size > 1 and not values.get(name)]
+    if lacking:
+        raise RunError(
+            "LS7572",
+            f"RANK={rank} and WORLD_SIZE={size} in the environment make this process a rank of a job, but "
+            f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not set; use torchrun, or {leave}",
+        )
 
 
 def launcher_of(run: Run) -> Launcher:
