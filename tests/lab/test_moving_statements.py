@@ -1,11 +1,13 @@
 """`lockstep init --from` of a loop: statements on a closed list are understood, others refused by line."""
 
+import ast
 import json
 import time
 from pathlib import Path
 
 import pytest
 
+from lockstep.lab.import_config.script import Script
 from support.messages import mentions
 from support.moving_scripts import ACCELERATE, DDP, TRAINER, USUAL, moved, refused
 
@@ -245,6 +247,12 @@ def test_constants_are_folded_within_bounds(constant: str, here: Path, capsys: p
     )
     assert "DataLoader(batch_size=N)" in said
     assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("sign", ["+", "-", "~", "~-", "not "])
+def test_signs_of_constants_are_python_s(sign: str, here: Path) -> None:
+    script = Script(Path("a.py"), f"N = {sign}20")
+    assert script.known(ast.parse("N", mode="eval").body) == eval(f"{sign}20")
 
 
 @pytest.mark.parametrize(

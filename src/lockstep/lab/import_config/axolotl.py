@@ -327,9 +327,9 @@ def move_llama_factory(theirs: Mapping[str, Any], draft: RunDraft, processes: in
     if task == "language_modeling":
         neat = bool(theirs.get("neat_packing"))
         packed = neat or bool(theirs["packing"] if theirs.get("packing") is not None else stage == "pt")
-        origin = (
-            "neat_packing" if neat else "packing" if "packing" in theirs else f"packing, by default of stage {stage}"
-        )
+        origin = "packing" if "packing" in theirs else f"packing, by default of stage {stage}"
+        if neat:
+            origin = "neat_packing"
         draft.set("task.packing", packed, origin)
         if neat:
             draft.set("task.attend_across_documents", False, origin)

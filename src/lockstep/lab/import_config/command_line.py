@@ -171,7 +171,10 @@ def _option(rest: list[str], into: dict[str, Any], switches: Collection[str]) ->
         rest = rest[1:]
         if switches:  # a launcher's option takes one value
             break
-    into[name] = True if not values else values[0] if len(values) == 1 else values
+    if not values:
+        into[name] = True
+    else:
+        into[name] = values[0] if len(values) == 1 else values
     return rest
 
 

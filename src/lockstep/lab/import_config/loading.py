@@ -430,7 +430,11 @@ def fewer(call: Call, at: Reading) -> None:
 def renamed(call: Call, at: Reading) -> None:
     """A column of another name: what a Trainer calls label."""
     names = [at.script.known(each) for each in call.node.args]
-    pairs = names[0] if call.name == "rename_columns" and names else dict([names]) if len(names) == 2 else None
+    pairs: Any = None
+    if call.name == "rename_columns" and names:
+        pairs = names[0]
+    elif len(names) == 2:
+        pairs = dict([names])
     if not isinstance(pairs, dict) or not all(isinstance(each, str) for pair in pairs.items() for each in pair):
         at.draft.unclear(str(call), RUNS)
         return

@@ -97,9 +97,10 @@ class Statements:
         self._drivers(backward[0].node)
         loops = [n for n in self._around(backward[0].node) if isinstance(n, ast.For | ast.While)]
         if not loops or not isinstance(loops[0], ast.For) or not self._is_loader(loops[0].iter):
-            node = loops[0] if loops else backward[0].node
-            first = node.iter if isinstance(node, ast.For) else node.test if isinstance(node, ast.While) else node
-            self._gap(first, _ELSEWHERE if not loops else _NO_LOADER)
+            if not loops:
+                self._gap(backward[0].node, _ELSEWHERE)
+            else:
+                self._gap(loops[0].iter if isinstance(loops[0], ast.For) else loops[0].test, _NO_LOADER)
             return
         self.batch_loop = loops[0]
         self._path(backward[0].node)

@@ -273,7 +273,9 @@ class Loop(Reading):
         if call.name == "autocast" and arguments.known.get("enabled", True) is False:
             kind = "no"
         elif call.name == "GradScaler" or (call.name == "autocast" and "dtype" not in arguments.nodes):
-            kind = None if "enabled" in arguments.unknown else "fp16" if arguments.known.get("enabled", True) else "no"
+            kind = "fp16" if arguments.known.get("enabled", True) else "no"
+            if "enabled" in arguments.unknown:
+                kind = None
         if kind is not None:
             self._set(call, "precision", NAMES["precisions"].get(str(kind), kind))
         self._unknown(call, arguments, dict.fromkeys(("mixed_precision", "dtype", "enabled"), "precision"))
@@ -424,13 +426,9 @@ class Loop(Reading):
         for node in ast.walk(self.script.tree):
             if isinstance(node, ast.For) and isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) == "range":
                 target, last = ast.unparse(node.target).lower(), node.iter.args[-1] if node.iter.args else None
-                key = (
-                    "epochs"
-                    if "epoch" in target
-                    else "steps"
-                    if target in ("step", "iter", "iteration", "it")
-                    else None
-                )
+                key = "steps" if target in ("step", "iter", "iteration", "it") else None
+                if "epoch" in target:
+                    key = "epochs"
                 if key is not None and len(node.iter.args) in (1, 2) and key not in self.draft.keys:
                     first = number(self.script.known(node.iter.args[0], 0)) if len(node.iter.args) == 2 else 0
                     self._count(key, last, int(first or 0), node.lineno)

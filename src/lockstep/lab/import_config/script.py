@@ -255,8 +255,7 @@ class Script:
                 whole |= self.value(value) if key is None else {self.value(key): self.value(value)}
             return whole
         if isinstance(node, ast.UnaryOp):
-            inner = self.value(node.operand)
-            return not inner if isinstance(node.op, ast.Not) else -inner if isinstance(node.op, ast.USub) else inner
+            return _UNARY[type(node.op)](self.value(node.operand))
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             left, right = self.value(node.left), self.value(node.right)
             _affordable(node.op, left, right)
@@ -524,6 +523,12 @@ OPERATORS: dict[type, Any] = {
     ast.FloorDiv: operator.floordiv,
     ast.Pow: operator.pow,
 }
+_UNARY: dict[type, Any] = {
+    ast.Not: operator.not_,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Invert: operator.invert,
+}
 FUNCTIONS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool, "len": len, "max": max, "min": min}
 FUNCTIONS |= {"Path": str, "pathlib.Path": str, "os.path.join": lambda *parts: "/".join(parts), "dict": dict}
 ENUMERATIONS = ("Strategy", "Type", "Names")  # IntervalStrategy.EPOCH is epoch
@@ -570,13 +575,17 @@ def kind_of(script: Script, node: ast.expr | None, depth: int = 0) -> Kind | Non
     if isinstance(node, ast.Name):
         value = script.bound(node, last=True)
         if value is None:  # such as an argument of a function
-            return "tokenizer" if "tokenizer" in node.id.lower() else "model" if node.id == "model" else None
+            if "tokenizer" in node.id.lower():
+                return "tokenizer"
+            return "model" if node.id == "model" else None
         return kind_of(script, value, depth + 1)
     if isinstance(node, ast.Attribute):
         holder = kind_of(script, node.value, depth + 1)
         if node.attr in ("tokenizer", "processing_class"):
             return "tokenizer"
-        return "config" if holder == "model" and node.attr == "config" else "model" if holder == "model" else None
+        if holder != "model":
+            return None
+        return "config" if node.attr == "config" else "model"
     if isinstance(node, ast.Subscript):
         return "rows" if kind_of(script, node.value, depth + 1) == "rows" else None
     if isinstance(node, ast.IfExp):
@@ -590,7 +599,9 @@ def _of_call(script: Script, node: ast.Call, depth: int) -> Kind | None:
     if name in _MAKERS or holder in ("datasets.Dataset", "datasets.DatasetDict") or name == "DatasetDict":
         return "rows"
     if name in ("from_pretrained", "from_config"):
-        return "tokenizer" if holder.endswith(TOKENIZERS) else "config" if holder.endswith("Config") else "model"
+        if holder.endswith(TOKENIZERS):
+            return "tokenizer"
+        return "config" if holder.endswith("Config") else "model"
     if name in _WRAPPED:
         return "model"
     if is_trainer(script, name):

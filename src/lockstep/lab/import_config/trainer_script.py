@@ -336,8 +336,9 @@ def own_collator(script: Script, node: ast.expr) -> str | None:
     value = script.bound(node, last=True) if isinstance(node, ast.Name) else node
     if isinstance(value, ast.Constant) and value.value is None:
         return None
-    name = value.func if isinstance(value, ast.Call) else value if value is not None else node
-    origin = script.origin_of(name)
+    if value is None:
+        value = node
+    origin = script.origin_of(value.func if isinstance(value, ast.Call) else value)
     known = origin.rpartition(".")[2] in NAMES["collators"] and origin not in (*script.functions, *script.classes)
     return None if known else code_of(node)
 

@@ -159,7 +159,9 @@ class Recorder:
             self.end_evaluation()
         self.gradients.before_backward(self.steps)
         self.since.backwards += 1
-        loss = tensors if isinstance(tensors, Tensor) else (tensors[0] if len(tensors) == 1 else None)
+        if not isinstance(tensors, Tensor):
+            tensors = tensors[0] if len(tensors) == 1 else None
+        loss: Tensor | None = tensors
         if loss is not None and placement.is_plain_tensor(loss) and loss.numel() == 1:
             self.since.losses.append((loss.detach().reshape(()).clone(), scaled))
             self.since.objectives += objectives(loss)
