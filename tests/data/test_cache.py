@@ -101,6 +101,26 @@ def test_a_damaged_tokenizer_is_made_again(own_cache: Path) -> None:
     assert not (Path(first.tokenizer) / "special_tokens_map.json").exists()
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_copied_cache_names_its_own_files(
+    moved: bool, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(tmp_path, "documents")
+    first = prepared(run)
+    wanted = held(first)
+    copy = tmp_path / "copy of the cache"
+    shutil.copytree(own_cache, copy)
+    if moved:
+        shutil.rmtree(own_cache)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(copy))
+    said: list[str] = []
+    found = prepared(run, said)
+    assert said[0] == f"from the cache in {copy}"
+    assert (found.key, held(found)) == (first.key, wanted)
+    assert all(place.is_relative_to(copy) for place in found.places)
+    assert str(own_cache) not in next((copy / "prepared").glob("*.json")).read_text()
+
+
 def test_damaged_facts_are_found_again(own_cache: Path) -> None:
     run = tiny()
     first = prepared(run)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ import numpy as np
 import pyarrow as pa
 
 from lockstep.config.run import RunError
-from lockstep.data.cache import cached, damage, folder_of, inside, placed
+from lockstep.data.cache import cache_folder, cached, damage, folder_of, inside, placed
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.hardware import available_cores
 
@@ -559,8 +559,9 @@ class Prepared:
     facts: dict[str, Any]  # of the task: label names, best possible accuracy, where the data came from
 
     def write(self, path: Path) -> None:
-        """Write this object with a hash of its content, atomically and synced."""
-        values = asdict(self)
+        """Write this object with a hash of its content, atomically and synced. Files in the cache are named relative to
+        it, so that a copied or moved cache names its own."""
+        values = asdict(self._with_places(_relative))
         aside = path.with_suffix(f".{os.getpid()}.tmp")
         with open(aside, "w", encoding="utf-8") as file:
             json.dump(values | {"sha256": _hash(values)}, file)
@@ -574,9 +575,13 @@ class Prepared:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             digest = values.pop("sha256", None)
-            return Prepared(**values) if digest == _hash(values) else None
+            return Prepared(**values)._with_places(_absolute) if digest == _hash(values) else None
         except (OSError, ValueError, TypeError, AttributeError):
             return None
+
+    def _with_places(self, rename: Callable[[str], str]) -> Prepared:
+        """This object with other names of its files."""
+        return replace(self, splits={s: rename(p) for s, p in self.splits.items()}, tokenizer=rename(self.tokenizer))
 
     @property
     def places(self) -> list[Path]:
@@ -593,6 +598,18 @@ class Prepared:
 
         reasons = {path: reason(path) for path in self.places}
         return {path: wrong for path, wrong in reasons.items() if wrong is not None}
+
+
+def _relative(place: str) -> str:
+    """The name of a file relative to the cache; that of a file elsewhere as it is."""
+    return (
+        str(Path(place).absolute().relative_to(cache_folder().absolute())) if place and inside(Path(place)) else place
+    )
+
+
+def _absolute(place: str) -> str:
+    """The reverse of `_relative`."""
+    return str(cache_folder() / place) if place else place
 
 
 def _hash(values: dict[str, Any]) -> str:
