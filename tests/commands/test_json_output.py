@@ -112,6 +112,8 @@ def test_what_training_came_to(
         assert answer.facts.get("sha256") == (None if status else {"model.safetensors": "ab"})
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     assert main(["train", "--json"]) == 2
     assert mentions(capfd.readouterr().err, "LS8112")
 

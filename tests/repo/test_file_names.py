@@ -17,6 +17,7 @@ ELSEWHERE = {
     "0.py",
     "1.py",
     "mine.py",
+    "run_clm.py",
     "run_mlm.py",
     "PEER.py",
     "test_x.py",

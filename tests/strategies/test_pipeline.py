@@ -324,7 +324,7 @@ def test_autograd_s_own_sums_are_equal_to_rounding(task: str) -> None:
         (3, (), "strategy.options.stages: 3 stages are more than the model's 2 layers"),
         (4, (), "strategy.options.stages: 4 stages are more than the model's 2 layers"),
         (2, ("strategy.options.schedule=interleaved",), "2 ranks with 2 stages each are 4 stages, more than"),
-        (2, ("micro_batches=1",), "micro_batches: 1 on 1 pipeline(s) are 1 each, but 1f1b needs as many"),
+        (2, ("micro_batches=1",), "micro_batches: 1 on 1 pipeline are 1 each, but 1f1b needs as many"),
         (4, ("micro_batches=1", "strategy.options.stages=2"), "are 0 each, but every pipeline needs one"),
         (2, (FOUR, "micro_batches=5", "strategy.options.schedule=interleaved"), "interleaved runs 2 rounds on 2 ranks"),
         (2, ("model.type=t5", "model.config={}"), "strategy.name: pipeline cannot split a model of the type 't5'"),
