@@ -82,6 +82,15 @@ def _command(name: str, words: list[str]) -> int:
     from lockstep.track.console import error, strike_tracebacks
 
     strike_tracebacks()
+    if name in (*COMPUTES, "train", "init", "bench", "sweep", "branch") and sys.flags.optimize > 1:
+        error(
+            coded(
+                "LS0210",
+                "python -OO (PYTHONOPTIMIZE=2) removes docstrings, which transformers reads to build models; unset "
+                "PYTHONOPTIMIZE, or set it to 1",
+            )
+        )
+        return 2
     _drop_leftovers(name)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its socket warnings print C++ stack traces
     if name in QUICK:

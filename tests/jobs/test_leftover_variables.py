@@ -1,13 +1,16 @@
 """Variables that another job or tool has left in the environment: ignored or noted, never followed in silence."""
 
+from pathlib import Path
+
 import pytest
 
 from lockstep.cli import main
 from lockstep.config import processor
 from lockstep.distributed import consistency_check
 from lockstep.distributed.world import World
-from lockstep.launchers import start
+from lockstep.launchers.start import joining
 from lockstep.training.beginning import other_arithmetic
+from support.command import LOCKSTEP, ended, start
 from support.harness import tiny
 from support.messages import raises
 
@@ -52,7 +55,15 @@ def test_variables_of_half_a_rank_are_refused(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with raises(code, *words, "unset RANK WORLD_SIZE"):
-        start.joining()
+        joining()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("level", "status"), [("1", 0), ("2", 2)])
+def test_docstrings_are_needed_and_asserts_are_not(level: str, status: int, tmp_path: Path, cache: Path) -> None:
+    done = start([*LOCKSTEP, "plan", "data.limit=100"], tmp_path, cache, PYTHONOPTIMIZE=level)
+    got, _, err = ended(done)
+    assert (got, "LS0210" in err) == (status, status == 2), err
 
 
 def test_a_rank_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
