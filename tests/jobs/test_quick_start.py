@@ -34,7 +34,14 @@ def test_the_quick_start_comes_within_two_points_and_does_not_depend_on_processe
     weights, said = train(tmp_path / "two", cache)
     best = builtin.best_accuracy(builtin.emotion(0, train=12_000)["validation"])
     assert lines(tmp_path / "two", "validation")[-1]["accuracy"] >= best - 0.02
-    for part in ("processes  2", "micro-batches", "best possible", "cut at random", f"sha256     {weights}", "next"):
+    for part in (
+        "processes  2",
+        "micro-batches",
+        "label noise caps",
+        "in random micro-batches",
+        f"sha256     {weights}",
+        "next",
+    ):
         assert part in said
     assert [line["step"] for line in lines(tmp_path / "two", "validation")] == [188, 376, 564], "after every epoch"
     # on a slow machine there are more lines of steps, and of what is being prepared

@@ -228,7 +228,7 @@ def test_what_methods_do_besides_is_refused(
     more += "    def forward("
     assert old in METHODS
     said = refused("train.py", METHODS.replace(old, new, 1).replace("    def forward(", more, 1), capsys)
-    assert says in said.partition("Left out would be")[2]
+    assert says in said.partition("would be lost:")[2]
 
 
 def test_lines_are_those_of_the_script(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,7 @@ def told(world: World, run: Run) -> str:
 def test_weights_that_are_not_compared_are_told(tmp_path: Path) -> None:
     own_heads.save(tmp_path / "model", "gpt2")
     (text,) = run_on(1, told, run_of(tmp_path, "gpt2"), joined=False)
-    assert "equal those of transformers alone" in text
+    assert "match plain transformers" in text
     assert "weights not compared by name" in text
     assert "a second model of more than" in text
 

@@ -53,7 +53,9 @@ class Local(Launcher):
         }
         if sys.platform == "linux":
             variables["GLOO_SOCKET_IFNAME"] = "lo"  # works without a resolvable host name
-        return LaunchPlan(processes, command, variables, notes=["started by torch elastic in this terminal"])
+        return LaunchPlan(
+            processes, command, variables, notes=["runs in this terminal; Ctrl-C saves a checkpoint and stops"]
+        )
 
     def memory(self, run: Run, plan: LaunchPlan) -> float | None:
         return memory_here(run, plan.processes)

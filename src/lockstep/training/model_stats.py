@@ -219,7 +219,7 @@ def units(feed: StepLoader) -> str:
     steps = np.unique(np.linspace(0, last, min(LOOKED_AT, feed.total)).astype(int))
     sampled = [feed.make(int(step)) for step in steps]
     real, padded = (sum(getattr(batch, name) for batch in sampled) for name in ("tokens", "padded"))
-    return f"about {real / len(sampled):,.0f} a step; {padded / real:.2f} computed for each real one"
+    return f"about {real / len(sampled):,.0f} a step; {padded / real - 1:.0%} padding"
 
 
 def padding(run: Run, task: Task) -> dict[str, str]:
@@ -255,8 +255,8 @@ def memory(run: Run, processes: int, every: int, trained: int, packed: int = 0, 
     of_layers = " of one layer at a time" * run.model.checkpoint_activations
     place = " (those of layers wait in the host's memory)" * run.model.offload_activations
     return (
-        f"about {size(sum(sizes.values()))} a process ({parts}){note}; not counted are activations{of_layers}{place}, "
-        "buffers on the way and libraries"
+        f"about {size(sum(sizes.values()))} a process ({parts}){note}; excludes activations{of_layers}{place}, "
+        "communication buffers and libraries"
     )
 
 

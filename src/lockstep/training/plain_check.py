@@ -241,9 +241,8 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
     if not differing:
         groups = groups_of(sides)
         count = len({place for places in groups.values() for place in places})
-        of = "of the first micro-batch and others" if sides.first else "of the training split"
-        by = "your own functions, called as they are written" if session.task.own_model else "transformers alone"
-        return True, f"loss and gradient of {count} examples {of} equal those of {by}, without dropout, to rounding"
+        by = "your own functions" if session.task.own_model else "plain transformers"
+        return True, f"loss and gradients of {count} examples match {by} (dropout off, within rounding)"
     if session.task.own_model and not _repeatable(sides, strategy):
         return True, "not compared with a plain computation: your code gives other numbers for the same items"
     lines = "\n".join(f"  {difference}" for difference in differing[:6])

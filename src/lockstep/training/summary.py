@@ -52,7 +52,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoad
         **selection_lines(run, task),
         "processes": f"{world.size} ({run.strategy.name}{choice}, "
         f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
-        "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "
+        "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of about equal work; {feed.total} "
         "steps",
     }
 
@@ -107,7 +107,7 @@ def closing(
         console.facts({"time": f"{speed}{rate}{padding_ratio(task, counts)}"})
     console.columns("", score_rows(scores))
     for name, values in best_possible(task, list(scores)).items():
-        console.facts({"limit": f"best possible {name}: {values}"})
+        console.facts({"limit": f"label noise caps {name} at {values}"})
     console.facts(better, whole=True)
     console.last_samples()
     command, does = the_same_elsewhere(run, world, promised)
@@ -144,11 +144,11 @@ def better_step(run: Run, best: Best, exported: int, scores: Mapping[str, Mappin
 
 
 def padding_ratio(task: Task, counts: Counts) -> str:
-    """Describe the number of computed tokens per real token, and that of random micro-batches."""
+    """Describe the share of padding beside real tokens, and that of random micro-batches."""
     if not task.unit:
         return ""
     padding, by_chance = counts.padded / counts.tokens, counts.padded_by_chance / counts.tokens
-    return f"; {padding:.2f} {task.unit} computed for each real one ({by_chance:.2f} if cut at random)"
+    return f"; {padding - 1:.0%} padding ({by_chance - 1:.0%} in random micro-batches)"
 
 
 LINE = 80  # columns of a narrow terminal

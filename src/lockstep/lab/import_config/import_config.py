@@ -112,7 +112,7 @@ def _complete(origin: Path, draft: RunDraft, partial: bool) -> None:
         "LS8209",
         "\n".join(
             [
-                f"--from: a run file from {origin} would train something else, so none is written. Left out would be:",
+                f"--from: {origin} was not converted, because these parts would be lost:",
                 *(f"  {gap}" for gap in deciding),
                 f"To go on, {hint}write the rest with --partial",
             ]

@@ -245,8 +245,8 @@ def batches(draft: RunDraft, each: int, accumulated: int, processes: int | None,
     )
     if processes is None:
         draft.notes.append(
-            "the file does not say on how many processes it ran; one is taken. With N, give launch.processes=N and run "
-            "this again, or multiply batch_size and micro_batches by N"
+            "assumed one process, because the file does not name their number. If the original ran on N, give "
+            "launch.processes=N and run this again, or multiply batch_size and micro_batches by N"
         )
 
 
@@ -329,7 +329,7 @@ def optimizer(draft: RunDraft, name: str, value: Any) -> None:
 def decays_all(draft: RunDraft, decay: float | None) -> None:
     """Weight decay of an optimizer that is given all weights as they are."""
     if decay:
-        draft.notes.append(f"biases and norms have no decay here, and {decay:g} there")
+        draft.notes.append(f"difference: the original decays biases and norms by {decay:g}, lockstep does not")
 
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")

@@ -240,7 +240,7 @@ def _tried_with_model(
                 set_key(filled, key, value)
         if filled["task"].get("bleu") is False and "task.bleu" not in overridden:
             talk.note("sacrebleu is not installed, so task.bleu is false: pip install 'lockstep-train[translation]'")
-        talk.console.say("reading the data as training will (its tokens are kept for it)")
+        talk.console.say("tokenizing the data (cached for training)")
         try:
             return filled, _trial(path, filled, look, here, talk)
         except RunError as error:
