@@ -173,7 +173,7 @@ def test_a_step_is_replayed_from_the_checkpoint_before_it(
     said = " ".join(capfd.readouterr().out.split())
     began = {7: "the checkpoint of step 5", 12: "the checkpoint of step 10", 3: "the start"}[step]
     assert f"step {step} of 12, recomputed from {began} (" in said
-    assert "all the same bits" in said
+    assert "all have the same bits" in said
     norm = lines(output)[step - 1]["grad_norm"]
     assert f"gradient norm {norm:.6g}" in said
     assert {p: p.stat().st_mtime_ns for p in output.rglob("*")} == before
@@ -187,7 +187,7 @@ def test_a_line_that_is_not_what_the_step_comes_to_is_found(
     shutil.copytree(output, copy, symlinks=True)
     rewritten = fingerprints.line(8, 1.0, 1.0)
     for changes, wanted in (
-        ({"hash": "0" * 16}, "step 8, as written down: the hash is not that of loss and gradient norm"),
+        ({"hash": "0" * 16}, "step 8, recorded: the hash is not that of loss and gradient norm"),
         (rewritten, "in step 8 loss or gradient norm differ"),
         ({"weights": "0" * 16}, "in step 8 the weights differ"),
     ):
@@ -227,10 +227,10 @@ def test_from_python_a_step_can_be_computed_by_hand(output: Path) -> None:
         (["--step", "3", "--processes", "0"], "--processes: invalid value 0"),
         (["--step", "3", "--strategy", "fsdp3"], "unknown strategy 'fsdp3'"),
         (["--step", "3", "nonsense=1"], "nonsense"),
-        (["--step", "3", "data.source=gone/data.jsonl"], "; of step 3 is written down: loss 1."),
+        (["--step", "3", "data.source=gone/data.jsonl"], "; recorded for step 3: loss 1."),
         pytest.param(
             ["--step", "3", "launch.device=cuda"],
-            "; of step 3 is written down: loss 1.",
+            "; recorded for step 3: loss 1.",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is the device that is to be missing"),
         ),
     ],
