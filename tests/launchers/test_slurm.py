@@ -200,8 +200,7 @@ def test_a_job_is_submitted_followed_and_stopped(
     assert (record.launcher, record.job, record.processes) == ("slurm", "7", 2)
     assert main(["train", "run.yaml", "--detach"]) == 2
     assert (
-        "is already in use by a training run (waiting: pending (Priority), restarted 1 time)"
-        in capsys.readouterr().err
+        "is already in use by a training run (waiting: pending (Priority), restarted 1 time)" in capsys.readouterr().err
     )
 
     (here / "asked").unlink()

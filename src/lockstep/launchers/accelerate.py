@@ -35,6 +35,9 @@ from lockstep.launchers.processes import accelerate_config, preconditions
 from lockstep.track.console import error
 from lockstep_trace.plurals import quantity
 
+MODULE = "accelerate.commands.launch"
+QUIET_MODULE = "lockstep.launchers.processes.accelerate_launch"  # the same, ended by a signal without a traceback
+
 
 class Accelerate(Launcher):
     """Launcher for `accelerate launch -m lockstep train`."""
@@ -62,7 +65,7 @@ class Accelerate(Launcher):
                 f"launch.machine_rank: {options.machine_rank} must be less than launch.machines "
                 f"({options.machines}); ranks count from 0",
             )
-        command = [sys.executable, "-m", "accelerate.commands.launch"]
+        command = [sys.executable, "-m", MODULE]
         if options.config_file is not None:
             command.append(f"--config_file={options.config_file}")
         command += [f"--num_machines={options.machines}", f"--num_processes={total}"]
@@ -157,8 +160,9 @@ def once(run: Run, plan: LaunchPlan, words: Sequence[str]) -> tuple[int, bool]:
         if plan.job is not None:
             (resolved := Path(folder) / "job.json").write_text(plan.job.dump(), encoding="utf-8")
             environment[RESOLVED] = str(resolved)
+        command = [each if each != MODULE else QUIET_MODULE for each in plan.command]
         # own process group: Ctrl-C reaches only this process, which forwards it once
-        process = subprocess.Popen(plan.command, env=environment, process_group=0)
+        process = subprocess.Popen(command, env=environment, process_group=0)
         stop_requested, interrupts = False, Interrupts()
 
         def forward(number: int, frame: FrameType | None) -> None:
