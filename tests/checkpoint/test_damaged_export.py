@@ -69,6 +69,8 @@ DAMAGE = {
     "broken tokenizer": (text("export/tokenizer.json", "{"), "tokenizer.json"),
     "no tokenizer": (text("export/tokenizer.json", None), "tokenizer.json"),
     "no hashes": (text("export.json", None), "export.json"),
+    "none of them": (text("export.json", "{}"), "export.json"),
+    "a list": (text("export.json", "[]"), "export.json"),
 }
 
 

@@ -60,7 +60,7 @@ def damage(output: Path) -> str | None:
     if not (export / "config.json").is_file():
         return "config.json is missing"
     try:
-        hashes: dict[str, str] = json.loads((output / FILE).read_bytes())
+        hashes = _recorded(output)
     except FileNotFoundError:
         return f"{FILE} is missing"
     except (OSError, ValueError, RecursionError):
@@ -82,13 +82,20 @@ def damage(output: Path) -> str | None:
     return None
 
 
+def _recorded(output: Path) -> dict[str, str]:
+    """Hashes of the files of an export, by name. Errors: `OSError`; `ValueError` if the file holds something else."""
+    hashes = json.loads((output / FILE).read_bytes())
+    if not isinstance(hashes, dict) or not hashes or not all(isinstance(each, str) for each in hashes.values()):
+        raise ValueError(f"{FILE} holds no hashes")
+    return hashes
+
+
 def edited(output: Path) -> list[str]:
     """Names of the JSON files of a whole export that differ from what the run wrote. The user may edit them, but the
     names of labels and the tokens are in them."""
-    hashes: dict[str, str] = json.loads((output / FILE).read_bytes())
     return [
         name
-        for name, known in hashes.items()
+        for name, known in _recorded(output).items()
         if name.endswith(".json") and sha256_of(output / "export" / name) != known
     ]
 
