@@ -9,21 +9,22 @@ from __future__ import annotations
 import logging
 import sys
 
-import torch.distributed.run  # noqa: F401  # accelerate imports it later, and with it the loggers
-from accelerate.commands.launch import main
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
+def run() -> int:
+    """Run `accelerate launch`, and return its exit status: 128 + the number of a signal that ended it."""
+    import torch.distributed.run  # noqa: F401  # accelerate imports it later, and with it the loggers
+    from accelerate.commands.launch import main
+    from torch.distributed.elastic.multiprocessing.api import SignalException
 
-def quiet() -> None:
-    """Log only errors of torch elastic, whose modules have a logger each."""
-    for name in logging.root.manager.loggerDict:
+    for name in logging.root.manager.loggerDict:  # each module has a level of its own
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.ERROR)
-
-
-if __name__ == "__main__":
-    quiet()
     try:
         main()
     except SignalException as caught:
-        sys.exit(128 + caught.sigval)
+        return 128 + int(caught.sigval)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())
