@@ -196,7 +196,7 @@ def label(plan: Plan, several: bool, alike: bool) -> str:
     """What tells a plan from the others on its page."""
     parts: list[str] = []
     if several:
-        parts.append(f"{plan.processes:,} process{'' if plan.processes == 1 else 'es'}")
+        parts.append(quantity(plan.processes, "process"))
     if not (alike and several):
         parts += [name_of(plan), f"{plan.run.micro_batches} micro-batches"]
     return ", ".join(parts)

@@ -20,6 +20,7 @@ from lockstep_trace.errors import TraceError
 from lockstep_trace.findings import Finding, findings, proved
 from lockstep_trace.matching import match
 from lockstep_trace.merge import merged_start
+from lockstep_trace.plurals import quantity
 from lockstep_trace.read import Trace, read
 from lockstep_trace.redaction import redact_words
 from lockstep_trace.report import write
@@ -93,9 +94,7 @@ def summary(folder: Path, verbose: bool = False) -> list[str]:
 def counted(rows: Sequence[Finding], verbose: bool) -> str:
     """Describe the number of findings, and how to show unproved ones."""
     certain, rest = len(proved(rows)), len(rows) - len(proved(rows))
-    head = "no finding"
-    if certain:
-        head = "1 finding" if certain == 1 else f"{certain} findings"
+    head = quantity(certain, "finding") if certain else "no finding"
     if not rest:
         return head
     other = f"{rest} that {'are' if rest > 1 else 'is'} not proved"
