@@ -134,6 +134,23 @@ def test_what_is_not_finite_is_no_number_in_json(tmp_path: Path) -> None:
     assert json.loads(line) == {"step": 1, "split": "train", "loss": None, "grad_norm": None}
 
 
+def test_events_held_back_are_not_written_through_a_link_put_there_since(tmp_path: Path) -> None:
+    """What was logged before the link stays in the file that was open, whatever flushes it."""
+    from lockstep.track.tensorboard import TensorBoard
+
+    (theirs := tmp_path / "theirs").mkdir()
+    tracker = TensorBoard(tiny(f"output={tmp_path / 'out'}"), None, 0, None)
+    tracker.open()
+    tracker.log(1, "train", numbers(1))
+    (tmp_path / "out/tensorboard").rename(tmp_path / "moved")
+    (tmp_path / "out/tensorboard").symlink_to(theirs)
+    tracker.show(1, [{"text": "a sample"}])
+    tracker.close("done")
+    assert list(theirs.iterdir()) == []
+    (file,) = (tmp_path / "moved").iterdir()
+    assert b"a sample" in file.read_bytes()
+
+
 def test_only_one_rank_writes(tmp_path: Path) -> None:
     trackers = Trackers(tiny(f"output={tmp_path}", "track.to=[tensorboard]"), 0, {}, print, print, loud=False)
     trackers.log(1, "train", numbers(1))

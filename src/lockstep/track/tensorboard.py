@@ -6,7 +6,11 @@ In: numbers and samples. Out: scalars `train/...` and `eval/...` and texts again
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Sequence
+from typing import Any
 
 from lockstep.config.folder_inside import FolderInside
 from lockstep.track.tracker import End, Sample, Tracker, named
@@ -18,24 +22,44 @@ class TensorBoard(Tracker):
     packages = ("tensorboard",)
 
     def open(self) -> str:
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import RecordWriter
 
         self._place = FolderInside(self.run.folder, "tensorboard")
         folder = self._place.path
-        # Readers of the files drop events of repeated steps.
-        self._writer = SummaryWriter(str(folder), purge_step=self.after + 1 if self.after else None)
+        folder.mkdir(parents=True, exist_ok=True)
+        # SummaryWriter reopens its file by name at each flush, from a thread, through any link put there by then.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._records = RecordWriter((folder / name).open("ab"))  # closed by `close`
+        self._write(file_version="brain.Event:2")
+        if self.after:  # readers drop the events of steps that are repeated
+            from tensorboard.compat.proto.event_pb2 import SessionLog
+
+            self._write(step=self.after + 1, session_log=SessionLog(status=SessionLog.START))
+        self._records.flush()
         return f"tensorboard --logdir {folder}"
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+        from torch.utils.tensorboard.summary import scalar
+
         if (fault := self._place.led_away()) is not None:
-            raise OSError(fault)  # the writer would reopen its file
+            raise OSError(fault)
         for name, value in named(split, numbers).items():
-            self._writer.add_scalar(name, value, step)
+            self._write(step=step, summary=scalar(name, value))
+        self._records.flush()
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
+        from torch.utils.tensorboard.summary import text
+
         for number, sample in enumerate(samples):
-            text = "\n\n".join(f"**{column}** {value}" for column, value in sample.items())  # Markdown
-            self._writer.add_text(f"eval/sample_{number}", text, step)
+            value = "\n\n".join(f"**{column}** {value}" for column, value in sample.items())  # Markdown
+            self._write(step=step, summary=text(f"eval/sample_{number}", value))
+        self._records.flush()
 
     def close(self, end: End) -> None:
-        self._writer.close()
+        self._records.close()
+
+    def _write(self, **event: Any) -> None:
+        """Append one event, timed now; `event` holds the other fields of TensorBoard's `Event`."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time.time(), **event).SerializeToString())
