@@ -7,7 +7,7 @@ Out: padded micro-batches, and sums over targets.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 LossChunk = Annotated[
-    Annotated[int, Field(ge=1, strict=True)] | Literal["liger"] | None,
+    Annotated[int, Field(ge=1, strict=True)] | None,
     Field(
         description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
-        "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch"
+        "default: all tokens of a micro-batch"
     ),
 ]
 

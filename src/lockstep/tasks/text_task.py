@@ -57,7 +57,7 @@ class TextTask(Task):
     cache_name: ClassVar[tuple[Any, ...]] = ()  # prefix of the cache keys of its tokens
     generative: ClassVar[bool] = False  # whether a trained tokenizer ends every text with its end token
     within: ClassVar[str | None] = None  # struct column in which missing columns may be nested
-    loss_chunk: int | str | None = None  # tokens per chunk of logits; None: all at once
+    loss_chunk: int | None = None  # tokens per chunk of logits; None: all at once
     tokenizer: Any
     length_key: ClassVar[str] = "data.max_length"  # key of the maximum number of tokens per example
 

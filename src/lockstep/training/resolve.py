@@ -212,7 +212,7 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
     if task.chunks_loss:
         from lockstep.tasks.models import chunked_loss
 
-        chunked_loss.check(run, task.head, machine.like_this_one)
+        chunked_loss.check(run, task.head)
     run.check_shared(processes, f"launch: {processes} processes")
     strategy = resolve_strategy(run, processes)
     blocks.check(run, machine.like_this_one)

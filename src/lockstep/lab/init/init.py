@@ -456,8 +456,8 @@ def scalar(value: Any) -> str:
 
 
 # what `plan` says of a machine that lacks something, and not of a run file: packages, GPUs
-_OF_MACHINE = {"LS0500", "LS1120", "LS2139", "LS3070", "LS3093", "LS3129", "LS3171", "LS3373", "LS4045", "LS7202"}
-_OF_MACHINE |= {"LS7215", "LS7361", "LS3092", "LS3127", "LS7070", "LS7290", "LS4041"}
+_OF_MACHINE = {"LS0500", "LS1120", "LS2139", "LS3070", "LS3129", "LS3171", "LS3373", "LS4045", "LS7202"}
+_OF_MACHINE |= {"LS7215", "LS7361", "LS3127", "LS7070", "LS7290", "LS4041"}
 
 
 def plan(run: Run) -> list[str]:

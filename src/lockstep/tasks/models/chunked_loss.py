@@ -11,7 +11,6 @@ to its logits after the head; they are compared with the model when it is built.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,15 +28,14 @@ from lockstep.data.host_facts import TargetPlaces
 from lockstep.tasks.models import head_padding, heads, model_configs
 
 KEY = "task.loss_chunk"
-LIGER = "liger"
 OUT = "; leave it out for the whole matrix of logits"
 
 
-def check(run: Run, head: str, here: bool) -> None:
+def check(run: Run, head: str) -> None:
     """Refuse an unsupported `task.loss_chunk` before any rank starts.
 
-    `head`: head of the task. `here`: whether the ranks will run on machines like this one. Errors: `RunError`."""
-    if (chunk := run.task.options.get("loss_chunk")) is None:
+    `head`: head of the task. Errors: `RunError`."""
+    if run.task.options.get("loss_chunk") is None:
         return
     if run.strategy.options.get("tensor_parallel", 1) != 1:
         raise RunError("LS3090", f"{KEY}: not supported with strategy.options.tensor_parallel{OUT}")
@@ -45,16 +43,6 @@ def check(run: Run, head: str, here: bool) -> None:
         raise RunError(
             "LS3091", f"{KEY}: computes gradients before the loss scale that {run.precision} needs is applied{OUT}"
         )
-    if chunk == LIGER:
-        instead = f"; give a number of tokens, such as {KEY}=256"
-        if run.launch.device == "cpu" or (here and not torch.cuda.is_available()):
-            raise RunError("LS3092", f"{KEY}: {LIGER} consists of Triton kernels, which run on GPUs only{instead}")
-        if here and importlib.util.find_spec("liger_kernel") is None:
-            raise RunError(
-                "LS3093",
-                f"{KEY}: {LIGER} needs liger_kernel, which is not installed: pip install "
-                f"'lockstep-train[liger]'{instead}",
-            )
     import transformers
 
     if not run.model.adapter:  # an adapted model is checked when it is built
@@ -118,7 +106,7 @@ class Finish:
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
 
-def install(model: nn.Module, chunk: int | str | None, smoothing: float = 0.0) -> nn.Module:
+def install(model: nn.Module, chunk: int | None, smoothing: float = 0.0) -> nn.Module:
     """Make the model compute its loss in chunks.
 
     Its forward takes `TARGETS` beside its inputs and returns, as `loss`, the sum of their losses (label smoothing as in
@@ -138,14 +126,13 @@ def install(model: nn.Module, chunk: int | str | None, smoothing: float = 0.0) -
 class _Installed:
     """Hooks on a model and its head, and the state they share within a forward."""
 
-    def __init__(self, model: nn.Module, head: nn.Linear, finish: Finish, chunk: int | str, smoothing: float) -> None:
+    def __init__(self, model: nn.Module, head: nn.Linear, finish: Finish, chunk: int, smoothing: float) -> None:
         self.head, self.finish, self.chunk, self.smoothing = head, finish, chunk, smoothing
         self.plain = head.forward
         self.targets: Tensor | None = None  # [B, T], of the current forward
         self.scores: Tensor | None = None  # [B, T, 2]; in training [B, T]
         self.loss: Tensor | None = None
         self.last: Any = None
-        self.looked_at_bias = False
         head.forward = self.forward  # type: ignore[method-assign]
         model.register_forward_pre_hook(self.begin, with_kwargs=True)
         model.register_forward_hook(self.end)
@@ -191,22 +178,13 @@ class _Installed:
             return every.view(*hidden.shape[:2], *tensor.shape[1:])
 
         if not self.head.training:
-            self.scores = placed(_scores(states[rows], labels, self.plain, self.finish, _size(self.chunk)))
+            self.scores = placed(_scores(states[rows], labels, self.plain, self.finish, self.chunk))
             return self.scores.new_zeros(1, 1, 1)
-        if self.chunk == LIGER and not self.looked_at_bias:  # once: it synchronizes with the device
-            _check_bias(self.finish)
-            self.looked_at_bias = True
-        if self.chunk == LIGER and len(rows):  # it divides by the number of rows, 0 in a padding micro-batch
-            return _by_liger(states[rows], labels, self.head, self.finish, self.smoothing).view(1, 1, 1)
         weight, bias = self.head.weight, self.head.bias
-        how = (self.finish, _size(self.chunk), self.smoothing, _compute_dtype(states))
+        how = (self.finish, self.chunk, self.smoothing, _compute_dtype(states))
         loss, each = _Loss.apply(states, rows, labels, weight, bias, how)
         self.scores = placed(each)
         return loss.view(1, 1, 1)
-
-
-def _size(chunk: int | str) -> int:
-    return chunk if isinstance(chunk, int) else 1024
 
 
 def _compute_dtype(states: Tensor) -> torch.dtype:
@@ -303,25 +281,6 @@ def _scores(states: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], f
         loss = nn.functional.cross_entropy(logits, labels, reduction="none")
         chunks.append(torch.stack([loss, (logits.argmax(1) == labels).float()], 1))
     return torch.cat(chunks)
-
-
-def _check_bias(finish: Finish) -> None:
-    """Errors: `RunError` if the model has a nonzero second bias of logits, which Liger-Kernel does not support."""
-    if finish.bias is not None and bool(finish.bias.any()):
-        raise RunError(
-            "LS3096", f"{KEY}: {LIGER} does not support a second bias of logits; set a number of tokens instead"
-        )
-
-
-def _by_liger(states: Tensor, targets: Tensor, head: nn.Linear, finish: Finish, smoothing: float) -> Tensor:
-    """The loss sum by Liger-Kernel's fused linear cross-entropy, with gradients accumulated in float32. CUDA only."""
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as fused
-
-    dtype = _compute_dtype(states)
-    states, weight = (states * finish.scale).to(dtype), head.weight.to(dtype)
-    bias = None if head.bias is None else (head.bias * finish.scale).to(dtype)
-    options = {"label_smoothing": smoothing, "reduction": "sum", "softcap": finish.cap, "accum_dtype": torch.float32}
-    return fused(states, weight, targets, bias, **options).float()
 
 
 class _ValuesOfNothing(TorchDispatchMode):
