@@ -181,3 +181,30 @@ def test_foreach_norm_is_summed_in_double() -> None:
     wide = torch.tensor([1e4, *[1e-2] * 1000]).double().square().sum().sqrt()
     assert norm.dtype == torch.float64
     assert norm.item() == pytest.approx(wide.item(), rel=1e-14)
+
+
+@rests_on_it("src/lockstep/distributed/torch_internals.py")
+def test_a_gloo_group_is_made_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes a gloo group by calling ProcessGroupGloo of distributed_c10d with store, rank, size, `timeout`, and
+    keywords that are options of such a group (`enable_reconfigure` from 2.14 on); it asks isinstance of what it got."""
+    module: Any = torch.distributed.distributed_c10d
+    original, calls = module.ProcessGroupGloo, []
+
+    class Kind(type(original)):  # type: ignore[misc]
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, original)
+
+    class Noted(original, metaclass=Kind):  # type: ignore[misc, valid-type]
+        def __new__(cls, *words: Any, **named: Any) -> Any:
+            calls.append((words, named))
+            return original(*words, **named)
+
+    monkeypatch.setattr(module, "ProcessGroupGloo", Noted)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.destroy_process_group()
+    ((store, *place), named), *_ = calls
+    assert isinstance(store, torch.distributed.Store)
+    assert place == [0, 1]
+    timeout = named.pop("timeout")
+    assert timeout.total_seconds() > 0
+    assert all(hasattr(original._Options(), name) for name in named)

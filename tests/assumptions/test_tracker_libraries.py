@@ -211,6 +211,24 @@ def test_mlflow_takes_so_much_at_once(store: Any, run: str) -> None:
 
 
 @rests_on_it("src/lockstep/track/mlflow.py")
+def test_mlflow_refuses_a_request_for_one_name(store: Any, run: str) -> None:
+    """MLflow takes names of letters, digits and `_-. :/`, up to 250 characters, that are plain paths; for any other
+    one it refuses the whole request."""
+    from mlflow.entities import Metric, Param
+    from mlflow.exceptions import MlflowException
+
+    good = ["a.b_c-d e:f/g", "\u00fc1", "n" * 250]
+    store.log_batch(run, params=[Param(name, "1") for name in good], metrics=[Metric(name, 1.0, 1, 1) for name in good])
+    for name in ("a(b)", "a*", "a[0]", "a//b", "a/./b", "/a", "../a", "a/", "n" * 251):
+        with pytest.raises(MlflowException):
+            store.log_batch(run, params=[Param("other", "1"), Param(name, "1")])
+        with pytest.raises(MlflowException):
+            store.log_batch(run, metrics=[Metric("other", 1.0, 1, 1), Metric(name, 1.0, 1, 1)])
+    data = store.get_run(run).data
+    assert data.params.keys() == data.metrics.keys() == set(good)
+
+
+@rests_on_it("src/lockstep/track/mlflow.py")
 def test_mlflow_knows_no_experiment_that_was_not_made(store: Any, run: str) -> None:
     """get_experiment_by_name is None for an unknown one; a run that ended is RUNNING again after update_run."""
     assert store.get_experiment_by_name("nobody made it") is None

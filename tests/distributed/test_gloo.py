@@ -1,5 +1,6 @@
 """Threads of a gloo group: as few as keep torch from freeing memory twice."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.config.run import Run
+from lockstep.distributed import torch_internals
 from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.training.evaluation import evaluate
@@ -45,6 +47,17 @@ def test_a_class_that_inherits_has_one() -> None:
 
 def test_inexact_runs_too() -> None:
     assert run_on(2, threads, run=tiny("strategy.name=ddp", "strategy.exact=false")) == [[1] * 4] * 2
+
+
+def test_what_a_newer_torch_asks_of_a_group_becomes_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.14 gives `enable_reconfigure`; any name of an option stands for it here."""
+    module: Any = dist.distributed_c10d
+    monkeypatch.setattr(module, "ProcessGroupGloo", module.ProcessGroupGloo)  # put back afterwards
+    torch_internals.gloo_threads(1)
+    options = module.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=30), group_name="g").options
+    assert (options._threads, options._timeout, options.group_name) == (1, timedelta(seconds=30), "g")
+    with pytest.raises(AttributeError):
+        module.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=30), no_option=1)
 
 
 def summed_column(world: World) -> list[list[float]]:

@@ -17,7 +17,7 @@ from lockstep.lab.sweep.sweep import Slots
 from lockstep.lab.sweep.sweep_file import Range, format_value, name_of, parse, product, read
 from support.command import LOCKSTEP, bits, ended, finish, start, until, write
 from support.harness import TINY
-from support.messages import raises
+from support.messages import mentions, raises
 
 NOTHING: dict[str, Any] = {"over": [], "metric": None, "split": None, "parallel": None, "search": None, "out": None}
 
@@ -235,6 +235,32 @@ def test_a_search_depends_on_its_seed_and_on_what_was_found() -> None:
     assert sweep_file.propose(over, whole, 8, False) != sweep_file.propose(over, whole, 7, False)
     running = [*whole, ({"rate": 1e-3, "size": 16, "depth": 1}, None)]
     assert sweep_file.propose(over, running, 7, more_is_better=False)
+
+
+def test_a_search_takes_any_seed() -> None:
+    pytest.importorskip("optuna")
+    over = {"rate": Range(low=1e-5, high=1e-1, log=True)}
+    assert sweep_file.propose(over, [], 2**32 + 7, True) == sweep_file.propose(over, [], 7, True)
+
+
+@pytest.mark.parametrize(
+    ("over", "other"), [("1e-3..1e-2:log", "learning_rate=0.0005"), ("1e-4,0.001", "learning_rate=0.0005")]
+)
+def test_a_search_over_other_values_is_refused(
+    over: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """optuna takes no trial whose value is not in what it searches; a wider range is another matter."""
+    pytest.importorskip("optuna")
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, launch={"device": "cpu", "threads": 1, "processes": 1})
+    (tmp_path / "out-sweep").mkdir()
+    trial = {"keys": {"optim.learning_rate": 5e-4}}
+    (tmp_path / "out-sweep/sweep.json").write_text(json.dumps({"trials": [trial]}))
+    assert main(["sweep", "run.yaml", "--over", f"optim.learning_rate={over}", "--search", "2"]) == 2
+    assert mentions(capsys.readouterr().err, "LS8531", other)
+    wide = {"optim.learning_rate": Range(low=1e-5, high=1e-2, log=True)}
+    assert sweep_file.outside(wide, trial["keys"]) is None
+    assert sweep_file.outside(wide, {"optim.learning_rate": "auto"}) is not None
 
 
 def test_a_search_tries_both_ends_of_a_range_first() -> None:

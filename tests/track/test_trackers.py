@@ -9,6 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +148,31 @@ def test_what_is_logged_is_in_the_tracker_s_own_store(name: str, tmp_path: Path)
     assert ids.keys() == ({name} if name != "tensorboard" else set())
     if name in ids:
         assert all(ids[name] in line for line in said), "both processes name the same run"
+
+
+def test_mlflow_gets_no_name_that_it_refuses() -> None:
+    """It refuses a request with a name of other characters: the whole run would have no numbers there."""
+    there("mlflow")
+    from mlflow.utils.validation import _validate_batch_log_data
+
+    run = tiny("track.to=[mlflow]", "model.adapter={type: lora, rank_pattern: {'^.*q$': 4, '^.+q$': 8}}")
+    kind: Any = plugins.find("track", "mlflow")
+    asked: list[Any] = []
+
+    def log_batch(run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        _validate_batch_log_data(metrics, params, ())
+        asked.extend((row.key, row.value) for row in (*metrics, *params))
+
+    tracker = kind(run, kind.Options(), 0, "number")
+    tracker._client = SimpleNamespace(log_batch=log_batch)
+    tracker._parameters()
+    rows = dict(asked)
+    assert len(rows) == len(asked)
+    name = "model.adapter.rank_pattern._._q_"
+    assert (rows[name], rows[f"{name}_2"]) == ("4", "8")
+    asked.clear()
+    tracker.log(1, "train", {"loss": 1.0, "loss_wiki (de)": 2.0, "a//b": 3.0, "m" * 300: 4.0})
+    assert dict(asked) == {"train/loss": 1, "train/loss_wiki _de_": 2, "train_a__b": 3, f"train/{'m' * 244}": 4}
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

@@ -120,12 +120,14 @@ def gloo_threads(count: int) -> None:
             return isinstance(value, torchs)
 
     class ThreadGroup(torchs, metaclass=Kind):
-        def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta, **newer: Any) -> Any:
             interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
             options: Any = torchs._Options()
             options._devices = [torchs.create_device(interface=name) for name in interfaces]
             options._devices = options._devices or [torchs.create_default_device()]
             options._threads, options._timeout = count, timeout
+            for name, value in newer.items():  # torch 2.14: enable_reconfigure
+                setattr(options, name, value)
             return torchs(store, rank, size, options)
 
     module.ProcessGroupGloo = ThreadGroup

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import os
+import posixpath
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -64,8 +66,13 @@ class MLflow(Tracker):
     def _parameters(self) -> None:
         from mlflow.entities import Param
 
-        flat = messages.flat(self.config)
-        rows = [Param(key, str(value)[:6000]) for key, value in flat.items()]
+        values: dict[str, str] = {}
+        for key, value in messages.flat(self.config).items():
+            name, further = allowed(key), 2
+            while name in values:  # of keys that differ in other characters alone
+                name, further = f"{allowed(key)[:240]}_{further}", further + 1
+            values[name] = str(value)[:6000]
+        rows = [Param(name, value) for name, value in values.items()]
         for start in range(0, len(rows), 100):  # limit per request
             self._client.log_batch(self.run_id, params=rows[start : start + 100])
 
@@ -73,7 +80,8 @@ class MLflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        fresh = {k: v for k, v in named(split, numbers).items() if step > self._last(k) and math.isfinite(v)}
+        own = {allowed(name): value for name, value in named(split, numbers).items()}
+        fresh = {k: v for k, v in own.items() if step > self._last(k) and math.isfinite(v)}
         rows = [Metric(name, value, now, step) for name, value in fresh.items()]
         for start in range(0, len(rows), 1000):
             self._client.log_batch(self.run_id, metrics=rows[start : start + 1000])
@@ -94,3 +102,11 @@ class MLflow(Tracker):
 
     def close(self, end: End) -> None:
         self._client.set_terminated(self.run_id, STATUS[end])
+
+
+def allowed(name: str) -> str:
+    """Return a name that MLflow takes: other characters than letters, digits and `_-. :/` become `_`; at most 250
+    characters; no path with empty parts or dots alone. It refuses the whole request for one other name."""
+    name = re.sub(r"[^/\w.\- :]", "_", name)[:250]
+    whole = posixpath.normpath(name) == name and not name.startswith(("/", ".."))
+    return name if whole else name.replace("/", "_")

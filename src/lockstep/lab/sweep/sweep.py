@@ -258,6 +258,13 @@ def _known(sweep: Sweep) -> list[Mapping[str, Any]]:
         raise RunError("LS8354", f"{path} was not written by a sweep; remove it, or give another --out") from None
     if any(keys.keys() != sweep.over.keys() for keys in listed):
         raise RunError("LS8355", f"{path} belongs to a sweep over other keys; give another --out")
+    for keys in listed:
+        if (other := sweep_file.outside(sweep.over, keys)) is not None:
+            raise RunError(
+                "LS8531",
+                f"{path} has a trial with {other}, which is not in what this search varies; search what that one "
+                "did or more, or give another --out",
+            )
     return listed
 
 

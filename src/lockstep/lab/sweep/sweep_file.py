@@ -247,7 +247,7 @@ def propose(
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     places = {key: _distribution(values) for key, values in over.items()}
-    sampler = optuna.samplers.TPESampler(seed=seed + len(results))
+    sampler = optuna.samplers.TPESampler(seed=(seed + len(results)) % 2**32)  # numpy takes no greater ones
     study = optuna.create_study(direction="maximize" if more_is_better else "minimize", sampler=sampler)
     known = [value for _, value in results if value is not None]
     for keys, value in results:
@@ -259,6 +259,15 @@ def propose(
         study.add_trial(optuna.trial.create_trial(params=params, distributions=places, value=value))
     params = study.ask(places).params
     return {key: params[key] if isinstance(values, Range) else values[params[key]] for key, values in over.items()}
+
+
+def outside(over: Mapping[str, Sequence[Any] | Range], keys: Mapping[str, Any]) -> str | None:
+    """The first key whose value the search would not propose, as `key=value`; None: it might propose all."""
+    for key, values in over.items():
+        value, number = keys[key], isinstance(keys[key], int | float)
+        if not (number and values.low <= value <= values.high if isinstance(values, Range) else value in values):
+            return f"{key}={format_value(value)}"
+    return None
 
 
 def _distribution(values: Sequence[Any] | Range) -> Any:
