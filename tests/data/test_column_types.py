@@ -401,3 +401,49 @@ def test_columns_that_are_not_there_are_named_beside_all_that_are(tmp_path: Path
     path = save(tmp_path / "a.jsonl", [row | {"more": 1} for row in rows(["x", "y"])])
     with raises("LS2312", "'tweet'", "text, label, more"):
         facts({"source": path}, text="tweet")
+
+
+def test_types_hold_across_files_of_several_types(tmp_path: Path) -> None:
+    """Files were put together before `data.types` was looked at, so no key made them one column."""
+    texts = save(tmp_path / "a.parquet", rows(["01", "1"], 24))
+    for other in (save(tmp_path / "b.parquet", rows([1, 2], 24)), save(tmp_path / "b.jsonl", rows([1, 2], 24))):
+        for files in ([texts, other], [other, texts]):
+            with raises("LS2197", "data.types={label: text}"):
+                facts({"train": files})
+            assert facts({"train": files, "types": {"label": "text"}})["labels"] == ["01", "1", "2"]
+            assert facts({"train": files, "types": {"label": "integer"}})["labels"] == ["1", "2"]
+    pointed = save(tmp_path / "c.parquet", rows(["1", "2.5"], 24))
+    with raises("LS2401", "row 1", "c.parquet", "'2.5'"):
+        facts({"train": [other, pointed], "types": {"label": "integer"}})
+
+
+def test_blanks_around_whole_numbers_are_told(tmp_path: Path) -> None:
+    data = {"source": save(tmp_path / "a.csv", rows(["0", "1", " 1"]))}
+    (note,) = facts(data)["notes"]
+    assert "' 1' and '1'" in note
+    assert facts(data)["labels"] == ["0", "1"]
+    assert facts(data | {"types": {"label": "text"}})["labels"] == [" 1", "0", "1"]
+    assert "notes" not in facts({"source": save(tmp_path / "b.csv", rows(["0", " 1"]))})
+
+
+def test_labels_of_several_types_are_named_as_the_file_has_them(tmp_path: Path) -> None:
+    def refused(labels: list[Any], *texts: str) -> None:
+        with raises(*texts):
+            facts({"source": save(tmp_path / "a.jsonl", rows(labels))})
+
+    refused([1, 2.5], "LS2105", "row 1 holds 2.5")  # not the 1 of row 0, which Arrow has as 1.0
+    refused([1.0, 1e300], "LS2105", "row 1 holds 1e+300")  # has no 64 bits
+    refused([True, "x"], "LS2106", "true and false", "row 0 holds true", "row 1 holds 'x'")
+    refused([0, 2, True], "LS2106", "row 0 holds 0", "row 2 holds true")
+    refused(["a", 1.0], "LS2106", "row 0 holds 'a'", "row 1 holds 1.0")
+
+
+def test_tags_that_are_numbers_are_in_their_order(tmp_path: Path) -> None:
+    def labels(tags: list[Any]) -> Any:
+        some = [{"tokens": [f"{n}", *["a"] * (len(tags) - 1)], "tags": tags} for n in range(12)]
+        return facts({"source": save(tmp_path / "a.jsonl", some)}, name="token_classification")["labels"]
+
+    assert labels([*range(12)]) == [str(n) for n in range(12)]
+    assert labels([0, 1.0, 2]) == ["0", "1", "2"]  # Arrow holds all of them as 1.0
+    with raises("LS3420", "'tags'", "1.5"):
+        labels([0, 1.5])

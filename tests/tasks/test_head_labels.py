@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForImageClassification,
+    AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
@@ -21,7 +23,7 @@ from transformers import (
 
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
-from lockstep.plain.examples import values_of_labels
+from lockstep.plain.examples import encode_rows, values_of_labels
 from lockstep.plain.rows import WHOLE, NotCovered, read_splits
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.image_classification import ImageClassification
@@ -176,6 +178,27 @@ def test_several_labels_are_in_the_models_order(tmp_path: Path) -> None:
     assert kept_head(task, tmp_path)
     columns = task.splits["train"]
     assert all(0 in columns.ragged("label").row(row) for row in range(len(columns)))  # neutral in every row
+    values = task.run.model_dump(mode="json")
+    splits = read_splits(values)
+    labels, tokenizer = values_of_labels(values, splits[WHOLE]), AutoTokenizer.from_pretrained(tmp_path)
+    plain = encode_rows(SimpleNamespace(run=values, labels=labels, tokenizer=tokenizer), splits["train"])
+    ours = [columns.ragged("label").row(row) for row in range(len(columns))]
+    assert [each["labels"] for each in plain] == [[float(code in row) for code in range(3)] for row in ours]
+
+
+def test_tags_that_are_numbers_are_the_models_outputs(tmp_path: Path) -> None:
+    """In the order of texts, 10 was learned by the output of 2."""
+    source(tmp_path, None, "tags", count=12)
+    tags = [str(n) for n in range(12)]
+    rows = [{"tokens": ["bad", *["good"] * 11], "tags": [*range(12)]} for _ in range(6)]
+    run = run_on(tmp_path, rows, name="token_classification")
+    task: Any = prepared(run, TokenClassification)
+    assert task.labels == tags
+    assert "LABEL_0" not in notes(task)
+    values = run.model_dump(mode="json")
+    assert values_of_labels(values, read_splits(values)[WHOLE]) == tags
+    source(tmp_path, [*"abcdefghijkl"], "tags", count=12)
+    assert "write these in the data" in notes(prepared(run, TokenClassification))
 
 
 def test_another_kind_of_problem_is_told(tmp_path: Path) -> None:

@@ -294,7 +294,8 @@ def read_documents(files: list[Path], key: str, data: DataSection, use: ColumnUs
             parts.append(column_types.dataset_of(columns))
         except RunError as error:
             raise RunError(error.code, f"{key}: {file}: {error.message}") from None
-    return row_files.together(list(zip(files, parts, strict=True)), key, use=use, lenient=data.drop_missing)
+    typed = row_files.declared(list(zip(files, parts, strict=True)), key, data)
+    return row_files.together(typed, key, use=use, lenient=data.drop_missing)
 
 
 def read_squad(files: list[Path], key: str, data: DataSection) -> Dataset:

@@ -256,6 +256,17 @@ def label_note(column: str, texts: Collection[str]) -> list[str]:
     ]
 
 
+def blanks_note(column: str, texts: Collection[str]) -> list[str]:
+    """A note if `whole_numbers` makes one label of texts that differ in the blanks around them."""
+    blank = [text for text in sorted(texts) if text != text.strip() and text.strip() in texts]
+    if not blank or not whole_numbers(texts):
+        return []
+    return [
+        f"column {column!r} holds whole numbers, some with blanks around them: {blank[0]!r} and {blank[0].strip()!r} "
+        f"are the same label. With data.types={{{column}: text}} they are two"
+    ]
+
+
 # -- declared types --------------------------------------------------------------------------------------------------
 
 

@@ -46,9 +46,14 @@ def readable(dataset: Dataset, column: str) -> Dataset:
     kind = str(getattr(dataset.features[column], "dtype", None))
     if kind == "bool":
         return dataset.cast_column(column, datasets.Value("string"))
-    if kind.startswith("float") and all(v.is_integer() for _, part in usable_rows.lists(dataset, column) for v in part):
+    if kind.startswith("float") and all(_fits_int64(v) for _, part in usable_rows.lists(dataset, column) for v in part):
         return dataset.cast_column(column, datasets.Value("int64"))
     return dataset
+
+
+def _fits_int64(value: float) -> bool:
+    """Whether a number is whole and has at most 64 bits."""
+    return value.is_integer() and abs(value) < 2**63
 
 
 class Codes:
@@ -209,34 +214,51 @@ def distinct(dataset: Dataset, column: str, split: str) -> list:
     if usable_rows.plain(dataset, column) and (values := usable_rows.distinct(dataset, column)) and None not in values:
         return sorted(values)
     distinct_labels: set[Any] = set()
-    kind: type | None = None
     for first, labels in usable_rows.lists(dataset, column):
-        kind = kind or type(labels[0])
-        for row, label in enumerate(labels, first) if {*map(type, labels)} != {kind} or kind not in (int, str) else ():
-            _check(label, row, kind, column, split, dataset)
+        for row, label in enumerate(labels, first) if not {*map(type, labels)} <= {int, str} else ():
+            _check(label, row, column, split, dataset)
         distinct_labels.update(labels)
+    if len(set(map(type, distinct_labels))) > 1:
+        raise _mixed(dataset, column, split)
     return sorted(distinct_labels)
 
 
-def _check(label: Any, row: int, kind: type, column: str, split: str, dataset: Dataset) -> None:
-    """Errors: `RunError` if a label is not an integer or string, or not of the first label's type."""
-    if isinstance(label, bool) or not isinstance(label, int | str):
-        several = isinstance(label, list | dict)
-        raise RunError(
-            "LS2105",
-            f"task.label: column {column!r} of the {split} split must hold integers or strings; row {row} holds "
-            f"{str(label)[:60] if several else repr(label)}"
-            + (": this task learns one label a text, not several" if several else "")
-            + (", unless task.multi_label is true" if isinstance(label, list) else "")
-            + (": numbers are learned with task.regression=true" if isinstance(label, float) else ""),
-        )
-    if type(label) is not kind:
-        raise RunError(
-            "LS2106",
-            f"task.label: column {column!r} of the {split} split mixes integers and strings: row 0 holds "
-            f"{dataset[0][column]!r}, row {row} holds {label!r}; write all labels as one type, or set "
-            f"data.types={{{column}: text}}",
-        )
+def _check(label: Any, row: int, column: str, split: str, dataset: Dataset) -> None:
+    """Errors: `RunError` if a label is not an integer or string."""
+    if isinstance(label, int | str) and not isinstance(label, bool):
+        return
+    if isinstance(label, bool) or (isinstance(label, float) and isinstance(dataset[0][column], str)):
+        raise _mixed(dataset, column, split)  # a column of true and false alone was read as texts
+    if isinstance(label, float):  # integers beside it were read as 1.0, too
+        row, label = _first(dataset, column, lambda one: isinstance(one, float) and not _fits_int64(one))
+    several = isinstance(label, list | dict)
+    raise RunError(
+        "LS2105",
+        f"task.label: column {column!r} of the {split} split must hold integers or strings; row {row} holds "
+        f"{str(label)[:60] if several else repr(label)}"
+        + (": this task learns one label a text, not several" if several else "")
+        + (", unless task.multi_label is true" if isinstance(label, list) else "")
+        + (": numbers are learned with task.regression=true" if isinstance(label, float) else ""),
+    )
+
+
+def _mixed(dataset: Dataset, column: str, split: str) -> RunError:
+    """The error for a column whose labels are of several types, with the first row of two of them."""
+    names = {int: "integers", str: "strings", bool: "true and false", float: "numbers with decimals"}
+    first = dataset[0][column]
+    row, other = _first(dataset, column, lambda label: type(label) is not type(first))
+    kinds = [names[kind] for kind in names if kind in (type(first), type(other))]
+    return RunError(
+        "LS2106",
+        f"task.label: column {column!r} of the {split} split mixes {' and '.join(kinds) or 'types'}: row 0 holds "
+        f"{_as_json(first)}, row {row} holds {_as_json(other)}; write all labels as one type, or set "
+        f"data.types={{{column}: text}}",
+    )
+
+
+def _as_json(label: Any) -> str:
+    """A label as a message shows it: true and false as JSON writes them."""
+    return str(label).lower() if isinstance(label, bool) else repr(label)[:60]
 
 
 def _named_by_column(dataset: Dataset, column: str, values: list) -> list[str] | None:

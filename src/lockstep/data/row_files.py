@@ -44,6 +44,8 @@ FORMATS = {
 _SAVED = re.compile(r"(data-\d{5}-of-\d{5}|dataset)\.arrow")
 _ABOUT = ("state.json", "dataset_info.json")  # metadata files of save_to_disk
 VERSION = 3  # version of row reading; part of the key of prepared data
+_FILES = "files of one split"
+_SIMPLE = ("bool", "string", "large_string", "int8", "int16", "int32", "int64", "float32", "float64")  # of one value
 INDEX = "__index_level_0__"  # column in which pandas stores an unnamed index
 READ = (
     f"{', '.join(FORMATS)} (all but .parquet and .arrow also with {', '.join(file_formats.ENDINGS)} after it; .tar "
@@ -125,7 +127,7 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection, use:
             else:
                 rows = _loaded(builder, alike, key, {})
             parts.append((names[alike[0]], without_index(rows)))
-    return together(_alike_labels(parts, use), key, use=use, lenient=data.drop_missing)
+    return together(_alike_labels(declared(parts, key, data), use), key, use=use, lenient=data.drop_missing)
 
 
 def _schema(file: Path, tables: Mapping[Path, file_formats.Table]) -> Any:
@@ -142,6 +144,16 @@ def _schema(file: Path, tables: Mapping[Path, file_formats.Table]) -> Any:
             with pa.memory_map(str(file)) as mapped:
                 return pa.ipc.open_file(mapped).schema
     return None
+
+
+def declared(parts: list[tuple[Path, Dataset]], key: str, data: DataSection) -> list[tuple[Path, Dataset]]:
+    """Apply `data.types` to columns that hold one type in some files and another in others. Errors: `RunError`."""
+    for column, kind in (data.types or {}).items():
+        kinds = [rows.features[column] for _, rows in parts if column in rows.column_names]
+        if kinds and column_types.common(kinds) is None:
+            split = key.removeprefix("data.")
+            parts = [(f, column_types.declared(rows, {column: kind}, split, str(f))) for f, rows in parts]
+    return parts
 
 
 def _alike_labels(parts: list[tuple[Path, Dataset]], use: ColumnUse) -> list[tuple[Path, Dataset]]:
@@ -292,7 +304,7 @@ def _tables(file: Path, key: str, features: Features) -> Iterator[pa.Table]:
 def together(
     parts: Sequence[tuple[Any, Dataset]],
     key: str,
-    what: str = "files of one split",
+    what: str = _FILES,
     use: ColumnUse = ALL,
     lenient: bool = False,
 ) -> Dataset:
@@ -319,10 +331,12 @@ def together(
         if features[column] is None:
             one = next(iter(kinds))
             other = next(file for file, kind in kinds.items() if column_types.common([kinds[one], kind]) is None)
+            simple = what == _FILES and all(str(getattr(kinds[f], "dtype", "")) in _SIMPLE for f in (one, other))
+            mend = f"; write all alike, or set data.types={{{column}: text}}" if simple else ""
             raise RunError(
                 "LS2197",
                 f"{key}: {what} must have columns of the same types, but {column!r} holds {_kind(kinds[one])} "
-                f"in {one} and {_kind(kinds[other])} in {other}",
+                f"in {one} and {_kind(kinds[other])} in {other}{mend}",
             )
     alike = [_with_columns(part, names).cast(features) for _, part in parts]
     return datasets.concatenate_datasets(alike)

@@ -408,15 +408,15 @@ def _typed(source: Source, data: DataSection, use: ColumnUse) -> Source:
         others = [s for s in splits if s not in source.of_texts and column_types.is_text(splits[s], column)]
         if column in (data.types or ()) or not loose or others:
             continue
+        texts = {t for s in loose for t in usable_rows.distinct(splits[s], column) if t and t.strip()}
         numbered = row_files.as_numbers([splits[split] for split in loose], column)
         splits |= dict(zip(loose, numbered, strict=True))
         if kind == "number":
             for split in loose:
                 with suppress(RunError):  # the label reader names an invalid row
                     splits[split] = column_types.declared(splits[split], {column: "number"}, split, source.name)
-        elif column_types.is_text(splits[loose[0]], column):
-            texts = set().union(*(usable_rows.distinct(splits[split], column) for split in loose))
-            notes += column_types.label_note(column, {text for text in texts if text and text.strip()})
+        else:
+            notes += column_types.label_note(column, texts) + column_types.blanks_note(column, texts)
     return replace(source, splits=splits, notes=notes)
 
 

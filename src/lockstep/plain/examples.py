@@ -76,11 +76,18 @@ def values_of_labels(run: dict, rows: list[Row]) -> list[Any]:
     return values
 
 
+def tag_of(value: Any) -> str:
+    """Return a tag as text; a whole number that a list with missing values holds as 1.0 is 1."""
+    return str(int(value) if isinstance(value, float) else value)
+
+
 def _own_order(run: dict, rows: list[Row]) -> list[Any]:
     """Return the label values in the data, sorted, or in the order of the run file."""
     task, (_, names) = run["task"], columns(run["task"])
     if task["name"] == "token_classification":
-        return sorted({str(tag) for row in rows for tag in get(row, names[0])})
+        tags = sorted({tag_of(tag) for row in rows for tag in get(row, names[0])})
+        counted = all(str(int(tag)) == tag for tag in tags if tag.isdecimal()) and all(map(str.isdecimal, tags))
+        return sorted(tags, key=int) if counted else tags
     if not task["name"].endswith("classification") or task.get("regression"):
         return []
     if len(names) > 1:
@@ -104,7 +111,8 @@ def _classification(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]
         example["token_type_ids"] = encoded["token_type_ids"] or [0]
     labels = [get(row, name) for name in names]
     if task["multi_label"]:
-        labels = [label in labels[0] for label in job.labels] if len(names) == 1 else [bool(value) for value in labels]
+        given = labels[0] if len(names) == 1 else [name for name, value in zip(names, labels, strict=True) if value]
+        labels = [label in given for label in job.labels]
     if task["multi_label"] or task["regression"]:
         return example | {"labels": [float(n) for n in (labels[0] if isinstance(labels[0], list) else labels)]}
     return example | {"labels": job.labels.index(labels[0])}
@@ -128,8 +136,8 @@ def _image(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
 
 def _tags(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     """Return tokens and tags; only the first token of a word is labelled."""
-    words, tags = ([str(value) for value in get(row, task[key])] for key in ("words", "tags"))
-    encoded = job.tokenizer(words, is_split_into_words=True, truncation=True, max_length=most)
+    words, tags = map(str, get(row, task["words"])), [*map(tag_of, get(row, task["tags"]))]
+    encoded = job.tokenizer([*words], is_split_into_words=True, truncation=True, max_length=most)
     labels = [IGNORED] * len(encoded["input_ids"])
     for word in {*encoded.word_ids()} - {None}:
         labels[encoded.word_ids().index(word)] = job.labels.index(tags[word])

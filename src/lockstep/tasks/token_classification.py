@@ -21,7 +21,7 @@ from pydantic import Field
 
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
-from lockstep.data import labels, source, tokenizer, usable_rows
+from lockstep.data import column_types, labels, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.data.column_types import Kind
@@ -185,6 +185,12 @@ class TokenClassification(PerToken):
                         f"task.tags: row {row} of the {split} split of {name} must hold as many tags as words, both as "
                         f"lists, but holds {str(row_words)[:60]} and {str(marked)[:60]}",
                     )
+                if odd := [tag for tag in marked or () if isinstance(tag, float) and not tag.is_integer()]:
+                    raise RunError(
+                        "LS3420",
+                        f"task.tags: column {options.tags!r} of the {split} split of {name} must hold texts or whole "
+                        f"numbers; row {row} holds {odd[0]!r}: correct it, or set data.types={{{options.tags}: text}}",
+                    )
                 for kind in set(map(type, marked or ())) - kinds.keys() - {type(None)}:
                     first_one = next(tag for tag in marked if type(tag) is kind)
                     kinds[kind] = f"row {row} holds {repr(first_one)[:40]}"
@@ -206,7 +212,7 @@ class TokenClassification(PerToken):
 
         def converted(rows: dict[str, list]) -> dict[str, list]:
             words = [[str(word) for word in row_words] for row_words in rows[options.words]]
-            tags = [[names[tag] if names else str(tag) for tag in marked] for marked in rows[options.tags]]
+            tags = [[names[tag] if names else _text_of(tag) for tag in marked] for marked in rows[options.tags]]
             return {"words": words, "tags": tags}
 
         texts = datasets.List(datasets.Value("string"))
@@ -225,7 +231,10 @@ class TokenClassification(PerToken):
             names = sorted({tag for tags in of_chunks for tag in tags})
             if any(tag.isdecimal() for tag in names):
                 _check_one_kind(data.rows)
-        tags = head_labels.in_model_order(data.run, cls.head, names, names)
+        numbers = column_types.whole_numbers(names, strict=True)
+        names = sorted(names, key=int) if numbers else names
+        values = [int(name) for name in names] if numbers else names
+        tags = head_labels.in_model_order(data.run, cls.head, names, values)
         parts(tags.names)  # refuses unknown tag schemes
         return tags
 
@@ -446,6 +455,11 @@ def first_tokens(word_ids: list[int | None]) -> dict[int, int]:
 
 def _tags(dataset: Dataset) -> set[str]:
     return {tag for _, part in usable_rows.lists(dataset, "tags") for tags in part for tag in tags}
+
+
+def _text_of(tag: Any) -> str:
+    """A tag as text; whole numbers beside missing ones are stored as 1.0."""
+    return str(int(tag) if isinstance(tag, float) else tag)
 
 
 def _nothing(value: Any, names: list[str] | None = None) -> bool:

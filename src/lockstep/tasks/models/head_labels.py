@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config.run import Run
+from lockstep.tasks.models import heads
 from lockstep.tasks.models.heads import Head
 from lockstep.tasks.models.model_configs import load_config
 
@@ -40,7 +41,7 @@ def in_model_order(run: Run, head: Head, names: Sequence[str], values: Sequence[
     numbers = all(isinstance(value, int) for value in values)
     if place is None or not (has_head or len(names) == len(model_names)):
         counted = numbers and [*values] == [*range(len(model_names))]
-        return HeadLabels([*names], [*values], _different(names, model_names, has_head, counted))
+        return HeadLabels([*names], [*values], _different(names, model_names, has_head, counted, head))
     ordered_names, ordered_values = [*model_names], [_value(name, numbers) for name in model_names]
     for name, value in zip(names, values, strict=True):
         ordered_names[place[name]], ordered_values[place[name]] = name, value
@@ -130,7 +131,9 @@ def _value(name: str, numbers: bool) -> Any:
     return int(name) if numbers and re.fullmatch("0|[1-9][0-9]*", name) else name
 
 
-def _different(names: Sequence[str], model_names: Sequence[str], has_head: bool, counted: bool) -> list[str]:
+def _different(
+    names: Sequence[str], model_names: Sequence[str], has_head: bool, counted: bool, head: Head
+) -> list[str]:
     """Notes on labels that differ from the model's. `counted`: the labels are the indices of its outputs."""
     both = f"the model's id2label has {_listed(model_names)}, and the data have {_listed(names)}"
     if not has_head:
@@ -140,13 +143,17 @@ def _different(names: Sequence[str], model_names: Sequence[str], has_head: bool,
     if counted and _unnamed(model_names):
         return []  # LABEL_0 is 0
     if counted:
+        if head == heads.TOKEN_CLASSIFICATION:
+            mend = ". If they mean the model's tags, write these in the data"
+        elif len(names) <= _LISTED:
+            mend = (
+                ". If they mean the model's labels, name them, in the order of the numbers: task.label_names: "
+                f"[{', '.join(model_names)}]"
+            )
+        else:
+            mend = "; task.label_names names them"
         return [
-            f"{both}: each number is taken as that output of the model's head, and the export names the numbers. If "
-            f"they mean the model's labels, name them, in the order of the numbers: task.label_names: "
-            f"[{', '.join(model_names)}]"
-            if len(names) <= _LISTED
-            else f"{both}: each number is taken as that output of the model's head, and the export names the numbers; "
-            "task.label_names names them"
+            f"{both}: each number is taken as that output of the model's head, and the export names the numbers{mend}"
         ]
     return [
         f"{both}: its head is kept, with its outputs under the data's names in this order. Where these mean the same "
