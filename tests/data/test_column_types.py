@@ -445,5 +445,5 @@ def test_tags_that_are_numbers_are_in_their_order(tmp_path: Path) -> None:
 
     assert labels([*range(12)]) == [str(n) for n in range(12)]
     assert labels([0, 1.0, 2]) == ["0", "1", "2"]  # Arrow holds all of them as 1.0
-    with raises("LS3420", "'tags'", "1.5"):
+    with raises("LS3423", "'tags'", "1.5"):
         labels([0, 1.5])

@@ -111,8 +111,8 @@ def _classification(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]
         example["token_type_ids"] = encoded["token_type_ids"] or [0]
     labels = [get(row, name) for name in names]
     if task["multi_label"]:
-        given = labels[0] if len(names) == 1 else [name for name, value in zip(names, labels, strict=True) if value]
-        labels = [label in given for label in job.labels]
+        positive = labels[0] if len(names) == 1 else [name for name, value in zip(names, labels, strict=True) if value]
+        labels = [label in positive for label in job.labels]
     if task["multi_label"] or task["regression"]:
         return example | {"labels": [float(n) for n in (labels[0] if isinstance(labels[0], list) else labels)]}
     return example | {"labels": job.labels.index(labels[0])}

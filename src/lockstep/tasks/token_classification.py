@@ -187,7 +187,7 @@ class TokenClassification(PerToken):
                     )
                 if odd := [tag for tag in marked or () if isinstance(tag, float) and not tag.is_integer()]:
                     raise RunError(
-                        "LS3420",
+                        "LS3423",
                         f"task.tags: column {options.tags!r} of the {split} split of {name} must hold texts or whole "
                         f"numbers; row {row} holds {odd[0]!r}: correct it, or set data.types={{{options.tags}: text}}",
                     )
