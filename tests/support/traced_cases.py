@@ -5,6 +5,7 @@ In: torch. Out: functions, by the code of the finding that has to be made of eac
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -336,6 +337,45 @@ def a_schedule_of_another_optimizer(wrong: bool) -> None:
         scheduler.step()
 
 
+class Wrapper:
+    """An optimizer of a library's own, around one of torch."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups = [optimizer], optimizer.param_groups
+
+    def step(self) -> None:
+        self.base[0].step()
+
+
+class Averaging(torch.optim.Optimizer):
+    """An optimizer with the parameters of one that it holds, as ZeroRedundancyOptimizer is: torch calls hooks for
+    both."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optim = optimizer
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.optim.step()
+
+
+def a_schedule_of_a_wrapper(wrong: bool, kind: Callable[[torch.optim.Optimizer], Any] = Wrapper) -> None:
+    """Right: the schedule is of the optimizer inside of the one that steps."""
+    model = net()
+    kept = sgd(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(kept, 0.9)
+    optimizer = kind(sgd(model) if wrong else kept)
+    for i, (x, y) in enumerate(batches()):
+        model.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        (optimizer if i else kept).step()
+        scheduler.step()
+
+
+def a_schedule_of_an_averaging_optimizer(wrong: bool) -> None:
+    a_schedule_of_a_wrapper(wrong, Averaging)
+
+
 def a_copy_of_the_model(wrong: bool) -> None:
     model = net()
     target = model if wrong else copy.deepcopy(model)
@@ -461,6 +501,8 @@ PAIRS: dict[Callable[[bool], None], str] = {
     no_target_that_counts: "all-zero",
     gradients_kept: "not-zeroed",
     a_schedule_of_another_optimizer: "scheduler-elsewhere",
+    a_schedule_of_a_wrapper: "scheduler-elsewhere",
+    a_schedule_of_an_averaging_optimizer: "scheduler-elsewhere",
     a_copy_of_the_model: "self-load",
     a_group_of_a_generator: "in-no-optimizer",
     checkpoints_without_gradients: "no-gradient",

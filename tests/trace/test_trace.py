@@ -26,6 +26,7 @@ from lockstep_trace.tracer.hooks import Hooks
 from lockstep_trace.tracer.placement import is_dtensor, plain_name
 from lockstep_trace.tracer.settings import Settings
 from support.messages import raises
+from support.traced_cases import Averaging
 
 ROOM = Path(lockstep_trace.__file__).parent
 
@@ -664,3 +665,22 @@ def test_gradients_that_nobody_zeroes_are_a_finding_and_two_optimizers_are_none(
     trace = read(tmp_path)
     assert trace.optimizers == [0, 1]
     assert {f.code for f in findings(trace)} == ({"not-zeroed"} if zero == "never" else set())
+
+
+def test_a_step_inside_of_a_wrappers_step_is_one_step_with_the_moments_of_the_inner_optimizer(tmp_path: Path) -> None:
+    """As in ZeroRedundancyOptimizer, where torch calls hooks for both. The control is a scaler's skipped step."""
+    model = nn.Linear(6, 1)
+    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    tracer.begin(Settings(str(tmp_path)))
+    optimizer, scaler = Averaging(inner), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(4, 6)).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    tracer.end()
+    (rank,) = read(tmp_path).ranks
+    assert {o: sorted(steps) for o, steps in rank.steps.items()} == {0: [0, 1]}
+    assert [(s["opt"], s["step"]) for s in rank.skipped] == [(0, 1)]
+    assert {name for _, name in rank.steps[0][0].moments} == {"exp_avg", "exp_avg_sq"}
+    assert all(len(s.losses) == 1 for s in rank.steps[0].values())

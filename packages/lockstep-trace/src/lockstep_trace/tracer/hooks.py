@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import fsdp1, observers, workers
+from . import fsdp1, observers, workers, wrappers
 from .fingerprint import measure, whole
 from .placement import is_plain_tensor, local, plain_name
 from .recorder import Recorder
@@ -90,6 +90,8 @@ class Hooks:
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.recorder is None or self.engine_steps or id(optimizer) in self._stepping:
             return None
+        if self._stepping and self.guarded(self._is_part, optimizer):
+            return None
         self._stepping[id(optimizer)] = {}
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
         if closure is None and self.guarded(self._makes_state, optimizer):
@@ -120,6 +122,13 @@ class Hooks:
         if self.recorder.checker is not None and here:
             self.guarded(self.recorder.checker.at_step, optimizer, here)
         return here
+
+    def _is_part(self, optimizer: Any) -> bool:
+        """Return whether a step is a part of the step of a wrapper with the same parameters, as in
+        ZeroRedundancyOptimizer, which is measured already."""
+        outer = [here["optimizer"] for here in self._stepping.values() if "optimizer" in here]
+        own = wrappers.parameters_of(optimizer)
+        return any(id(optimizer) in wrappers.inside(o) and own <= wrappers.parameters_of(o) for o in outer)
 
     def _makes_state(self, optimizer: Any) -> bool:
         """Return whether a step only initializes the optimizer's state: the first step, before any backward, with a
@@ -287,7 +296,7 @@ def _wrap_scaler(hooks: Hooks) -> None:
     @functools.wraps(step)
     def step_(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = hooks.recorder
-        inner = getattr(optimizer, "optimizer", optimizer)
+        inner = wrappers.stepping(optimizer)
         if recorder is None or not self.is_enabled():
             return step(self, optimizer, *args, **kwargs)
         if not recorder.since.unscaled:

@@ -6,7 +6,7 @@ In: parameters, optimizer state, modules. Out: vectors of `fingerprint.measure`,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from .fingerprint import Block, differences, heads, measure, whole
 from .layouts import SketchedLayout
 from .records import Since
 from .versions import local_shape, written
+from .wrappers import nested
 
 SPARSE = 8  # measure moments, and weights that seem unmodified, every so many steps
 
@@ -105,8 +106,10 @@ def after_step(
 def moments(optimizer: Any, parameters: Sequence[Any], record: dict[str, Any]) -> list[Tensor]:
     """Measure the optimizer's elementwise state, without sketches, and add to the record what it is."""
     tensors, blocks, names = [], [], []
+    holders = [o.state for o in nested(optimizer) if isinstance(getattr(o, "state", None), Mapping)]
     for i, p in enumerate(parameters):
-        for name, value in (optimizer.state.get(getattr(p, "source", p)) or {}).items():
+        source = getattr(p, "source", p)
+        for name, value in next((s[source] for s in holders if s.get(source)), {}).items():
             if isinstance(value, Tensor) and value.shape == local_shape(p) and value.numel() > 1:
                 tensor, block, _ = placement.local(value)
                 tensors.append(tensor)

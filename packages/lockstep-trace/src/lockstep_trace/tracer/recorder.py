@@ -247,7 +247,7 @@ class Recorder:
         step = self.steps[number]
         if self.settings.steps is not None and step >= self.settings.steps:
             self.flush()
-            return {"number": number, "skip": True}
+            return {"number": number, "optimizer": optimizer, "skip": True}
         groups_ = enumerate(optimizer.param_groups)
         parameters = [(p, g) for g, group in groups_ for p in self.parts(group["params"])]
         named = self.names(fresh=step % 16 == 0)

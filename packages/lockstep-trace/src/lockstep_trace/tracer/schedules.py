@@ -10,6 +10,8 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from .wrappers import inside, parameters_of
+
 
 @dataclass
 class Scheduler:
@@ -93,11 +95,11 @@ class Schedules:
     def elsewhere(self, optimizer: Any) -> list[str]:
         """Return the schedulers stepped since the last step of any optimizer whose optimizer is another object with
         parameters of this one."""
-        members, own = inside(optimizer), _parameters(optimizer)
+        members, own = inside(optimizer), parameters_of(optimizer)
         names = []
         for each in self.schedulers:
             other = each.optimizer()
-            if other is not None and each.fresh and not members & inside(other) and own & _parameters(other):
+            if other is not None and each.fresh and not members & inside(other) and own & parameters_of(other):
                 names.append(each.name)
             each.fresh = False
         return names
@@ -136,18 +138,5 @@ class Schedules:
         return dict(vars(loaded))
 
 
-def _parameters(optimizer: Any) -> set[int]:
-    return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-
-
 def rates_of(optimizer: Any) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-
-
-def inside(optimizer: Any) -> set[int]:
-    """Return the ids of an optimizer and of those that it wraps, as in Accelerate and DeepSpeed."""
-    ids: set[int] = set()
-    while optimizer is not None and id(optimizer) not in ids:
-        ids.add(id(optimizer))
-        optimizer = getattr(optimizer, "optimizer", None)
-    return ids
