@@ -42,8 +42,8 @@ def is_optimizer(value: Any) -> bool:
 def stepping(optimizer: Any) -> Any:
     """Return the outermost optimizer whose step torch's hooks see, or the innermost one if they see none."""
     rows = nested(optimizer)
-    seen = (row for row in rows if getattr(getattr(type(row), "step", None), "hooked", False))
-    return next(seen, rows[-1])
+    hooked = (row for row in rows if getattr(getattr(type(row), "step", None), "hooked", False))
+    return next(hooked, rows[-1])
 
 
 def parameters_of(optimizer: Any) -> set[int]:
