@@ -122,6 +122,102 @@ def a_mask_of_another_number(wrong: bool) -> None:
         optimizer.step()
 
 
+def averages_that_stay(wrong: bool) -> None:
+    """The control: averages are swapped in for each evaluation, and out again, through `.data` as libraries do."""
+    model = net()
+    optimizer = sgd(model)
+    average = [p.detach().clone() for p in model.parameters()]
+    for _ in range(3):
+        for x, y in batches(1):
+            step(model, optimizer, x, y)
+            torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], 0.2)
+        kept = [p.detach().clone() for p in model.parameters()]
+        for p, other in zip(model.parameters(), average, strict=True):
+            p.data.copy_(other)
+        with torch.no_grad():
+            model.eval()(X[:7] + 1)
+        model.train()
+        for p, other in zip(model.parameters(), average if wrong else kept, strict=True):
+            p.data.copy_(other)
+
+
+def weights_from_elsewhere(wrong: bool) -> None:
+    """The control: weights are clipped after each step."""
+    model, other = net(), net()
+    optimizer = sgd(model)
+    for i, (x, y) in enumerate(batches()):
+        step(model, optimizer, x, y)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            if not wrong:
+                p.detach().clamp_(-0.1, 0.1)
+            elif i == 5:
+                p.detach().copy_(q)
+
+
+def steps_that_are_undone(wrong: bool) -> None:
+    """The control: weights are kept anew before each step, and restored after one that was not good."""
+    model = net()
+    optimizer = sgd(model)
+    kept = [p.detach().clone() for p in model.parameters()]
+    for x, y in batches():
+        step(model, optimizer, x, y)
+        for p, q in zip(model.parameters(), kept, strict=True):
+            if wrong:
+                p.detach().copy_(q)
+            else:
+                q.copy_(p.detach())
+
+
+def an_optimizer_in_each_epoch(wrong: bool) -> None:
+    """The control: its state is loaded."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for epoch in range(3):
+        state = optimizer.state_dict()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01 / (1 + epoch))
+        if not wrong:
+            optimizer.load_state_dict(state)
+            optimizer.param_groups[0]["lr"] = 0.01 / (1 + epoch)
+        for x, y in batches(1):
+            step(model, optimizer, x, y)
+
+
+class Listed(nn.Module):
+    """Layers in a list of Python, or in one that registers them."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Linear(12, 12) for _ in range(2)]
+        self.layers = layers if plain else nn.ModuleList(layers)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+
+def layers_in_a_list(wrong: bool) -> None:
+    model = Listed(wrong)
+    optimizer = sgd(model)
+    for x, y in batches():
+        step(model, optimizer, x, y)
+
+
+def a_decay_in_each_step(wrong: bool) -> None:
+    """A factor that is meant for epochs."""
+    model = net()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.3)
+    for _ in range(4):
+        for x, y in batches(1):
+            step(model, optimizer, x, y)
+            if wrong:
+                scheduler.step()
+        if not wrong:
+            scheduler.step()
+
+
 SUSPECTED: dict[Callable[[bool], None], str] = {
     rows_sorted_by_class: "one-class-batches",
     swapped_groups: "decay-of-vectors",
@@ -131,4 +227,10 @@ SUSPECTED: dict[Callable[[bool], None], str] = {
     folds_of_one_model: "trained-on",
     tokens_that_are_copied: "labels-not-shifted",
     a_mask_of_another_number: "padding-seen",
+    averages_that_stay: "weights-written",
+    weights_from_elsewhere: "weights-written",
+    steps_that_are_undone: "steps-undone",
+    an_optimizer_in_each_epoch: "optimizer-made-anew",
+    layers_in_a_list: "unregistered",
+    a_decay_in_each_step: "rate-vanishes",
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from lockstep_trace.read import Trace
-from lockstep_trace.rules import checks, data, gradients, losses, modes, parameters, replicas, schedules, tokens
+from lockstep_trace.rules import checks, data, gradients, losses, modes, parameters, replicas, schedules, tokens, writes
 from lockstep_trace.rules.finding import LEVELS, WRONG, Finding
 
 __all__ = ["Finding", "findings", "proved"]
@@ -21,6 +21,7 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     replicas.same_examples,
     parameters.ties,
     parameters.in_no_optimizer,
+    parameters.unregistered,
     modes.casts,
     modes.packed,
     losses.functions,
@@ -40,6 +41,9 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     schedules.often,
     schedules.never,
     parameters.rate_zero,
+    schedules.vanishing,
+    writes.between,
+    writes.anew,
     losses.means,
     parameters.dtypes,
     checks.checked,
@@ -65,6 +69,7 @@ FOLLOWS = {  # finding -> findings that are its consequences
     "not-zeroed": ("not-finite", "check-gradient"),
     "not-reduced": ("check-gradient",),
     "equal-shards": ("same-examples",),
+    "trained-on": ("optimizer-made-anew",),
 }
 
 

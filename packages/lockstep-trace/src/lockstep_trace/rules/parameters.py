@@ -76,6 +76,33 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
     yield Finding("in-no-optimizer", what, cause, None, SUSPICIOUS, otherwise, decides)
 
 
+def unregistered(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report parameters with gradients that no called model has registered and no optimizer holds.
+
+    Layers in a list of Python are not registered, and neither trained nor saved. A frozen network is hidden from a
+    model in the same way, often with requires_grad left on, so it is never proved."""
+    if optimizer != trace.optimizers[0]:
+        return
+    for rank in trace.ranks[:1]:
+        steps = [s for s in rank.steps.get(optimizer, {}).values() if s.unregistered]
+        if len(steps) < PATIENCE:
+            return
+        shapes = [str(shape) for shape in steps[-1].unregistered]
+        what = (
+            f"{len(shapes)} parameters of shapes {few(shapes)} get gradients in {len(steps)} steps; no model that is "
+        )
+        what += "called has registered them, and no optimizer holds them"
+        cause = (
+            "keep layers in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList: a list of Python is "
+        )
+        cause += "not looked into by parameters(), to() and state_dict()"
+        otherwise = (
+            "a network that is hidden on purpose and not trained (a perceptual loss), or weights updated by hand"
+        )
+        decides = "whether they are meant to be trained: requires_grad_(False) says that they are not"
+        yield Finding("unregistered", what, cause, steps[0].step, SUSPICIOUS, otherwise, decides)
+
+
 def _replaced(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report a part that was replaced after a later optimizer was made, which holds the old part and trains the rest.
 
@@ -306,6 +333,8 @@ def rate_zero(trace: Trace, optimizer: int) -> Iterator[Finding]:
     tail = next((i for i, z in enumerate(reversed(zero)) if not z), len(zero))
     if tail < max(PATIENCE, 0.1 * len(steps)) or tail == len(steps):
         return
+    if any(w.fingerprint != s.before[n].fingerprint for s in steps[-tail:] for n, w in s.weights.items()):
+        return  # the rate is in another option
     step = steps[-tail].step
     what = f"from step {step} on the learning rate is 0: the last {tail} of {len(steps)} steps change nothing"
     cause = "the schedule is over too early: it is stepped more often than it is long, or its length is too small"

@@ -13,6 +13,8 @@ from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
 
 LENGTH = "the schedule may be as long as that"
 COUNTS = "what the schedule's length counts: steps of the optimizer, micro-batches, examples or epochs"
+TINY = 1e-4  # of the largest rate
+MOST_OF = 20  # steps
 LATER = ("SWALR",)  # schedulers that start at an epoch chosen by the script
 
 
@@ -141,6 +143,29 @@ def after_load(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 def _near(one: list[float], other: list[float]) -> bool:
     return len(one) == len(other) and all(math.isclose(x, y, rel_tol=1e-6) for x, y in zip(one, other, strict=True))
+
+
+def vanishing(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report a rate that is at most a ten-thousandth of its largest value from some step in the first half to the end.
+
+    The schedule counts other things than it was made for, or training had converged: it is never proved. A rate of
+    exactly 0 is `rate-zero`."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None or not trace.complete:
+        return
+    steps = [s for _, s in sorted(rank.steps[optimizer].items())]
+    rates = [max((group.get("lr") or 0 for group in s.groups), default=0) for s in steps]
+    if len(steps) < MOST_OF or rates[-1] <= 0 or rates[-1] > TINY * max(rates):
+        return
+    tail = next((i for i, rate in enumerate(reversed(rates)) if rate > TINY * max(rates)), len(rates))
+    if tail < 0.5 * len(steps):
+        return
+    step = steps[-tail].step
+    what = f"from step {step} on the learning rate is below {max(rates) * TINY:.2g}, a ten-thousandth of its largest: "
+    what += f"{tail} of {len(steps)} steps hardly change weights; at the end it is {rates[-1]:.2g}"
+    cause = "the schedule is stepped more often than its numbers count: once per step what is meant once per epoch"
+    otherwise = "a long last phase that is meant to change hardly anything"
+    yield Finding("rate-vanishes", what, cause, step, SUSPICIOUS, otherwise, COUNTS)
 
 
 def direction(trace: Trace, optimizer: int) -> Iterator[Finding]:

@@ -104,7 +104,7 @@ class Hooks:
             result = closure()
             if self.recorder is not None:
                 first = self._stepping.get(id(optimizer), {}).get("measured")
-                here = self._measured(optimizer)
+                here = self._measured(optimizer) | {"closure": True}
                 if first is not None and "measured" in here:  # weights before the step come from the first call
                     weights = {"weights": first.weights, "start": first.start, "shards": first.shards}
                     here["measured"] = dataclasses.replace(here["measured"], **weights)

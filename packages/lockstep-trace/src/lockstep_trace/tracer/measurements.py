@@ -28,8 +28,9 @@ Local = tuple[Tensor, Block, str]  # local tensor, its block, "partial" or an em
 @dataclass
 class Before:
     """Measured before a step. `weights`: of all parameters; `start`: the same at the first step, with the contents of
-    shards. `grads`: of the parameters numbered `present`, None if they are `unclipped` times the clipping's factor;
-    `unclipped`: measured before clipping, None where that is not known."""
+    shards. `written`: their differences from the weights after the last step, None if nothing was written. `grads`: of
+    the parameters numbered `present`, None if they are `unclipped` times the clipping's factor; `unclipped`: measured
+    before clipping, None where that is not known."""
 
     locals: list[Local]
     weights: list[Tensor]
@@ -40,6 +41,7 @@ class Before:
     partial: list[int]
     grads: list[Tensor] | None
     unclipped: list[Tensor | None] = field(default_factory=list)
+    written: list[Tensor] | None = None
 
 
 def measured_gradients(parameters: Sequence[Any], sketch: bool = True) -> list[Tensor]:
@@ -53,16 +55,26 @@ def measured_locals(tensors: Sequence[Local], sketch: bool = True) -> list[Tenso
 
 
 def before_step(
-    layout: SketchedLayout, params: Sequence[Any], unclipped: dict[Any, Tensor], known: bool, fresh: bool, often: bool
+    layout: SketchedLayout,
+    params: Sequence[Any],
+    unclipped: dict[Any, Tensor],
+    known: bool,
+    fresh: bool,
+    often: bool,
+    evaluated: bool = False,
 ) -> Before:
     """Measure weights and gradients. `unclipped`: by key of parameter. `known`: whether gradients are `unclipped` times
-    a factor. `fresh`: measure weights even if they seem unmodified. `often`: every step is recorded."""
+    a factor. `fresh`: measure weights even if they seem unmodified. `often`: every step is recorded. `evaluated`: the
+    model was evaluated since the last step, where weights may be swapped through `.data`."""
     locals_ = [placement.local(p) for p in params]
-    start, shards = None, []
-    if layout.sketches is not None and [written(p) for p in params] == layout.versions and not fresh:
-        weights = layout.sketches  # unmodified since
-    else:  # with a sketch if the last step may not be recorded
-        weights = measured_locals(locals_, sketch=layout.sketches is None or not often)
+    start, shards, written_to = None, [], None
+    modified = evaluated or [written(p) for p in params] != layout.versions
+    if layout.sketches is not None and not modified and not fresh:
+        weights = layout.sketches
+    else:  # with a sketch if the last step may not be recorded, or weights were written to since
+        weights = measured_locals(locals_, sketch=modified or layout.sketches is None or not often)
+        if layout.sketches is not None and modified:
+            written_to = heads(differences(weights, layout.sketches))
     if layout.sketches is None:
         layout.sketches = start = weights
         shards = _contents([t for (t, b, _) in locals_ if b.size != b.shape])
@@ -72,9 +84,9 @@ def before_step(
     clipped = [unclipped.get(placement.key(params[i])) for i in present] if unclipped else []
     partial = [i for i, (_, _, kind) in zip(present, grads, strict=True) if kind]
     if known and clipped and all(v is not None for v in clipped):
-        return Before(locals_, weights, start, shards, present, absent, partial, None, clipped)
+        return Before(locals_, weights, start, shards, present, absent, partial, None, clipped, written_to)
     vectors = measured_locals(grads, sketch=not clipped or any(v is None for v in clipped))
-    return Before(locals_, weights, start, shards, present, absent, partial, vectors, clipped)
+    return Before(locals_, weights, start, shards, present, absent, partial, vectors, clipped, written_to)
 
 
 def after_step(
@@ -89,6 +101,8 @@ def after_step(
     layout.versions = [written(p) for p in parameters]
     record["none"], record["partial"] = before.absent, before.partial
     vectors = {"before": heads(before.weights), "weights": heads(after), "updates": differences(after, earlier)}
+    if before.written is not None:
+        vectors["written"] = before.written
     if before.start is not None:
         vectors["start"], vectors["shards"] = before.start, before.shards
         record["shards_of"] = [i for i, (_, b, _) in enumerate(before.locals) if b.size != b.shape]

@@ -27,6 +27,7 @@ from .perturbation import perturb
 from .records import OF_STEP, Since, fill_in, hexed, numbers_of, options_of, packed
 from .schedules import Schedules
 from .settings import Settings
+from .strays import Strays
 from .writer import Writer
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Recorder:
         self.schedules = Schedules()
         self.steps: list[int] = []
         self.layouts = Layouts(self.write)
+        self.strays = Strays()
         self.modes = ModelModes()
         self.since = Since()
         self.evaluation: Evaluation | None = None
@@ -134,6 +136,7 @@ class Recorder:
         trained = first is not None and id(first) in self.names()[0]
         between = len(self.since.inputs) > self.since.backwards
         setting = Setting(type(module).__name__, self.loader, self.modes.trains(module), trained, between)
+        self.since.evaluated |= trained and not self.since.inputs
         if self.evaluation is None or self.evaluation.setting != setting:
             self.end_evaluation()
             active = placement.stochastic(module)[:20]
@@ -168,6 +171,7 @@ class Recorder:
             if self.loss_looks < TOKEN_LOOKS:
                 self.loss_looks += 1
                 self.since.notes += handmade(loss)
+                self.strays.look(loss, self.models())
         if loss is not None and self.packed_looks < 2 and any(s.restarts is not None for s in self.since.inputs):
             self.packed_looks += 1
             self.since.unmasked = unmasked_attention(loss)
@@ -279,7 +283,8 @@ class Recorder:
         known = step >= LOOKED_AT and not sparse and self.gradients.factors.known(number, clips, present)
         known = known and any(clip is clips[0] for clip, _ in self.since.norms)
         unclipped = self.since.clipped if again else {}
-        return before_step(layout, params, unclipped, known, fresh=sparse, often=self.settings.every == 1)
+        often, evaluated = self.settings.every == 1, self.since.evaluated
+        return before_step(layout, params, unclipped, known, fresh=sparse, often=often, evaluated=evaluated)
 
     def after_step(self, optimizer: Any, here: dict[str, Any]) -> None:
         number = here["number"]
@@ -356,6 +361,10 @@ class Recorder:
             "stale_casts": since.stale_casts,
             "unmasked": since.unmasked,
             "cut": since.cut,
+            "evaluated": since.evaluated,
+            "loaded_model": since.loaded,
+            "closure": bool(here.get("closure")),
+            "unregistered": self.strays.with_gradients(optimized),
             "elsewhere": self.schedules.elsewhere(here["optimizer"]),
             "generators": workers.states(),
         }
