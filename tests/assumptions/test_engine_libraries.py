@@ -1,8 +1,10 @@
-"""What lockstep takes for granted of accelerate, DeepSpeed, TRL and Liger: signatures, private names, one process."""
+"""What lockstep takes for granted of accelerate, TRL and Liger: signatures, private names, one process."""
 
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import subprocess
 import sys
 
@@ -126,54 +128,7 @@ def test_accelerate_loses_batches_that_are_short() -> None:
     assert 0 not in rows
 
 
-DEEPSPEED = """
-import os, sys, torch, torch.distributed as dist
-os.environ |= {"LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu", "DS_IGNORE_CUDA_DETECTION": "1"}
-from torch import nn
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-import deepspeed
-assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
-from deepspeed.runtime.zero import parameter_offload, partition_parameters
-from deepspeed.utils import groups
-assert hasattr(groups, "_WORLD_GROUP") and hasattr(groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP")
-assert parameter_offload.FWD_MODULE_STACK == [] and partition_parameters.Init.param_id == 0
-assert parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0] == [0]
-torch.manual_seed(0)
-layer = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-start = [p.detach().clone() for p in layer.parameters()]
-engine, *_ = deepspeed.initialize(
-    model=layer,
-    optimizer=torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.5),
-    config={
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-    },
-)
-engine.backward(layer[0](torch.ones(1, 2)).sum())
-engine.step()
-moved = [float((p.detach().cpu() - s).abs().max()) for p, s in zip(layer.parameters(), start)]
-assert moved[0] > 0
-print("unused weights are decayed:", moved[1] > 0)
-"""
-
-
-@pytest.mark.processes
-@rests_on_it(
-    "src/lockstep/strategies/engines/zero.py",
-    "src/lockstep/strategies/engines/zero_partition.py",
-    "src/lockstep/strategies/engines/zero_agreement.py",
-)
-def test_deepspeed_updates_weights_without_a_gradient() -> None:
-    """DeepSpeed gives weights without a gradient zeros, so that AdamW decays them; its process-wide state has the
-    names that lockstep resets, and is empty in a new process."""
-    pytest.importorskip("deepspeed")
-    done = subprocess.run([sys.executable, "-c", DEEPSPEED], capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "unused weights are decayed: True" in done.stdout
-
-
+@pytest.mark.extras
 @rests_on_it("src/lockstep/config/foreign_keys/trl.yaml", "src/lockstep/lab/import_config/trainer.py")
 def test_trl_trains_in_bfloat16_unless_told_otherwise() -> None:
     """SFTConfig and DPOConfig have bf16 on, unlike transformers' TrainingArguments."""
@@ -186,9 +141,101 @@ def test_trl_trains_in_bfloat16_unless_told_otherwise() -> None:
         assert made.bf16 is True
 
 
-@rests_on_it("src/lockstep/config/foreign_keys/trl.yaml")
-def test_usual_numbers_of_trl() -> None:
-    """SFTConfig cuts at 1024 tokens and DPOConfig has beta 0.1."""
+@pytest.mark.extras
+@rests_on_it("src/lockstep/config/foreign_keys/trl.yaml", "src/lockstep/lab/import_config/trainer.py")
+def test_usual_values_of_trl() -> None:
+    """Fields of TRL's configs have the defaults that are taken for those that a file leaves out, and no further field
+    differs from TrainingArguments."""
     trl = pytest.importorskip("trl")
-    assert inspect.signature(trl.SFTConfig).parameters["max_length"].default == 1024
-    assert inspect.signature(trl.DPOConfig).parameters["beta"].default == 0.1
+    from dataclasses import fields
+
+    from transformers import TrainingArguments
+    from trl.experimental.cpo import CPOConfig
+
+    def usual(kind: type) -> dict[str, object]:
+        return {field.name: field.default for field in fields(kind)}  # type: ignore[arg-type]
+
+    rates = {trl.SFTConfig: 2e-5, trl.DPOConfig: 1e-6, CPOConfig: 1e-6, trl.RewardConfig: 1e-4}
+    for kind, rate in rates.items():
+        own, base = usual(kind), usual(TrainingArguments)
+        assert own["learning_rate"] == rate
+        assert own["max_length"] == 1024
+        differing = {name for name in own.keys() & base.keys() if own[name] != base[name]}
+        assert differing <= {"learning_rate", "bf16", "gradient_checkpointing", "logging_steps", "include_for_metrics"}
+        assert own["gradient_checkpointing"] is True
+    texts, pairs, simpo, reward = (usual(kind) for kind in rates)
+    assert (texts["packing"], texts["packing_strategy"], texts["loss_type"]) == (False, "bfd", "nll")
+    assert (texts["assistant_only_loss"], texts["completion_only_loss"]) == (False, None)
+    assert (pairs["beta"], pairs["label_smoothing"]) == (0.1, 0.0)
+    assert trl.DPOConfig(output_dir="", use_cpu=True, bf16=False, report_to=[]).loss_type == ["sigmoid"]
+    assert (simpo["beta"], simpo["simpo_gamma"], simpo["cpo_alpha"], simpo["loss_type"]) == (0.1, 0.5, 1.0, "sigmoid")
+    assert reward["center_rewards_coefficient"] is None
+    model = usual(trl.ModelConfig)
+    assert [model[name] for name in ("lora_r", "lora_alpha", "lora_dropout", "dtype")] == [16, 32, 0.05, "float32"]
+    assert [model[name] for name in ("use_peft", "load_in_4bit", "bnb_4bit_quant_type")] == [False, False, "nf4"]
+
+
+@pytest.mark.extras
+@rests_on_it("src/lockstep/config/foreign_keys/trl.yaml", "src/lockstep/lab/import_config/trainer.py")
+def test_packing_of_trl_keeps_each_text_apart() -> None:
+    """TRL's packing bfd fills rows with whole texts and leaves out what one has beyond max_length, which bfd_split
+    keeps; both give the texts' lengths. wrapped cuts one stream into rows, and gives no lengths. Of rows with lengths
+    its collator makes restarting position_ids, no attention mask, and no label for the first token of a text."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10, 11]]})
+    packed = {kind: trl.pack_dataset(rows, 4, strategy=kind) for kind in ("bfd", "bfd_split", "wrapped")}
+    tokens = {kind: sorted(token for ids in rows["input_ids"] for token in ids) for kind, rows in packed.items()}
+    assert tokens["bfd"] == [*range(1, 11)]
+    assert tokens["bfd_split"] == tokens["wrapped"] == [*range(1, 12)]
+    for kind in ("bfd", "bfd_split"):
+        assert [sum(each) for each in packed[kind]["seq_lengths"]] == [len(ids) for ids in packed[kind]["input_ids"]]
+    assert packed["wrapped"]["input_ids"][:2] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert "seq_lengths" not in packed["wrapped"].column_names
+    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(
+        [{"input_ids": [1, 2, 3, 4], "seq_lengths": [3, 1]}]
+    )
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0]]
+    assert "attention_mask" not in batch
+    assert batch["labels"].tolist() == [[-100, 2, 3, -100]]
+
+
+LIGER = """
+import json, torch
+from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as fused
+found = []
+for dtype in (torch.float32, torch.bfloat16):
+    for with_bias, smoothing in ((False, 0.0), (True, 0.1)):
+        torch.manual_seed(0)
+        states, weight, bias = (torch.randn(*size).to(dtype).requires_grad_() for size in ((7, 16), (33, 16), (33,)))
+        targets = torch.tensor([1, 2, -100, 4, 32, -100, 0])
+        leaves = [states, weight, bias] if with_bias else [states, weight]
+        options = {"label_smoothing": smoothing, "reduction": "sum", "softcap": None, "accum_dtype": torch.float32}
+        loss = fused(states, weight, targets, bias if with_bias else None, **options)
+        loss.backward()
+        logits = torch.nn.functional.linear(states.float(), weight.float(), bias.float() if with_bias else None)
+        exact = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="sum")
+        grads = torch.autograd.grad(exact, leaves)
+        off = [float((a.grad.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip(leaves, grads)]
+        found.append([float(abs(loss - exact) / exact), max(off), dtype == torch.bfloat16])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.extras
+@pytest.mark.processes
+@rests_on_it("src/lockstep/tasks/models/chunked_loss.py")
+def test_liger_sums_the_losses_of_a_head() -> None:
+    """liger_fused_linear_cross_entropy is the sum of cross entropies without targets of -100, with a bias and
+    smoothing too, and so are its gradients: by Triton's interpreter, on a CPU, which has no softcap."""
+    pytest.importorskip("liger_kernel", reason="needs the extra liger")
+    pytest.importorskip("triton", reason="needs Triton")
+    words = [sys.executable, "-c", LIGER]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for loss, gradient, low in json.loads(done.stdout.splitlines()[-1]):
+        assert loss < (0.02 if low else 1e-5)
+        assert gradient < (0.02 if low else 1e-4)

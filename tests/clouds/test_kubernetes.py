@@ -348,7 +348,10 @@ def test_a_manifest_that_the_server_refuses(cluster: Cluster, here: Path, capsys
         ({"kind": "Job", "spec": {"suspend": True}, "status": {}}, "stopped"),
         ({"kind": "Job", "status": {"conditions": COMPLETE}}, "done"),
         ({"kind": "TrainJob", "status": {"conditions": FAILED}}, "failed"),
-        ({"kind": "TrainJob", "status": {"jobsStatus": [{"name": "node", "active": 1}]}}, "running"),
+        ({"kind": "TrainJob", "status": {"jobsStatus": [{"name": "node", "active": 1, "ready": 1}]}}, "running"),
+        ({"kind": "TrainJob", "status": {"jobsStatus": [{"name": "node", "active": 1, "ready": 0}]}}, "waiting"),
+        ({"kind": "TrainJob", "spec": {"suspend": True}, "status": {"jobsStatus": [{"active": 1}]}}, "running"),
+        ({"kind": "TrainJob", "spec": {"suspend": True}, "status": {"jobsStatus": [{"suspended": 1}]}}, "stopped"),
         ({"kind": "TrainJob"}, "waiting"),
     ],
 )

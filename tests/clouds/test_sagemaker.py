@@ -269,7 +269,9 @@ class Named:
     ("found", "word", "status"),
     [
         ({"TrainingJobStatus": "InProgress", "SecondaryStatus": "Starting"}, "waiting", None),
+        ({"TrainingJobStatus": "InProgress", "SecondaryStatus": "DownloadingTrainingImage"}, "waiting", None),
         ({"TrainingJobStatus": "InProgress", "SecondaryStatus": "Training"}, "running", None),
+        ({"TrainingJobStatus": "Deleting", "SecondaryStatus": "Completed"}, "gone", None),
         ({"TrainingJobStatus": "Stopping", "SecondaryStatus": "Stopping"}, "running", None),
         ({"TrainingJobStatus": "Completed", "SecondaryStatus": "Completed"}, "done", 0),
         ({"TrainingJobStatus": "Stopped", "SecondaryStatus": "MaxRuntimeExceeded"}, "stopped", 75),

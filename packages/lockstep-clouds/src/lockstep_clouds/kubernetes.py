@@ -200,19 +200,18 @@ def allowed(facts: Any) -> None:
 
 def state_from(resource: dict[str, Any]) -> State:
     """What a Job or TrainJob says of itself."""
-    status = resource.get("status", {})
+    status, jobs = resource.get("status", {}), resource.get("status", {}).get("jobsStatus", [])
     true = {c["type"]: c for c in status.get("conditions", []) if c.get("status") == "True"}
     for word, code in (("Complete", 0), ("Failed", 1)):
         if word in true:
             return job_record.outcome(code, " ".join(str(true[word].get("message", "")).split()))
+    # of a TrainJob child Jobs are counted, and one whose pods only wait for a node is active
+    ready, active = (sum(int(each.get(name, 0)) for each in [status, *jobs]) for name in ("ready", "active"))
     if "Suspended" in true or resource.get("spec", {}).get("suspend"):
-        return State(
-            "stopped" if not status.get("active") else "running", "suspended", None if status.get("active") else STOPPED
-        )
+        return State("stopped" if not active else "running", "suspended", None if active else STOPPED)
     if resource["kind"] == "TrainJob":
-        jobs = status.get("jobsStatus", [])
-        pods = sum(int(j.get("active", 0)) for j in jobs)
-        return State("running" if pods else "waiting", f"{pods} active" if pods else "its pods are being made")
-    ready, active = int(status.get("ready", 0)), int(status.get("active", 0))
+        return (
+            State("running") if ready else State("waiting", "its pods start" if active else "its pods are being made")
+        )
     completions = resource.get("spec", {}).get("completions", 1)
     return State("running" if ready else "waiting", f"{ready} of {completions} pods run, {active} are there")

@@ -20,7 +20,10 @@ from lockstep_clouds import aws
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 STOPPED = "lockstep: stopped on request"  # how `sagemaker_entry` begins its /opt/ml/output/failure for status 75
-_WAITING = ("Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "Downloading")
+_WAITING = (
+    *("Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack"),
+    *("Downloading", "DownloadingTrainingImage"),
+)
 
 
 def describe(client: Any, name: str) -> dict[str, Any] | None:
@@ -48,6 +51,8 @@ def state_from(description: dict[str, Any]) -> State:
     text = str(description.get("FailureReason") or second)
     if status in ("InProgress", "Stopping"):
         return State("waiting" if second in _WAITING else "running", second or status)
+    if status == "Deleting":
+        return State("gone", "AWS is deleting the training job")
     if status == "Stopped" or STOPPED in text:
         return job_record.outcome(errors.STOPPED, text)
     return job_record.outcome(0 if status == "Completed" else 1, text)

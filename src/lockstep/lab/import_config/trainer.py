@@ -217,7 +217,9 @@ def _texts(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         draft.set("task.packing", True, "packing")
         draft.set("task.attend_across_documents", strategy == "wrapped", f"packing_strategy {strategy}")
         if strategy != "wrapped":
-            draft.notes.append("packing: texts follow each other and are cut where a block ends; TRL's bfd sorts them")
+            note = f"packing: texts follow each other and are cut where a block ends; TRL's {strategy} sorts them"
+            cut = ", and leaves out what a text has beyond max_length" if strategy == "bfd" else ""
+            draft.notes.append(note + cut)
     else:
         draft.set("task.packing", False, "packing")
     if (loss := str(theirs.get("loss_type", "nll"))) not in ("nll", "chunked_nll"):

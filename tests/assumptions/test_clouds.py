@@ -1,0 +1,179 @@
+"""What lockstep takes for granted of Ray Train, Kubeflow's interface, botocore and SageMaker's toolkit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.assumed import rests_on_it
+from support.assumed_ray import facts
+
+pytestmark = [pytest.mark.extras, pytest.mark.processes]
+
+
+@pytest.fixture(scope="module")
+def ray_facts() -> dict[str, Any]:
+    pytest.importorskip("ray", reason="needs the extra ray")
+    return facts()
+
+
+@rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/ray_train.py")
+def test_ray_connects_once(ray_facts: dict[str, Any]) -> None:
+    """is_initialized is False before init; init("local") starts a cluster, which shutdown ends."""
+    assert [ray_facts[name] for name in ("before", "begun", "after")] == [False, True, False]
+
+
+@rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/ray_train.py")
+def test_ray_workers_know_their_ranks(ray_facts: dict[str, Any]) -> None:
+    """get_context has the rank, the number of workers, and both on this machine; workers are in the folder of the one
+    who asked, with RAY_CHDIR_TO_TRIAL_DIR=0; broadcast_from_rank_zero gives all what rank 0 gave."""
+    rows = ray_facts["rows"]
+    for rank in (0, 1):
+        own = [row for row in rows if row["rank"] == rank]
+        assert own
+        assert all(row["of"] == [2, rank, 2] for row in own)
+    assert {row["folder"] for row in rows} == {ray_facts["folder"]}
+    assert {row["sent"][1] for row in rows} == {4711}
+
+
+@rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/ray_train.py")
+def test_ray_forms_no_group_where_its_backend_does_none(ray_facts: dict[str, Any]) -> None:
+    """A TorchConfig whose backend_cls is Backend forms no process group; the function runs in a thread of its own,
+    where Python hears no signals."""
+    assert {row["group"] for row in ray_facts["rows"]} == {False}
+    assert {row["main thread"] for row in ray_facts["rows"]} == {False}
+
+
+@rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/ray_train.py")
+def test_ray_tells_what_a_worker_raised(ray_facts: dict[str, Any]) -> None:
+    """Where one worker's function raises more often than max_failures, fit raises an error that names the worker's."""
+    (error,) = ray_facts["fit"]
+    assert "rank 1 went" in error
+
+
+@rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/kubernetes.py")
+def test_kubeflow_counts_jobs_that_only_wait() -> None:
+    """`active` of a TrainJob's jobsStatus counts child Jobs with a pending pod, too; `ready` those whose pods all run
+    or have ended."""
+    pytest.importorskip("kubeflow_trainer_api", reason="needs the extra cloud-tests")
+    from kubeflow_trainer_api.models.trainer_v1alpha1_job_status import TrainerV1alpha1JobStatus
+
+    said = {name: str(field.description) for name, field in TrainerV1alpha1JobStatus.model_fields.items()}
+    assert "running or pending" in said["active"]
+    assert "child Jobs" in said["ready"]
+    assert "total expected pod count" in said["ready"]
+
+
+@rests_on_it(
+    "packages/lockstep-clouds/src/lockstep_clouds/kubernetes.py",
+    "packages/lockstep-clouds/src/lockstep_clouds/kubernetes_manifests.py",
+)
+def test_kubeflow_names_pods_by_their_job_set() -> None:
+    """Jobs of a JobSet are called NAME-node-0; a Job's rules about exit codes know FailJob, Ignore and Count; a
+    TrainJob can be suspended; the SDK waits for Complete and Failed, and finds pods by jobset-name and step."""
+    pytest.importorskip("kubeflow_trainer_api", reason="needs the extra cloud-tests")
+    from kubeflow_trainer_api.models.io_k8s_api_batch_v1_pod_failure_policy_rule import (
+        IoK8sApiBatchV1PodFailurePolicyRule as Rule,
+    )
+    from kubeflow_trainer_api.models.jobset_v1alpha2_replicated_job import JobsetV1alpha2ReplicatedJob
+    from kubeflow_trainer_api.models.trainer_v1alpha1_train_job_spec import TrainerV1alpha1TrainJobSpec
+
+    name = str(JobsetV1alpha2ReplicatedJob.model_fields["replicas"].description)
+    assert "<jobSet.name>-<spec.replicatedJob.name>-<job-index>" in name
+    assert {Rule(action=action).action for action in ("FailJob", "Ignore", "Count")}
+    with pytest.raises(ValueError):
+        Rule(action="Restart")
+    assert "suspend" in TrainerV1alpha1TrainJobSpec.model_fields
+    constants: Any = pytest.importorskip("kubeflow.trainer.constants.constants", reason="needs kubeflow's SDK")
+    assert (constants.TRAINJOB_COMPLETE, constants.TRAINJOB_FAILED) == ("Complete", "Failed")
+    assert constants.TRAINJOB_ANCESTOR_LABEL == "trainer.kubeflow.org/trainjob-ancestor-step"
+    assert constants.JOBSET_NAME_LABEL == "jobset.sigs.k8s.io/jobset-name"
+    assert (constants.NODE, constants.JOB_INDEX_LABEL) == ("node", "batch.kubernetes.io/job-completion-index")
+
+
+@pytest.fixture(scope="module")
+def sagemaker() -> Any:
+    session = pytest.importorskip("botocore.session", reason="needs the extra sagemaker")
+    return session.get_session().get_service_model("sagemaker")
+
+
+@rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/sagemaker_job.py")
+def test_states_of_a_training_job_are_these(sagemaker: Any) -> None:
+    """A training job is InProgress, Stopping, Stopped, Completed, Failed or Deleting; before Training its second status
+    is Starting, Pending, LaunchingMLInstances, PreparingTrainingStack, Downloading or DownloadingTrainingImage."""
+    states = {"InProgress", "Completed", "Failed", "Stopping", "Stopped", "Deleting"}
+    assert set(sagemaker.shape_for("TrainingJobStatus").enum) == states
+    before = {"Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "Downloading"}
+    before |= {"DownloadingTrainingImage"}
+    later = {"Training", "Uploading", "Stopping", "Stopped", "MaxRuntimeExceeded", "MaxWaitTimeExceeded", "Completed"}
+    later |= {"Failed", "Interrupted", "Updating", "Restarting"}
+    assert set(sagemaker.shape_for("SecondaryStatus").enum) == before | later
+
+
+@rests_on_it(
+    "packages/lockstep-clouds/src/lockstep_clouds/sagemaker_request.py",
+    "packages/lockstep-clouds/src/lockstep_clouds/sagemaker.py",
+)
+def test_botocore_compares_a_request_with_names_and_types(sagemaker: Any) -> None:
+    """ParamValidator reports unknown and missing fields and wrong types of a request, but neither values out of a list,
+    nor patterns, nor texts that are too long: types of instances are looked up in the shape's `enum`."""
+    from botocore.validate import ParamValidator
+
+    shape = sagemaker.operation_model("CreateTrainingJob").input_shape
+    request: dict[str, Any] = {
+        "TrainingJobName": "a",
+        "AlgorithmSpecification": {"TrainingInputMode": "File", "ContainerEntrypoint": ["/bin/sh"]},
+        "RoleArn": "arn:aws:iam::123456789012:role/a",
+        "OutputDataConfig": {"S3OutputPath": "s3://bucket/a"},
+        "ResourceConfig": {"InstanceType": "ml.none.such", "InstanceCount": 1, "VolumeSizeInGB": 1},
+        "StoppingCondition": {"MaxRuntimeInSeconds": 1},
+        "Environment": {"not a name": "v" * 5000},
+    }
+
+    def reported(**fields: Any) -> bool:
+        return bool(ParamValidator().validate(request | fields, shape).has_errors())
+
+    assert not reported()
+    assert reported(Enviroment={})
+    assert reported(EnableManagedSpotTraining="yes")
+    assert reported(StoppingCondition={"MaxRuntimeInSeconds": 0})
+    assert reported(RoleArn=None)
+    known = shape.members["ResourceConfig"].members["InstanceType"].enum
+    assert "ml.g5.xlarge" in known
+    assert "ml.none.such" not in known
+
+
+TOOLKIT = """
+import json, os, sys
+os.environ["SAGEMAKER_BASE_DIR"] = sys.argv[1]
+from sagemaker_training import environment, params
+made = environment.Environment()
+variables = made.to_env_vars()
+print(json.dumps([variables[name] for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_NETWORK_INTERFACE_NAME")]))
+print(json.dumps([made.hyperparameters, environment.output_dir, environment.model_dir]))
+"""
+
+
+@rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/sagemaker_entry.py")
+def test_sagemaker_says_who_the_hosts_are(tmp_path: Path) -> None:
+    """SageMaker's toolkit reads hosts, current_host and network_interface_name from input/config/resourceconfig.json
+    and gives them as SM_HOSTS (JSON), SM_CURRENT_HOST and SM_NETWORK_INTERFACE_NAME; hyperparameters.json holds texts
+    of JSON; what fails is told in output/failure, and the model is in model/."""
+    pytest.importorskip("sagemaker_training", reason="needs SageMaker's toolkit, sagemaker-training")
+    config = tmp_path / "input/config"
+    config.mkdir(parents=True)
+    hosts = {"current_host": "algo-2", "hosts": ["algo-1", "algo-2"], "network_interface_name": "eth1"}
+    (config / "resourceconfig.json").write_text(json.dumps(hosts))
+    (config / "hyperparameters.json").write_text(json.dumps({"seed": "7", "sagemaker_program": '"a.py"'}))
+    (config / "inputdataconfig.json").write_text("{}")
+    words = [sys.executable, "-c", TOOLKIT, str(tmp_path)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    variables, others = (json.loads(line) for line in done.stdout.splitlines()[-2:])
+    assert [json.loads(variables[0]), *variables[1:]] == [["algo-1", "algo-2"], "algo-2", "eth1"]
+    assert others == [{"seed": 7}, str(tmp_path / "output"), str(tmp_path / "model")]
