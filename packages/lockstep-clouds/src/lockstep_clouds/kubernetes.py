@@ -210,8 +210,7 @@ def state_from(resource: dict[str, Any]) -> State:
     if "Suspended" in true or resource.get("spec", {}).get("suspend"):
         return State("stopped" if not active else "running", "suspended", None if active else STOPPED)
     if resource["kind"] == "TrainJob":
-        return (
-            State("running") if ready else State("waiting", "its pods start" if active else "its pods are being made")
-        )
+        waits = "its pods start" if active else "its pods are being made"
+        return State("running") if ready else State("waiting", waits)
     completions = resource.get("spec", {}).get("completions", 1)
     return State("running" if ready else "waiting", f"{ready} of {completions} pods run, {active} are there")

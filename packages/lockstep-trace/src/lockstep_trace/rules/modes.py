@@ -132,6 +132,7 @@ def packed(trace: Trace, optimizer: int) -> Iterator[Finding]:
             "the whole row: documents of a row see those before them"
         )
         cause = (
-            "pass use_cache=False, or an attention implementation that cuts rows at positions, or a block-diagonal mask"
+            "pass use_cache=False and no attention_mask, not even of ones, or an attention implementation that cuts "
+            "rows at positions, or a block-diagonal mask"
         )
         yield Finding("packed-rows", what, cause, steps[0].step, WRONG)

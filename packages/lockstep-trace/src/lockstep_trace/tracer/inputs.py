@@ -27,7 +27,7 @@ LABELS = ("labels", "label", "label_ids", "start_positions")
 
 class CallInputs(NamedTuple):
     """Inputs of one call: hashes [B] of all inputs and of those without labels, and the number of targets (None without
-    labels). `restarts`: number of rows in which position_ids restart, without an attention mask. `tokens`: int64, what
+    labels). `restarts`: number of rows without padding in which position_ids restart. `tokens`: int64, what
     `TOKENS` names, of an input of token numbers; None if it was not looked at."""
 
     hashes: Tensor
@@ -82,13 +82,17 @@ def wrapped(tensor: Tensor) -> bool:
 
 
 def _restarts(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | None:
-    """Return the number of rows whose positions restart after a run of more than two, as in packed rows; None with a
-    mask, where the restart may be padding."""
+    """Return the number of rows whose positions restart after a run of more than two, as in packed rows, and of which
+    an attention mask hides nothing: the restart may be padding, and a mask may number the texts."""
     positions = next((t for n, t in tensors if n == "position_ids" and t.dim() == 2), None)
-    if positions is None or mask is not None or positions.shape[1] < 4:
+    if positions is None or positions.shape[1] < 4:
         return None
-    anew = (positions[:, 3:] == 0) & (positions[:, 2:-1] >= 2)
-    return anew.any(1).sum()
+    anew = ((positions[:, 3:] == 0) & (positions[:, 2:-1] >= 2)).any(1)
+    if mask is not None:
+        if mask.device != positions.device or len(mask) not in (1, len(anew)):
+            return None
+        anew = anew & (mask == 1).all(1)
+    return anew.sum()
 
 
 def _tokens(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | None:
