@@ -56,7 +56,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert digest(one["export"]) == digest(other["export"])
 
 
-HERE = [("allreduce", 2), ("allreduce", 3), ("ddp", 1), ("ddp", 2), ("hf_accelerate", 2), ("hf_trainer", 2)]
+HERE = [("allreduce", 3), ("ddp", 2), ("hf_accelerate", 2), ("hf_trainer", 2)]
 
 
 @pytest.mark.processes
@@ -64,10 +64,8 @@ HERE = [("allreduce", 2), ("allreduce", 3), ("ddp", 1), ("ddp", 2), ("hf_acceler
     ("name", "ranks", "more"),
     [
         *((name, ranks, ()) for name, ranks in HERE),
-        ("fsdp2", 1, (MICRO_BATCH,)),
         ("fsdp2", 2, (MICRO_BATCH,)),
         ("fsdp2", 3, (MICRO_BATCH,)),
-        ("fsdp2", 2, (STEP,)),
         ("fsdp2", 3, (STEP,)),
     ],
 )

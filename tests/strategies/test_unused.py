@@ -12,7 +12,7 @@ from lockstep.distributed.world import World
 from lockstep.training.resolve import resolve_strategy
 from support import odd_models
 from support.harness import build_with_feed, digest, rank_0_of, run_on, tiny
-from support.marks import slow
+from support.marks import long, slow
 from support.messages import raises
 
 ODD = "task.name=support.odd_models.Task"
@@ -73,13 +73,13 @@ def single() -> dict[str, dict[str, Any]]:
         ("odd", "zero2", 2),
         ("unused", "zero3", 2),
         slow("odd", "zero1", 3),
-        slow("unused", "zero2", 3),
-        slow("layerdrop", "allreduce", 2),
-        slow("layerdrop", "hf_accelerate", 2),
+        long("unused", "zero2", 3),
+        long("layerdrop", "allreduce", 2),
+        long("layerdrop", "hf_accelerate", 2),
         slow("layerdrop", "hf_trainer", 3),
-        slow("unused", "hf_accelerate", 3),
-        slow("unused", "hf_trainer", 2),
-        slow("unused", "fsdp2", 3),
+        long("unused", "hf_accelerate", 3),
+        long("unused", "hf_trainer", 2),
+        long("unused", "fsdp2", 3),
         slow("odd", "hf_accelerate", 4),
     ],
 )

@@ -89,9 +89,15 @@ def test_only_the_adapter_moves(kind: str, alone: dict) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("allreduce", 2), ("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("hf_accelerate", 2)]
+    ("name", "ranks", "kind"),
+    [
+        ("allreduce", 2, "translation"),
+        ("ddp", 2, "token_classification"),
+        *(("ddp", 3, kind) for kind in KINDS),
+        *(("fsdp2", 2, kind) for kind in KINDS),
+        ("hf_accelerate", 2, "documents"),
+    ],
 )
 def test_the_same_bits_under_every_strategy(kind: str, name: str, ranks: int, folder: Path, alone: dict) -> None:
     if name == "hf_accelerate":

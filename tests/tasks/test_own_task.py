@@ -15,7 +15,7 @@ from lockstep.config.run import Run, load
 from lockstep.training.summary import digest_of
 from support.contributed import example
 from support.harness import TINY, run_on, works
-from support.marks import slow
+from support.marks import long, slow
 
 pytestmark = pytest.mark.processes
 
@@ -51,11 +51,15 @@ def weights_of(run: Run) -> dict[str, torch.Tensor]:
     return load_file(run.folder / "export/model.safetensors")
 
 
-QUICK = ("fsdp2", "pipeline", "zero3")
+QUICK, NEXT = ("fsdp2", "pipeline", "zero3"), ("single", "hf_trainer", "zero2")
 
 
 @pytest.mark.parametrize(
-    "name", ["mine_gossip.Gossip", *(n if n in QUICK else slow(n) for n in plugins.names("strategies"))]
+    "name",
+    [
+        "mine_gossip.Gossip",
+        *(n if n in QUICK else slow(n) if n in NEXT else long(n) for n in plugins.names("strategies")),
+    ],
 )
 def test_the_task_of_contributing_under_every_strategy(name: str, here: Path) -> None:
     found = []
