@@ -38,7 +38,8 @@ from lockstep.data import source
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
-from lockstep.strategies.strategy import Strategy, strategy_class
+from lockstep.strategies.job import strategy_class
+from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.models.model_configs import load_config
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader

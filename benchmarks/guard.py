@@ -21,7 +21,7 @@ from lockstep.config import plugins
 from lockstep.config.run import load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.strategy import strategy_class
+from lockstep.strategies.job import strategy_class
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.sdc_check import SdcCheck
 

@@ -34,7 +34,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.strategy import strategy_class
+from lockstep.strategies.job import strategy_class
 from lockstep.training.data_loader import StepLoader
 
 MODEL = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}

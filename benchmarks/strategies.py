@@ -24,7 +24,7 @@ from lockstep.config import plugins
 from lockstep.config.run import QUICK_START, Run, RunError, keep, load
 from lockstep.proof.recording import Recording, read
 from lockstep.proof.verify import RECORD, compare, findings, record_alone
-from lockstep.strategies.strategy import strategy_class
+from lockstep.strategies.job import Job, strategy_class
 from lockstep_trace.compare import Comparison
 
 # (name in the table, strategy.name, strategy.options)
@@ -127,7 +127,7 @@ def main() -> None:
                     continue
                 mine = job(run, name, options, processes, folder / f"{len(kept)}")
                 try:
-                    strategy_class(mine).check(mine, processes)
+                    strategy_class(mine).check(Job.of(mine, processes))
                 except RunError as refused:
                     print(f"{label} at {processes}: refused: {refused}", flush=True)
                     continue

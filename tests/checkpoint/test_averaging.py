@@ -19,6 +19,7 @@ from lockstep.config.run import Run, load
 from lockstep.distributed.sharded import WholeState
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.averaging import Averaged
+from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.model_stats import memory
@@ -113,8 +114,8 @@ def test_memory_counts_it() -> None:
         run = load(None, [f"strategy.name={name}", "strategy.options={gather: step}"] if name == "fsdp2" else [], TINY)
         run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"name": name})})
         with_it = run.model_copy(update={"average": tiny(EMA).average})
-        assert "average" not in memory(run, 2, 10**6, 10**6)
-        assert f"average {4 / share:.1f} MB" in memory(with_it, 2, 10**6, 10**6)
+        assert "average" not in memory(Job.of(run, 2), 10**6, 10**6)
+        assert f"average {4 / share:.1f} MB" in memory(Job.of(with_it, 2), 10**6, 10**6)
 
 
 # -- the bits --------------------------------------------------------------------------------------------------------

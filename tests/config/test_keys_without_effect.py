@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp2 import FSDP2
+from lockstep.strategies.job import Job
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import model_configs
 from lockstep.training.beginning import without_effect
@@ -54,7 +56,7 @@ def test_the_control_taken_where_there_is_an_effect(words: tuple[str, ...]) -> N
 
 
 def notes(run: Run) -> list[str]:
-    return remarks(run, prepare(run, LanguageModeling))
+    return remarks(Job.of(run).with_data())
 
 
 def test_a_share_for_validation_of_data_that_bring_one_is_noted(tmp_path: Path) -> None:
@@ -123,9 +125,9 @@ def test_a_variable_that_the_chat_template_does_not_read(tmp_path: Path) -> None
     ],
 )
 def test_a_way_of_sums_that_do_not_travel_so_is_noted(words: tuple[str, ...], noted: bool) -> None:
-    found = unused_links(tiny(*words, "strategy.all_reduce=hierarchical"))
+    found = unused_links(Job.of(tiny(*words, "strategy.all_reduce=hierarchical")))
     assert any("strategy.all_reduce: hierarchical has no effect" in note for note in found) == noted
-    assert not unused_links(tiny(*words))
+    assert not unused_links(Job.of(tiny(*words)))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,10 @@ def test_keys_of_what_another_key_turns_off_are_noted(
         run = make(tmp_path, kind, *given)
         task_class: Any = plugins.find("tasks", run.task.name)
         found = prepare(run, task_class)
-        assert any(note.startswith(f"{key} has no effect") for note in remarks(run, found)) == noted
+        assert (
+            any(note.startswith(f"{key} has no effect") for note in remarks(replace(Job.of(run), prepared=found)))
+            == noted
+        )
         assert not task_class(run, found).warnings  # nothing by which processes could differ
 
 
@@ -192,7 +197,7 @@ def test_samples_and_a_share_for_validation_of_a_module(tmp_path: Path, monkeypa
         task_class: Any = plugins.find("tasks", "module")
         prepared = prepare(run, task_class)
         assert not task_class(run, prepared).warnings
-        return "\n".join(remarks(run, prepared))
+        return "\n".join(remarks(replace(Job.of(run), prepared=prepared)))
 
     assert "data.validation_fraction: 0.3 has no effect" in said("data.validation_fraction=0.3")  # NET brings a split
     assert "task.samples has no effect" in said("task.samples=1")

@@ -13,6 +13,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.optim import learning_rate
+from lockstep.strategies.job import Job
 from lockstep.tasks.models import chunked_loss
 from lockstep.training.resolve import resolve_strategy
 from support.harness import TINY, build_with_feed, digest, run_on
@@ -100,7 +101,7 @@ def check(run: Run, ranks: int) -> None:
     if task.chunks_loss:
         chunked_loss.check(run, task.head, here=True)
     resolve_strategy(run, ranks)
-    blocks.check(run, here=True)
+    blocks.check(Job.of(run), here=True)
 
 
 def trained(world: World, runs: list[Run]) -> list[dict[str, Any]]:

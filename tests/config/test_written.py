@@ -16,7 +16,7 @@ from lockstep.config.quick_start import QUICK_START
 from lockstep.config.run import Run, load
 from lockstep.config.written import applies, with_defaults_named
 from lockstep.launchers.start import resolved
-from lockstep.training.resolve import Job
+from lockstep.strategies.job import Job
 from support.messages import mentions
 from support.mistakes import RUN, prepare
 from support.written_keys import accused, keys_written

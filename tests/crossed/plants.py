@@ -108,14 +108,13 @@ def unscored_row() -> None:
 
 def late_refusal() -> None:
     """What a strategy cannot is found out by its ranks."""
-    from lockstep.strategies.strategy import strategy_class
     from lockstep.training import resolve
 
-    right, of_rank = resolve.resolve_strategy, resolve.for_rank
+    right, of_rank = resolve._refuse_strategy, resolve.for_rank
 
     def for_rank(*what: Any, **how: Any) -> Any:
-        resolve.resolve_strategy = right
+        resolve._refuse_strategy = right
         return of_rank(*what, **how)
 
-    resolve.resolve_strategy = lambda run, processes: strategy_class(run)  # type: ignore[assignment]
+    resolve._refuse_strategy = lambda job: None  # type: ignore[assignment]
     resolve.for_rank = for_rank  # type: ignore[assignment]

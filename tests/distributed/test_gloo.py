@@ -1,5 +1,6 @@
 """Threads of a gloo group: as few as keep torch from freeing memory twice."""
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ from lockstep.config.run import Run
 from lockstep.distributed import torch_internals
 from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
+from lockstep.strategies.job import Job
 from lockstep.training.evaluation import evaluate
 from lockstep.training.session import gloo_threads
 from support.harness import build_with_feed, run_on, tiny
@@ -41,8 +43,9 @@ def test_a_class_that_inherits_has_one() -> None:
     class Mine(AllReduce):
         pass
 
-    run = tiny("strategy.name=allreduce")
-    assert (gloo_threads(run, AllReduce), gloo_threads(run, Mine)) == (2, 1)
+    job = Job.of(tiny("strategy.name=allreduce"))
+    assert job.strategy is AllReduce
+    assert (gloo_threads(job), gloo_threads(replace(job, strategy=Mine))) == (2, 1)
 
 
 def test_inexact_runs_too() -> None:

@@ -13,7 +13,7 @@ from lockstep.config.run import Run
 from lockstep.distributed import step_timer
 from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.world import World
-from lockstep.strategies.strategy import strategy_class
+from lockstep.strategies.job import strategy_class
 from support.harness import build_with_feed, run_on, tiny
 
 

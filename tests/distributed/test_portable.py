@@ -22,7 +22,8 @@ import yaml
 from lockstep.config import processor
 from lockstep.config.run import Run, load
 from lockstep.distributed import portable
-from lockstep.training.resolve import Machine, Scope, resolve
+from lockstep.strategies.job import Scope
+from lockstep.training.resolve import Machine, resolve
 from support.command import start, start_anew, write
 from support.harness import TINY
 from support.messages import mentions, raises

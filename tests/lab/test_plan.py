@@ -16,7 +16,7 @@ from lockstep.distributed import job_record
 from lockstep.lab.import_config.import_config import FILL_IN
 from lockstep.launchers import start
 from lockstep.strategies.exact import optim
-from lockstep.strategies.strategy import strategy_class
+from lockstep.strategies.job import strategy_class
 from lockstep.training import resolve
 from support.command import STEPS, write
 from support.harness import tiny

@@ -7,6 +7,7 @@ import yaml
 
 from lockstep.cli import main
 from lockstep.strategies.exact.reduce_schedule import links
+from lockstep.strategies.job import Job
 from lockstep_plan import devices, planner
 from lockstep_plan import fake_world as ranks_of
 from lockstep_plan.devices import Device, at
@@ -82,10 +83,10 @@ def test_ranks_wait_for_the_slowest_in_a_step_or_in_each_turn() -> None:
 
 def test_stages_wait_for_the_first_and_the_last_micro_batch() -> None:
     run = tiny(strategy={"name": "pipeline"}, micro_batches=8)
-    assert bubbles(run, 4) == 3 / 8
+    assert bubbles(Job.of(run, 4)) == 3 / 8
     interleaved = {"schedule": "interleaved", "stages_per_rank": 2}
-    assert bubbles(tiny(strategy={"name": "pipeline", "options": interleaved}, micro_batches=8), 4) == 3 / 16
-    assert bubbles(tiny(), 4) == 0
+    assert bubbles(Job.of(tiny(strategy={"name": "pipeline", "options": interleaved}, micro_batches=8), 4)) == 3 / 16
+    assert bubbles(Job.of(tiny(), 4)) == 0
 
 
 def test_stages_wait_for_what_is_on_its_way() -> None:

@@ -15,6 +15,7 @@ from lockstep.cli import main
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks
+from lockstep.strategies.job import Job
 from support.harness import run_on, tiny
 from support.marks import long, slow
 from support.messages import mentions, raises
@@ -209,7 +210,7 @@ def test_on_a_gpu_the_bits_are_the_same_and_memory_is_less(more: tuple[str, ...]
 )
 def test_what_cannot_be(overrides: tuple[str, ...], said: tuple[str, ...]) -> None:
     with raises(*said) as caught:
-        blocks.check(tiny(*overrides), here=True)
+        blocks.check(Job.of(tiny(*overrides)), here=True)
     assert "\n" not in str(caught.value)
 
 

@@ -18,6 +18,7 @@ from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.optim import learning_rate
+from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
@@ -295,9 +296,9 @@ def test_a_resumed_run_has_the_same_bits(precision: str) -> None:
 def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with raises("LS4046", "'no-such-compiler'") as caught:
-        blocks.check(tiny(COMPILE), here=True)
+        blocks.check(Job.of(tiny(COMPILE)), here=True)
     assert "\n" not in str(caught.value)
-    blocks.check(tiny(COMPILE), here=False)  # the ranks look for themselves
+    blocks.check(Job.of(tiny(COMPILE)), here=False)  # the ranks look for themselves
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3", "hf_accelerate"])
@@ -324,10 +325,10 @@ def test_layers_that_cannot_be_traced_are_refused_before_processes_start(
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = {"type": "longformer", "config": sizes | {"attention_window": 8}}
     with raises("LS4048", "model.compile: ") as caught:
-        blocks.check(tiny(COMPILE, model=model), here=True)
+        blocks.check(Job.of(tiny(COMPILE, model=model)), here=True)
     assert "\n" not in str(caught.value)
-    blocks.check(tiny(COMPILE, model=model), here=False)  # the ranks look for themselves
-    blocks.check(tiny(model=model), here=True)
+    blocks.check(Job.of(tiny(COMPILE, model=model)), here=False)  # the ranks look for themselves
+    blocks.check(Job.of(tiny(model=model)), here=True)
     with raises("LS4048"):
         here(COMPILE, model=model)
 
@@ -340,11 +341,11 @@ def test_layers_that_can_be_traced_are_not_refused(
     """Nothing is compiled for that, torch's random numbers stay, and the answer is kept."""
     state = torch.get_rng_state()
     run = tiny(COMPILE, f"precision={precision}", "model.config.n_layer=2")
-    blocks.check(run, here=True)
+    blocks.check(Job.of(run), here=True)
     assert codes == []
     assert torch.equal(torch.get_rng_state(), state)
     monkeypatch.setattr(blocks, "in_training", None)
-    blocks.check(run, here=True)
+    blocks.check(Job.of(run), here=True)
 
 
 @pytest.mark.slow

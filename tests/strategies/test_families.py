@@ -15,8 +15,8 @@ from lockstep.data import tokenizer
 from lockstep.data.arrow_cache import Columns
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.side_effects import effects_of
+from lockstep.strategies.job import Job, strategy_class
 from lockstep.strategies.pipeline import Pipeline
-from lockstep.strategies.strategy import strategy_class
 from lockstep.tasks import translation
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.models import heads, model_configs, models
@@ -194,7 +194,7 @@ def test_shards_would_lose_what_a_family_writes_to_its_weights(family: str, name
 
     def check(**entries: Any) -> None:
         run = tiny(task=task, model={"type": family, "config": entries}, strategy={"name": name, "options": options})
-        strategy_class(run).check(run, 2)
+        strategy_class(run).check(Job.of(run, 2))
 
     with raises("LS4106", family, entry or "use"):
         check()
@@ -251,7 +251,7 @@ def test_positions_of_a_part_are_checked_too() -> None:
 def test_a_pipeline_refuses_an_adapter() -> None:
     run = tiny("strategy.name=pipeline", "model.adapter={type: lora}", model={"source": "gpt2"})
     with raises("LS4243"):
-        Pipeline.check(run, 2)
+        Pipeline.check(Job.of(run, 2))
 
 
 def test_a_model_from_scratch_may_have_room_for_more_entries() -> None:

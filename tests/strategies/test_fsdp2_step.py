@@ -13,7 +13,7 @@ from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.fsdp2 import FSDP2, ShardedOptimizer
-from lockstep.strategies.strategy import strategy_class
+from lockstep.strategies.job import Job, strategy_class
 from lockstep.training import model_stats
 from lockstep.training.resolve import resolve_strategy
 from support import odd_models
@@ -137,7 +137,7 @@ def ranks_of_unlike_memory(world: World, run: Run) -> str:
     task, strategy = build(run, world)
     strategy.close()
     model_stats.capacity = lambda device, sharing: 10**12 if world.rank else 10  # type: ignore[assignment]
-    return model_stats.resolve_options(run, task, world).strategy.options["gather"]
+    return model_stats.resolve_options(Job.of(run, world.size), task, world).run.strategy.options["gather"]
 
 
 @pytest.mark.processes

@@ -13,7 +13,8 @@ from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import layers
 from lockstep.strategies.exact import optim
-from lockstep.strategies.strategy import strategy_class as class_of
+from lockstep.strategies.job import Job
+from lockstep.strategies.job import strategy_class as class_of
 from lockstep.training.data_loader import StepLoader
 from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.messages import raises
@@ -179,7 +180,7 @@ def test_embeddings_that_two_modules_hold_are_known(family: str, shared: bool) -
     task = {"name": "language_modeling"} if family == "gpt2" else {"name": "translation", "source": "a", "target": "b"}
     sizes = {} if family in ("gpt2", "t5") else {"encoder_layers": 1, "decoder_layers": 1}
     values = {"task": task, "data": {"source": "rows.jsonl"}, "model": {"type": family, "config": sizes}}
-    assert bool(layers.sharing_embeddings(Run.model_validate(values))) == shared
+    assert bool(layers.sharing_embeddings(Job.of(Run.model_validate(values)))) == shared
 
 
 @pytest.mark.processes
@@ -203,11 +204,11 @@ def test_embeddings_that_two_modules_hold_are_known(family: str, shared: bool) -
 def test_unknown_options_are_refused(name: str, option: str, code: str, value: str) -> None:
     run = tiny(f"strategy.name={name}", f"strategy.options.{option}")
     with raises(code, value):
-        class_of(run).check(run, 2)
+        class_of(run).check(Job.of(run, 2))
 
 
 def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "accelerate" else find_spec(name))
     run = tiny("strategy.name=hf_trainer")
     with raises("LS1120", "accelerate", "pip install 'lockstep-train[accelerate]'"):
-        class_of(run).check(run, 2)
+        class_of(run).check(Job.of(run, 2))

@@ -15,13 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from lockstep.checkpoint import manifest
-from lockstep.config.plugins import find
 from lockstep.config.run import Run
-from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks, region
 from lockstep.strategies.exact.optim import learning_rate
-from lockstep.strategies.strategy import strategy_class
+from lockstep.strategies.job import Job
 from lockstep.tasks.models import repeatable
 from lockstep.training import resolve
 from support.harness import build_with_feed, rank_0_of
@@ -227,9 +225,7 @@ def test_code_that_fits_no_more_is_an_error(tmp_path: Path, code: Code) -> None:
 
 def decided(run: Run, monkeypatch: pytest.MonkeyPatch, gpus: int = 1) -> tuple[Any, list[str]]:
     monkeypatch.setattr(resolve, "gpus_of", lambda run: gpus)
-    task = find("tasks", run.task.name)
-    options = resolve.Job(run, 1, resolve.Scope.DATA, task, strategy_class(run), True)
-    run, notes = resolve._compiled(options, prepare(run, task))
+    run, notes = resolve._compiled(Job.of(run, 1).with_data())
     return run.model.compile, notes
 
 
@@ -288,10 +284,10 @@ def test_what_cannot_be_compiled_whole(
 
 def test_fsdp2_that_shards_for_lack_of_memory_is_not_compiled_whole(tmp_path: Path) -> None:
     run = make(tmp_path, "packed", "strategy.name=fsdp2", "strategy.options.gather=micro_batch")
-    assert region.fitted(region.with_compile(run, "whole"), strategy_class(run)).model.compile is False
+    assert region.fitted(Job.of(region.with_compile(run, "whole"))).run.model.compile is False
     asked = make(tmp_path, "packed", "strategy.name=fsdp2", "strategy.options.gather=micro_batch", WHOLE)
     with raises("LS4051", "memory"):
-        region.fitted(asked, strategy_class(asked))
+        region.fitted(Job.of(asked))
 
 
 # -- its operations --------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.zero import Zero
 from lockstep.strategies.engines.zero_partition import own_activations
 from lockstep.strategies.exact.optim import learning_rate
+from lockstep.strategies.job import Job
+from lockstep.strategies.job import strategy_class as class_of
 from lockstep.strategies.observer import GradientRecorder
-from lockstep.strategies.strategy import strategy_class as class_of
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
@@ -415,7 +416,7 @@ def test_a_state_travels_between_strategies_and_numbers_of_processes(
 def test_what_deepspeed_would_ignore_or_the_run_file_says_is_refused(options: str, key: str, value: str) -> None:
     run = tiny("strategy.name=zero2", f"strategy.options={options}")
     with raises("LS4131", f"strategy.options.{key}: ", value):
-        class_of(run).check(run, 2)
+        class_of(run).check(Job.of(run, 2))
 
 
 @pytest.mark.parametrize(
@@ -434,7 +435,7 @@ def test_weights_that_are_used_within_are_not_computed_with_again(
     model = {"type": family, "config": drops, "checkpoint_activations": True}
     run = tiny(model=model, strategy={"name": name, "options": options})
     with raises("LS4105", "model.checkpoint_activations: ", family):
-        class_of(run).check(run, 2)
+        class_of(run).check(Job.of(run, 2))
 
 
 @pytest.mark.parametrize(("head", "family"), sorted(layers.NEVER_IN_TIME))
@@ -446,9 +447,9 @@ def test_weights_that_are_never_gathered_in_time_are_refused(head: str, family: 
     for name, options in (("zero3", {}), ("hf_accelerate", {"deepspeed": {"zero_stage": 3}})):
         run = tiny(model={"type": family}, task=tasks[head], strategy={"name": name, "options": options})
         with raises("LS4107", "fsdp2"):
-            class_of(run).check(run, 2)
+            class_of(run).check(Job.of(run, 2))
     run = tiny("strategy.name=zero2", model={"type": family}, task=tasks[head])
-    class_of(run).check(run, 2)
+    class_of(run).check(Job.of(run, 2))
 
 
 def tried(world: World, run: Run) -> None:

@@ -28,7 +28,8 @@ from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks, region
-from lockstep.strategies.strategy import Strategy, strategy_class
+from lockstep.strategies.job import Job
+from lockstep.strategies.strategy import Strategy, make_strategy
 from lockstep.tasks.task import Task
 from lockstep.training import reference_pass
 from lockstep.training.data_loader import StepLoader
@@ -75,7 +76,7 @@ def build(run: Run, world: World) -> tuple[Task, Strategy]:
     """The task and the built strategy of a run."""
     task_class = find("tasks", run.task.name)
     task = task_class(run, prepared := prepare(run, task_class))
-    strategy = strategy_class(run)(run, world)
+    strategy = make_strategy(Job.of(run, world.size), world)
     strategy.build(task)
     blocks.warm_up(run, strategy, task)
     region.warm_up(strategy, task)
@@ -206,7 +207,7 @@ def _rank(
     try:
         world = World(run, meet)
         if joined:
-            world.gloo_threads = gloo_threads(run, strategy_class(run))
+            world.gloo_threads = gloo_threads(Job.of(run))
             world.join()
         value = function(world, *arguments)
         world.barrier()

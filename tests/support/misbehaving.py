@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.strategies.allreduce import AllReduce
+from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import Strategy
 
 
 class Refuses(AllReduce):
     @classmethod
-    def check(cls, run: Run, processes: int) -> None:
+    def check(cls, job: Job) -> None:
         raise RunError("strategy.name: not on this machine")
 
 

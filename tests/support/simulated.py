@@ -28,7 +28,7 @@ from lockstep.data.batch import StepBatch
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
-from lockstep.strategies.strategy import strategy_class
+from lockstep.strategies.strategy import make_strategy
 from lockstep.training.data_loader import StepLoader
 
 WAIT_S = 7200.0  # for other ranks, which compute one after another, maybe on a busy machine
@@ -233,7 +233,7 @@ class Job:
 
     def __call__(self, world: World) -> dict[str, Tensor]:
         """The weights, or this rank's parts of them, after the steps."""
-        strategy = strategy_class(self.run)(self.run, world)
+        strategy = make_strategy(Job.of(self.run), world)
         strategy.build(self.task)
         own = set(strategy.own_micro_batches())
         for step, batch in enumerate(self.batches):

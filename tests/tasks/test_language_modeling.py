@@ -20,6 +20,7 @@ from lockstep.data.batch import IGNORED
 from lockstep.data.lm_documents import Documents, examples, measured
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
+from lockstep.strategies.job import Job
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models.inference import Decoding, by_forward
 from lockstep.training.evaluation import evaluate
@@ -197,7 +198,7 @@ def text_run(folder: Path, *overrides: str, **task: Any) -> Run:
 @pytest.mark.parametrize(("length", "noted"), [(24, False), (128, False), (300, True)])
 def test_a_length_that_cuts_nothing_is_noted(length: int, noted: bool, tmp_path: Path) -> None:
     run = make(tmp_path, "packed", f"data.max_length={length}")  # of blocks of 24
-    notes = remarks(run, prepare(run, LanguageModeling))
+    notes = remarks(Job.of(run).with_data())
     assert any("data.max_length: 300 has no effect" in note and "(24)" in note for note in notes) == noted
 
 

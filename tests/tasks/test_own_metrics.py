@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, load
-from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
+from lockstep.strategies.job import Job
 from lockstep.tasks import own_metrics
 from lockstep.tasks.models.qa_spans import normal
 from lockstep.track.report import panels
@@ -127,9 +126,8 @@ def test_any_number_of_processes_gives_the_same(name: str, ranks: int, folder: P
 def test_functions_are_tried_on_what_they_will_be_given(kind: str, folder: Path) -> None:
     """Of the same type and shape, and before any process starts."""
     run = run_of(folder, kind, "strategy.name=single")
-    task_class: Any = plugins.find("tasks", run.task.name)
     own_scores.SEEN.clear()
-    own_metrics.check(run, prepare(run, task_class))
+    own_metrics.check(run, Job.of(run).with_data().make_task)
     ((tried, true),) = own_scores.SEEN
     world = World(run)
     task, strategy = build(run, world)
@@ -234,6 +232,5 @@ def test_what_has_no_predictions_says_so(folder: Path, tmp_path: Path, monkeypat
     of_chunks = run_of(folder, "packed", "task.loss_chunk=8")
     own = job(tmp_path, TOY.replace("LOSS", "((outputs - answers) ** 2).sum()"), "metrics=[support.own_scores.rewards]")
     for code, value, run in (("LS3320", "task.loss_chunk", of_chunks), ("LS3304", "task.metrics", own)):
-        task_class: Any = plugins.find("tasks", run.task.name)
         with raises(code, "metrics: ", value):
-            own_metrics.check(run, prepare(run, task_class))
+            own_metrics.check(run, Job.of(run).with_data().make_task)

@@ -17,6 +17,7 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
+from lockstep.strategies.job import Job
 from lockstep.tasks.models import quantized, storage_dtype
 from lockstep.training import model_stats
 from lockstep.training.resolve import resolve_strategy
@@ -212,7 +213,7 @@ def test_plan_counts_half_a_byte_and_the_scales(folder: Path) -> None:
     assert packed == quantized.count(full) == 2 * 12 * 64 * 64
     held = sum(t.nbytes for n, t in full.named_parameters() if n.endswith((".packed", ".absmax")))
     assert held == packed * quantized.BYTES
-    said = model_stats.memory(run, 1, 8_000_000_000, 10_000_000, 7_000_000_000)
+    said = model_stats.memory(Job.of(run, 1), 8_000_000_000, 10_000_000, 7_000_000_000)
     assert "weights 6.0 GB" in said  # 7 G x 0.5625 + 0.99 G x 2 + 10 M x 4
 
 

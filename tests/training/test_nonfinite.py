@@ -20,7 +20,8 @@ from lockstep.lab.sweep.sweep_file import read as read_sweep
 from lockstep.proof import attest, diff, verify
 from lockstep.proof.recording import TRACE, Recording, _recorded
 from lockstep.proof.recording import read as read_recording
-from lockstep.strategies.strategy import NotFinite, strategy_class
+from lockstep.strategies.job import Job, strategy_class
+from lockstep.strategies.strategy import NotFinite
 from lockstep.track.best import Best
 from lockstep.track.console import Console
 from lockstep.training import beginning, fingerprints
@@ -234,7 +235,7 @@ def test_a_bad_step_is_told_in_the_next_one_and_nothing_was_updated() -> None:
 def test_deepspeed_cannot_skip() -> None:
     run = tiny("strategy.name=zero2", "on_nonfinite=skip")
     with raises("LS4140"):
-        strategy_class(run).check(run, 2)
+        strategy_class(run).check(Job.of(run, 2))
 
 
 def test_a_jump_is_told_from_a_wander() -> None:

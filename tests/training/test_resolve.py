@@ -12,9 +12,10 @@ import pytest
 from lockstep.config.run import Run, RunError
 from lockstep.launchers import start
 from lockstep.strategies.ddp import DDP
+from lockstep.strategies.job import Job, Scope
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.training import resolve
-from lockstep.training.resolve import Job, Machine, Scope, for_rank
+from lockstep.training.resolve import Machine, for_rank
 from support.harness import tiny
 from support.messages import raises
 

@@ -12,6 +12,7 @@ from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.launchers.start import planned
+from lockstep.strategies.job import Job
 from lockstep.track.best import Best
 from lockstep.training.summary import better_step, the_same_elsewhere
 from support.harness import TINY, tiny
@@ -49,7 +50,7 @@ def test_where_another_number_gives_other_bits_or_cannot_be_started_here(
     assert "same training" in said
     run = tiny("launch.name=slurm", output="my out")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert the_same_elsewhere(run, World(run))[0] == "lockstep evaluate 'my out'"
+    assert the_same_elsewhere(Job.of(run), World(run))[0] == "lockstep evaluate 'my out'"
 
 
 def pasted(run: Run, processes: int, command: str = "train") -> tuple[Run, str]:
@@ -58,7 +59,7 @@ def pasted(run: Run, processes: int, command: str = "train") -> tuple[Run, str]:
     (run.folder / "run.yaml").write_text(run.dump())
     world = World(run)
     world.size = processes
-    words, said = the_same_elsewhere(run, world)
+    words, said = the_same_elsewhere(Job.of(run), world)
     name, verb, *rest = shlex.split(words)
     assert (name, verb) == ("lockstep", command)
     path, overrides = rest[0], rest[1:]

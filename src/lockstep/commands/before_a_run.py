@@ -24,9 +24,8 @@ from lockstep.track import json_output
 from lockstep.track.console import Console, error
 
 if TYPE_CHECKING:
-    from lockstep.data.arrow_cache import Prepared
     from lockstep.launchers.launcher import Launcher, LaunchPlan
-    from lockstep.training.resolve import Job
+    from lockstep.strategies.job import Job
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +65,7 @@ def run_plan(args: argparse.Namespace) -> int:
         console.say(f"note: what it amounts to cannot be told here: {job}")
     else:
         run = job.run
-        for text in (*job.notes, *remarks(run, job.data)):
+        for text in (*job.notes, *remarks(job)):
             console.note(text)
     for path, text in plan.files.items():
         console.say(f"--- {path}\n{text}", whole=True)
@@ -89,7 +88,7 @@ def failures(run: Run, launcher: Launcher, plan: LaunchPlan, job: Job | str, off
     from lockstep.training import model_stats
 
     there = launcher.memory(run, plan)
-    short = None if there is None else model_stats.shortage(run, job.data, plan.processes, there)
+    short = None if there is None else model_stats.shortage(job, there)
     return [short] if short is not None else []
 
 
@@ -102,18 +101,18 @@ def amounts(run: Run) -> dict[str, str]:
     }
 
 
-def remarks(run: Run, prepared: Prepared) -> list[str]:
+def remarks(job: Job) -> list[str]:
     """Notes on its data, and on the entries of its model's config."""
     from lockstep.training import model_stats
 
-    return model_stats.remarks(run, prepared)
+    return model_stats.remarks(job)
 
 
 def sizes_of(job: Job) -> dict[str, str]:
     """What was decided, and what its data and its model say besides."""
     from lockstep.training import model_stats
 
-    return {"decided": job.summary()} | model_stats.facts(job.run, job.data, job.processes)
+    return {"decided": job.summary()} | model_stats.facts(job)
 
 
 PAGE = "lockstep-selftest.html"

@@ -23,11 +23,11 @@ from lockstep.distributed.hardware import processor
 from lockstep.lab.subprocess_job import Child
 from lockstep.lab.sweep import sweep_file
 from lockstep.launchers import start
+from lockstep.strategies.job import Job
 from lockstep.track.console import Console, clock
 from lockstep.track.report import charts
 from lockstep.track.report.report import write_page
 from lockstep.training import timing
-from lockstep.training.resolve import Job
 from lockstep.training.timing import Timing
 from lockstep_trace.plurals import quantity
 

@@ -31,9 +31,9 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.config.errors import DONE, FAILED, coded
 from lockstep.config.run import Run, RunError, keep, load, replace_text, require_output
-from lockstep.data.arrow_cache import Prepared
 from lockstep.launchers import start
 from lockstep.launchers.processes import output_lock
+from lockstep.strategies.job import Job
 from lockstep.track.console import Console, error
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
@@ -87,12 +87,12 @@ def parsed(spec: str) -> tuple[Path, int]:
 
 def _begun(output: Path, step: int, run: Run, console: Console) -> Begun:
     job = start.resolved(run)[2]
-    run, prepared = job.run, job.data
+    run = job.run
     manifest = next((manifest_there for _, manifest_there in newest_first(load_of(output))), None)
     if manifest is None:
         raise RunError("LS8054", f"{output} has no checkpoint to start from")
-    ours = course(run, prepared)
-    same, why = shared(output, run, prepared, manifest, ours)
+    ours = course(job)
+    same, why = shared(output, job, manifest, ours)
     if step > same:
         at = f"; {output}@{same} can be" if same else ""
         raise RunError("LS8055", f"{output}@{step} cannot be shared: {why}{at}")
@@ -109,9 +109,10 @@ def load_of(output: Path) -> Run:
     return load(output / "run.yaml", {"output": str(output)})
 
 
-def shared(output: Path, run: Run, prepared: Prepared, manifest: Manifest, ours: Course) -> tuple[int, str]:
+def shared(output: Path, job: Job, manifest: Manifest, ours: Course) -> tuple[int, str]:
     """How many of the first steps of OUTPUT's run are this run's, too, and why it is no more. `manifest`: of any of its
     checkpoints. Errors: `RunError`."""
+    run, prepared = job.run, job.data
     differing = differing_keys(run, prepared.key, manifest)
     fixed = {key: values for key, values in differing.items() if key not in OF_STEPS}
     if fixed:
@@ -120,7 +121,7 @@ def shared(output: Path, run: Run, prepared: Prepared, manifest: Manifest, ours:
         return 0, f"{key} is {then!r} there and {now!r} here{more}, which decides every step"
     if manifest.data != prepared.key:
         return 0, "it was trained on other data, or with another tokenizer: the contents have changed since"
-    if (why := shares_nothing(run, differing)) is not None:
+    if (why := shares_nothing(job, differing)) is not None:
         return 0, why
     if not manifest.bits:
         return 0, f"it was trained by {manifest.strategy}, which promises no bits"
@@ -133,7 +134,7 @@ def shared(output: Path, run: Run, prepared: Prepared, manifest: Manifest, ours:
             f"{output}/run.yaml differs from the run file of its checkpoints in {next(iter(other))}; restore "
             "that value",
         )
-    same, why = parting(course(theirs, prepared), ours)
+    same, why = parting(course(replace(Job.of(theirs), prepared=prepared)), ours)
     differences = f"{', '.join(sorted(differing))}: " if differing else ""
     ends = f"one of the runs ends there ({manifest.steps} steps there, {len(ours.rates)} here)"
     return same, f"{differences}{why or ends}"

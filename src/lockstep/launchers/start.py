@@ -27,9 +27,10 @@ from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.job_record import INTRODUCED, JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TORCHRUN_ENV, TRAIN
 from lockstep.distributed.signals import listen_no_more
 from lockstep.launchers.processes import accelerate_config, output_lock, srun
+from lockstep.strategies.job import Job, Scope
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
-from lockstep.training.resolve import Job, Machine, Scope, fitted, resolve, resolve_launch
+from lockstep.training.resolve import Machine, fitted, resolve, resolve_launch
 
 if TYPE_CHECKING:
     from lockstep.launchers.launcher import Launcher, LaunchPlan

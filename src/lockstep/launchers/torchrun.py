@@ -21,6 +21,7 @@ from lockstep.distributed import network
 from lockstep.distributed.job_record import TRAIN
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.local import check_gpus, entry, memory_here, prestart, processes_of
+from lockstep.strategies.job import Job
 from lockstep.track.console import Console
 from lockstep_trace.plurals import quantity
 
@@ -150,8 +151,6 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
     from lockstep.checkpoint.manifest import newest_first
-    from lockstep.config import plugins
-    from lockstep.data.prepare import prepare
     from lockstep.distributed.consistency_check import facts
     from lockstep.launchers.processes.elastic import run_agent
     from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
@@ -186,7 +185,7 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
 
     try:
         rendezvous = ElasticRendezvous(host, port, fewest, most, node, limits, newest, key)
-        data = plan.job.data if plan.job is not None else prepare(run, plugins.find("tasks", run.task.name))
+        data = (plan.job or Job.of(run).with_data()).data
         rendezvous.admit(facts(run, data.key))
     except RendezvousConnectionError as caught:
         raise RunError(

@@ -18,10 +18,10 @@ from typing import Any
 from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import FILE as MANIFEST
 from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
-from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load, require_output
 from lockstep.launchers import start
 from lockstep.proof.diff import first_mismatch, replayed, run_to_recompute, start_of
+from lockstep.strategies.job import Job
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of, scores_of
 from lockstep.training import fingerprints
@@ -251,10 +251,9 @@ def _of_numbers(output: Path) -> str | None:
 
 def _of_data(output: Path, then: Mapping[str, Any], overrides: Sequence[str]) -> str | None:
     """Describe how the data, tokenizer or code differ from the attested ones, or return None."""
-    from lockstep.data.prepare import prepare
 
     run = run_to_recompute(output, overrides, None, 1)
-    prepared = prepare(run, plugins.find("tasks", run.task.name), fresh=True)
+    prepared = Job.of(run).with_data(fresh=True).data
     if prepared.key != then["data"]:
         return "the data or the tokenizer differ from those that were trained on: a row was changed, for example"
     trained = next(m for _, m in candidates(run_at(run, output)) if isinstance(m, Manifest))

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load, overrides_of, require_output
 from lockstep.launchers import start
+from lockstep.strategies.job import Job
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
@@ -312,7 +312,7 @@ def run_to_recompute(
         )
     values: dict[str, Any] = trained.model_dump(mode="json")
     if strategy is None:
-        exact = plugins.find("strategies", trained.strategy.name).gives_bits(trained)  # type: ignore[attr-defined]
+        exact = Job.of(trained).same_bits
         strategy = trained.strategy.name
         if exact:
             strategy = "single" if processes == 1 else "ddp"
@@ -454,12 +454,11 @@ def tell_step(console: Console, run: Run, step: Mapping[str, Any]) -> None:
 
 def texts_of(run: Run, rows: Sequence[int]) -> list[str]:
     """Return the decoded beginnings of training examples; empty strings if the task has no tokens."""
-    from lockstep.data.prepare import prepare
 
-    task_class: Any = plugins.find("tasks", run.task.name)
-    if task_class.own_model:
+    job = Job.of(run)
+    if job.task.own_model:
         return [""] * len(rows)
-    task = task_class(run, prepare(run, task_class))
+    task = job.with_data().make_task()
     columns, tokenizer = task.splits["train"], getattr(task, "tokenizer", None)
     if tokenizer is None or "input_ids" not in columns.names:
         return [""] * len(rows)
@@ -489,7 +488,6 @@ def open_replay(
     import torch
     from safetensors.torch import load_file
 
-    from lockstep.data.prepare import prepare
     from lockstep.proof.replaying import GRADIENTS, REPLAY, WEIGHTS
     from lockstep.training.data_loader import StepLoader
 
@@ -499,8 +497,7 @@ def open_replay(
             raise RunError("LS8157", f"replay of {output}: it ended with status {status}; see its output above")
         content = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
         weights, gradients = load_file(folder / WEIGHTS), load_file(folder / GRADIENTS)
-    task_class: Any = plugins.find("tasks", run.task.name)
-    task = task_class(run, prepare(run, task_class))
+    task = Job.of(run).with_data().make_task()
     model = task.model()
     model.load_state_dict(weights, strict=False)  # what is computed and not kept is in no checkpoint
     feed = StepLoader(run, task, range(run.micro_batches), torch.device("cpu"))

@@ -23,13 +23,13 @@ from lockstep.distributed.system_metrics import measured
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.update import GradientUpdate
+from lockstep.strategies.job import Job
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.training import plain_sides
 from lockstep.training.beginning import try_a_step
 from lockstep.training.evaluation import evaluate
-from lockstep.training.resolve import Job
 from lockstep.training.session import Session, build_session, join_ranks
 from lockstep_trace.step_writer import RankStep, StepWriter, WholeStep
 from lockstep_trace.tracer.inputs import call_inputs

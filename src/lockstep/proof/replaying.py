@@ -34,13 +34,13 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import local
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
+from lockstep.strategies.job import Job
 from lockstep.strategies.observer import GradientRecorder, StepObserver, WholeGradient, listening
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 from lockstep.training.errors import not_finite
 from lockstep.training.plain_sides import save_on_main
-from lockstep.training.resolve import Job
 from lockstep.training.session import Session, build_session, join_ranks
 
 REPLAY, WEIGHTS, GRADIENTS = "replay.json", "before.safetensors", "gradient.safetensors"

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, all_reduce_flat, buckets
+from lockstep.strategies.job import Job
 from lockstep.strategies.replicated import WholeStateRecovery
 from lockstep.tasks.task import Task
 
@@ -20,7 +21,8 @@ class AllReduce(WholeStateRecovery):
     gloo_threads = 2
 
     @classmethod
-    def check(cls, run: Run, processes: int) -> None:
+    def check(cls, job: Job) -> None:
+        run = job.run
         if unknown := set(run.strategy.options) - {"bucket_cap_mb"}:
             raise RunError(
                 "LS4000",

@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.strategies.engines.hooked_ddp import Hooked
+from lockstep.strategies.job import Job
 
 _OURS = {"module", "device_ids", "output_device", "process_group", "device_mesh"}
 
@@ -24,7 +25,8 @@ class DDP(Hooked):
     gloo_threads = 2
 
     @classmethod
-    def check(cls, run: Run, processes: int) -> None:
+    def check(cls, job: Job) -> None:
+        run = job.run
         known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - _OURS - {"self"}
         if unknown := set(run.strategy.options) - known:
             raise RunError(

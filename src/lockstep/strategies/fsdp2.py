@@ -57,6 +57,7 @@ from lockstep.strategies.exact.reduction import (
 from lockstep.strategies.exact.rows import RowSlots, rows_between
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
+from lockstep.strategies.job import Job
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.replicated import ReplicatedStrategy, first_inputs
 from lockstep.strategies.strategy import DataShard, Strategy, WeightFormats, summing
@@ -76,8 +77,8 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
     summary_suffix = ", weights gathered once a step"
 
     @classmethod
-    def check(cls, run: Run, processes: int) -> None:
-        fsdp.check_options(run, processes)
+    def check(cls, job: Job) -> None:
+        fsdp.check_options(job)
 
     @classmethod
     def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
@@ -258,11 +259,11 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         return 4.0 * (most_held_in_turns(leaves, block, shards) - 1) / shards
 
     @classmethod
-    def check(cls, run: Run, processes: int) -> None:
-        fsdp.check_options(run, processes)
-        if not cls.needs_memory_to_resolve(run):
-            layers.check_writes(run, "strategy.options.gather", "FSDP", fsdp.INSTEAD)
-            layers.check_scalars(run, "strategy.options.gather", "FSDP", fsdp.INSTEAD)
+    def check(cls, job: Job) -> None:
+        fsdp.check_options(job)
+        if not cls.needs_memory_to_resolve(job.run):
+            layers.check_writes(job, "strategy.options.gather", "FSDP", fsdp.INSTEAD)
+            layers.check_scalars(job, "strategy.options.gather", "FSDP", fsdp.INSTEAD)
 
     @classmethod
     def resolve_class(cls, run: Run) -> type[Strategy]:

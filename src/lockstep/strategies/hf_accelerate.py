@@ -17,6 +17,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch
 from lockstep.strategies.engines.accelerated import Accelerated, accelerator, prepared, release
 from lockstep.strategies.engines.hooked_ddp import Hooked
+from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import Strategy
 
 
@@ -38,7 +39,8 @@ class HFAccelerate(Accelerated, Hooked):
         return cls
 
     @classmethod
-    def check(cls, run: Run, processes: int) -> None:
+    def check(cls, job: Job) -> None:
+        run = job.run
         require(cls.needs, "strategy.name: hf_accelerate")
         from accelerate import DistributedDataParallelKwargs
 

@@ -19,6 +19,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch
 from lockstep.strategies.engines.accelerated import Accelerated, prepared, release
 from lockstep.strategies.engines.hooked_ddp import Hooked
+from lockstep.strategies.job import Job
 
 # TrainingArguments that control how a step is computed, except those that keys of the run file set.
 _KNOWN = {"ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "gradient_checkpointing"}
@@ -38,7 +39,8 @@ class HFTrainer(Accelerated, Hooked):
         return [f"strategy.options.{key}" for key in sorted(_OTHER_KERNELS & set(run.strategy.options))]
 
     @classmethod
-    def check(cls, run: Run, processes: int) -> None:
+    def check(cls, job: Job) -> None:
+        run = job.run
         require(cls.needs, "strategy.name: hf_trainer")
         from transformers import TrainingArguments
 

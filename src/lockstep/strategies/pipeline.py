@@ -28,7 +28,6 @@ from lockstep.distributed.world import World, sum_in_place
 from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, cuts
 from lockstep.strategies.engines.cuts import Cut
-from lockstep.strategies.engines.layers import own_model
 from lockstep.strategies.engines.pipelining import (
     Links,
     Stage,
@@ -44,6 +43,7 @@ from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, all_reduce_flat, buckets, most_held, share
+from lockstep.strategies.job import Job
 from lockstep.strategies.replicated import call_on_cpu
 from lockstep.strategies.strategy import DataShard, summing
 from lockstep.tasks.task import Task
@@ -61,19 +61,24 @@ class Pipeline(ShardedRecovery):
     waits_inside = ("forward+backward", "reduction", "optimizer")
 
     @classmethod
+    def stages_of(cls, run: Run, processes: int) -> int:
+        return int(run.strategy.options.get("stages", processes))
+
+    @classmethod
     def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
-        stages = int(run.strategy.options.get("stages", processes))
+        stages = cls.stages_of(run, processes)
         return {name: each / stages for name, each in super().bytes_held(run, processes, state).items()}
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
         if not run.strategy.exact:
             return 0.0
-        stages = int(run.strategy.options.get("stages", processes))
+        stages = cls.stages_of(run, processes)
         return 4.0 * (most_held(run.micro_batches, processes // stages, whole_leaf=True) - 1) / stages
 
     @classmethod
-    def check(cls, run: Run, processes: int) -> None:
+    def check(cls, job: Job) -> None:
+        run, processes = job.run, job.processes
         options = run.strategy.options
         if unknown := set(options) - {"stages", "schedule", "stages_per_rank"}:
             raise RunError(
@@ -103,7 +108,7 @@ class Pipeline(ShardedRecovery):
                 f"strategy.options.stages: {ranks} stages do not divide {processes} processes; choose a number "
                 "of stages that does",
             )
-        layers = cuts.count_sequential_layers(run) if own_model(run) else cuts.layers_of(run)
+        layers = cuts.count_sequential_layers(run) if job.task.own_model else cuts.layers_of(job)
         if ranks * each > layers:
             stages = (
                 f"{ranks} stages are"
@@ -153,7 +158,7 @@ class Pipeline(ShardedRecovery):
         if not self.build_empty:
             call = partial(call_on_cpu, model, task)
             refuse_writes(model, self.world, call, "strategy.name: pipeline", "strategy.name=ddp")
-        self.cut = (cuts.SequentialCut if own_model(self.run) else Cut)(model, self.stages)
+        self.cut = (cuts.SequentialCut if task.own_model else Cut)(model, self.stages)
         self.cut_parts = [self.cut.part(i) for i in range(self.stage_rank, self.stages, self.ranks)]
         self.receive_weights(model)
         del model

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.strategies.job import Job
 from lockstep.strategies.replicated import ReplicatedStrategy
 
 
@@ -17,7 +18,8 @@ class Single(ReplicatedStrategy):
     chooses_links = False
 
     @classmethod
-    def check(cls, run: Run, processes: int) -> None:
+    def check(cls, job: Job) -> None:
+        run, processes = job.run, job.processes
         if processes > 1:
             raise RunError(
                 "LS4260",

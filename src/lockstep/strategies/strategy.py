@@ -8,31 +8,29 @@ Every method is collective: all ranks call it, in the same order. A strategy kee
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import Flag, auto
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.sharded import Saved, WholeState, gather
 from lockstep.distributed.step_timer import StepTimer
 from lockstep.distributed.world import World, sum_in_place
 from lockstep.strategies.engines.side_effects import SideEffects
-from lockstep.strategies.exact import held_state
 from lockstep.strategies.exact.gradient import LossScale
 from lockstep.strategies.exact.gradient import NotFinite as NotFinite
 from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.job import Job, StrategyRules
+from lockstep.strategies.job import WeightFormats as WeightFormats
 from lockstep.strategies.observer import StepObserver
-from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.tasks.models import inference
 from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
@@ -54,26 +52,11 @@ def summing(group: dist.ProcessGroup) -> Any:
     return lambda tensor: sum_in_place(tensor, group)
 
 
-class WeightFormats(Flag):
-    """Weight formats, besides float32, that a strategy can train."""
-
-    NONE = 0
-    BFLOAT16 = auto()  # weights in bfloat16 with float32 master weights
-    BFLOAT16_ALONE = auto()  # weights in bfloat16 without master weights
-    FOUR_BITS = auto()  # frozen weights in 4 bits with an adapter
-
-
-class Strategy(ABC):
+class Strategy(StrategyRules):
     """One optimizer step over all ranks: `train_step` updates the weights once, with the gradient of `sum of losses /
     targets` over all micro-batches of all ranks, clipped once, at the given learning rate."""
 
     plugin: ClassVar[str] = "strategies"
-    exact: ClassVar[bool] = False  # whether it can be bitwise equal to `single` at every number of processes
-    needs: ClassVar[tuple[str, ...]] = ()  # import names of packages beyond the core; pip extras have the same names
-    weight_formats: ClassVar[WeightFormats] = WeightFormats.NONE
-    chooses_links: ClassVar[bool] = True  # whether `strategy.all_reduce` applies to its exact sums
-    runs_whole_model: ClassVar[bool] = False  # whether a rank's forward runs the whole model, with all its weights
-    flat_parts: ClassVar[bool] = False  # whether an engine passes flattened parts of tensors to the optimizer
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (`StepTimer`) in which this rank also waits for other ranks."""
 
@@ -91,56 +74,6 @@ class Strategy(ABC):
         self.phases = StepTimer(world.device)
         self.data_parallel = DataShard(world.rank, world.size, world.sum)
         self.scaling = LossScale(world.device) if run.precision == "fp16" else None
-
-    @classmethod
-    @abstractmethod
-    def check(cls, run: Run, processes: int) -> None:
-        """Refuse options that cannot work, before any process starts. Errors: `RunError`."""
-
-    @classmethod  # noqa: B027 - most have nothing to refuse
-    def check_prepared(cls, run: Run, processes: int) -> None:
-        """Refuse problems that only a trial of the model with the data reveals, before any process starts. Errors:
-        `RunError`."""
-
-    @classmethod
-    def resolve_class(cls, run: Run) -> type[Strategy]:
-        """Return the class that implements these options, for a name that covers several engines."""
-        return cls
-
-    @classmethod
-    def gives_bits(cls, run: Run) -> bool:
-        """Whether this run is bitwise equal to `single`, and not just equal within rounding."""
-        return cls.exact and run.strategy.exact and not cls.inexact_options(run)
-
-    @classmethod
-    def inexact_options(cls, run: Run) -> list[str]:
-        """Return the keys of options that make results differ from `single`; `strategy.exact` refuses them."""
-        return []
-
-    @classmethod
-    def rounding(cls, run: Run) -> float:
-        """Return the relative tolerance of loss, norm and gradients against `single`, for runs that are not bitwise
-        reproducible. float32 sums in two different orders differ by much less."""
-        return 1e-4
-
-    @classmethod
-    def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
-        """Return the bytes per model parameter that a process holds between two micro-batches: `weights`, and for
-        trained parameters `gradients`, `optimizer`, `average`. Values are means over processes;
-        docs/reference/strategies.md derives them.
-        `state`: bytes of optimizer state, if known more precisely than from the optimizer's rule.
-        """
-        state = optimizers.rule(run.optim).bytes_held() if state is None else state
-        bytes_of = {"weights": 4.0, "gradients": 4.0, "optimizer": state}
-        if run.model.trained_in_bfloat16:
-            bytes_of |= {"weights": 2.0, "optimizer": bytes_of["optimizer"] + 4.0 * held_state.keeps_masters(run)}
-        return bytes_of if run.average.ema is None else bytes_of | {"average": 4.0}
-
-    @classmethod
-    def partial_sums(cls, run: Run, processes: int) -> float:
-        """Return the peak of additional bytes per trained parameter that a process holds while it sums a step's
-        micro-batches over the tree."""
-        return 0.0
 
     @property
     @abstractmethod
@@ -176,7 +109,7 @@ class Strategy(ABC):
         while optimizer state exists. Collective. Errors: `RunError` if forward changes state that would differ between
         ranks."""
 
-    def settle(self) -> None:  # noqa: B027 - most know at once
+    def settle(self) -> None:
         """Wait for the last update. Errors: `NotFinite` if that update was skipped and the run stops on non-finite
         numbers."""
 
@@ -185,7 +118,7 @@ class Strategy(ABC):
         """Return this rank's part of each trained parameter, sharing its memory; sharded ones as DTensors. A tied
         parameter may occur twice."""
 
-    def weights_changed(self) -> None:  # noqa: B027 - most update the model's own memory
+    def weights_changed(self) -> None:
         """Copy the tensors that the optimizer updates into the model after they changed. Collective."""
 
     def averaged(self) -> AbstractContextManager[bool]:
@@ -235,11 +168,11 @@ class Strategy(ABC):
     def export(self) -> dict[str, Tensor] | None:
         """Return the full weights under the model's own names on rank 0, None elsewhere."""
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to give back
+    def close(self) -> None:
         """Release all resources."""
 
 
-def strategy_class(run: Run) -> type[Strategy]:
-    """Return the class of a run's strategy. Errors: `PluginError`, `ImportError`."""
-    cls: type[Strategy] = plugins.find("strategies", run.strategy.name)
-    return cls.resolve_class(run)
+def make_strategy(job: Job, world: World) -> Strategy:
+    """Return the job's strategy, not built yet."""
+    assert issubclass(job.strategy, Strategy), job.strategy
+    return job.strategy(job.run, world)

@@ -20,7 +20,6 @@ import numpy as np
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
-from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed.randomness import seed_everything
 from lockstep.tasks.abilities import GivesPredictions
 from lockstep.tasks.task import Task
@@ -131,12 +130,12 @@ def functions(run: Run) -> dict[str, Metric]:
     return metrics
 
 
-def check(run: Run, prepared: Prepared) -> None:
+def check(run: Run, make_task: Callable[[], Task]) -> None:
     """Call each metric function on dummy predictions. Errors: `RunError`."""
     if not run.metrics:
         return
     metrics = functions(run)
-    task: Task = plugins.find("tasks", run.task.name)(run, prepared)
+    task = make_task()
     if not isinstance(task, GivesPredictions):
         raise RunError(
             "LS3304",

@@ -153,11 +153,14 @@ class Task(ABC):
         return ""
 
     @classmethod
+    def built_in(cls) -> bool:
+        """Whether the class is lockstep's own, about which more is known than the interface says."""
+        return cls.__module__.split(".")[0] == __name__.split(".")[0]
+
+    @classmethod
     def collates_in_thread(cls) -> bool:
         """Whether batches are collated ahead of time, in a thread beside training."""
-        if cls.collates_ahead is not None:
-            return cls.collates_ahead
-        return cls.__module__.split(".")[0] == __name__.split(".")[0]
+        return cls.built_in() if cls.collates_ahead is None else cls.collates_ahead
 
     @classmethod
     @abstractmethod

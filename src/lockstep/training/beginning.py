@@ -31,6 +31,7 @@ from lockstep.distributed.sharded import local
 from lockstep.distributed.system_metrics import free_memory, keep_freed_memory, peak_resident, restart_peak
 from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import side_effects
+from lockstep.strategies.job import Scope
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.models.inference import Decoding
 from lockstep.track.console import Console, error
@@ -38,7 +39,6 @@ from lockstep.training import plain_check, utilization
 from lockstep.training.errors import not_finite
 from lockstep.training.evaluation import evaluate_with_tables, generate_samples
 from lockstep.training.model_stats import evaluated_at_once, remarks
-from lockstep.training.resolve import Scope
 from lockstep.training.session import Session
 from lockstep.training.summary import facts
 from lockstep.training.train_state import TrainState
@@ -60,9 +60,8 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
         console.facts({k: v for k, v in (opening | where).items() if k != "run" or not introduced})
     if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
-    prepared = session.task.prepared
     resolved_here = session.job.notes if session.job.scope < Scope.START else ()  # otherwise the launcher printed them
-    for text in (*strategy.remarks, *resolved_here, *session.task.warnings, *remarks(run, prepared)):
+    for text in (*strategy.remarks, *resolved_here, *session.task.warnings, *remarks(session.job)):
         console.note(text)
     ACTIVITY.at("trying a step with the longest examples")
     try_before_training(session)

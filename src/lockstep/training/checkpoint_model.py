@@ -8,21 +8,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import broken, read_manifest
-from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data import hub
 from lockstep.data.cache import cached
-from lockstep.data.prepare import prepare
+from lockstep.strategies.job import Job
 from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.tasks.abilities import Calibrates
-from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Files
@@ -55,9 +53,9 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
             f"model.trust_remote_code: {output / 'run.yaml'} sets it, but code from a folder runs only if you "
             "set it too: read the code, then add model.trust_remote_code=true",
         )
-    task_class: Any = plugins.find("tasks", run.task.name)
     fetch(run)  # that run may itself start from a checkpoint
-    prepared = prepare(run, task_class)
+    job = Job.of(run).with_data()
+    prepared = job.data
     if manifest.data != prepared.key:
         raise RunError(
             "LS5012",
@@ -69,7 +67,7 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
         from lockstep.checkpoint.storage import Files  # imports torch.distributed.checkpoint
 
         files = Files(checkpoint, manifest.hashes)
-        task: Task = task_class(run, prepared)
+        task = job.make_task()
         if isinstance(task, Calibrates):
             task.calibrate(manifest.scores)
         saved = [name.removeprefix("model.") for name in files.names if name.startswith("model.")]

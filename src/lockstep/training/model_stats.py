@@ -33,7 +33,7 @@ from lockstep.distributed.system_metrics import capacity
 from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.exact.optim import ParamGroupSpec, assigned, freeze, state_bytes
-from lockstep.strategies.strategy import strategy_class
+from lockstep.strategies.job import Job
 from lockstep.tasks.models import config_checks, model_configs, quantized, source_files
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
@@ -42,9 +42,9 @@ PART = 17  # combined with the seed, so that the validation subset has its own r
 LOOKED_AT = 32  # evenly spaced steps whose tokens are counted
 
 
-def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
+def facts(job: Job) -> dict[str, str]:
     """Rows of the table that `lockstep plan` prints."""
-    task: Task = plugins.find("tasks", run.task.name)(run, prepared)
+    run, task = job.run, job.make_task()
     feed = StepLoader(run, task, [], torch.device("cpu"))
     of = model_facts(run, task)
     of_them = f", of which {of.trained / 1e6:.2f}M are trained" if of.trained < of.every else ""
@@ -58,7 +58,7 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
         **({task.unit: units(feed)} if task.unit else {}),
         **padding(run, task),
         **selection_lines(run, task),
-        "memory": memory(run, processes, of.every, of.trained, of.packed, of.state_bytes),
+        "memory": memory(job, of.every, of.trained, of.packed, of.state_bytes),
     }
 
 
@@ -81,7 +81,7 @@ def model_facts(run: Run, task: Task) -> ModelFacts:
         model = freeze(run, task.model(empty=True))
         return ModelFacts(*counts(model), quantized.count(model), state_bytes(run.optim, model), treatment(run, model))
 
-    own_code = run.model.trust_remote_code or not type(task).__module__.startswith("lockstep.tasks.")
+    own_code = run.model.trust_remote_code or not task.built_in()
     if task.head is None or own_code or run.optim.name not in plugins.built_in("optimizers"):
         return computed()
     keys = run.model_dump(mode="json", include={"model", "task", "optim", "tokenizer"})
@@ -111,21 +111,21 @@ def counts(model: nn.Module) -> tuple[int, int]:
     return quantized.parameters(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def resolve_options(run: Run, task: Task, world: World) -> Run:
-    """Return the run with the strategy options that depend on the machines' memory filled in; equal on every rank.
+def resolve_options(job: Job, task: Task, world: World) -> Job:
+    """Return the job with the strategy options that depend on the machines' memory filled in; equal on every rank.
     Collective."""
-    cls = strategy_class(run)
+    run, cls = job.run, job.strategy
     if not issubclass(cls, ChoosesByMemory) or not cls.needs_memory_to_resolve(run):
-        return run
+        return job
     memory = min(world.all_gather(capacity(world.device, world.local_size)))
-    return cls.resolve_options(run, world.size, *counts(freeze(run, task.model(empty=True))), memory)
+    return job.having(cls.resolve_options(run, world.size, *counts(freeze(run, task.model(empty=True))), memory))
 
 
-def check_names(run: Run, prepared: Prepared) -> None:
+def check_names(job: Job) -> None:
     """Refuse patterns of parameter names that match nothing, before any process starts. Errors: `RunError`."""
+    run = job.run
     if run.model.freeze or run.optim.groups or run.optim.layerwise_lr_decay < 1:
-        task: Task = plugins.find("tasks", run.task.name)(run, prepared)
-        assigned(run.optim, freeze(run, task.model(empty=True)))
+        assigned(run.optim, freeze(run, job.make_task().model(empty=True)))
 
 
 def treatment(run: Run, model: nn.Module) -> str:
@@ -149,11 +149,12 @@ def data(task: Task) -> str:
     return f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task.prepared.facts)}"
 
 
-def check_average(run: Run, prepared: Prepared) -> None:
+def check_average(job: Job) -> None:
     """Refuse a run that writes fewer checkpoints than `average.last` averages. Errors: `RunError`."""
+    run = job.run
     if run.average.last is None:
         return
-    feed = StepLoader(run, plugins.find("tasks", run.task.name)(run, prepared), [], torch.device("cpu"))
+    feed = StepLoader(run, job.make_task(), [], torch.device("cpu"))
     every = feed.interval(run.checkpoint.every)
     if (there := len(averaged(run, feed.total, every))) < run.average.last:
         raise RunError(
@@ -186,12 +187,12 @@ def too_few(run: Run, prepared: Prepared) -> list[str]:
     ]
 
 
-def remarks(run: Run, prepared: Prepared) -> list[str]:
+def remarks(job: Job) -> list[str]:
     """Notes on a run's data and on its model config that stop nothing. Errors: `RunError` if the cache cannot be
     written."""
-    task: Any = plugins.find("tasks", run.task.name)
+    run, task, prepared = job.run, job.task, job.data
     idle = [note for note in idle_keys(run, task, prepared.facts) if applies(note, run)]
-    about_data = [*too_few(run, prepared), *unused_links(run), *warnings(prepared.facts), *idle]
+    about_data = [*too_few(run, prepared), *unused_links(job), *warnings(prepared.facts), *idle]
     return [*about_data, *source_files.notes(run, task.head), *config_checks.notes(run, task.head)]
 
 
@@ -204,10 +205,10 @@ def idle_keys(run: Run, task: type[Task], facts: Mapping[str, Any]) -> list[str]
     return notes
 
 
-def unused_links(run: Run) -> list[str]:
+def unused_links(job: Job) -> list[str]:
     """Note that `strategy.all_reduce` has no effect."""
-    strategy = run.strategy
-    if strategy.all_reduce == "auto" or (strategy.exact and strategy_class(run).chooses_links):
+    strategy = job.run.strategy
+    if strategy.all_reduce == "auto" or (strategy.exact and job.strategy.chooses_links):
         return []
     how = f"{strategy.name}{' and exact: false' * (not strategy.exact)}"
     return [f"strategy.all_reduce: {strategy.all_reduce} has no effect with {how}"]
@@ -247,10 +248,11 @@ def selection_lines(run: Run, task: Task) -> dict[str, str]:
     return lines
 
 
-def memory(run: Run, processes: int, every: int, trained: int, packed: int = 0, state: float | None = None) -> str:
+def memory(job: Job, every: int, trained: int, packed: int = 0, state: float | None = None) -> str:
     """Estimate the memory of a process by a formula. `every`: all parameters; `packed`: those in 4 bits; `trained`:
     trained ones; `state`: optimizer state per trained parameter."""
-    sizes, note = bytes_by_kind(run, processes, every, trained, packed, state)
+    run = job.run
+    sizes, note = bytes_by_kind(job, every, trained, packed, state)
     parts = ", ".join(f"{name} {size(each)}" for name, each in sizes.items() if each or name != "partial sums")
     of_layers = " of one layer at a time" * run.model.checkpoint_activations
     place = " (those of layers wait in the host's memory)" * run.model.offload_activations
@@ -260,14 +262,13 @@ def memory(run: Run, processes: int, every: int, trained: int, packed: int = 0, 
     )
 
 
-def bytes_by_kind(
-    run: Run, processes: int, every: int, trained: int, packed: int, state: float | None
-) -> tuple[dict[str, float], str]:
+def bytes_by_kind(job: Job, every: int, trained: int, packed: int, state: float | None) -> tuple[dict[str, float], str]:
     """Estimated bytes by kind, and a note on options chosen for them."""
-    cls, note = strategy_class(run), ""
+    run, processes, cls, note = job.run, job.processes, job.strategy, ""
     if issubclass(cls, ChoosesByMemory) and cls.needs_memory_to_resolve(run):
         run = cls.resolve_options(run, processes, every, trained, capacity(pick_device(run, 0), processes))
-        cls, note = strategy_class(run), f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
+        cls = job.having(run).strategy
+        note = f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
     each = cls.bytes_held(run, processes, state) | {"partial sums": cls.partial_sums(run, processes)}
     # an adapter's base has frozen bfloat16 matrices; its float32 vectors are few
     low = 0.5 if run.model.adapter and run.model.dtype == "bfloat16" else 1.0  # relative to float32
@@ -275,13 +276,14 @@ def bytes_by_kind(
     return {name: bytes_ * (weights if name == "weights" else trained) for name, bytes_ in each.items()}, note
 
 
-def shortage(run: Run, prepared: Prepared, processes: int, there: float) -> str | None:
+def shortage(job: Job, there: float) -> str | None:
     """Explain why a run cannot fit into a process's memory, by the lower bound of the formula, or return None if it
     may. Ignores engines that offload from the GPU to host memory."""
+    run = job.run
     if "offload" in str(run.strategy.options):
         return None
-    of = model_facts(run, plugins.find("tasks", run.task.name)(run, prepared))
-    needed = sum(bytes_by_kind(run, processes, of.every, of.trained, of.packed, of.state_bytes)[0].values())
+    of = model_facts(run, job.make_task())
+    needed = sum(bytes_by_kind(job, of.every, of.trained, of.packed, of.state_bytes)[0].values())
     if needed <= there:
         return None
     return (

@@ -39,6 +39,7 @@ from lockstep.plain.train import build_model
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.optim import make_model
+from lockstep.strategies.job import Job
 from lockstep.strategies.observer import GradientRecorder, listening
 from lockstep.strategies.replicated import ReplicatedStrategy
 from lockstep.strategies.strategy import Strategy
@@ -53,7 +54,6 @@ from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate_with_tables
 from lockstep.training.plain_measures import without_dropout
-from lockstep.training.resolve import Job
 from lockstep.training.session import Session, build_session, join_ranks
 
 _OF_MODULE = 3  # items of a user module to compare for each of: first, longest, shortest

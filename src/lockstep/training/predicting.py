@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, replacing
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, file_formats, row_files, source
 from lockstep.distributed.activity import ACTIVITY
+from lockstep.strategies.job import Job
 from lockstep.tasks.abilities import Predicts
 from lockstep.track.console import Console
 from lockstep.training.exported_model import finished, note_edited
@@ -161,7 +161,7 @@ def _text(value: Any, column: str, place: str) -> str:
 
 def _task(run: Run) -> type[Predicts]:
     """Class of the run's task. Errors: `RunError` if the task does not support prediction."""
-    task = plugins.find("tasks", run.task.name)
+    task = Job.of(run).task
     if not issubclass(task, Predicts):
         raise RunError(
             "LS5078",

@@ -37,6 +37,7 @@ from lockstep.distributed.signals import end_by_signal
 from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.distributed.watchdog import Watchdog, lost_contact, tell_failure
 from lockstep.distributed.world import World
+from lockstep.strategies.job import Job, Scope
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.best import Best
@@ -55,7 +56,7 @@ from lockstep.training.finalize import Final, final_scores
 from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.loop import train
 from lockstep.training.publish import at_a_stop, publish_until_stopped, write_model
-from lockstep.training.resolve import Job, Scope, for_rank
+from lockstep.training.resolve import for_rank
 from lockstep.training.session import Session, Sinks, build_session, join_ranks
 from lockstep.training.summary import Promised, better_step, closing, digest_of, promised
 from lockstep.training.throughput import Counts
@@ -370,7 +371,7 @@ def export_and_publish(
     sha256 = write_summary(run, task, session.journal, console, steps, weights, checked)
     console.detail({"export": compared.text} if compared.agrees else {})
     better = better_step(run, best_so_far(run, steps), trained.exported, trained.scores)
-    closing(console, run, task, trained.scores, trained.counts, session.world, sha256, known, better)
+    closing(console, session.job, task, trained.scores, trained.counts, session.world, sha256, known, better)
     if not compared.agrees:
         exported.withdraw(run.folder)
         error(coded("LS5182", compared.text), session.world.log)

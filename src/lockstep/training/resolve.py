@@ -9,43 +9,29 @@ submits jobs may not have it.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from enum import IntEnum
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lockstep.config import error_messages as messages
 from lockstep.config import plugins
-from lockstep.config.run import Run, RunError, check_output, load
+from lockstep.config.run import Run, RunError, check_output
 from lockstep.config.sections import LaunchSection
 from lockstep.config.written import naming_defaults
 from lockstep.distributed.hardware import gpus_of
 from lockstep.strategies.engines import zero_agreement
+from lockstep.strategies.job import OWN_ATTENTION, Job, Scope, WeightFormats
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
-    from lockstep.data.arrow_cache import Prepared
     from lockstep.distributed.world import World
-    from lockstep.strategies.strategy import Strategy
-    from lockstep.tasks.task import Task
+    from lockstep.strategies.job import StrategyRules
 
 FILL_IN = "FILL-IN"  # placeholder in a converted run file for a value that the original lacks
-OWN_ATTENTION = "the model's own"
 
 Tell = Callable[[str, str], None]  # a label (`checks` or `tokens`) and a text
-
-
-class Scope(IntEnum):
-    """Extent to which a run is resolved. Each scope includes those before it."""
-
-    OPTIONS = 1  # the run file and the installed packages: `init`, `sweep`
-    DATA = 2  # the data and the model: `verify`, `bench`, `replay`, `diff`, `branch`, and ranks
-    OUTPUT = 3  # OUTPUT and the object store beside it: `plan`
-    START = 4  # the Hub: `train`
 
 
 class Starter(Protocol):
@@ -73,71 +59,6 @@ class Machine:
     has_rank_0: bool = True  # rank 0 is this process or runs on this machine, with its trackers and OUTPUT
     launcher: Starter | None = None  # None: this process is a rank
     plan: Any = None  # the launcher's `LaunchPlan`
-
-
-@dataclass(frozen=True)
-class Job:
-    """A fully resolved run. `dump` and `load` carry it to ranks on the same machine."""
-
-    run: Run
-    processes: int  # ranks over all machines; 0: this rank joins a running job
-    scope: Scope
-    task: type[Task]
-    strategy: type[Strategy]  # the resolved class; one name may stand for several
-    same_bits: bool  # whether the result is bitwise equal to a single process
-    prepared: Prepared | None = None  # from `Scope.DATA` on
-    padding: str | None = None  # why padding is computed; None: it is not
-    attention: str = OWN_ATTENTION
-    newest: Manifest | None = None  # checkpoint to resume from, if searched for; not sent to ranks
-    notes: tuple[str, ...] = ()  # for the user; not sent to ranks
-
-    @property
-    def data(self) -> Prepared:
-        """Prepared data."""
-        assert self.prepared is not None, "resolved without its data"
-        return self.prepared
-
-    def into(self, output: str) -> Job:
-        """Return the job with another output folder."""
-        return replace(self, run=self.run.model_copy(update={"output": output}))
-
-    def summary(self) -> str:
-        """Describe the decisions on one line."""
-        weights = "bfloat16" if self.run.model.trained_in_bfloat16 else "float32"
-        parts = [
-            self.strategy.__name__,
-            f"attention {self.attention}",
-            f"computes in {self.run.precision} with {weights} weights",
-            "padding is left out" if self.padding is None else f"padding is computed ({self.padding})",
-            "the bits of one process" if self.same_bits else "equal to one process to rounding",
-        ]
-        return "; ".join(parts)
-
-    def dump(self) -> str:
-        """Serialize the job as JSON. Errors: `RunError` for a run that contains a secret."""
-        self.run.dump()
-        names = ("processes", "scope", "same_bits", "padding", "attention")
-        values: dict[str, Any] = {name: getattr(self, name) for name in names}
-        values["run"] = self.run.model_dump(mode="json")
-        values["written"] = sorted(self.run.written_keys)
-        values["strategy"] = [self.strategy.__module__, self.strategy.__qualname__]
-        values["prepared"] = asdict(self.data)
-        return json.dumps(values)
-
-    @classmethod
-    def load(cls, text: str) -> Job:
-        """Read a job written by `dump`. Errors: `RunError` if its classes cannot be imported."""
-        from lockstep.data.arrow_cache import Prepared
-
-        values: dict[str, Any] = json.loads(text)
-        run = load(None, [], values["run"], "the job").as_written(values.pop("written"))
-        task: Any = plugins.of_key("task.name", "tasks", run.task.name)
-        # user modules have their own import rules
-        plugins.of_key("strategy.name", "strategies", run.strategy.name)
-        module, name = values["strategy"]
-        strategy: Any = getattr(importlib.import_module(module), name)
-        own = {"run": run, "task": task, "strategy": strategy, "prepared": Prepared(**values["prepared"])}
-        return cls(**values | own | {"scope": Scope(values["scope"])})
 
 
 def resolve(
@@ -199,7 +120,7 @@ def _refuse_placeholders(run: Run) -> None:
 
 def _options(run: Run, machine: Machine, processes: int) -> Job:
     """Make the decisions that depend only on the run file and the installed packages. Errors: `RunError`."""
-    plugins.of_key("strategy.name", "strategies", run.strategy.name)
+    job = Job.of(run, processes)
     for name in run.track.to if machine.has_rank_0 else ():
         tracker: Any = plugins.of_key("track.to", "track", name)
         tracker.check()
@@ -208,87 +129,89 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
     from lockstep.tasks.models import model_configs
 
     model_configs.check(run, machine.like_this_one)
-    task: Any = plugins.find("tasks", run.task.name)
-    if task.chunks_loss:
+    if job.task.chunks_loss:
         from lockstep.tasks.models import chunked_loss
 
-        chunked_loss.check(run, task.head)
+        chunked_loss.check(run, job.task.head or "")
     run.check_shared(processes, f"launch: {processes} processes")
-    strategy = resolve_strategy(run, processes)
-    blocks.check(run, machine.like_this_one)
-    _refuse_unportable(run, strategy, machine.like_this_one)
+    if processes:
+        _refuse_strategy(job)
+    blocks.check(job, machine.like_this_one)
+    _refuse_unportable(job, machine.like_this_one)
     remote_sync.require_extra(run)
-    return Job(run, processes, Scope.OPTIONS, task, strategy, strategy.gives_bits(run))
+    return replace(job, scope=Scope.OPTIONS)
 
 
-def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
-    """Return the strategy class, after each of its parts has refused unsupported keys. `processes`: 0 if unknown.
-    Errors: `RunError`."""
+def resolve_strategy(run: Run, processes: int) -> type[StrategyRules]:
+    """Return the strategy's class, after each of its parts has refused unsupported keys. Errors: `RunError`."""
+    job = Job.of(run, processes)
+    _refuse_strategy(job)
+    return job.strategy
+
+
+def _refuse_strategy(job: Job) -> None:
+    """Let the strategy and each of its parts refuse unsupported keys. Errors: `RunError`."""
     from lockstep.strategies.engines import tensor_plans
     from lockstep.strategies.exact import averaging, held_state
     from lockstep.strategies.optimizers import optimizer as optimizers
-    from lockstep.strategies.strategy import WeightFormats, strategy_class
     from lockstep.tasks.models import quantized
 
-    strategy = strategy_class(run)
-    if not processes:
-        return strategy
-    _refuse_features(run, strategy)
+    run, strategy = job.run, job.strategy
+    _refuse_features(job)
     formats = strategy.weight_formats
     optimizers.check(run, strategy.flat_parts)
     held_state.check_masters(run, WeightFormats.BFLOAT16 in formats, WeightFormats.BFLOAT16_ALONE in formats)
     quantized.check(run, WeightFormats.FOUR_BITS in formats)
     averaging.check(run, strategy.flat_parts)
-    strategy.check(run, processes)
+    strategy.check(job)
     if run.strategy.exact and (keys := strategy.inexact_options(run)):
         raise RunError(
             "LS5138",
             f"{keys[0]}: it computes in another way than one process does, so that bits depend on the number of "
             "processes; set strategy.exact=false to have it so, or leave it out",
         )
-    tensor_plans.check(run)
-    plugins.refuse_old(["torch", "transformers", "tokenizers", *packages_of(run, strategy)])
-    if (option := _samples(run, strategy)) is not None and (not option or run.wrote(f"task.{option[0]}")):
-        task: Any = plugins.find("tasks", run.task.name)
+    tensor_plans.check(job)
+    plugins.refuse_old(["torch", "transformers", "tokenizers", *packages_of(job)])
+    if (option := _samples(job)) is not None and (not option or run.wrote(f"task.{option[0]}")):
+        task: Any = job.task
         raise RunError(
             "LS5131",
             f"strategy.name: under {run.strategy.name} evaluations can generate texts greedily only; {task.greedy_by}",
         )
-    return strategy
 
 
-def _samples(run: Run, strategy: type[Strategy]) -> tuple[str, Any] | tuple[()] | None:
+def _samples(job: Job) -> tuple[str, Any] | tuple[()] | None:
     """The task's option that decodes greedily and its value, `()` if it has none, where evaluations would sample or
     search beams and the strategy cannot; else None."""
-    from lockstep.strategies.strategy import Strategy as Base
+    from lockstep.strategies.strategy import Strategy
     from lockstep.tasks.abilities import Generates
 
-    task: Any = plugins.find("tasks", run.task.name)
-    if strategy.generate is not Base.generate or not issubclass(task, Generates) or task.decodes_greedily(run):
+    own = issubclass(job.strategy, Strategy) and job.strategy.generate is not Strategy.generate
+    if own or not issubclass(job.task, Generates) or job.task.decodes_greedily(job.run):
         return None
-    return task.greedy_option or ()
+    return job.task.greedy_option or ()
 
 
-def _greedy(run: Run, strategy: type[Strategy]) -> tuple[Run, list[str]]:
-    """Let the default by which evaluations sample, or search beams, give way to a strategy that cannot. Returns the run
-    and a note; `resolve_strategy` has refused a value that was written."""
-    if not (option := _samples(run, strategy)):
-        return run, []
+def _greedy(job: Job) -> tuple[Job, list[str]]:
+    """Let the default by which evaluations sample, or search beams, give way to a strategy that cannot. Returns the job
+    and a note; `_refuse_strategy` has refused a value that was written."""
+    if not (option := _samples(job)):
+        return job, []
     name, value = option
-    default = plugins.find("tasks", run.task.name).options_of(run).model_dump()[name]  # type: ignore[attr-defined]
+    run = job.run
+    default = job.task.options_of(run).model_dump()[name]
     note = (
         f"task.{name} is {value:g}, because evaluations under {run.strategy.name} can generate texts greedily only; "
         f"its default is {default:g}"
     )
-    return run.model_copy(update={"task": run.task.model_copy(update={name: value})}), [note]
+    return replace(job, run=run.model_copy(update={"task": run.task.model_copy(update={name: value})})), [note]
 
 
-def packages_of(run: Run, strategy: type[Strategy]) -> list[str]:
+def packages_of(job: Job) -> list[str]:
     """Packages that a run computes with, besides torch, transformers and tokenizers."""
-    from lockstep.strategies.optimizers import optimizer as optimizers
-
-    of_model = ["peft"] * bool(run.model.adapter) + ["bitsandbytes"] * bool(run.model.quantization)
-    return [*strategy.needs, *of_model, *optimizers.rule(run.optim).packages]
+    model = job.run.model
+    of_model = ["peft"] * bool(model.adapter) + ["bitsandbytes"] * bool(model.quantization)
+    return [*job.strategy.needs, *of_model, *job.optimizer.packages]
 
 
 RECOMPUTES = "use ddp or a strategy like it, fsdp2 with gather: step, or zero with strategy.exact=true"
@@ -301,12 +224,13 @@ def launcher_class(run: Run) -> type[Starter]:
     return cls
 
 
-def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
+def _refuse_features(job: Job) -> None:
     """Refuse silent-corruption checks, rebalancing and peer checkpoints if the strategy or launcher does not support
     them. Refusals that depend on the machines' memory come later. Errors: `RunError`."""
     from lockstep.strategies.abilities import ChoosesByMemory, Recomputes, ShardedRecovery
     from lockstep.strategies.replicated import ReplicatedStrategy
 
+    run, strategy = job.run, job.strategy
     check, launch, name = run.sdc_check, run.launch, run.strategy.name
     later = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
     parts = not later and not issubclass(strategy, ReplicatedStrategy)
@@ -347,8 +271,9 @@ def _refuse_features(run: Run, strategy: type[Strategy]) -> None:
         )
 
 
-def _refuse_unportable(run: Run, strategy: type[Strategy], like_this_one: bool) -> None:
+def _refuse_unportable(job: Job, like_this_one: bool) -> None:
     """Refuse, under `strategy.exact: portable`, operations whose bits differ between processors. Errors: `RunError`."""
+    run = job.run
     if run.strategy.exact != "portable":
         return
     from lockstep.config import processor
@@ -361,7 +286,7 @@ def _refuse_unportable(run: Run, strategy: type[Strategy], like_this_one: bool) 
         if "8bit" in run.optim.name
         else None,
         f"strategy.name: {run.strategy.name}": None
-        if strategy.gives_bits(run)
+        if job.same_bits
         else "with these options it does not have the bits of one process on one processor either",
     }
     for key, reason in why.items():
@@ -405,18 +330,19 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     task.check_prepared(run, prepared)
     if task.head is not None:
         source_files.check(run, task.head)  # the cache of `prepare` does not depend on the weights
-    job.strategy.check_prepared(run, job.processes)
-    model_stats.check_names(run, prepared)
-    own_metrics.check(run, prepared)
-    model_stats.check_average(run, prepared)
-    run, greedily = _greedy(run, job.strategy)
-    run, more = _compiled(replace(job, run=run), prepared)
+    job = replace(job, run=run, prepared=prepared)
+    job.strategy.check_prepared(job)
+    model_stats.check_names(job)
+    own_metrics.check(run, job.make_task)
+    model_stats.check_average(job)
+    job, greedily = _greedy(job)
+    run, more = _compiled(job)
     why = "the task pads" if task.head is None else padding.unsupported_reason(run, task.head)
     attention = model_configs.UNPADDED if why is None else run.model.attention or OWN_ATTENTION
-    return replace(job, run=run, prepared=prepared, padding=why, attention=attention, notes=(*notes, *greedily, *more))
+    return replace(job, run=run, padding=why, attention=attention, notes=(*notes, *greedily, *more))
 
 
-def _compiled(job: Job, prepared: Prepared) -> tuple[Run, list[str]]:
+def _compiled(job: Job) -> tuple[Run, list[str]]:
     """Decide `model.compile`; returns the run and notes. A run that resumes goes on as its checkpoint was made. Errors:
     `RunError` if the run file asks for what is not possible."""
     run = job.run
@@ -433,9 +359,9 @@ def _compiled(job: Job, prepared: Prepared) -> tuple[Run, list[str]]:
 
     from lockstep.training.data_loader import StepLoader
 
-    task = job.task(run, prepared)
+    task = job.make_task()
     steps = StepLoader(run, task, [], device("cpu")).total
-    return region.decided(run, job.strategy, job.task, task, steps, resumes=then == "whole")
+    return region.decided(job, task, steps, resumes=then == "whole")
 
 
 def fitted(run: Run) -> Run:
@@ -443,10 +369,8 @@ def fitted(run: Run) -> Run:
     torch."""
     if importlib.util.find_spec("torch") is None:
         return run
-    from lockstep.strategies.strategy import strategy_class
-
-    task: Any = plugins.find("tasks", run.task.name)
-    return _greedy(task.fit_defaults(run)[0], strategy_class(run))[0]
+    job = Job.of(run)
+    return _greedy(replace(job, run=job.task.fit_defaults(run)[0]))[0].run
 
 
 def newest_checkpoint(job: Job) -> Manifest | None:

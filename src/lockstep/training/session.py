@@ -17,17 +17,17 @@ from lockstep.distributed.event_log import EventLog
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
-from lockstep.strategies import strategy as strategies
 from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, region
 from lockstep.strategies.exact.averaging import Averaged
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.job import Job
+from lockstep.strategies.strategy import Strategy, make_strategy
 from lockstep.tasks.task import Task
 from lockstep.track.tracker import Sample
 from lockstep.training import reference_pass
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import resolve_options
-from lockstep.training.resolve import Job, packages_of
+from lockstep.training.resolve import packages_of
 from lockstep.training.train_state import TrainState
 
 
@@ -72,18 +72,18 @@ class Session:
         return TrainState(self.run, feed.total, feed.sources, lengths, step)
 
 
-def gloo_threads(run: Run, strategy: type[Strategy]) -> int:
+def gloo_threads(job: Job) -> int:
     """Threads of each gloo group. One if functional collectives may be used; a class's own declaration is not
     inherited."""
-    return vars(strategy).get("gloo_threads", 1) if run.strategy.exact else 1
+    return vars(job.strategy).get("gloo_threads", 1) if job.run.strategy.exact else 1
 
 
 def join_ranks(job: Job, world: World) -> None:
     """Join the other ranks and check that all have the same job. Collective. Errors: `RunError`, `Unreached`."""
-    world.gloo_threads = gloo_threads(job.run, job.strategy)
+    world.gloo_threads = gloo_threads(job)
     world.join()
     more = {"what is padded": job.padding or "nothing"} if job.task.head else {}
-    agree(job.run, world, job.data.key, more | versions_of(packages_of(job.run, job.strategy)))
+    agree(job.run, world, job.data.key, more | versions_of(packages_of(job)))
 
 
 def build_session(
@@ -97,13 +97,11 @@ def build_session(
     if job.task.head:
         from lockstep.training import preload  # noqa: F401 - in a process that was not forked from one that has it
     before, run, prepared = tensor_bytes(), job.run, job.data
-    task = job.task(run, prepared)
+    task = job.make_task()
     # a joining rank is built together with its new group
     later = world.joining and issubclass(job.strategy, ShardedRecovery) and job.strategy.supports_reshard
-    whole = run if later else resolve_options(run, task, world)  # depends on the memory of all machines
-    strategy_class = job.strategy if whole is run else strategies.strategy_class(whole)
-    whole = region.fitted(whole, strategy_class)
-    strategy = strategy_class(whole, world)
+    fitted = region.fitted(job if later else resolve_options(job, task, world))  # depends on all machines' memory
+    strategy, whole = make_strategy(fitted, world), fitted.run
     seed_libraries(run.seed)  # for a task whose `model` initializes weights itself
     if not later:
         strategy.build(task)

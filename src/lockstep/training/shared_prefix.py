@@ -15,12 +15,9 @@ import torch
 
 from lockstep.config import plugins
 from lockstep.config.optim import learning_rate
-from lockstep.config.run import Run
 from lockstep.config.user_code import is_own
-from lockstep.data.arrow_cache import Prepared
 from lockstep.data.order import Order
-from lockstep.strategies.strategy import strategy_class
-from lockstep.tasks.task import Task
+from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader
 
 # Keys that affect a step only through its learning rate.
@@ -40,10 +37,10 @@ class Course:
     weights: tuple[Any, ...]  # of `data.sources`
 
 
-def course(run: Run, prepared: Prepared) -> Course:
-    """Compute the course of a run. Errors: `RunError`."""
-    task: Task = plugins.find("tasks", run.task.name)(run, prepared)
-    feed = StepLoader(run, task, range(run.micro_batches), torch.device("cpu"))
+def course(job: Job) -> Course:
+    """Compute the course of a run, with its data prepared. Errors: `RunError`."""
+    run = job.run
+    feed = StepLoader(run, job.make_task(), range(run.micro_batches), torch.device("cpu"))
     rates = np.array([learning_rate(run.optim, step, feed.total) for step in range(feed.total)])
     scales = tuple(
         (g.match, g.weight_decay, None if g.learning_rate is None else g.learning_rate / run.optim.learning_rate)
@@ -69,10 +66,11 @@ def parting(a: Course, b: Course) -> tuple[int, str]:
     return same, f"the learning rate of step {same + 1} is {a.rates[same]!s} in one and {b.rates[same]!s} in the other"
 
 
-def shares_nothing(run: Run, differing: Mapping[str, Any]) -> str | None:
+def shares_nothing(job: Job, differing: Mapping[str, Any]) -> str | None:
     """Explain why a run cannot reuse another's steps at all, or return None. `differing`: keys in which their
     arithmetic differs."""
-    if not strategy_class(run).gives_bits(run):
+    run = job.run
+    if not job.same_bits:
         return f"strategy.name: {run.strategy.name} promises no bits with these options, so nothing can be shared"
     for key, kind, name in (
         ("task.name", "tasks", run.task.name),

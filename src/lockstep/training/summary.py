@@ -20,8 +20,8 @@ import torch
 from lockstep.config.model_selection import higher_is_better
 from lockstep.config.run import Run, RunError, override_of
 from lockstep.distributed.world import World
-from lockstep.strategies import strategy as strategies
 from lockstep.strategies.abilities import ChoosesByMemory
+from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Predicts
 from lockstep.tasks.task import Task
@@ -90,7 +90,7 @@ def precisions(run: Run, strategy: Strategy) -> str:
 
 def closing(
     console: Console,
-    run: Run,
+    job: Job,
     task: Task,
     scores: dict[str, dict[str, float]],
     counts: Counts,
@@ -101,6 +101,7 @@ def closing(
 ) -> None:
     """Print the closing table, the location of the results, and suggested next commands. `better`: from
     `better_step`."""
+    run = job.run
     if counts.steps:
         rate = f", {counts.tokens / counts.seconds:,.0f} {task.unit}/s" if task.unit else ""
         speed = f"{clock(counts.seconds)} for {counts.steps:,} steps, {counts.examples / counts.seconds:.0f} examples/s"
@@ -110,7 +111,7 @@ def closing(
         console.facts({"limit": f"label noise caps {name} at {values}"})
     console.facts(better, whole=True)
     console.last_samples()
-    command, does = the_same_elsewhere(run, world, promised)
+    command, does = the_same_elsewhere(job, world, promised)
     console.facts({"model": f"{run.folder}/export ({task.loader} loads it)"} | ({"sha256": weights} if weights else {}))
     if (page := run.folder / "report.html").is_file():
         console.facts({"report": page.resolve().as_uri()}, whole=True)  # a link that opens in a browser
@@ -209,12 +210,13 @@ def promised(strategy: Strategy, doubts: Sequence[str]) -> Promised:
     return Promised.NOT_CHECKED if doubts else Promised.YES
 
 
-def the_same_elsewhere(run: Run, world: World, promised: Promised = Promised.YES) -> tuple[str, str]:
+def the_same_elsewhere(job: Job, world: World, promised: Promised = Promised.YES) -> tuple[str, str]:
     """Shell command to reproduce this run from the folder where it was started, and a description of its effect."""
+    run = job.run
     file = str(run.folder / "run.yaml")
     if run.launch.name != "local" or promised == Promised.ONE_PROCESS:  # this shell may not be able to start its ranks
         return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model once more"
-    if not strategies.strategy_class(run).gives_bits(run) or (promised == Promised.NOT_CHECKED and world.size > 1):
+    if not job.same_bits or (promised == Promised.NOT_CHECKED and world.size > 1):
         return shlex.join(["lockstep", "verify", file]), "whether this is the same training as on one process"
     words = ["lockstep", "train" if promised == Promised.YES else "verify", file]
     most = run.micro_batches if world.device.type == "cpu" else torch.cuda.device_count()

@@ -26,6 +26,7 @@ from lockstep.distributed.hardware import available_cores, processor
 from lockstep.lab.bench import resolved
 from lockstep.lab.subprocess_job import Child
 from lockstep.launchers import start
+from lockstep.strategies.job import Job
 from lockstep_plan import planner
 from lockstep_plan.devices import Device
 from lockstep_plan.estimate import computed, estimate
@@ -78,10 +79,10 @@ def simulated(
     """What a step of `single` is made of, and of each of the `STRATEGIES` that was measured, on its ranks. Errors:
     `RunError`."""
     device = shape_of(rates_of_rounds)
-    of = {"single": planner.simulate(jobs[1], 1, device, say)}
+    of = {"single": planner.simulate(Job.of(jobs[1], 1), device, say)}
     for name, way in STRATEGIES.items() if STRATEGIES_ON in jobs else ():
         if name in rates_of_rounds[0][STRATEGIES_ON].steps:
-            of[name] = planner.simulate(with_strategy(jobs[STRATEGIES_ON], way), STRATEGIES_ON, device, say)
+            of[name] = planner.simulate(Job.of(with_strategy(jobs[STRATEGIES_ON], way), STRATEGIES_ON), device, say)
     return of
 
 
@@ -188,7 +189,7 @@ def device_of(
     phase is a micro-batch's, whatever it is made of; so is what a step of an engine took beyond that."""
     of = every["single"][0]
     plain = shape_of(rates_of_rounds).model_copy(update={"crowding": {}})
-    summed = computed(run, 1, of, plain)
+    summed = computed(Job.of(run, 1), of, plain)
     names = {name for each in rates_of_rounds for name in each[1].phases}
     took = {name: median(each[1].phases.get(name, 0.0) for each in rates_of_rounds) for name in names}
     besides = max(0.0, took.pop("other", 0.0) - summed.pop("other", 0.0)) / max(1, rates_of_rounds[0][1].micro_batches)
@@ -207,8 +208,8 @@ def engines(
     other down by so much."""
     beyond, alone = {}, device.model_copy(update={"crowding": {}})
     for name in (name for name in ENGINES if name in every):
-        way, count = with_strategy(run, ENGINES[name]), STRATEGIES_ON
-        summed = [computed(way, count, each, alone) for each in every[name]]
+        job, count = Job.of(with_strategy(run, ENGINES[name]), STRATEGIES_ON), STRATEGIES_ON
+        summed = [computed(job, each, alone) for each in every[name]]
         planned = [sum(s for phase, s in each.items() if phase not in NOT_THE_ENGINES) for each in summed]
         busy = [
             sum(s for phase, s in each[1].phases.items() if phase not in NOT_THE_ENGINES) for each in rates_of_rounds
@@ -225,8 +226,8 @@ def waits(
     """Seconds of a message that a step of each strategy took by the clock beyond its plan."""
     beyond = {}
     for name in (name for name in STRATEGIES if name in every):
-        way = with_strategy(run, STRATEGIES[name])
-        planned = estimate(way, STRATEGIES_ON, every[name], device, planner.feed_of(way)).step_s
+        job = Job.of(with_strategy(run, STRATEGIES[name]), STRATEGIES_ON).with_data()
+        planned = estimate(job, every[name], device, planner.feed_of(job)).step_s
         took = median(each[STRATEGIES_ON].steps[name] for each in rates_of_rounds)
         beyond[name] = max(0.0, took - planned) / max(1.0, *(each.messages for each in every[name]))
     return beyond

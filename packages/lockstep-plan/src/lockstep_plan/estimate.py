@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.config.run import Run
-from lockstep.strategies.engines import fsdp
 from lockstep.strategies.exact.reduction import share
+from lockstep.strategies.fsdp2 import FSDP2, ShardedOptimizer
+from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader
 from lockstep_plan.devices import Device
 from lockstep_plan.fake_world import Simulated
@@ -54,36 +55,38 @@ class Estimate:
         return (self.seconds["waiting"] + self.seconds["messages"]) / self.step_s if self.step_s else 0.0
 
 
-def estimate(run: Run, ranks: int, simulated: Sequence[Simulated], device: Device, feed: StepLoader) -> Estimate:
+def estimate(job: Job, simulated: Sequence[Simulated], device: Device, feed: StepLoader) -> Estimate:
     """Of the ranks that were simulated the slowest and the largest stand for all."""
     largest = max(simulated, key=lambda each: each.peak)
-    computing = [computed(run, ranks, each, device) for each in simulated]
+    run, ranks = job.run, job.processes
+    computing = [computed(job, each, device) for each in simulated]
     slowest = max(range(len(simulated)), key=lambda i: sum(computing[i].values()))
     wire, added = travelling(simulated[slowest], computing[slowest], device, ranks)
     seconds = dict(computing[slowest])
-    level, stands_for = levels(run, ranks, feed)
-    bubble = bubbles(run, ranks) * sum(seconds.values())
+    level, stands_for = levels(job, feed)
+    bubble = bubbles(job) * sum(seconds.values())
     if (
         device.take_turns(ranks) and device.cores
     ):  # who waits leaves its core to others: only what no turn fills is left
         alone = sum(seconds.values()) * device.slower(device.cores) / device.slower(ranks)
-        bubble = max(0.0, alone * (1 + bubbles(run, ranks)) - sum(seconds.values()))
-    if run.strategy.name != "pipeline":
+        bubble = max(0.0, alone * (1 + bubbles(job)) - sum(seconds.values()))
+    if job.strategy.stages_of(run, ranks) == 1:
         own = stands_for[simulated[slowest].rank]
         seconds = {phase: s * (1 / own if phase in HIDDEN and own else 1.0) for phase, s in seconds.items()}
     whole = sum(s for phase, s in seconds.items() if phase in HIDDEN)
     seconds = {phase: s * (level if phase in HIDDEN else 1.0) for phase, s in seconds.items()}
     waiting = 0.0 if device.take_turns(ranks) else whole * (1 - level)
-    seconds |= {"messages": added, "waiting": waiting + bubble + on_the_way(run, ranks, wire)}
-    seconds["waiting"] += device.wait_s.get(strategy_key(run), 0.0) * max(each.messages for each in simulated)
+    seconds |= {"messages": added, "waiting": waiting + bubble + on_the_way(job, wire)}
+    seconds["waiting"] += device.wait_s.get(strategy_key(job), 0.0) * max(each.messages for each in simulated)
     return Estimate(seconds, wire, largest.peak, largest.peak <= device.memory_bytes * (1 - RESERVED), largest)
 
 
-def computed(run: Run, ranks: int, of: Simulated, device: Device) -> dict[str, float]:
+def computed(job: Job, of: Simulated, device: Device) -> dict[str, float]:
     """Seconds by phase."""
+    run, ranks = job.run, job.processes
     precision = "bf16" if run.precision == "fp32" and run.model.trained_in_bfloat16 else run.precision
     slower = device.slower(ranks)
-    besides = device.micro_batch_s + device.engine_s.get(strategy_key(run), 0.0)
+    besides = device.micro_batch_s + device.engine_s.get(strategy_key(job), 0.0)
     mixed = any(phase == "forward+backward" for phase, *_ in of.ops)  # and so is what overlaps
     seconds = {"other": of.micro_batches * slower * besides} if besides else {}
     for phase, flops, size, count in of.ops:
@@ -93,10 +96,9 @@ def computed(run: Run, ranks: int, of: Simulated, device: Device) -> dict[str, f
     return seconds
 
 
-def strategy_key(run: Run) -> str:
-    """As device files name it: `fsdp2` only where it gathers for every micro-batch."""
-    step = run.strategy.name == "fsdp2" and fsdp.gather_option(run) != fsdp.MICRO_BATCH
-    return "fsdp2_step" if step else run.strategy.name
+def strategy_key(job: Job) -> str:
+    """As device files name it: a key of `rates.STRATEGIES`, or the name in the run file."""
+    return f"{job.run.strategy.name}_step" if job.strategy is ShardedOptimizer else job.run.strategy.name
 
 
 def travelling(of: Simulated, computing: dict[str, float], device: Device, ranks: int) -> tuple[list[Wire], float]:
@@ -138,14 +140,15 @@ def parts(
     return [(inside, float(rounds), size * share_sent)]
 
 
-def levels(run: Run, ranks: int, feed: StepLoader) -> tuple[float, dict[int, float]]:
+def levels(job: Job, feed: StepLoader) -> tuple[float, dict[int, float]]:
     """From the real lengths of evenly spread steps: the work of a mean rank beside that of the slowest one; and for
     each rank its own, in the step that was simulated, beside that of the slowest. Ranks of a pipeline wait in another
     way: `bubbles`."""
-    if run.strategy.name == "pipeline" or ranks == 1:
+    run, ranks = job.run, job.processes
+    if job.strategy.stages_of(run, ranks) > 1 or ranks == 1:
         return 1.0, dict.fromkeys(range(ranks), 1.0)
     steps = np.unique(np.linspace(0, feed.total - 1, min(LOOKED_AT, feed.total)).astype(int))
-    dealt = turns(run, ranks) if strategy_key(run) == "fsdp2" else None
+    dealt = turns(run, ranks) if job.strategy is FSDP2 else None
 
     def work_of(tokens: np.ndarray) -> float:  # tokens of each example of a micro-batch
         if not len(tokens):
@@ -187,24 +190,23 @@ def beside_slowest(work: Sequence[float], together: list[list[range]] | None, ra
     return shares
 
 
-def bubbles(run: Run, ranks: int) -> float:
+def bubbles(job: Job) -> float:
     """Of a pipeline: time in which a stage has nothing to do, beside that in which it has (Narayanan et al. 2021,
     arXiv:2104.04473)."""
-    if run.strategy.name != "pipeline":
+    run, ranks, options = job.run, job.processes, job.run.strategy.options
+    if (stages := job.strategy.stages_of(run, ranks)) == 1:
         return 0.0
-    options = run.strategy.options
-    stages = int(options.get("stages", ranks))
     each = int(options.get("stages_per_rank", 2)) if options.get("schedule") == "interleaved" else 1
     return (stages - 1) / (max(1, run.micro_batches * stages // ranks) * each)
 
 
-def on_the_way(run: Run, ranks: int, wire: Sequence[Wire]) -> float:
+def on_the_way(job: Job, wire: Sequence[Wire]) -> float:
     """Of a pipeline of S stages: seconds in which a stage waits for hidden states or gradients that travel. S
     micro-batches are on their way at once, down and up again; under gpipe the first and the last alone are waited
     for."""
-    if run.strategy.name != "pipeline":
+    run, ranks = job.run, job.processes
+    if (stages := job.strategy.stages_of(run, ranks)) == 1:
         return 0.0
-    stages = int(run.strategy.options.get("stages", ranks))
     one = max((each.seconds / each.messages for each in wire if each.collective == "send"), default=0.0)
     rounds = 1 if run.strategy.options.get("schedule") == "gpipe" else run.micro_batches * stages // ranks / stages
     return 2 * (stages - 1) * rounds * one

@@ -19,16 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, load
-from lockstep.data.prepare import prepare
 from lockstep.distributed.sharded import local
 from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.world import World
 from lockstep.strategies import replicated
 from lockstep.strategies.engines import pipelining
 from lockstep.strategies.exact.optim import freeze
-from lockstep.strategies.strategy import Strategy, strategy_class
+from lockstep.strategies.job import Job
+from lockstep.strategies.strategy import Strategy, make_strategy
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import counts
@@ -102,18 +101,18 @@ class Watched(StepTimer):
 def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | None = None) -> Simulated:
     """Build this rank's strategy and run it for three steps. In a process of its own: engines keep what they learn of
     the others. `on_gpus`: leave out what is done on processors only. `per_node`: ranks of a machine; default: all."""
-    task_class: Any = plugins.find("tasks", run.task.name)
-    prepared = prepare(run, task_class)
-    every, trained = counts(freeze(run, task_class(run, prepared).model(empty=True)))
-    less = fewer(run, ranks, MOST if every <= LARGE else MOST_OF_LARGE)
+    job = Job.of(run, ranks).with_data()
+    every, trained = counts(freeze(run, job.make_task().model(empty=True)))
+    less = fewer(job, MOST if every <= LARGE else MOST_OF_LARGE)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for by engines, used by nobody
-    task: Task = task_class(less, prepared)
+    simulated_job = job.having(less)
+    task = simulated_job.make_task()
     if on_gpus:
         replicated.row_sparse = lambda *_: set()
     pipelining.set_random_state = lambda *_: None  # what travels from stage to stage is nothing
     world = FakeWorld(less).on_machines(per_node or ranks)
-    strategy = strategy_class(less)(less, world)
+    strategy = make_strategy(simulated_job, world)
     feed = StepLoader(less, task, strategy.own_micro_batches(), world.device)
     share = len(feed.indices)
     _without_numbers(strategy, task, run, max(1, share))
@@ -134,7 +133,8 @@ def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | Non
             return (share * more - 1) / (share - 1)
         return more if phase in ("forward", "backward", "forward+backward", "other") else 1.0
 
-    beyond = int(_sums(run, ranks, trained) - _sums(less, ranks, trained))
+    partial_sums = simulated_job.strategy.partial_sums
+    beyond = int((partial_sums(run, ranks) - partial_sums(less, ranks)) * trained)
     kinds[PARTIAL] = kinds.get(PARTIAL, 0) + beyond
     return Simulated(
         rank,
@@ -151,11 +151,11 @@ def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | Non
     )
 
 
-def fewer(run: Run, ranks: int, most: int = MOST) -> Run:
+def fewer(job: Job, most: int = MOST) -> Run:
     """The run with at most `most` micro-batches a rank, each of as many examples. A schedule that keeps all of them
     alive, and one that they fill in turns, get what they need."""
-    if run.strategy.name == "pipeline":
-        stages = int(run.strategy.options.get("stages", ranks))
+    run, ranks = job.run, job.processes
+    if (stages := job.strategy.stages_of(run, ranks)) > 1:
         each = ranks // stages * max(most, 2 * stages * int(run.strategy.options.get("stages_per_rank", 2)))
         if run.strategy.options.get("schedule") == "gpipe":
             return run
@@ -171,10 +171,6 @@ def own(run: Run, strategy: Strategy, ranks: int) -> Iterable[int]:
     """This rank's micro-batches of the whole run."""
     whole = type(strategy)(run, strategy.world)
     return list(whole.own_micro_batches())
-
-
-def _sums(run: Run, ranks: int, trained: int) -> float:
-    return strategy_class(run).partial_sums(run, ranks) * trained
 
 
 def _without_numbers(strategy: Any, task: Task, run: Run, share: int) -> None:

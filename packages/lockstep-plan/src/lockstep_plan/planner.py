@@ -13,13 +13,10 @@ from typing import Any
 
 import torch
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, keep
-from lockstep.data.prepare import prepare
 from lockstep.lab.subprocess_job import Child
 from lockstep.strategies.abilities import ChoosesByMemory
-from lockstep.strategies.strategy import strategy_class
-from lockstep.tasks.task import Task
+from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import counts
 from lockstep.training.resolve import resolve_strategy
@@ -61,13 +58,14 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
             f"micro_batches={least} or more, or {2 * least} to allow for twice as many processes (batch_size "
             f"is {run.batch_size:,} examples, and every micro-batch needs one)",
         )
-    task = task_of(run)
-    kind = strategy_class(run)
-    if issubclass(kind, ChoosesByMemory) and kind.needs_memory_to_resolve(run):
+    job = Job.of(run, processes).with_data()
+    task = job.make_task()
+    if issubclass(job.strategy, ChoosesByMemory) and job.strategy.needs_memory_to_resolve(run):
         from lockstep.strategies.exact.optim import freeze
 
         sizes = counts(freeze(run, task.model(empty=True)))
-        run = kind.resolve_options(run, processes, *sizes, int(device.memory_bytes))
+        run = job.strategy.resolve_options(run, processes, *sizes, int(device.memory_bytes))
+        job = job.having(run)
     resolve_strategy(run, processes)
     if run.model.quantization is not None or run.model.compiled:
         key = "model.compile" if run.model.compiled else "model.quantization"
@@ -75,35 +73,28 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
             "LS8331", f"{key}: cannot be simulated; run plan without --simulate, which estimates memory by a formula"
         )
     feed = StepLoader(run, task, [], torch.device("cpu"))
-    simulated = simulate(run, processes, device, say)
-    estimated = estimate(run, processes, simulated, device, feed)
+    simulated = simulate(job, device, say)
+    estimated = estimate(job, simulated, device, feed)
     return Plan(run, processes, estimated, None, padding(feed), feed.total)
 
 
-def task_of(run: Run) -> Task:
-    """With its data prepared. Errors: `RunError`."""
-    task_class: Any = plugins.find("tasks", run.task.name)
-    task: Task = task_class(run, prepare(run, task_class))
-    return task
+def feed_of(job: Job) -> StepLoader:
+    """All micro-batches of a job whose data are prepared, on the host. Errors: `RunError`."""
+    return StepLoader(job.run, job.make_task(), [], torch.device("cpu"))
 
 
-def feed_of(run: Run) -> StepLoader:
-    """All micro-batches of a run that has been resolved, on the host. Errors: `RunError`."""
-    return StepLoader(run, task_of(run), [], torch.device("cpu"))
-
-
-def looked_at(run: Run, processes: int) -> list[int]:
+def looked_at(job: Job) -> list[int]:
     """The ranks that differ: of a pipeline those of its first, second and last stage; else the first one, which has
     the longest examples, and where shares are uneven the last."""
-    if run.strategy.name == "pipeline":
-        stages = int(run.strategy.options.get("stages", processes))
+    run, processes = job.run, job.processes
+    if (stages := job.strategy.stages_of(run, processes)) > 1:
         return [stage * (processes // stages) for stage in sorted({0, 1, stages - 1})]
     return [0] if run.micro_batches % processes == 0 else [0, processes - 1]
 
 
-def simulate(run: Run, processes: int, device: Device, say: Say) -> list[ranks_of.Simulated]:
+def simulate(job: Job, device: Device, say: Say) -> list[ranks_of.Simulated]:
     """One child for each rank that is looked at. Errors: `RunError` with what a child said."""
-    ranks = looked_at(run, processes)
+    run, processes, ranks = job.run, job.processes, looked_at(job)
     simulated: list[ranks_of.Simulated] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
         aside = run.model_copy(update={"output": folder})

@@ -25,17 +25,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.system_metrics import keep_freed_memory
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import fsdp
-from lockstep.strategies.strategy import Strategy, strategy_class
+from lockstep.strategies.job import Job
+from lockstep.strategies.strategy import Strategy, make_strategy
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.resolve import Job
 from lockstep.training.session import join_ranks
 from lockstep_plan.fake_world import middle
 from lockstep_plan.simulated import Product, Products
@@ -131,14 +130,14 @@ def seconds_of(work: Callable[[], Any], now: Callable[[], float], samples: int =
 
 def measure(job: Job, world: World, steps: str) -> int:
     """The job. Collective. Returns the exit status."""
-    run, prepared = job.run, job.data
+    run = job.run
     join_ranks(job, world)
     rates = Rates(world.size, world.threads, run.precision, memory_bytes())
     now = clock(world.threads)
-    task_class: Any = plugins.find("tasks", run.task.name)
-    task: Task = task_class(run, prepared)
-    own = run.model_copy(update={"strategy": run.strategy.model_copy(update={"name": "single", "options": {}})})
-    strategy = strategy_class(own)(own, Alone(own))
+    task = job.make_task()
+    alone = job.having(with_strategy(run, {"name": "single", "options": {}}))
+    own = alone.run
+    strategy = make_strategy(alone, Alone(own))
     seed_libraries(run.seed)
     strategy.build(task)
     feed = StepLoader(own, task, strategy.own_micro_batches(), world.device)
@@ -157,7 +156,7 @@ def measure(job: Job, world: World, steps: str) -> int:
     if world.size > 1:
         rates.latency_s, rates.messages = between_ranks(world, int(steps))
     for name, way in STRATEGIES.items() if world.size == STRATEGIES_ON else ():
-        measure_strategy(name, with_strategy(run, way), task, world, int(steps), rates)
+        measure_strategy(name, job.having(with_strategy(run, way)), task, world, int(steps), rates)
     if world.is_main:
         (run.folder / FILE).write_text(json.dumps(asdict(rates), indent=1), encoding="utf-8")
     world.barrier()
@@ -168,15 +167,15 @@ def with_strategy(run: Run, way: Mapping[str, Any]) -> Run:
     return run.model_copy(update={"strategy": run.strategy.model_copy(update=dict(way))})
 
 
-def measure_strategy(name: str, run: Run, task: Task, world: World, steps: int, rates: Rates) -> None:
+def measure_strategy(name: str, job: Job, task: Task, world: World, steps: int, rates: Rates) -> None:
     """Seconds of a step by the clock, and of the `ENGINES` those that a rank computes; none where the model or the run
     does not allow the strategy. Collective."""
-    kind = strategy_class(run)
+    run = job.run
     try:
-        kind.check(run, world.size)
+        job.strategy.check(job)
     except RunError:
         return
-    strategy = kind(run, world)
+    strategy = make_strategy(job, world)
     seed_libraries(run.seed)
     strategy.build(task)
     feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)

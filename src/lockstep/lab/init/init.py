@@ -295,11 +295,10 @@ def _is_folder(filled: dict[str, Any]) -> bool:
 def _prepared(path: Path, filled: dict[str, Any], look: Look, exact: bool) -> Trial:
     """Errors: `RunError`."""
     from lockstep.data.arrow_cache import examples_in
-    from lockstep.data.prepare import prepare
+    from lockstep.strategies.job import Job
 
     with _aside(path, write(filled, [], {})) as aside:
-        run = load(aside, [])
-        prepared = prepare(run, plugins.find("tasks", run.task.name))
+        prepared = Job.of(load(aside, [])).with_data().data
     held_out = "validation" not in look.sizes
     return Trial(examples_in(prepared.splits["train"]), held_out, exact, tuple(splitting.warnings(prepared.facts)))
 

@@ -16,22 +16,21 @@ import math
 import os
 import time
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.manifest import changed_code, finished, folder_of, newest_first, read_manifest
 from lockstep.checkpoint.manifest import name_of as checkpoint_of
-from lockstep.config import plugins
 from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError, keep
-from lockstep.data.prepare import prepare
 from lockstep.distributed import job_record
 from lockstep.lab.subprocess_job import Child, asked_to_stop
 from lockstep.lab.sweep import sweep_file
 from lockstep.lab.sweep.sweep_file import Sweep, name_of
 from lockstep.launchers import slurm, start
 from lockstep.launchers.local import processes_of
+from lockstep.strategies.job import Job
 from lockstep.track.console import Console, clock
 from lockstep.track.report import history
 from lockstep.track.report.report import write_comparison
@@ -530,10 +529,9 @@ def shared_steps(runs: Mapping[str, Run]) -> Tree:
     tree = Tree()
     for names in _alike(runs):
         try:
-            run = runs[names[0]]
-            prepared = prepare(run, plugins.find("tasks", run.task.name))
+            job = Job.of(runs[names[0]]).with_data()
             for name in names:
-                tree.courses[name] = course(runs[name], prepared)
+                tree.courses[name] = course(replace(job, run=runs[name]))
         except (RunError, OSError):
             for name in names:
                 tree.courses.pop(name, None)
@@ -565,6 +563,7 @@ def _read(sources: Any) -> Any:
 def _refused(runs: Mapping[str, Run], names: Sequence[str]) -> bool:
     first = runs[names[0]].arithmetic()
     return any(
-        shares_nothing(runs[name], {k: v for k, v in runs[name].arithmetic().items() if first.get(k) != v}) is not None
+        shares_nothing(Job.of(runs[name]), {k: v for k, v in runs[name].arithmetic().items() if first.get(k) != v})
+        is not None
         for name in names
     )

@@ -17,6 +17,7 @@ from lockstep.strategies.engines.accelerated import Accelerated, accelerator, on
 from lockstep.strategies.engines.zero import Sharded
 from lockstep.strategies.exact.optim import ParamGroupSpec
 from lockstep.strategies.fsdp2 import FSDP2
+from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import WeightFormats
 from lockstep.tasks.models import storage_dtype
 
@@ -28,17 +29,18 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
     supports_reshard = False  # Accelerate keeps process-wide state
 
     @classmethod
-    def check(cls, run: Run, processes: int) -> None:
+    def check(cls, job: Job) -> None:
+        run, processes = job.run, job.processes
         key = "strategy.options.fsdp"
         section = only(run, "fsdp")
-        if layers.own_model(run):
+        if job.task.own_model:
             raise RunError(
                 "LS4030", f"{key}: Accelerate does not know the layers of a custom model; use strategy.name=fsdp2"
             )
         require(cls.needs, key)
         fsdp.check_not_shared(run)
-        layers.check_layers(run, "FSDP2 through Accelerate")
-        layers.check_writes(run, key, "FSDP", "strategy.name=ddp")
+        layers.check_layers(job, "FSDP2 through Accelerate")
+        layers.check_writes(job, key, "FSDP", "strategy.name=ddp")
         from accelerate import FullyShardedDataParallelPlugin
 
         known = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
@@ -52,7 +54,7 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
                 f"{key}: Accelerate's FSDP2 plug-in has no option {', '.join(sorted(unknown))}; it has "
                 f"{', '.join(sorted(known))}",
             )
-        if shared := layers.sharing_embeddings(run):
+        if shared := layers.sharing_embeddings(job):
             raise RunError(
                 "LS4032",
                 f"{key}: Accelerate's FSDP2 cannot shard embeddings that share their weights with "
@@ -114,18 +116,19 @@ class AcceleratedZero(Accelerated, Sharded):
     options_key = "strategy.options.deepspeed"
 
     @classmethod
-    def check(cls, run: Run, processes: int) -> None:
+    def check(cls, job: Job) -> None:
+        run, processes = job.run, job.processes
         key = cls.options_key
         section = only(run, "deepspeed")
         require(cls.needs, key)
-        layers.check_layers(run, "DeepSpeed")
+        layers.check_layers(job, "DeepSpeed")
         if section.get("zero_stage") not in (1, 2, 3):
             raise RunError(
                 "LS4034", f"{key}.zero_stage: invalid value {section.get('zero_stage')!r}; expected 1, 2 or 3"
             )
         if section["zero_stage"] == 3:
-            layers.check_gathered(run)
-            layers.check_writes(run, f"{key}.zero_stage", "ZeRO-3", "stage 2")
+            layers.check_gathered(job)
+            layers.check_writes(job, f"{key}.zero_stage", "ZeRO-3", "stage 2")
         zero_config.check(run, processes, section["zero_stage"], cls.options_of(run), key)
 
     @classmethod

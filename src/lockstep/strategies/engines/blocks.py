@@ -34,7 +34,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import StepBatch
 from lockstep.data.cache import cache_folder
@@ -45,6 +44,7 @@ from lockstep.strategies.engines.side_effects import Writes
 from lockstep.strategies.exact.rows import SMALL as FEW_ROWS
 from lockstep.strategies.exact.statistics import averaged
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
+from lockstep.strategies.job import Job
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import load_config, with_architectures
 from lockstep.tasks.task import Task
@@ -63,13 +63,14 @@ SMALL = 64 * 1024  # bytes; smaller tensors stay on the device
 Forward = Callable[..., Any]
 
 
-def check(run: Run, here: bool) -> None:
+def check(job: Job, here: bool) -> None:
     """Check the options before any process starts. `here`: the ranks will run on machines like this one. Errors:
     `RunError`."""
+    run, task = job.run, job.task
     layer_options = _layer_options(run)
-    if run.model.compiled and here and not layers.own_model(run):
+    if run.model.compiled and here and not task.own_model:
         check_compiler(on_gpu=run.launch.device != "cpu" and torch.cuda.is_available())
-    if not layer_options or layers.own_model(run):  # the task reports that `model` has no effect
+    if not layer_options or task.own_model:  # the task reports that `model` has no effect
         return
     options = run.strategy.options | dict(run.strategy.options.get("fsdp") or {})
     for key, theirs in _ENGINES_OWN.items():
@@ -82,10 +83,10 @@ def check(run: Run, here: bool) -> None:
             "model.offload_activations: it moves activations from GPU memory to host memory, and this job "
             "has no GPU; use model.checkpoint_activations instead",
         )
-    if "." not in run.task.name:
+    if task.built_in():
         _check_model(run, layer_options)
         if run.model.compiles_layers and here:
-            _check_traced(run)
+            _check_traced(run, task.head)
 
 
 def _layer_options(run: Run) -> list[str]:
@@ -99,14 +100,13 @@ def _check_model(run: Run, layer_options: list[str]) -> None:
         _layers_of(model, layer_options)
 
 
-def _check_traced(run: Run) -> None:
+def _check_traced(run: Run, head: str | None) -> None:
     """Refuse layers that torch.compile cannot trace, by trying a small model. Errors: `RunError`."""
     from lockstep.tasks.models import padding
 
-    task: Any = plugins.find("tasks", run.task.name)
-    if not heads.of(task.head).reads_texts:
+    if head is None or not heads.of(head).reads_texts:
         return
-    reason = padding.kept_trial(run, task.head, load_config(run), traced, run.precision)
+    reason = padding.kept_trial(run, head, load_config(run), traced, run.precision)
     if reason is not None:
         raise _not_compiled(reason)
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines.layers import StandIn
 from lockstep.strategies.exact.reduction import share
+from lockstep.strategies.job import Job
 from lockstep.tasks.models import unpadded
 from lockstep.tasks.models.model_configs import leaves_out_layers, load_config
 from lockstep.tasks.modules import dataset, wrapped_module
@@ -60,13 +60,12 @@ FAMILIES: dict[str, tuple[Stack, ...]] = {  # by the config's model_type; two st
 }
 
 
-def layers_of(run: Run) -> int:
+def layers_of(job: Job) -> int:
     """Return the number of layers between which a run's model can be split. Errors: `RunError` if it cannot be
     split."""
-    config: Any = load_config(run)
-    task: Any = plugins.find("tasks", run.task.name)
+    config: Any = load_config(job.run)
     count = layer_count(config)
-    if task.head == "causal" and len(FAMILIES[config.model_type]) > 1:  # the decoder of an encoder-decoder model
+    if job.task.head == "causal" and len(FAMILIES[config.model_type]) > 1:  # the decoder of an encoder-decoder model
         raise RunError(
             "LS4066",
             f"strategy.name: pipeline cannot split the decoder of a {config.model_type} by itself; use "

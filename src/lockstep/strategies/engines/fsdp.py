@@ -31,6 +31,7 @@ from lockstep.strategies.engines import layers, tensor_plans
 from lockstep.strategies.exact import held_state
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, ReductionTree, Scatter, share
+from lockstep.strategies.job import Job
 from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
@@ -74,8 +75,9 @@ def check_not_shared(run: Run) -> None:
         )
 
 
-def check_options(run: Run, processes: int) -> None:
+def check_options(job: Job) -> None:
     """Refuse options that cannot work. Errors: `RunError`."""
+    run, processes = job.run, job.processes
     options = run.strategy.options
     if unknown := set(options) - _FSDP - {"gather"}:
         raise RunError(
@@ -106,7 +108,7 @@ def check_options(run: Run, processes: int) -> None:
     _check_ranks(options, processes)
     _check_kinds(options)
     if (tensor := options.get("tensor_parallel", 1)) > 1:
-        _check_tensor_ranks(run, tensor)
+        _check_tensor_ranks(job, tensor)
 
 
 def low_dtypes(run: Run) -> list[str]:
@@ -154,7 +156,8 @@ def _check_ranks(options: dict[str, Any], processes: int) -> None:
         )
 
 
-def _check_tensor_ranks(run: Run, ranks: int) -> None:
+def _check_tensor_ranks(job: Job, ranks: int) -> None:
+    run = job.run
     leaves = run.strategy.tensor_leaves
     if run.strategy.exact and leaves % ranks:
         raise RunError(
@@ -163,9 +166,9 @@ def _check_tensor_ranks(run: Run, ranks: int) -> None:
             f"set it to a multiple of {ranks}, the same for every run that is to have the same bits",
         )
     if run.strategy.exact:
-        tensor_plans.check(run)
+        tensor_plans.check(job)
         return
-    if layers.own_model(run):
+    if job.task.own_model:
         raise RunError(
             "LS4075",
             "strategy.options.tensor_parallel: transformers has no tensor-parallel plan for a custom model; remove it",

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import plugins
 from lockstep.config.errors import CodedError
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines.side_effects import preserved, watching
+from lockstep.strategies.job import Job
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import leaves_out_layers, load_config
 from lockstep.tasks.modules import dataset
@@ -55,19 +55,13 @@ def uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:
     return counts
 
 
-def own_model(run: Run) -> bool:
-    """Whether the model is user code, which has no config."""
-    task: Any = plugins.find("tasks", run.task.name)
-    return bool(task.own_model)
-
-
-def check_layers(run: Run, engine: str) -> None:
+def check_layers(job: Job, engine: str) -> None:
     """Refuse a model that skips layers, for an engine whose ranks must all run the same ones, and a user's model with a
     scalar weight. Errors: `RunError`."""
-    if own_model(run):  # DeepSpeed detects unused weights by itself
-        check_scalars(run, "strategy.name", engine, "strategy.name=ddp")
+    if job.task.own_model:  # DeepSpeed detects unused weights by itself
+        check_scalars(job, "strategy.name", engine, "strategy.name=ddp")
         return
-    if (entry := leaves_out_layers(load_config(run))) is not None:
+    if (entry := leaves_out_layers(load_config(job.run))) is not None:
         raise RunError(
             "LS4100",
             f"model.config.{entry}: {engine} needs every rank to run the same layers, and this entry skips "
@@ -75,11 +69,11 @@ def check_layers(run: Run, engine: str) -> None:
         )
 
 
-def check_scalars(run: Run, key: str, engine: str, instead: str) -> None:
+def check_scalars(job: Job, key: str, engine: str, instead: str) -> None:
     """Refuse a user's model with a scalar weight. Errors: `RunError`."""
-    if not own_model(run):
+    if not job.task.own_model:
         return
-    scalar = next((n for n, p in dataset.model(run, empty=True).named_parameters() if not p.dim()), None)
+    scalar = next((n for n, p in dataset.model(job.run, empty=True).named_parameters() if not p.dim()), None)
     if scalar is not None:
         raise RunError(
             "LS4109",
@@ -127,13 +121,13 @@ def other_weights(name: str) -> RunError:
     )
 
 
-def check_same_weights(run: Run, processes: int) -> None:
+def check_same_weights(job: Job) -> None:
     """Refuse for ZeRO-3 a user's model that skips weights for some examples. Errors: `RunError`."""
-    if not own_model(run) or processes == 1:
+    if not job.task.own_model or job.processes == 1:
         return
     from lockstep.tasks.modules.loss_probe import used_now_and_then
 
-    if (name := used_now_and_then(run)) is not None:
+    if (name := used_now_and_then(job.run)) is not None:
         raise other_weights(name)
 
 
@@ -238,13 +232,13 @@ def hold_to(model: nn.Module, order: Sequence[str]) -> None:
     model.register_forward_hook(end, prepend=True)
 
 
-def check_gathered(run: Run) -> None:
+def check_gathered(job: Job) -> None:
     """Refuse for ZeRO-3 a family whose weights are not gathered in time, and recomputed activations if a layer reads
     weights of another module: DeepSpeed gathers those in the first forward, but has freed them in the second, or sees
     another order than it recorded. Errors: `RunError`."""
-    if own_model(run):
+    run, task = job.run, job.task
+    if task.own_model:
         return
-    task: Any = plugins.find("tasks", run.task.name)
     config = load_config(run)
     family = config.model_type
     if (task.head, family) in NEVER_IN_TIME:
@@ -269,10 +263,10 @@ def check_gathered(run: Run) -> None:
 WRITES_WEIGHTS: dict[str, str | None] = {"gemma3n_text": None, "rwkv": "rescale_every"}
 
 
-def check_writes(run: Run, key: str, engine: str, instead: str) -> None:
+def check_writes(job: Job, key: str, engine: str, instead: str) -> None:
     """Refuse a family whose forward writes to its weights, for an engine that replaces weights by shards. Writes of
     other models are detected in their first forward. Errors: `RunError`."""
-    config = None if own_model(run) else load_config(run)
+    config = None if job.task.own_model else load_config(job.run)
     if config is None or config.model_type not in WRITES_WEIGHTS:
         return
     entry = WRITES_WEIGHTS[config.model_type]
@@ -297,13 +291,12 @@ def empty_model(run: Run, config: Any, auto: str = "AutoModel") -> Any:
         return None
 
 
-def sharing_embeddings(run: Run) -> list[str]:
+def sharing_embeddings(job: Job) -> list[str]:
     """Return the modules that share weights with the run's input or output embeddings: tied embeddings of encoder and
     decoder, or a head with the bias of its last layer. Empty if the model cannot be built on the meta device, or does
     not name its embeddings."""
-    task: Any = plugins.find("tasks", run.task.name)
     try:
-        model = empty_model(run, load_config(run), heads.of(task.head).auto)
+        model = empty_model(job.run, load_config(job.run), heads.of(job.task.head or "").auto)
         embeddings = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
     except Exception:
         return []

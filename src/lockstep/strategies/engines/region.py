@@ -41,6 +41,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.statistics import LossOutput
+from lockstep.strategies.job import Job
 from lockstep.tasks.models import padding, repeatable
 from lockstep.tasks.task import Task
 
@@ -80,9 +81,10 @@ class WrongCode(Exception):
 # -- before any process ------------------------------------------------------------------------------------------------
 
 
-def refusal(run: Run, strategy: type[Any], task: Any) -> str | None:
+def refusal(job: Job) -> str | None:
     """Explain why a run's micro-batches cannot be compiled whole, by what the run file says, or return None."""
-    if "." in run.task.name or task.own_model:
+    run, strategy, task = job.run, job.strategy, job.task
+    if not task.built_in() or task.own_model:
         return "a module of one's own says itself what it compiles"
     later = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
     if not later and not strategy.runs_whole_model:
@@ -96,6 +98,7 @@ def refusal(run: Run, strategy: type[Any], task: Any) -> str | None:
         return "task.loss_chunk computes the loss outside of the model"
     if run.data.stream:
         return "the examples of a stream, and so their lengths, are not known before training"
+    assert task.head is not None, "only a model of one's own has no head"
     why = padding.unsupported_reason(run, task.head)
     return (
         None
@@ -113,14 +116,11 @@ def _of_lengths(columns: Columns) -> str | None:
     return None
 
 
-def decided(
-    run: Run, strategy: type[Any], kind: Any, task: Task, steps: int, resumes: bool = False
-) -> tuple[Run, list[str]]:
-    """Return the run with `model.compile` decided, and notes. `kind`: the task's class; `task`: its instance, with the
-    data; `resumes`: from a checkpoint that was compiled whole. Errors: `RunError` if the run file asks for `whole`, and
-    that is not possible."""
-    lengths = _of_lengths(task.splits["train"])
-    reason = refusal(run, strategy, kind) or lengths
+def decided(job: Job, task: Task, steps: int, resumes: bool = False) -> tuple[Run, list[str]]:
+    """Return the run with `model.compile` decided, and notes. `task`: with the data; `resumes`: from a checkpoint that
+    was compiled whole. Errors: `RunError` if the run file asks for `whole`, and that is not possible."""
+    run, lengths = job.run, _of_lengths(task.splits["train"])
+    reason = refusal(job) or lengths
     if run.model.compile == "whole":
         if reason is not None:
             raise _refused(reason)
@@ -146,14 +146,15 @@ def _refused(reason: str) -> RunError:
     )
 
 
-def fitted(run: Run, strategy: type[Strategy]) -> Run:
-    """Return the run for a strategy that was chosen by memory: uncompiled if it shards the model. Errors: `RunError`,
+def fitted(job: Job) -> Job:
+    """Return the job for a strategy that was chosen by memory: uncompiled if it shards the model. Errors: `RunError`,
     instead, if the run file asks for `whole`."""
-    if run.model.compile != "whole" or strategy.runs_whole_model:
-        return run
+    run = job.run
+    if run.model.compile != "whole" or job.strategy.runs_whole_model:
+        return job
     if run.wrote("model.compile"):
         raise _refused(f"{IN_PARTS}{run.strategy.name}, as its weights do not fit into the memory of one process")
-    return with_compile(run, False)
+    return job.having(with_compile(run, False))
 
 
 def with_compile(run: Run, choice: bool | str) -> Run:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines import layers
 from lockstep.strategies.exact.tensor_leaves import (
@@ -32,6 +31,7 @@ from lockstep.strategies.exact.tensor_leaves import (
     cut_weight,
     row_product,
 )
+from lockstep.strategies.job import Job
 from lockstep.tasks.models import heads, padding, small_models
 from lockstep.tasks.models.model_configs import load_config
 
@@ -92,8 +92,9 @@ _PLANS |= {"gpt2": _GPT2, "t5": _T5, "mt5": _T5}
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-def check(run: Run) -> None:
+def check(job: Job) -> None:
     """Check the run before any process starts. Errors: `RunError`."""
+    run, task = job.run, job.task
     leaves = run.strategy.tensor_leaves
     if leaves == 1:
         return
@@ -114,16 +115,16 @@ def check(run: Run) -> None:
             "LS4312",
             f"{KEY}: the stages of a pipeline compute whole products; use strategy.name=fsdp2 or ddp, or leave it out",
         )
-    if layers.own_model(run):
+    if task.own_model:
         raise RunError("LS4313", f"{KEY}: transformers has no plan for a model of your own; leave it out")
     config = load_config(run)
     plan = plan_of(config, leaves)
     if (model := layers.empty_model(run, config)) is None:  # checked when the model is built
         return
     list(_products(plan, leaves, model))
-    task: Any = plugins.find("tasks", run.task.name)
-    tried = task.head is not None and heads.of(task.head).reads_texts
-    if tried and (why := padding.kept_trial(run, task.head, config, differs)) is not None:
+    if task.head is None or not heads.of(task.head).reads_texts:
+        return
+    if (why := padding.kept_trial(run, task.head, config, differs)) is not None:
         raise RunError("LS4319", f"{KEY}: a {config.model_type} cannot be cut into leaves: {why}; leave it out")
 
 

@@ -37,6 +37,7 @@ from lockstep.strategies.exact.gradient import Part
 from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.exact.reduction import most_held, most_held_in_turns
 from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.job import Job
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.replicated import call_on_cpu
 from lockstep.tasks.task import Task
@@ -96,9 +97,9 @@ class Sharded(ShardedRecovery, Recomputes):
         return cls.gives_bits(run)
 
     @classmethod
-    def check_prepared(cls, run: Run, processes: int) -> None:
-        if cls.stage_of(run) == 3:
-            layers.check_same_weights(run, processes)
+    def check_prepared(cls, job: Job) -> None:
+        if cls.stage_of(job.run) == 3:
+            layers.check_same_weights(job)
 
     @classmethod
     def stage_of(cls, run: Run) -> int:
@@ -151,7 +152,7 @@ class Sharded(ShardedRecovery, Recomputes):
 
             refuse_writes(self.model, self.world, call, "strategy.name: zero3", "zero2 or ddp")
             order = self.world.broadcast(order)
-            if not self.in_tree_order and layers.own_model(self.run):
+            if not self.in_tree_order and task.own_model:
                 layers.check_read_within(self.model, order)
             own_activations(self.model)
             dtype = torch.bfloat16 if self.low_precision else torch.float32
@@ -175,12 +176,12 @@ class Sharded(ShardedRecovery, Recomputes):
             for name, parameter in self._trained():
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._count(name))
             self.engine = self.start_engine()
-            if self.stage == 3 and layers.own_model(self.run):
+            if self.stage == 3 and task.own_model:
                 zero_graph.wait_where_read(self.model, self.engine.optimizer.parameter_offload.get_param_coordinator())
         assert self.engine.zero_optimization_stage() == self.stage, self.engine.zero_optimization_stage()
         assert dist.get_world_size() == self.world.size
         self.statistics = Statistics(self.model)
-        if self.stage == 3 and order and layers.own_model(self.run):
+        if self.stage == 3 and order and task.own_model:
             layers.hold_to(self.model, order)
         self.engine.train()
 
@@ -633,12 +634,13 @@ class Zero(Sharded):
     """`strategy.options` is a DeepSpeed config, without the settings that the run file has keys for."""
 
     @classmethod
-    def check(cls, run: Run, processes: int) -> None:
+    def check(cls, job: Job) -> None:
+        run, processes = job.run, job.processes
         require(cls.needs, f"strategy.name: zero{cls.stage}")
-        layers.check_layers(run, "DeepSpeed")
+        layers.check_layers(job, "DeepSpeed")
         if cls.stage == 3:
-            layers.check_gathered(run)
-            layers.check_writes(run, "strategy.name", "ZeRO-3", "strategy.name=zero2 or ddp")
+            layers.check_gathered(job)
+            layers.check_writes(job, "strategy.name", "ZeRO-3", "strategy.name=zero2 or ddp")
         zero_config.check(run, processes, cls.stage, run.strategy.options)
 
     def start_engine(self) -> Any:

@@ -17,9 +17,10 @@ from lockstep.checkpoint.storage import StateHash, hashed, held_here, summed
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.sharded import Incomplete, PeerReader, SliceMap, local
 from lockstep.distributed.world import World
-from lockstep.strategies import strategy as strategies
+from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines.fsdp import cuts
 from lockstep.strategies.exact.averaging import Averaged
+from lockstep.strategies.strategy import make_strategy
 from lockstep.training.elastic.peer_checkpoints import Key, PeerCheckpoints, Version
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.session import Session
@@ -115,16 +116,17 @@ class Resharder:
 
 def build_strategy(session: Session, run: Run) -> Any:
     """Build a strategy for the current ranks, without weights. Collective. Errors: `TrainingFailed`."""
-    world = session.world
-    whole = strategies.strategy_class(run).fit_options(run, world.size)  # type: ignore[attr-defined]
-    kind: Any = strategies.strategy_class(whole)
+    world, job = session.world, session.job.having(run)
+    assert issubclass(job.strategy, ShardedRecovery), job.strategy
+    fitted = job.strategy.fit_options(run, world.size)
+    job = replace(job.having(fitted), processes=world.size)
     try:
-        kind.check(whole, world.size)
+        job.strategy.check(job)
     except RunError as caught:
         raise TrainingFailed(
             caught.code, f"training cannot go on with {quantity(world.size, 'rank')}: {caught.message}"
         ) from None
-    strategy = kind(whole, world)
+    strategy: Any = make_strategy(job, world)
     strategy.build_empty = True
     strategy.build(session.task)
     return strategy

@@ -1,0 +1,218 @@
+"""A resolved run: the run file, the classes that it names, and every decision that was made for it.
+
+In: a run and the number of processes; `training/resolve.py` makes the decisions and refuses what cannot work. Out: a
+frozen `Job`, which ranks receive as text. `StrategyRules` is the part of a strategy that is asked for decisions before
+there is a process group. Imports no torch at the top: a machine that only submits jobs may not have it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, replace
+from enum import Flag, IntEnum, auto
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lockstep.config import plugins
+from lockstep.config.run import Run, load
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.manifest import Manifest
+    from lockstep.data.arrow_cache import Prepared
+    from lockstep.strategies.optimizers.optimizer import Optimizer
+    from lockstep.tasks.task import Task
+
+OWN_ATTENTION = "the model's own"
+
+
+class Scope(IntEnum):
+    """Extent to which a run is resolved. Each scope includes those before it."""
+
+    CLASSES = 0  # nothing is refused yet
+    OPTIONS = 1  # the run file and the installed packages: `init`, `sweep`
+    DATA = 2  # the data and the model: `verify`, `bench`, `replay`, `diff`, `branch`, and ranks
+    OUTPUT = 3  # OUTPUT and the object store beside it: `plan`
+    START = 4  # the Hub: `train`
+
+
+class WeightFormats(Flag):
+    """Weight formats, besides float32, that a strategy can train."""
+
+    NONE = 0
+    BFLOAT16 = auto()  # weights in bfloat16 with float32 master weights
+    BFLOAT16_ALONE = auto()  # weights in bfloat16 without master weights
+    FOUR_BITS = auto()  # frozen weights in 4 bits with an adapter
+
+
+class StrategyRules(ABC):
+    """What a strategy's class says of a run before there is a process group; `strategy.py` has the rest."""
+
+    plugin: ClassVar[str] = "strategies"
+    exact: ClassVar[bool] = False  # whether it can be bitwise equal to `single` at every number of processes
+    needs: ClassVar[tuple[str, ...]] = ()  # import names of packages beyond the core; pip extras have the same names
+    weight_formats: ClassVar[WeightFormats] = WeightFormats.NONE
+    chooses_links: ClassVar[bool] = True  # whether `strategy.all_reduce` applies to its exact sums
+    runs_whole_model: ClassVar[bool] = False  # whether a rank's forward runs the whole model, with all its weights
+    flat_parts: ClassVar[bool] = False  # whether an engine passes flattened parts of tensors to the optimizer
+
+    @classmethod
+    @abstractmethod
+    def check(cls, job: Job) -> None:
+        """Refuse options that cannot work, before any process starts. Errors: `RunError`."""
+
+    @classmethod  # noqa: B027 - most have nothing to refuse
+    def check_prepared(cls, job: Job) -> None:
+        """Refuse problems that only a trial of the model with the data reveals, before any process starts. Errors:
+        `RunError`."""
+
+    @classmethod
+    def resolve_class(cls, run: Run) -> type[StrategyRules]:
+        """Return the class that implements these options, for a name that covers several engines."""
+        return cls
+
+    @classmethod
+    def gives_bits(cls, run: Run) -> bool:
+        """Whether this run is bitwise equal to `single`, and not just equal within rounding."""
+        return cls.exact and run.strategy.exact and not cls.inexact_options(run)
+
+    @classmethod
+    def inexact_options(cls, run: Run) -> list[str]:
+        """Return the keys of options that make results differ from `single`; `strategy.exact` refuses them."""
+        return []
+
+    @classmethod
+    def rounding(cls, run: Run) -> float:
+        """Return the relative tolerance of loss, norm and gradients against `single`, for runs that are not bitwise
+        reproducible. float32 sums in two different orders differ by much less."""
+        return 1e-4
+
+    @classmethod
+    def stages_of(cls, run: Run, processes: int) -> int:
+        """Number of stages that the model is split into, each on a rank of its own; 1: it is not."""
+        return 1
+
+    @classmethod
+    def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
+        """Return the bytes per model parameter that a process holds between two micro-batches: `weights`, and for
+        trained parameters `gradients`, `optimizer`, `average`. Values are means over processes;
+        docs/reference/strategies.md derives them.
+        `state`: bytes of optimizer state, if known more precisely than from the optimizer's rule.
+        """
+        from lockstep.strategies.exact import held_state
+        from lockstep.strategies.optimizers import optimizer as optimizers
+
+        state = optimizers.rule(run.optim).bytes_held() if state is None else state
+        bytes_of = {"weights": 4.0, "gradients": 4.0, "optimizer": state}
+        if run.model.trained_in_bfloat16:
+            bytes_of |= {"weights": 2.0, "optimizer": bytes_of["optimizer"] + 4.0 * held_state.keeps_masters(run)}
+        return bytes_of if run.average.ema is None else bytes_of | {"average": 4.0}
+
+    @classmethod
+    def partial_sums(cls, run: Run, processes: int) -> float:
+        """Return the peak of additional bytes per trained parameter that a process holds while it sums a step's
+        micro-batches over the tree."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run with the classes that it names and the decisions made for it. `dump` and `load` carry it to ranks on the
+    same machine."""
+
+    run: Run
+    processes: int  # ranks over all machines; 0: unknown, as for a rank that joins a running job
+    scope: Scope
+    task: type[Task]
+    strategy: type[StrategyRules]  # the resolved class; one name may stand for several
+    same_bits: bool  # whether the result is bitwise equal to a single process
+    prepared: Prepared | None = None  # from `Scope.DATA` on
+    padding: str | None = None  # why padding is computed; None: it is not
+    attention: str = OWN_ATTENTION
+    newest: Manifest | None = None  # checkpoint to resume from, if searched for; not sent to ranks
+    notes: tuple[str, ...] = ()  # for the user; not sent to ranks
+
+    @classmethod
+    def of(cls, run: Run, processes: int = 0) -> Job:
+        """Find the classes that a run names. Refuses nothing else. Errors: `RunError` for a name that is unknown or
+        whose class cannot be imported."""
+        task: Any = plugins.of_key("task.name", "tasks", run.task.name)
+        strategy = strategy_class(run)
+        return cls(run, processes, Scope.CLASSES, task, strategy, strategy.gives_bits(run))
+
+    def having(self, run: Run) -> Job:
+        """Return the job with other options: strategy and its promise are those of `run`."""
+        strategy = strategy_class(run)
+        return replace(self, run=run, strategy=strategy, same_bits=strategy.gives_bits(run))
+
+    @property
+    def data(self) -> Prepared:
+        """Prepared data."""
+        assert self.prepared is not None, "resolved without its data"
+        return self.prepared
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer's rule, with its options."""
+        from lockstep.strategies.optimizers import optimizer as optimizers
+
+        return optimizers.rule(self.run.optim)
+
+    def with_data(self, fresh: bool = False) -> Job:
+        """Return the job with its data prepared. `fresh`: ask the Hub again. Errors: `RunError`."""
+        from lockstep.data.prepare import prepare
+
+        task: Any = self.task
+        return replace(self, prepared=prepare(self.run, task, fresh))
+
+    def make_task(self) -> Task:
+        """Return the task on its prepared data."""
+        return self.task(self.run, self.data)
+
+    def into(self, output: str) -> Job:
+        """Return the job with another output folder."""
+        return replace(self, run=self.run.model_copy(update={"output": output}))
+
+    def summary(self) -> str:
+        """Describe the decisions on one line."""
+        weights = "bfloat16" if self.run.model.trained_in_bfloat16 else "float32"
+        parts = [
+            self.strategy.__name__,
+            f"attention {self.attention}",
+            f"computes in {self.run.precision} with {weights} weights",
+            "padding is left out" if self.padding is None else f"padding is computed ({self.padding})",
+            "the bits of one process" if self.same_bits else "equal to one process to rounding",
+        ]
+        return "; ".join(parts)
+
+    def dump(self) -> str:
+        """Serialize the job as JSON. Errors: `RunError` for a run that contains a secret."""
+        self.run.dump()
+        names = ("processes", "scope", "same_bits", "padding", "attention")
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values["run"] = self.run.model_dump(mode="json")
+        values["written"] = sorted(self.run.written_keys)
+        values["strategy"] = [self.strategy.__module__, self.strategy.__qualname__]
+        values["prepared"] = asdict(self.data)
+        return json.dumps(values)
+
+    @classmethod
+    def load(cls, text: str) -> Job:
+        """Read a job written by `dump`. Errors: `RunError` if its classes cannot be imported."""
+        from lockstep.data.arrow_cache import Prepared
+
+        values: dict[str, Any] = json.loads(text)
+        run = load(None, [], values["run"], "the job").as_written(values.pop("written"))
+        task: Any = plugins.of_key("task.name", "tasks", run.task.name)
+        # user modules have their own import rules
+        plugins.of_key("strategy.name", "strategies", run.strategy.name)
+        module, name = values["strategy"]
+        strategy: Any = getattr(importlib.import_module(module), name)
+        own = {"run": run, "task": task, "strategy": strategy, "prepared": Prepared(**values["prepared"])}
+        return cls(**values | own | {"scope": Scope(values["scope"])})
+
+
+def strategy_class(run: Run) -> type[StrategyRules]:
+    """Return the class of a run's strategy. Errors: `RunError`."""
+    cls: Any = plugins.of_key("strategy.name", "strategies", run.strategy.name)
+    return cls.resolve_class(run)
