@@ -1,9 +1,10 @@
-"""A plug-in is a class that inherits from the interface: found by its file's text, and nothing is registered."""
+"""A plug-in is a class that inherits from the interface, declared in one table."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
-from pathlib import Path
+import inspect
 
 import pytest
 
@@ -11,6 +12,7 @@ from lockstep.config import plugins
 from lockstep.strategies.replicated import ReplicatedStrategy
 from lockstep.strategies.strategy import Strategy
 from support.messages import raises
+from support.places import ROOT
 
 KINDS = ("tasks", "strategies", "optimizers", "launchers", "track")
 
@@ -27,32 +29,25 @@ def test_every_name_is_a_plug_in_and_no_base_is_one(kind: str) -> None:
         assert base not in names
 
 
-_BASE = "from lockstep.strategies.replicated import ReplicatedStrategy"
-
-
 def test_a_base_says_so_itself() -> None:
     assert {"plugin"} <= vars(ReplicatedStrategy).keys() & vars(Strategy).keys()
     with raises("LS1098", "'ddp'", error=plugins.PluginError):
         plugins.find("strategies", "dpd")
 
 
-@pytest.mark.parametrize(
-    ("text", "is_plugin"),
-    [
-        (f"{_BASE}\n\n\nclass Mine(ReplicatedStrategy):\n    exact = True\n", True),
-        ("from lockstep.strategies.strategy import (\n    Strategy,\n)\n\n\nclass Mine(Strategy):\n    pass\n", True),
-        (f"{_BASE}\n\n\nclass _Mine(ReplicatedStrategy):\n    exact = True\n", True),
-        (f"{_BASE}\n\n\nclass Mine(ReplicatedStrategy):\n    plugin = 'strategies'\n", False),
-        ("from lockstep.tasks.task import Task\n\n\nclass Mine(Task):\n    pass\n", False),
-        ("class Mine:\n    pass\n", False),
-        ("NUMBER = 1\n", False),
-    ],
-)
-def test_text_alone_says_what_is_one(text: str, is_plugin: bool, tmp_path: Path) -> None:
-    (file := tmp_path / "mine.py").write_text(text)
-    public = "_Mine" not in text
-    named = any(plugins._inherits(file, name, "Strategy") for name in plugins._classes(file))
-    assert named == (is_plugin and public)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_plug_in_of_a_folder_is_declared(kind: str) -> None:
+    """A class of one's own that is left out of `BUILT_IN` would have no name."""
+    folder = plugins._FOLDERS.get(kind, kind).replace(".", "/")
+    there: dict[str, str] = {}
+    for file in sorted((ROOT / "src/lockstep" / folder).glob("*.py")):
+        if file.stem == "__init__":
+            continue
+        module = importlib.import_module(plugins._module(kind, file.stem))
+        own = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__]
+        if named := [each.__name__ for each in own if plugins._is(kind, each) and not each.__name__.startswith("_")]:
+            (there[file.stem],) = named
+    assert there == plugins.BUILT_IN[kind]
 
 
 def test_a_package_older_than_lockstep_was_tried_with_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

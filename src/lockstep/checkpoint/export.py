@@ -100,7 +100,7 @@ def metadata(run: Run, task: Task, scores: dict[str, dict[str, float]]) -> Model
         extra["base_model_relation"] = "adapter" if run.model.adapter else "finetune"
     return ModelCardData(
         license=run.hub.license,
-        language=languages(run) or None,
+        language=languages(run, task) or None,
         library_name="peft" if _adapter_alone(run) else task.library,
         pipeline_tag=task.pipeline,
         base_model=base,
@@ -146,15 +146,13 @@ def hub_data(run: Run) -> str | None:
     return run.data.source if not local and _is_id(run.data.source) else None
 
 
-def languages(run: Run) -> list[str]:
-    """Languages of the model: `hub.language`, or for translation the column names if they are language codes (en,
-    de)."""
+def languages(run: Run, task: Task) -> list[str]:
+    """Languages of the model: `hub.language`, or columns of the task that have the names of languages (en, de)."""
     language = run.hub.language
     if language is not None:
         return [language] if isinstance(language, str) else list(language)
-    columns = [str(run.task.options.get(side, "")) for side in ("source", "target")]
-    translates = run.task.name == "translation" and all(_LANGUAGE.fullmatch(column) for column in columns)
-    return columns if translates else []
+    columns = [str(run.task.options.get(key, "")) for key in task.language_keys]
+    return columns if all(_LANGUAGE.fullmatch(column) for column in columns) else []
 
 
 def words(text: str) -> str:

@@ -1,9 +1,9 @@
 """Resolves a plug-in name in the run file to its class.
 
 In: a kind (`tasks`, `strategies`, `optimizers`, `launchers`, `track`) and a name, or the dotted path of your class.
-Out: the class. To add a plug-in, add one file to the kind's folder, or a distribution with an entry point
-(`entry_points.py`). A plug-in is a public class that inherits `plugin` from the interface (`tasks/task.py`, ...); a
-class that sets `plugin` itself is a base class. Names are read from source text: importing the files takes seconds.
+Out: the class. To add a plug-in, add one file to the kind's folder and its class to `BUILT_IN`, or a distribution with
+an entry point (`entry_points.py`). A plug-in is a class that inherits `plugin` from the interface (`tasks/task.py`,
+...); a class that sets `plugin` itself is a base class. Listing imports nothing: importing the files takes seconds.
 """
 
 from __future__ import annotations
@@ -36,6 +36,58 @@ if TYPE_CHECKING:
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
 _SINGULAR |= {"optimizers": "optimizer"}
 _FOLDERS = {"optimizers": "strategies.optimizers"}  # kinds with a nested folder
+# Kind -> name in the run file -> class. The class stands in the file of the kind's folder that is called as the name.
+BUILT_IN: dict[str, dict[str, str]] = {
+    "tasks": {
+        "classification": "Classification",
+        "embedding": "Embedding",
+        "image_classification": "ImageClassification",
+        "language_modeling": "LanguageModeling",
+        "masked_language_modeling": "MaskedLanguageModeling",
+        "module": "Module",
+        "preference": "Preference",
+        "question_answering": "QuestionAnswering",
+        "reward": "Reward",
+        "summarization": "Summarization",
+        "token_classification": "TokenClassification",
+        "translation": "Translation",
+    },
+    "strategies": {
+        "allreduce": "AllReduce",
+        "ddp": "DDP",
+        "fsdp2": "FSDP2",
+        "hf_accelerate": "HFAccelerate",
+        "hf_trainer": "HFTrainer",
+        "pipeline": "Pipeline",
+        "single": "Single",
+        "zero1": "Zero1",
+        "zero2": "Zero2",
+        "zero3": "Zero3",
+    },
+    "optimizers": {
+        "adafactor": "Adafactor",
+        "adamw": "AdamW",
+        "adamw_8bit": "AdamW8bit",
+        "lion": "Lion",
+        "muon": "Muon",
+        "schedule_free": "ScheduleFree",
+        "sgd": "SGD",
+    },
+    "launchers": {
+        "accelerate": "Accelerate",
+        "local": "Local",
+        "slurm": "Slurm",
+        "tcp": "Tcp",
+        "torchrun": "Torchrun",
+    },
+    "track": {
+        "jsonl": "Jsonl",
+        "mlflow": "MLflow",
+        "tensorboard": "TensorBoard",
+        "trackio": "Trackio",
+        "wandb": "WandB",
+    },
+}
 
 
 @contextmanager
@@ -57,48 +109,13 @@ def names(kind: str) -> list[str]:
 
 
 def built_in(kind: str) -> list[str]:
-    """Return the names of lockstep's built-in plug-ins of a kind."""
-    package = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}")
-    return list(_names(package, tuple(os.stat(folder).st_mtime_ns for folder in package.__path__)))
+    """Return the names of lockstep's built-in plug-ins of a kind, in alphabetical order."""
+    return list(BUILT_IN[kind])
 
 
-@lru_cache(maxsize=16)
-def _names(package: ModuleType, changed: tuple[int, ...]) -> list[str]:
-    """Return the plug-in names in a package. `changed`: modification times of its folders, as a cache key."""
-    interface = _SINGULAR[package.__name__.rpartition(".")[2]].capitalize()
-    files = [file for folder in package.__path__ for file in Path(folder).glob("*.py")]
-    return sorted(file.stem for file in files if any(_inherits(file, name, interface) for name in _classes(file)))
-
-
-@lru_cache(maxsize=512)
-def _classes(file: Path) -> dict[str, tuple[list[str], bool]]:
-    """Return the public classes in a file that have bases: name -> (names of bases, whether it sets `plugin`)."""
-    text = file.read_text(encoding="utf-8")
-    heads = list(re.finditer(r"^class ([A-Za-z]\w*)\(([^)]*)\):$", text, re.MULTILINE))
-    ends = [*(head.start() for head in heads[1:]), len(text)][: len(heads)]
-    return {
-        head[1]: (re.findall(r"\w+", head[2]), bool(re.search(r"^    plugin\b", text[head.end() : end], re.MULTILINE)))
-        for head, end in zip(heads, ends, strict=True)
-    }
-
-
-def _inherits(file: Path, name: str, interface: str, as_base: bool = False) -> bool:
-    """Return whether a class descends from an interface. Base classes count only with `as_base`."""
-    bases, sets_plugin = _classes(file).get(name, ([], False))
-    if sets_plugin and not as_base:
-        return False
-    return any(base == interface or _inherits(_home(file, base), base, interface, True) for base in bases)
-
-
-def _home(file: Path, name: str, anywhere: bool = False) -> Path:
-    """Return the file that defines a name: the lockstep module (with `anywhere`: any module) that `file` imports it
-    from, else `file`."""
-    text = file.read_text(encoding="utf-8")
-    line = re.search(rf"^from ([\w.]+) import (?:\([^)]*\b{name}\b|[^\n(]*\b{name}\b)", text, re.MULTILINE)
-    module = "" if line is None else line[1]
-    if module.startswith("lockstep."):
-        return Path(__file__).parents[1] / f"{module.removeprefix('lockstep.').replace('.', '/')}.py"
-    return (entry_points.file_of(module) if anywhere and module else None) or file
+def _module(kind: str, name: str) -> str:
+    """Return the module of a built-in plug-in."""
+    return f"lockstep.{_FOLDERS.get(kind, kind)}.{name}"
 
 
 def described(kind: str, name: str, *attributes: str) -> tuple[str, dict[str, Any]]:
@@ -107,33 +124,27 @@ def described(kind: str, name: str, *attributes: str) -> tuple[str, dict[str, An
     Reads source text and imports nothing. Errors: `PluginError` for an attribute that is not a literal, and for a file
     that is not valid Python."""
     _refuse_ambiguous(kind, name)
-    if name in built_in(kind):
-        package = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}")
-        file = next(f for p in package.__path__ if (f := Path(p) / f"{name}.py").exists())
-        plugin, called = None, f"lockstep/{kind}/{file.name}"
+    if name in BUILT_IN[kind]:
+        module, plugin = _module(kind, name), BUILT_IN[kind][name]
+        called = f"lockstep/{kind}/{name}.py"
     else:
         (entry,) = entry_points.named(kind)[name]
-        module = entry_points.file_of(entry.module)
-        if module is None:
-            raise PluginError(
-                "LS1096", f"{entry.module} of {entry_points.origin(entry)} cannot be found; reinstall that package"
-            )
-        file, plugin, called = module, entry.attr, f"{entry.module} of {entry_points.origin(entry)}"
+        module, plugin, called = entry.module, entry.attr, f"{entry.module} of {entry_points.origin(entry)}"
+        if entry_points.file_of(module) is None:
+            raise PluginError("LS1096", f"{called} cannot be found; reinstall that package")
     try:
-        text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-        if plugin is None:
-            plugin = next(each for each in _classes(file) if _inherits(file, each, _SINGULAR[kind].capitalize()))
-        values = {attribute: _literal(file, plugin, attribute) for attribute in attributes}
-    except (SyntaxError, ValueError, LookupError) as error:
+        text = ast.get_docstring(_tree(module)) or ""
+        values = {attribute: _literal(module, plugin, attribute) for attribute in attributes}
+    except (OSError, SyntaxError, ValueError, LookupError) as error:
         raise PluginError("LS1097", f"{called} cannot be read: {error}") from error
     sentence = re.match(r".*?\.(?=\s|$)|.*", " ".join(text.partition("\n\n")[0].split()))
     return (sentence[0] if sentence else ""), values
 
 
-def _literal(file: Path, name: str, attribute: str) -> Any:
+def _literal(module: str, name: str, attribute: str) -> Any:
     """Return a class attribute in method resolution order. Errors: `LookupError`, `ValueError` if it is no literal."""
-    for home, ancestor in _ancestors(file, name):
-        for line in _heads(home)[ancestor].body:
+    for home, ancestor in _ancestors(module, name):
+        for line in _class(home, ancestor).body:
             targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
             value = getattr(line, "value", None)
             if value is not None and attribute in [each.id for each in targets if isinstance(each, ast.Name)]:
@@ -141,15 +152,16 @@ def _literal(file: Path, name: str, attribute: str) -> Any:
     raise LookupError(f"{name} has no {attribute}")
 
 
-def _ancestors(file: Path, name: str) -> list[tuple[Path, str]]:
-    """Return the (file, class) pairs of a class and its bases in method resolution order (C3)."""
-    own = [
-        (_home(file, base.id, anywhere=True), base.id)
-        for base in _heads(file)[name].bases
-        if isinstance(base, ast.Name)
-    ]
-    bases = [(home, base) for home, base in own if base in _heads(home)]
-    rows, order = [*(_ancestors(*base) for base in bases), bases], [(file, name)]
+def _ancestors(module: str, name: str) -> list[tuple[str, str]]:
+    """Return the (module, class) pairs of a class and its bases in method resolution order (C3). Bases that are neither
+    defined nor imported by name in the module are left out."""
+    homes = {each.asname or each.name: (line.module, each.name) for line in _imports(module) for each in line.names}
+    bases = []
+    for base in _class(module, name).bases:
+        home = homes.get(base.id, (module, base.id)) if isinstance(base, ast.Name) else None
+        if home is not None and home[0] is not None and entry_points.file_of(home[0]) and _has_class(home[0], home[1]):
+            bases.append((home[0], home[1]))
+    rows, order = [*(_ancestors(*base) for base in bases), bases], [(module, name)]
     while rows := [row for row in rows if row]:
         first = next((row[0] for row in rows if not any(row[0] in other[1:] for other in rows)), rows[0][0])
         order.append(first)
@@ -157,10 +169,28 @@ def _ancestors(file: Path, name: str) -> list[tuple[Path, str]]:
     return order
 
 
+def _imports(module: str) -> list[ast.ImportFrom]:
+    return [line for line in _tree(module).body if isinstance(line, ast.ImportFrom)]
+
+
+def _has_class(module: str, name: str) -> bool:
+    return any(isinstance(line, ast.ClassDef) and line.name == name for line in _tree(module).body)
+
+
+def _class(module: str, name: str) -> ast.ClassDef:
+    """Return the definition of a class. Errors: `LookupError`."""
+    for line in _tree(module).body:
+        if isinstance(line, ast.ClassDef) and line.name == name:
+            return line
+    raise LookupError(f"{module} has no class {name}")
+
+
 @lru_cache(maxsize=512)
-def _heads(file: Path) -> dict[str, ast.ClassDef]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+def _tree(module: str) -> ast.Module:
+    """Parse a module's source, without importing anything. Errors: `LookupError`, `OSError`, `SyntaxError`."""
+    if (file := entry_points.file_of(module)) is None:
+        raise LookupError(f"there is no module {module}")
+    return ast.parse(file.read_bytes())
 
 
 def find(kind: str, name: str) -> type:
@@ -180,22 +210,13 @@ def find(kind: str, name: str) -> type:
             )
         return plugin
     _refuse_ambiguous(kind, name)
-    if name not in built_in(kind):
+    if name not in BUILT_IN[kind]:
         if name not in (added := entry_points.named(kind)):
             raise PluginError("LS1098", unknown(kind, name))
         return _of_distribution(added[name][0], kind)
     with importing():
-        module = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}.{name}")
-    classes = [
-        c
-        for c in vars(module).values()
-        if inspect.isclass(c) and c.__module__ == module.__name__ and not c.__name__.startswith("_") and _is(kind, c)
-    ]
-    if len(classes) != 1:
-        raise PluginError(
-            "LS1092", f"lockstep/{kind}/{name}.py must define exactly one plug-in class, but defines {len(classes)}"
-        )
-    return classes[0]
+        found: type = getattr(importlib.import_module(_module(kind, name)), BUILT_IN[kind][name])
+    return found
 
 
 def of_key(key: str, kind: str, name: str) -> type:
@@ -211,7 +232,7 @@ def of_key(key: str, kind: str, name: str) -> type:
 def _refuse_ambiguous(kind: str, name: str) -> None:
     """Reject a name with several plug-ins. Errors: `PluginError`, naming the distributions."""
     entry = entry_points.one(kind, name, _SINGULAR[kind])
-    if entry is not None and name in built_in(kind):
+    if entry is not None and name in BUILT_IN[kind]:
         raise PluginError(
             "LS1099",
             f"{_SINGULAR[kind]} {name!r} is built into lockstep, and {entry_points.origin(entry)} registers "

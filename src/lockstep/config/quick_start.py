@@ -9,6 +9,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.config.sections import ALONE
 from lockstep.config.written import keys_of
 
 QUICK_START: dict[str, Any] = {
@@ -54,7 +55,7 @@ def quick_start_for(chosen: Mapping[str, Any]) -> dict[str, Any]:
     for any_of, too in _GIVES_WAY:
         left_out.update(too if any(keys.has(key) for key in any_of) else ())
     strategy = chosen.get("strategy")
-    if isinstance(strategy, Mapping) and strategy.get("name") == "single":
+    if isinstance(strategy, Mapping) and strategy.get("name") == ALONE:
         left_out.update(_ONE_PROCESS)
     values = copy.deepcopy(QUICK_START)
     for key in sorted(left_out, key=len):  # a section before its keys

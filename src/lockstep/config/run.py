@@ -33,6 +33,7 @@ from lockstep.config.optim import OptimSection
 from lockstep.config.quick_start import QUICK_START as QUICK_START
 from lockstep.config.quick_start import quick_start_for
 from lockstep.config.sections import (
+    ALONE,
     BEFORE,
     ONE_ORIGIN,
     PRECISIONS,
@@ -252,6 +253,15 @@ class Run(Section):
             exact = self.strategy.exact
             values["strategy"] = {"exact": exact, "tensor_leaves": self.strategy.tensor_leaves}
         return messages.flat(values)
+
+    def as_one_process(self) -> Run:
+        """Return the run as one process on this machine trains it, without a strategy's and a launcher's own keys."""
+        values: dict[str, Any] = self.model_dump(mode="json")
+        values["strategy"] |= {"name": ALONE, "options": {}}
+        fields = type(self.launch).model_fields
+        kept = {key: value for key, value in values["launch"].items() if key in fields}
+        values["launch"] = kept | {"name": "local", "processes": 1}
+        return Run.model_validate(values).as_written(self.written_keys)
 
     def check_shared(self, processes: int, source: str) -> None:
         """Check that each process gets a micro-batch. `source`: key and number of processes, for the message. Errors:

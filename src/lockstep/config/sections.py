@@ -307,6 +307,9 @@ class TokenizerSection(Section):
         return self
 
 
+ALONE = "single"  # the strategy of one process, which needs no torch to be recognized
+
+
 class StrategySection(Section):
     name: str = Field(
         "ddp",
@@ -331,6 +334,11 @@ class StrategySection(Section):
         "... tensor ranks that divide it give the same bits. Part of the arithmetic",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="passed to the engine untouched")
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is the strategy that trains on one process only."""
+        return self.name == ALONE
 
 
 class LaunchSection(PluginSection):

@@ -85,7 +85,7 @@ def processes_of(run: Run) -> int:
     `single`)."""
     if run.launch.processes != "auto":
         return int(run.launch.processes)
-    if run.strategy.name == "single":
+    if run.strategy.alone:
         return 1
     return min(run.micro_batches, gpus_of(run) * run.launch.processes_per_gpu or available_cores())
 

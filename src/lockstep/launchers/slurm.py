@@ -271,7 +271,7 @@ def processes_of(run: Run, options: Any) -> int:
                 "share one",
             )
         return int(run.launch.processes)
-    if run.strategy.name == "single":
+    if run.strategy.alone:
         return 1
     if not options.gpus:
         raise RunError(

@@ -34,16 +34,25 @@ class Plain:
         self.__dict__ |= {k: v for k, v in (("splits", rows), ("labels", labels)) if v is not None}
         if run["task"]["name"] == "image_classification":
             self.processor = AutoImageProcessor.from_pretrained(tokenizer, backend="pil")
-        elif run["task"]["name"] != "module":
+        elif not self.own_model:
             trusted = {"trust_remote_code": run["model"]["trust_remote_code"]}
             self.tokenizer = AutoTokenizer.from_pretrained(tokenizer, **trusted)
             self.target_tokenizer = AutoTokenizer.from_pretrained(own, **trusted) if own.is_dir() else self.tokenizer
 
+    @property
+    def own_model(self) -> bool:
+        """Whether model, data and loss are the user's own."""
+        return bool(self.run["task"]["name"] == "module")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the model before training."""
+        return bool(self.run["task"]["name"] == "preference")
+
     @cached_property
     def splits(self) -> dict[str, Any]:
         """The rows of all splits; for the task `module`, the items of the user's data sets."""
-        own = self.run["task"]["name"] == "module"
-        return module.read_splits(self.run) if own else read_splits(self.run, self.tokenizer)
+        return module.read_splits(self.run) if self.own_model else read_splits(self.run, self.tokenizer)
 
     @cached_property
     def labels(self) -> list[Any]:

@@ -37,9 +37,10 @@ from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.system_metrics import capacity
 from lockstep.plain.job import Plain
-from lockstep.plain.rows import TASKS, NotCovered
+from lockstep.plain.rows import NotCovered
 from lockstep.plain.scores import scores
 from lockstep.plain.train import StepRecord, build_model, train_steps
+from lockstep.strategies.job import Job
 from lockstep.track.console import Console
 from lockstep.training import plain_sides
 from lockstep.training.plain_measures import drawn_examples, masked, perturb_, without_dropout
@@ -95,8 +96,7 @@ def differences(run: Run, steps: int = 2) -> PlainComparison:
     from lockstep.distributed.world import World
     from lockstep.training.resolve import for_rank
 
-    values = run.model_dump(mode="json")
-    values["strategy"] |= {"name": "single", "options": {}}
+    values = run.as_one_process().model_dump(mode="json")
     with tempfile.TemporaryDirectory(prefix="lockstep-plain-", ignore_cleanup_errors=True) as folder:
         alone = Run.load(values | {"output": folder, "launch": {"device": run.launch.device, "processes": 1}})
         with closing(World(alone)) as world:
@@ -106,7 +106,7 @@ def differences(run: Run, steps: int = 2) -> PlainComparison:
 
 def covers(run: Run) -> bool:
     """Return whether plain covers the task of a run."""
-    return run.task.name in (*TASKS, "module")
+    return Job.of(run).task.built_in()
 
 
 def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) -> int:
@@ -211,7 +211,7 @@ def _library_has_loss(task: str) -> bool:
 
 def plain_run(run: Run, folder: Path) -> dict[str, Any]:
     """The run as plain reads it; rows that only lockstep makes are written to files first."""
-    values = plain_sides.with_defaults(run)
+    values = plain_sides.with_defaults(run, Job.of(run).task)
     if run.data.source == source.BUILTIN:
         rows = source.load(run.data.model_copy(update={"filter": {}, "limit": None}), run.seed)
         (folder / "rows").mkdir(exist_ok=True)
@@ -219,13 +219,13 @@ def plain_run(run: Run, folder: Path) -> dict[str, Any]:
             text = "".join(json.dumps(row) + "\n" for row in dataset)
             (folder / "rows" / f"{split}.jsonl").write_text(text, encoding="utf-8")
         values["data"]["source"] = str(folder / "rows")
-        if run.task.name == "classification" and not values["task"]["label_names"]:
+        if "label_names" in values["task"] and not values["task"]["label_names"]:
             values["task"]["label_names"] = rows.splits["train"].features["label"].names
     return values
 
 
 def _check_numbers(job: Plain, record: PlainRecord) -> None:
-    count = len(job.splits["train"] if job.run["task"]["name"] == "module" else job.examples("train"))
+    count = len(job.splits["train"] if job.own_model else job.examples("train"))
     most = max(i for step in record.steps for group in step.micro_batches for i in group)
     if most >= count:
         raise ValueError(f"the run trains example {most}, and plain makes {count} of the same data")
@@ -233,7 +233,7 @@ def _check_numbers(job: Plain, record: PlainRecord) -> None:
 
 def _examples(run: Run, job: Plain, split: str, rows: Sequence[int], step: int, index: int) -> list[dict]:
     """The examples of a micro-batch."""
-    if run.task.name == "module":
+    if job.own_model:
         return drawn_examples(run, job, split, rows, (step, index), _device(run))
     examples = job.examples(split)
     return [examples[row] for row in rows]
@@ -281,7 +281,7 @@ def _model(run: Run, job: Plain, folder: Path) -> nn.Module:
     """Build the model with the weights before the steps; sets the job's reference model if the task needs one."""
     device, untrained = _device(run), folder / UNTRAINED
     weights = _named("model.", load_file(folder / "start.safetensors"))
-    if job.reference is None and job.run["task"]["name"] == "preference":
+    if job.reference is None and job.needs_reference:
         first = _named("model.", load_file(untrained)) if untrained.exists() else weights
         job.reference = build_model(job, first).to(device).eval()
     return build_model(job, weights).to(device)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import Run, RunError, load, overrides_of, require_output
+from lockstep.config.sections import ALONE
 from lockstep.launchers import start
 from lockstep.strategies.job import Job
 from lockstep.track.console import Console
@@ -166,7 +167,7 @@ def _recompute(console: Console, both: tuple[Path, Path], divergence: Divergence
     console.say("on one process both runs give the same bits here: data, settings and code are not the cause")
     for folder in both:
         run = run_to_recompute(folder, overrides, "own", int(start_of(folder).get("processes") or 1))
-        if (run.strategy.name, run.launch.processes) == ("single", 1):
+        if run.strategy.alone:
             continue
         how = f"{run.strategy.name}, {quantity(run.launch.processes, 'process')}"
         console.say(f"recomputing step {divergence.step} as {folder} trained it: {how} ...")
@@ -315,7 +316,7 @@ def run_to_recompute(
         exact = Job.of(trained).same_bits
         strategy = trained.strategy.name
         if exact:
-            strategy = "single" if processes == 1 else "ddp"
+            strategy = ALONE if processes == 1 else "ddp"
     if strategy not in ("own", trained.strategy.name):
         values["strategy"] |= {"name": strategy, "options": {}}
     fields = type(trained.launch).model_fields  # without those of its launcher

@@ -137,12 +137,7 @@ def _words(steps: int, plain: int = 0, begin: int | None = None) -> tuple[str, .
 
 def record_alone(run: Run, folder: Path, steps: int, timed: int = 0) -> int:
     """Record the job on one process, in a subprocess. Returns its exit status."""
-    values: dict[str, Any] = run.model_dump(mode="json")
-    values["strategy"] |= {"name": "single", "options": {}}
-    fields = type(run.launch).model_fields  # without those of its launcher
-    values["launch"] = {k: v for k, v in values["launch"].items() if k in fields} | {"name": "local", "processes": 1}
-    values["output"] = str(folder)
-    keep(Run.model_validate(values).as_written(run.written_keys))
+    keep(run.as_one_process().model_copy(update={"output": str(folder)}))
     code = "import sys; from lockstep.training.rank import main_of_file as main; main(sys.argv[1], sys.argv[2:])"
     command = [sys.executable, "-c", code, str(folder / "run.yaml"), RECORD, str(steps), str(timed)]
     launched = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")

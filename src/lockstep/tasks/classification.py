@@ -173,6 +173,15 @@ class Classification(TextTask, Streams, LabelTask):
             }
         return facts
 
+    def plain_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        facts, column = self.prepared.facts, self.options.label
+        label_values = facts.get("label_values", facts.get("labels")) or [""]
+        if not isinstance(label_values[0], int):
+            return rows
+        # a line-based stream has its numbers as strings
+        texts = [column] if isinstance(column, str) and isinstance(rows[0].get(column), str) else []
+        return [row | {name: int(row[name]) for name in texts} for row in rows]
+
     @classmethod
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
         options = cls.options_of(run)

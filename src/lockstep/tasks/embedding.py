@@ -120,6 +120,10 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
+    def plain_options(cls, run: Run) -> dict[str, Any]:
+        return {"pooling": resolved_pooling(run)}
+
+    @classmethod
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
         options = cls.options_of(run)
         alone = options.score is None and options.negative is None

@@ -246,6 +246,10 @@ class LanguageModeling(PerToken, Generates):
         return {"texts": texts} | ({"cut_texts": ends} if ends else {})
 
     @classmethod
+    def plain_options(cls, run: Run) -> dict[str, Any]:
+        return {"packing": cls.options_of(run).packed}
+
+    @classmethod
     def idle_keys(cls, run: Run, facts: Mapping[str, Any]) -> list[str]:
         length, options = run.data.max_length, cls.options_of(run)
         notes: list[str] = []

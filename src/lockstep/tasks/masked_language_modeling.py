@@ -64,6 +64,7 @@ class MaskedLanguageModeling(PerToken):
     default_model = "distilbert/distilroberta-base"
     small_model = "bert"
     pipeline = "fill-mask"
+    draws_targets = True
     cache_name = ("masked",)
     display_keys = ("samples",)
 

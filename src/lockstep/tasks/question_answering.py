@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -67,6 +67,11 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     default_model = "distilbert/distilbert-base-cased"
     small_model = "bert"
     pipeline = "question-answering"
+    plain_columns: ClassVar[Mapping[str, str]] = {
+        "question": qa_features.QUESTION,
+        "context": qa_features.CONTEXT,
+        "answers": qa_features.TEXTS,
+    }
     cache_name = ("questions",)
     row_is_example = True
     display_keys = ("answer_tokens", "samples")
@@ -86,6 +91,11 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         )
 
     # -- before any process ------------------------------------------------------------------------------------------
+
+    def plain_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        texts, start = qa_features.TEXTS, qa_features.START  # of several answers the first counts
+        answers = [[{"text": text, "answer_start": row[start]} for text in row[texts]] for row in rows]
+        return [row | {texts: answer} for row, answer in zip(rows, answers, strict=True)]
 
     @classmethod
     def columns(cls, options: QuestionAnsweringOptions) -> dict[str, str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -94,6 +94,7 @@ class Summarization(Translation):
     Options = SummarizationOptions
     greedy_by = "set task.beams=1, or turn generation off (task.samples=0, task.rouge=false)"
     pipeline = "summarization"
+    language_keys: ClassVar[tuple[str, ...]] = ()
     display_keys = ("rouge", "beams", "samples")
     answer_name = "summary"
     metric_names = ("accuracy", "perplexity", *NAMES)

@@ -50,6 +50,10 @@ class Task(ABC):
     """What columns are called by which `init` finds them: key -> names in lower case, the likeliest first. A task that
     has them for each of its `column_keys` needs nothing else to be found."""
 
+    language_keys: ClassVar[tuple[str, ...]] = ()  # those of `column_keys` whose columns may be called after languages
+    draws_targets: ClassVar[bool] = False  # whether targets are drawn at random whenever examples are collated
+    plain_columns: ClassVar[Mapping[str, str]] = {}  # column key -> the column's name in the kept raw rows
+
     default_model: ClassVar[str | None] = None  # Hub model that `init` fine-tunes by default
     small_model: ClassVar[str] = "gpt2"  # transformers model type that `init` builds from scratch
     usual_rate: ClassVar[float] = 5e-5  # learning rate that `init` writes for a pretrained model
@@ -140,6 +144,15 @@ class Task(ABC):
         """Notes on keys that have no effect with the other keys or with these data (`Prepared.facts`). Each note begins
         with its key; notes on keys that the user did not write are not shown."""
         return []
+
+    @classmethod
+    def plain_options(cls, run: Run) -> dict[str, Any]:
+        """Own keys whose default depends on other keys or on the model's files, as the plain reference needs them."""
+        return {}
+
+    def plain_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return kept raw rows in the form that the plain reference reads."""
+        return rows
 
     @classmethod
     def has_unusable_rows(cls, options: Any) -> bool:

@@ -153,6 +153,7 @@ class TokenClassification(PerToken):
     usual_rate = 3e-5
     default_model = "distilbert/distilbert-base-cased"
     pipeline = "token-classification"
+    plain_columns: ClassVar[Mapping[str, str]] = {"words": "words", "tags": "tags"}
     row_is_example = True
     chunks_loss = False
     cache_name = ("token classification",)

@@ -181,6 +181,8 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     within = PAIR
     row_is_example = True
     pipeline = "translation"
+    language_keys: ClassVar[tuple[str, ...]] = ("source", "target")
+    plain_columns: ClassVar[Mapping[str, str]] = {"source": "source", "target": "target"}
     display_keys: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
     input_keys = ("source",)
     answer_name: ClassVar[str] = "translation"

@@ -101,9 +101,9 @@ def _why_not(run: Run, task: Task) -> str:
     """Explain why the export is not compared; empty if it is."""
     if not run.verify.plain:
         return "verify.plain is false"
-    if task.own_model or "." in run.task.name or run.model.trust_remote_code:
+    if task.own_model or not task.built_in() or run.model.trust_remote_code:
         return "the model or the task is code of yours, or of the Hub"
-    if run.task.name == "masked_language_modeling":
+    if task.draws_targets:
         return "its targets are drawn for every evaluation"
     if task.needs_reference:
         return "its loss asks for the model before training"
@@ -238,7 +238,7 @@ def loaded_job(run: Run, task: Task, folder: Path) -> Plain:
     values = plain_sides.plain_file(run, task)
     if run.task.options.get("loss_chunk"):
         values["task"] |= {"label_smoothing": 0.0}  # not used in evaluations
-    return Plain(values, str(folder), {"train": plain_sides.rows_of(task, raw_rows)}, plain_sides.labels_of(task))
+    return Plain(values, str(folder), {"train": task.plain_rows(raw_rows.rows)}, plain_sides.labels_of(task))
 
 
 def exported_losses(

@@ -73,9 +73,7 @@ def of_export(run: Run, export: Path, output: Path) -> Run:
             values["model"]["dtype"] = run.model.dtype
     values["model"]["compile"] = False  # training only
     values["average"] = {}
-    values["strategy"] |= {"name": "single", "options": {}}
-    values["launch"] |= {"name": "local", "processes": 1, "init_method": None, "rank": None, "world_size": None}
-    return Run.model_validate(values | {"output": str(output)}).as_written(run.written_keys)
+    return Run.model_validate(values | {"output": str(output)}).as_written(run.written_keys).as_one_process()
 
 
 def scores(

@@ -35,6 +35,7 @@ from lockstep.strategies.engines.accelerated import Accelerated
 from lockstep.strategies.engines.side_effects import preserved
 from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.module import Module
 from lockstep.tasks.task import Task
 from lockstep.training import plain_sides, source_weights
 from lockstep.training.errors import TrainingFailed
@@ -452,12 +453,12 @@ def half_precision(
 
 def _plain_examples(sides: Sides, places: Sequence[int]) -> list[dict[str, Any]]:
     """Examples of a group, as the plain path creates them."""
-    if sides.run.task.name == "module":
+    if isinstance(sides.task, Module):
         return drawn_examples(
             sides.run, sides.job, "train", sides.at[list(places)].tolist(), (0, 0), device_of(sides.model)
         )
     examples = [sides.examples[place] for place in places]
-    return _masked(sides, places, examples) if sides.run.task.name == "masked_language_modeling" else examples
+    return _masked(sides, places, examples) if sides.task.draws_targets else examples
 
 
 def _masked(sides: Sides, places: Sequence[int], examples: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -28,7 +28,6 @@ from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import MicroBatch
 from lockstep.data.hub import model_folder
 from lockstep.data.masking import WITHOUT_STEP
-from lockstep.data.qa_features import CONTEXT, QUESTION, START, TEXTS
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.randomness import own_generators, seed_libraries
 from lockstep.distributed.world import World
@@ -44,8 +43,6 @@ from lockstep.strategies.observer import GradientRecorder, listening
 from lockstep.strategies.replicated import ReplicatedStrategy
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Generates, UsesReference
-from lockstep.tasks.embedding import resolved_pooling
-from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import adapters, model_configs, quantized
 from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.module import Module
@@ -108,7 +105,7 @@ def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int
     `NotCovered`, `PlainFailed`."""
     if isinstance(task, Module):
         return _module_sides(run, task, strategy, micro_batch)
-    if task.own_model or "." in run.task.name:
+    if task.own_model or not task.built_in():
         raise Elsewhere("the task is a class of yours, whose loss nobody else knows")
     if run.model.trust_remote_code:
         raise Elsewhere("the model may be code from the Hub (model.trust_remote_code)")
@@ -117,7 +114,7 @@ def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int
         raise Elsewhere("no raw rows were kept of its data")
     with plain_path():
         job = job_of(run, task)
-        examples = job.encode(rows_of(task, raw_rows))[: len(raw_rows.at)]
+        examples = job.encode(task.plain_rows(raw_rows.rows))[: len(raw_rows.at)]
         check_tokenizer(run, task, job, examples)
     columns = task.splits[raw_rows.split] if raw_rows.examples is None else raw_rows.examples
     model = whole_model(run, task, strategy)
@@ -155,7 +152,7 @@ def _module_sides(run: Run, task: Module, strategy: Strategy, micro_batch: Seque
 def job_of(run: Run, task: Task, tokenizer: str | None = None) -> Plain:
     """The run for the plain path, with the kept rows. `tokenizer`: folder, if not the run's."""
     raw_rows = RawRows.of(task.prepared.facts)
-    rows = [] if raw_rows is None else rows_of(task, raw_rows)
+    rows = [] if raw_rows is None else task.plain_rows(raw_rows.rows)
     return Plain(plain_file(run, task), tokenizer or task.prepared.tokenizer, {"train": rows}, labels_of(task))
 
 
@@ -181,19 +178,6 @@ def check_tokenizer(run: Run, task: Task, job: Plain, examples: list[dict[str, A
             )
 
 
-def rows_of(task: Task, raw_rows: RawRows) -> list[dict[str, Any]]:
-    """The kept rows, in the form that the plain path reads."""
-    if task.run.task.name == "classification" and isinstance((labels_of(task) or [""])[0], int):
-        column = task.options.label  # a line-based stream has its numbers as strings
-        texts = [column] if isinstance(column, str) and isinstance(raw_rows.rows[0].get(column), str) else []
-        return [row | {name: int(row[name]) for name in texts} for row in raw_rows.rows]
-    if task.run.task.name != "question_answering":
-        return raw_rows.rows
-    spans = [(row[TEXTS], row[START]) for row in raw_rows.rows]
-    answers = [[{"text": text, "answer_start": start} for text in texts] for texts, start in spans]  # the first counts
-    return [row | {TEXTS: answer} for row, answer in zip(raw_rows.rows, answers, strict=True)]
-
-
 def labels_of(task: Task) -> list[Any] | None:
     """Label values, in the order of their codes; None if there are none."""
     facts = task.prepared.facts
@@ -201,30 +185,22 @@ def labels_of(task: Task) -> list[Any] | None:
     return None if labels is None else list(labels)
 
 
-def with_defaults(run: Run) -> dict[str, Any]:
+def with_defaults(run: Run, task: type[Task]) -> dict[str, Any]:
     """The run file with defaults filled in that depend on other keys and the model's files."""
     values: dict[str, Any] = run.model_dump(mode="json")
-    if run.task.name == "language_modeling":
-        values["task"]["packing"] = LanguageModeling.options_of(run).packed
-    if run.task.name == "embedding":
-        values["task"]["pooling"] = resolved_pooling(run)
+    values["task"] |= task.plain_options(run)
     return values
 
 
 def plain_file(run: Run, task: Task) -> dict[str, Any]:
     """The run file for the plain path: with the column names of the kept rows, and numeric label weights where these
     depend on all rows."""
-    values = with_defaults(run)
+    values = with_defaults(run, type(task))
     values["model"] |= {"quantization": None, "dtype": "float32"}  # the plain model has float32 weights
     if run.model.source is not None:
         values["model"]["source"] = model_folder(run.model.source)  # for an output folder, its export
     options = values["task"]
-    if run.task.name in ("translation", "summarization"):
-        options |= {"source": "source", "target": "target"}
-    if run.task.name == "token_classification":
-        options |= {"words": "words", "tags": "tags"}
-    if run.task.name == "question_answering":
-        options |= {"question": QUESTION, "context": CONTEXT, "answers": TEXTS}
+    options |= task.plain_columns
     weights = getattr(getattr(task, "objective", None), "weights", None)
     if weights is not None:
         options["class_weights"] = {}
@@ -355,7 +331,7 @@ def record_session(session: Session, count: int = 2) -> None:
     rows = np.arange(min(EVALUATED, len(held_out)))
     rows = rows[np.argsort(-held_out.lengths[rows], kind="stable")]  # in the order that evaluations use
     scores = _scores(session, held_out, rows)
-    hides = session.run.task.name == "masked_language_modeling"
+    hides = session.task.draws_targets
     masked_ids = _masked(session, held_out, [rows], WITHOUT_STEP) if hides else {}
     steps = []
     with without_dropout(strategy.model), listening(strategy, recorder):

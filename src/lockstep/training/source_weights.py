@@ -29,7 +29,7 @@ def skipped(session: Session) -> str:
     run = session.run
     if run.model.source is None:
         return ""
-    if session.task.own_model or run.model.trust_remote_code or "." in run.task.name:
+    if session.task.own_model or run.model.trust_remote_code or not session.task.built_in():
         return "the model's code is not that of transformers"
     if run.model.quantization:
         return f"they are kept in {run.model.quantization}"

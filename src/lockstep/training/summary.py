@@ -220,7 +220,7 @@ def the_same_elsewhere(job: Job, world: World, promised: Promised = Promised.YES
         return shlex.join(["lockstep", "verify", file]), "whether this is the same training as on one process"
     words = ["lockstep", "train" if promised == Promised.YES else "verify", file]
     most = run.micro_batches if world.device.type == "cpu" else torch.cuda.device_count()
-    if run.strategy.name == "single" and most > 1:
+    if run.strategy.alone and most > 1:
         run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"name": "ddp"})})
         words.append("strategy.name=ddp")
     for processes in range(1, most + 1):

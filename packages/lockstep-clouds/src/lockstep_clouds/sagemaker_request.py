@@ -137,7 +137,7 @@ def processes_of(run: Run, instance: str) -> int:
     GPUs. Errors: `RunError` for a type whose number of GPUs is not known here."""
     if run.launch.processes != "auto":
         return int(run.launch.processes)
-    if run.strategy.name == "single" or run.launch.device == "cpu":
+    if run.strategy.alone or run.launch.device == "cpu":
         return 1
     gpus = aws.gpus_of(instance)
     if gpus is None:

@@ -135,7 +135,7 @@ def measure(job: Job, world: World, steps: str) -> int:
     rates = Rates(world.size, world.threads, run.precision, memory_bytes())
     now = clock(world.threads)
     task = job.make_task()
-    alone = job.having(with_strategy(run, {"name": "single", "options": {}}))
+    alone = job.having(run.as_one_process())
     own = alone.run
     strategy = make_strategy(alone, Alone(own))
     seed_libraries(run.seed)

@@ -29,6 +29,7 @@ from lockstep.data.source import BUILTIN, local_splits
 from lockstep.lab.init import columns, detect_layout, questions
 from lockstep.lab.init.columns import Look
 from lockstep.lab.init.questions import CHAT, SCRATCH, Ask, MachineInfo, NoAnswerMends, Prompter, one_of
+from lockstep.strategies.job import Job
 from lockstep.track.console import Console
 
 _RETRIES = 5  # remedies tried on one run file
@@ -295,7 +296,6 @@ def _is_folder(filled: dict[str, Any]) -> bool:
 def _prepared(path: Path, filled: dict[str, Any], look: Look, exact: bool) -> Trial:
     """Errors: `RunError`."""
     from lockstep.data.arrow_cache import examples_in
-    from lockstep.strategies.job import Job
 
     with _aside(path, write(filled, [], {})) as aside:
         prepared = Job.of(load(aside, [])).with_data().data
@@ -478,7 +478,8 @@ def plan(run: Run) -> list[str]:
 
 def with_small_model(run: Run) -> Run:
     """The run with a small model from scratch in place of its own; a model of the user's stays."""
-    if run.task.name == "module" or "." in run.task.name:
+    task = Job.of(run).task
+    if task.own_model or not task.built_in():
         return run
     small = questions.scratch(run.task.name, 128, 0)["model"]
     model = {"source": None, "adapter": {}, "quantization": None, "dtype": "float32", "attention": None, **small}
