@@ -63,6 +63,15 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
+def secret_in(key: str) -> RunError:
+    """Return the error for a run that contains a secret."""
+    return RunError(
+        "LS1118",
+        f"{key} looks like a secret. Secrets come from the environment only (HF_TOKEN, WANDB_API_KEY, ...): remove it, "
+        "and revoke it if the file was shared",
+    )
+
+
 class Overrides(dict[str, Any]):
     """Overrides, dotted key -> value, and their origin (`place`) for messages."""
 

@@ -226,7 +226,7 @@ class Run(Section):
         sent."""
         values = self.model_dump(mode="json")
         if (hidden := messages.secret(values)) is not None:
-            raise secret_in(hidden)
+            raise messages.secret_in(hidden)
         body = messages.dump_yaml(redaction.redact_all(values, filtered), sort_keys=False, width=110)
         return written.header(body, map(filtered, self.written_keys)) + body
 
@@ -327,7 +327,7 @@ def load(
         if overridden.get(length_key) is not None and replaced not in overridden:
             values.pop(replaced, None)  # the command line's length replaces the file's, in steps or epochs
     if (hidden := messages.secret(values)) is not None:
-        raise secret_in(f"{hidden} ({messages.where(hidden, origin, {}, overridden)})")
+        raise messages.secret_in(f"{hidden} ({messages.where(hidden, origin, {}, overridden)})")
     strategy: Any = values.get("strategy")
     portable = isinstance(strategy, dict) and strategy.get("exact") == "portable"
     processor.pin(portable)
@@ -498,15 +498,6 @@ class _Source:
         except ValidationError as error:
             allowed = (*allowed_sections, options)
             raise messages.explain(error, Run, self.origin, self.lines, self.overridden, key, allowed) from None
-
-
-def secret_in(key: str) -> RunError:
-    """Return the error for a run that contains a secret."""
-    return RunError(
-        "LS1118",
-        f"{key} looks like a secret. Secrets come from the environment only (HF_TOKEN, WANDB_API_KEY, ...): remove it, "
-        "and revoke it if the file was shared",
-    )
 
 
 KEY = re.compile(r"\w+(\.\w+)*")  # dotted key of a run file
