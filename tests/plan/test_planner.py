@@ -94,15 +94,15 @@ def test_stages_wait_for_what_is_on_its_way() -> None:
     wire = [Wire("send", True, 16, 16e6, 0.032), Wire("allreduce", True, 2, 1e3, 1.0)]
     for options, ranks, seconds in (({}, 4, 0.024), ({"schedule": "gpipe"}, 4, 0.012), ({"stages": 2}, 4, 0.008)):
         run = tiny(strategy={"name": "pipeline", "options": options}, micro_batches=8)
-        assert on_the_way(run, ranks, wire) == pytest.approx(seconds)
-    assert on_the_way(tiny(), 4, wire) == 0
+        assert on_the_way(Job.of(run, ranks), wire) == pytest.approx(seconds)
+    assert on_the_way(Job.of(tiny(), 4), wire) == 0
 
 
 def test_the_ranks_that_differ() -> None:
-    assert looked_at(tiny(micro_batches=8), 4) == [0]
-    assert looked_at(tiny(micro_batches=8), 3) == [0, 2]
-    assert looked_at(tiny(strategy={"name": "pipeline"}), 4) == [0, 1, 3]
-    assert looked_at(tiny(strategy={"name": "pipeline", "options": {"stages": 2}}), 4) == [0, 2]
+    assert looked_at(Job.of(tiny(micro_batches=8), 4)) == [0]
+    assert looked_at(Job.of(tiny(micro_batches=8), 3)) == [0, 2]
+    assert looked_at(Job.of(tiny(strategy={"name": "pipeline"}), 4)) == [0, 1, 3]
+    assert looked_at(Job.of(tiny(strategy={"name": "pipeline", "options": {"stages": 2}}), 4)) == [0, 2]
 
 
 def test_simulated_ranks_are_on_the_machines_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.job_record import INTRODUCED, JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TORCHRUN_ENV, TRAIN
 from lockstep.distributed.signals import listen_no_more
-from lockstep.launchers.processes import accelerate_config, output_lock, srun
+from lockstep.launchers.processes import output_lock, srun
 from lockstep.strategies.job import Job, Scope
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
@@ -197,6 +197,7 @@ def joined(run: Run) -> int:
     Errors: `RunError` if the world size differs from the one that lockstep's launcher requested."""
     with plugins.importing():
         from lockstep.training import rank as worker
+    from lockstep.launchers.processes import accelerate_config
 
     accelerate_config.check_variables(run, os.environ)
     came, planned_size = os.environ["WORLD_SIZE"], os.environ.get(PLANNED_SIZE)

@@ -125,7 +125,6 @@ class Job:
     scope: Scope
     task: type[Task]
     strategy: type[StrategyRules]  # the resolved class; one name may stand for several
-    same_bits: bool  # whether the result is bitwise equal to a single process
     prepared: Prepared | None = None  # from `Scope.DATA` on
     padding: str | None = None  # why padding is computed; None: it is not
     attention: str = OWN_ATTENTION
@@ -137,13 +136,16 @@ class Job:
         """Find the classes that a run names. Refuses nothing else. Errors: `RunError` for a name that is unknown or
         whose class cannot be imported."""
         task: Any = plugins.of_key("task.name", "tasks", run.task.name)
-        strategy = strategy_class(run)
-        return cls(run, processes, Scope.CLASSES, task, strategy, strategy.gives_bits(run))
+        return cls(run, processes, Scope.CLASSES, task, strategy_class(run))
 
     def having(self, run: Run) -> Job:
-        """Return the job with other options: strategy and its promise are those of `run`."""
-        strategy = strategy_class(run)
-        return replace(self, run=run, strategy=strategy, same_bits=strategy.gives_bits(run))
+        """Return the job with other options, and the strategy's class that implements them."""
+        return replace(self, run=run, strategy=strategy_class(run))
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether the result is bitwise equal to that of a single process."""
+        return self.strategy.gives_bits(self.run)
 
     @property
     def data(self) -> Prepared:
@@ -188,7 +190,7 @@ class Job:
     def dump(self) -> str:
         """Serialize the job as JSON. Errors: `RunError` for a run that contains a secret."""
         self.run.dump()
-        names = ("processes", "scope", "same_bits", "padding", "attention")
+        names = ("processes", "scope", "padding", "attention")
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
         values["run"] = self.run.model_dump(mode="json")
         values["written"] = sorted(self.run.written_keys)

@@ -15,7 +15,6 @@ from lockstep.strategies.strategy import NotFinite
 from lockstep.training.data_loader import stopping
 from lockstep.training.errors import CorruptionDetected, not_finite
 from lockstep.training.hooks import StepHooks
-from lockstep.training.rebalance import LoadBalancer
 from lockstep.training.sdc_check import SdcCheck, evict
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
@@ -61,6 +60,8 @@ def batches(session: Session, step: int) -> Generator[StepBatch]:
     """Iterate over this rank's batches after `step` updates. Collective if rebalancing is enabled."""
     ends = stopping(session.world)
     if session.run.launch.rebalance_every and session.world.size > 1:
+        from lockstep.training.rebalance import LoadBalancer
+
         steps = LoadBalancer(session).steps(step, ends)
     else:
         steps = session.feed.steps(step, ends)

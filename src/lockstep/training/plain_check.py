@@ -35,7 +35,6 @@ from lockstep.strategies.engines.accelerated import Accelerated
 from lockstep.strategies.engines.side_effects import preserved
 from lockstep.strategies.exact.optim import make_model
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.module import Module
 from lockstep.tasks.task import Task
 from lockstep.training import plain_sides, source_weights
 from lockstep.training.errors import TrainingFailed
@@ -453,7 +452,7 @@ def half_precision(
 
 def _plain_examples(sides: Sides, places: Sequence[int]) -> list[dict[str, Any]]:
     """Examples of a group, as the plain path creates them."""
-    if isinstance(sides.task, Module):
+    if sides.job.own_model:
         return drawn_examples(
             sides.run, sides.job, "train", sides.at[list(places)].tolist(), (0, 0), device_of(sides.model)
         )

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,13 +45,14 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Generates, UsesReference
 from lockstep.tasks.models import adapters, model_configs, quantized
 from lockstep.tasks.models.inference import Decoding
-from lockstep.tasks.module import Module
-from lockstep.tasks.modules.wrapped_module import Adapted
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate_with_tables
 from lockstep.training.plain_measures import without_dropout
 from lockstep.training.session import Session, build_session, join_ranks
+
+if TYPE_CHECKING:
+    from lockstep.tasks.module import Module
 
 _OF_MODULE = 3  # items of a user module to compare for each of: first, longest, shortest
 WHOLE = 100_000_000  # maximum parameters to build a second model if no rank holds the whole one
@@ -103,8 +104,11 @@ def device_of(model: nn.Module) -> torch.device:
 def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int] | np.ndarray = ()) -> Sides:
     """Set up both sides of a run. `micro_batch`: training examples of the first micro-batch. Errors: `Elsewhere`,
     `NotCovered`, `PlainFailed`."""
-    if isinstance(task, Module):
-        return _module_sides(run, task, strategy, micro_batch)
+    if task.own_model:
+        from lockstep.tasks.module import Module
+
+        if isinstance(task, Module):
+            return _module_sides(run, task, strategy, micro_batch)
     if task.own_model or not task.built_in():
         raise Elsewhere("the task is a class of yours, whose loss nobody else knows")
     if run.model.trust_remote_code:
@@ -128,6 +132,8 @@ def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int
 def _module_sides(run: Run, task: Module, strategy: Strategy, micro_batch: Sequence[int] | np.ndarray) -> Sides:
     """Set up both sides of a user module: the plain model is the same one, called as its class defines. Errors:
     `Elsewhere`, `PlainFailed`."""
+    from lockstep.tasks.modules.wrapped_module import Adapted
+
     model = whole_model(run, task, strategy)
     if strategy.effects.evaluated or strategy.effects.written:
         raise Elsewhere("your model changes its own weights when it is called")

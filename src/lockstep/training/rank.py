@@ -44,7 +44,6 @@ from lockstep.track.best import Best
 from lockstep.track.console import LOG, Console, append, error, strike_tracebacks
 from lockstep.track.report import history
 from lockstep.track.report.history import lines_of, told_whole
-from lockstep.track.report.report import write_report
 from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
 from lockstep.training import export_check
@@ -394,6 +393,8 @@ def write_summary(
     best = {split: task.best_possible(split) for split in ("validation", "test") if split in task.splits}
     journal.event("finish", steps, weights=sha256, best_possible=best, **(checked or {}))
     try:
+        from lockstep.track.report.report import write_report  # charts and templates, which only the end needs
+
         write_report(run.folder)
     except Exception as caught:  # the run is finished even if its report fails
         console.note(f"{run.folder}/report.html could not be written: {type(caught).__name__}: {caught}")

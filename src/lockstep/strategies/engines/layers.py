@@ -20,7 +20,6 @@ from lockstep.strategies.engines.side_effects import preserved, watching
 from lockstep.strategies.job import Job
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import leaves_out_layers, load_config
-from lockstep.tasks.modules import dataset
 
 # Families that call their layers' `forward` directly (Reformer: again in its own backward), bypassing the hooks with
 # which FSDP gathers a layer's weights.
@@ -73,6 +72,8 @@ def check_scalars(job: Job, key: str, engine: str, instead: str) -> None:
     """Refuse a user's model with a scalar weight. Errors: `RunError`."""
     if not job.task.own_model:
         return
+    from lockstep.tasks.modules import dataset
+
     scalar = next((n for n, p in dataset.model(job.run, empty=True).named_parameters() if not p.dim()), None)
     if scalar is not None:
         raise RunError(

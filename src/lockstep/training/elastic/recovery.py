@@ -27,7 +27,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -44,10 +44,12 @@ from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.replicated import WholeStateRecovery
 from lockstep.strategies.strategy import Strategy
 from lockstep.training import sdc_check
-from lockstep.training.elastic.reshard import Resharder
 from lockstep.training.errors import Regroup, TrainingFailed
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
+
+if TYPE_CHECKING:
+    from lockstep.training.elastic.reshard import Resharder
 
 
 def recovery_for(
@@ -79,7 +81,11 @@ class Recovery:
         description."""
         self.session = replace(session, between_steps=self._between_steps)
         self._state, self._watch, self._on_regroup = state, watch, on_regroup
-        self._resharder = Resharder(session) if reshards(session.strategy) else None
+        self._resharder: Resharder | None = None
+        if reshards(session.strategy):
+            from lockstep.training.elastic.reshard import Resharder
+
+            self._resharder = Resharder(session)
         self._trained = Generation(-1, ())  # last generation in which this rank trained
 
     def run(self, train: Callable[[Session, TrainState], TrainState]) -> None:
