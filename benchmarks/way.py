@@ -2,8 +2,9 @@
 
 In: nothing; the built-in run is started as one process in a folder of its own. Out: on stdout the picture of
 docs/explanation/internals.md, or with `--count` the figures of benchmarks/log.md. Every call is looked at until the
-first step of training calls `train_step`. The files of the functions on the stack are the way, from the command down;
-the files that these call with the run, the job or the session are its stops.
+first step of training calls `train_step`, and for the figures until its optimizer step. The files of the functions on
+the stack are the way, from the command down; the files that these call with the run, the job or the session are its
+stops.
 
     python benchmarks/way.py [--count]
 """
@@ -12,18 +13,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
+import inspect
 import itertools
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import lockstep
 
 ROOT = f"{Path(lockstep.__file__).parent}{os.sep}"
+_TRACE = importlib.util.find_spec("lockstep_trace")  # not imported: a script that imports it is traced
+GROUND = str(_TRACE and _TRACE.origin).removesuffix("__init__.py")
 CARRIERS = ("Run", "Job", "Session")  # the values whose way is followed
 FIRST = ["output=out", "steps=2", "launch.processes=1", "launch.device=cpu", "strategy.name=single"]
 
@@ -46,6 +51,27 @@ class Way(NamedTuple):
 
 class Reached(BaseException):
     """The first step is reached: nothing after it is looked at."""
+
+
+class Reading:
+    """What somebody would have to open: each file of lockstep's in which a function is called up to the first optimizer
+    step, the functions, and how often the next call is in another file. Calls while a module is imported count only if
+    they are of named functions."""
+
+    def __init__(self) -> None:
+        self.functions: set[tuple[str, str]] = set()
+        self.moves, self._last = 0, ""
+
+    def count(self, code: CodeType) -> None:
+        if code.co_name.startswith("<") or not code.co_flags & inspect.CO_NEWLOCALS:  # comprehensions, class bodies
+            return
+        self.functions.add((code.co_filename, code.co_qualname))
+        self.moves += code.co_filename != self._last
+        self._last = code.co_filename
+
+    @property
+    def files(self) -> int:
+        return len({file for file, _ in self.functions})
 
 
 def ours(frame: FrameType | None) -> FrameType | None:
@@ -72,21 +98,30 @@ def carries(frame: FrameType) -> bool:
     return any(kind in CARRIERS for kind in kinds) and not (names[0] == "self" and kinds[0] in CARRIERS)
 
 
-def follow(command: Callable[[], Any]) -> tuple[list[Call], list[FrameType]]:
-    """The calls until the first step of `training/loop.py`, and the stack there, the newest frame first."""
+def follow(command: Callable[[], Any], reading: Reading | None = None) -> tuple[list[Call], list[FrameType]]:
+    """The calls until the first step of `training/loop.py`, and the stack there, the newest frame first. With
+    `reading`, goes on to the optimizer step."""
     calls: list[Call] = []
     reached: list[FrameType] = []
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
-        if event != "call" or reached or not frame.f_code.co_filename.startswith(ROOT):
+        if event != "call" or not frame.f_code.co_filename.startswith((ROOT, GROUND)):
             return
+        if reading is not None:
+            reading.count(frame.f_code)
         file, function = frame.f_code.co_filename.removeprefix(ROOT), frame.f_code.co_name
+        if reached or not frame.f_code.co_filename.startswith(ROOT):
+            if reached and function == "optimizer_step":
+                sys.setprofile(None)
+                raise Reached
+            return
         if function == "train_step":
             frames = stack(frame)
             if any(each.f_code.co_filename.endswith("training/loop.py") for each in frames):
                 reached.extend(frames)
-                sys.setprofile(None)
-                raise Reached
+                if reading is None:
+                    sys.setprofile(None)
+                    raise Reached
         if not function.startswith("<") and carries(frame):
             calls.append(Call(file, function, frame, ours(frame.f_back)))
 
@@ -126,14 +161,14 @@ def way_of(calls: list[Call], frames: list[FrameType]) -> Way:
     return Way(files, [stop for stop in stops if stop[1] not in pages])
 
 
-def built_in(folder: str) -> tuple[list[Call], list[FrameType]]:
+def built_in(folder: str, reading: Reading | None = None) -> tuple[list[Call], list[FrameType]]:
     """The built-in run in an empty folder, in this process."""
     from lockstep.cli import main
 
     os.chdir(folder)
     os.environ["OMP_NUM_THREADS"] = "1"
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        return follow(lambda: main(["train", *FIRST]))
+        return follow(lambda: main(["train", *FIRST]), reading)
 
 
 def picture(way: Way) -> str:
@@ -152,7 +187,7 @@ def picture(way: Way) -> str:
     return "\n".join(lines)
 
 
-def figures(calls: list[Call], way: Way) -> str:
+def figures(calls: list[Call], way: Way, reading: Reading) -> str:
     """What benchmarks/log.md compares."""
     entered, files = 0, list[str]()
     last = ""
@@ -160,11 +195,14 @@ def figures(calls: list[Call], way: Way) -> str:
         entered += call.file != last
         last = call.file
         files += [call.file] if call.file not in files else []
+    modules = sum(name.partition(".")[0] in ("lockstep", "lockstep_trace") for name in sys.modules)
     passed = {file for file, _ in way.files} | {file for _, file, _ in way.stops}
     return (
         f"on the way to the first step: {len(way.files)} files from the command down, {len(passed)} with those that "
         f"they call\nall calls with the run, the job or the session: {len(calls)} calls, {len(files)} files, {entered} "
-        f"times into a file, of which {entered - len(files)} into one that was left before"
+        f"times into a file, of which {entered - len(files)} into one that was left before\n"
+        f"up to the first optimizer step: {reading.files} files, {len(reading.functions)} functions, {reading.moves:,} "
+        f"times into another file; {modules} modules of lockstep's imported"
     )
 
 
@@ -173,8 +211,9 @@ if __name__ == "__main__":
     parser.add_argument("--count", action="store_true", help="figures instead of the picture")
     counting = parser.parse_args().count
     with tempfile.TemporaryDirectory() as place:
-        seen, at_the_step = built_in(place)
+        reading = Reading() if counting else None
+        seen, at_the_step = built_in(place, reading)
         way = way_of(seen, at_the_step)
-        print(figures(seen, way) if counting else picture(way))
+        print(picture(way) if reading is None else figures(seen, way, reading))
     sys.stdout.flush()
     os._exit(0)  # the run is left in the middle

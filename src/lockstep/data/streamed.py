@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -168,8 +167,3 @@ class Streamed(Columns):
         path, _, _ = chunks.files[int(np.searchsorted(chunks.ends, number, side="right"))]
         row, rows = int(chunks.chunks["row"][number]), int(chunks.chunks["rows"][number])
         return f"{path}, rows {row:,} to {row + rows - 1:,}"
-
-
-def opened(path: str, how: Callable[[], tuple[Stream, Make]]) -> Any:
-    """Open a split, streamed or not."""
-    return Streamed(path, how) if path.endswith(stream.ENDING) else Columns(path)

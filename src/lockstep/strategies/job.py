@@ -214,6 +214,11 @@ class Job:
         return cls(**values | own | {"scope": Scope(values["scope"])})
 
 
+def with_compile(run: Run, choice: bool | str) -> Run:
+    """Return the run with this `model.compile`."""
+    return run.model_copy(update={"model": run.model.model_copy(update={"compile": choice})})
+
+
 def strategy_class(run: Run) -> type[StrategyRules]:
     """Return the class of a run's strategy. Errors: `RunError`."""
     cls: Any = plugins.of_key("strategy.name", "strategies", run.strategy.name)

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, local
 from lockstep.strategies.abilities import Recomputes
 from lockstep.strategies.engines import blocks, layers, side_effects
-from lockstep.strategies.engines.region import Region
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
@@ -34,6 +33,9 @@ from lockstep.strategies.strategy import DataShard, WeightFormats
 from lockstep.tasks.models import inference
 from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from lockstep.strategies.engines.region import Region
 
 
 class ReplicatedStrategy(Recomputes):
@@ -68,7 +70,10 @@ class ReplicatedStrategy(Recomputes):
         whole = self.run.model.compile == "whole"  # its code returns dense gradients
         sparse = row_sparse(self.model, self.world.device, uses) if exact and not narrow and not whole else set()
         blocks.prepare(self.run, self.model)
-        self.region = Region(self, task, self.model) if whole else None
+        if whole:
+            from lockstep.strategies.engines.region import Region
+
+            self.region = Region(self, task, self.model)
         self.places = self.parts_to_step()
         self.stepped = held_state.masters_of(self.places) if held_state.keeps_masters(self.run) else self.places
         if narrow:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lockstep.config.run import Run
-from lockstep.data import streamed
+from lockstep.data import stream, streamed
 from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.stream import Stream
@@ -44,8 +44,10 @@ class Streams(Task):
 
     def open_split(self, path: str) -> Columns:
         """Open a prepared split: memory-mapped, or read through its index if streamed."""
+        if not path.endswith(stream.ENDING):
+            return super().open_split(path)
         run, prepared = self.run, self.prepared
-        return streamed.opened(
+        return streamed.Streamed(
             path, lambda: (self.stream(run), self.example_maker(run, prepared.tokenizer, prepared.facts))
         )
 

@@ -35,7 +35,7 @@ from lockstep.strategies.job import Scope
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.models.inference import Decoding
 from lockstep.track.console import Console, error
-from lockstep.training import plain_check, utilization
+from lockstep.training import plain_check
 from lockstep.training.errors import not_finite
 from lockstep.training.evaluation import evaluate_with_tables, generate_samples
 from lockstep.training.model_stats import evaluated_at_once, remarks
@@ -73,7 +73,10 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
     if world.is_main:
         job_record.arrived(run.folder, world.size, session.feed.total)
     state = session.new_state()
-    state.meter.utilization = utilization.per_token_rate(run, world, session.task, strategy)
+    if world.device.type == "cuda":
+        from lockstep.training import utilization
+
+        state.meter.utilization = utilization.per_token_rate(run, world, session.task, strategy)
     step, notes = session.checkpoints.resume(session.averaged, state)
     for text in notes:
         console.note(text)

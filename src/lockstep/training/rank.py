@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -48,7 +48,6 @@ from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
 from lockstep.training import export_check
 from lockstep.training.beginning import resumed
-from lockstep.training.elastic.recovery import Recovery, recovery_for
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.evaluation import generate_samples
 from lockstep.training.finalize import Final, final_scores
@@ -62,6 +61,9 @@ from lockstep.training.throughput import Counts
 from lockstep.training.train_state import TrainState
 from lockstep_trace import streams
 from lockstep_trace.plurals import quantity
+
+if TYPE_CHECKING:
+    from lockstep.training.elastic.recovery import Recovery
 
 
 def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
@@ -262,7 +264,12 @@ def train_and_evaluate(session: Session, console: Console, state: TrainState) ->
     try:
         console.start(session.feed.total, step, lambda: ACTIVITY.name, session.feed.order.steps_per_epoch, best)
         try:
-            if (recovery := recovery_for(session, state, watchdog, sinks.regroup)) is None:
+            recovery = None
+            if world.members is not None or run.launch.on_rank_failure == "continue" or run.sdc_check.every:
+                from lockstep.training.elastic.recovery import recovery_for
+
+                recovery = recovery_for(session, state, watchdog, sinks.regroup)
+            if recovery is None:
                 train(session, state)
             else:
                 watching = recovery

@@ -22,7 +22,7 @@ from lockstep.config.sections import LaunchSection
 from lockstep.config.written import naming_defaults
 from lockstep.distributed.hardware import gpus_of
 from lockstep.strategies.engines import zero_agreement
-from lockstep.strategies.job import OWN_ATTENTION, Job, Scope, WeightFormats
+from lockstep.strategies.job import OWN_ATTENTION, Job, Scope, WeightFormats, with_compile
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -91,7 +91,7 @@ def resolve_launch(run: Run, machine: Machine, processes: int, scope: Scope) -> 
     with naming_defaults(run):
         if scope > Scope.OPTIONS:  # `init --from` resolves the options of run files with placeholders
             _refuse_placeholders(run)
-        if processes:
+        if processes and run.strategy.options:
             zero_agreement.check(run, processes)  # reports all its errors in one message
         if machine.launcher is not None and (scope == Scope.START or not machine.launcher.submits):
             machine.launcher.check(run, machine.plan)
@@ -151,7 +151,6 @@ def resolve_strategy(run: Run, processes: int) -> type[StrategyRules]:
 
 def _refuse_strategy(job: Job) -> None:
     """Let the strategy and each of its parts refuse unsupported keys. Errors: `RunError`."""
-    from lockstep.strategies.engines import tensor_plans
     from lockstep.strategies.exact import averaging, held_state
     from lockstep.strategies.optimizers import optimizer as optimizers
     from lockstep.tasks.models import quantized
@@ -161,7 +160,8 @@ def _refuse_strategy(job: Job) -> None:
     formats = strategy.weight_formats
     optimizers.check(run, strategy.flat_parts)
     held_state.check_masters(run, WeightFormats.BFLOAT16 in formats, WeightFormats.BFLOAT16_ALONE in formats)
-    quantized.check(run, WeightFormats.FOUR_BITS in formats)
+    if run.model.quantization is not None:
+        quantized.check(run, WeightFormats.FOUR_BITS in formats)
     averaging.check(run, strategy.flat_parts)
     strategy.check(job)
     if run.strategy.exact and (keys := strategy.inexact_options(run)):
@@ -170,7 +170,10 @@ def _refuse_strategy(job: Job) -> None:
             f"{keys[0]}: it computes in another way than one process does, so that bits depend on the number of "
             "processes; set strategy.exact=false to have it so, or leave it out",
         )
-    tensor_plans.check(job)
+    if run.strategy.tensor_leaves > 1:
+        from lockstep.strategies.engines import tensor_plans
+
+        tensor_plans.check(job)
     plugins.refuse_old(["torch", "transformers", "tokenizers", *packages_of(job)])
     if (option := _samples(job)) is not None and (not option or run.wrote(f"task.{option[0]}")):
         task: Any = job.task
@@ -317,12 +320,14 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     from lockstep.tasks import own_metrics
     from lockstep.tasks.models import model_configs, padding, source_files
     from lockstep.training import model_stats
-    from lockstep.training.checkpoint_model import fetch
 
     task: Any = job.task
     if hub.names_hub(job.run):
         hub.be_brief()
-    fetch(job.run)
+    if job.run.model.source is not None or job.run.tokenizer.source is not None:
+        from lockstep.training.checkpoint_model import fetch
+
+        fetch(job.run)
     run, notes = task.fit_defaults(job.run)
     data = run if data is None else task.fit_defaults(data)[0]
     label = "checks" if task.own_model else "tokens"
@@ -333,7 +338,8 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     job = replace(job, run=run, prepared=prepared)
     job.strategy.check_prepared(job)
     model_stats.check_names(job)
-    own_metrics.check(run, job.make_task)
+    if run.metrics:
+        own_metrics.check(run, job.make_task)
     model_stats.check_average(job)
     job, greedily = _greedy(job)
     run, more = _compiled(job)
@@ -349,14 +355,14 @@ def _compiled(job: Job) -> tuple[Run, list[str]]:
     if run.model.compile not in ("whole", "auto") or job.task.own_model:  # `module` has no keys of `model`
         return run, []
     from lockstep.checkpoint.manifest import Manifest, candidates
-    from lockstep.strategies.engines import region
 
     before = next((each for _, each in candidates(run) if isinstance(each, Manifest)), None)
     then = None if before is None else before.arithmetic.get("model.compile")
     if run.model.compile == "auto" and (then is False or (then != "whole" and not gpus_of(run))):
-        return region.with_compile(run, False), []
+        return with_compile(run, False), []
     from torch import device
 
+    from lockstep.strategies.engines import region
     from lockstep.training.data_loader import StepLoader
 
     task = job.make_task()

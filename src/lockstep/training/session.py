@@ -18,13 +18,12 @@ from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
 from lockstep.strategies.abilities import ShardedRecovery
-from lockstep.strategies.engines import blocks, region
+from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.averaging import Averaged
 from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import Strategy, make_strategy
 from lockstep.tasks.task import Task
 from lockstep.track.tracker import Sample
-from lockstep.training import reference_pass
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import resolve_options
 from lockstep.training.resolve import packages_of
@@ -100,14 +99,23 @@ def build_session(
     task = job.make_task()
     # a joining rank is built together with its new group
     later = world.joining and issubclass(job.strategy, ShardedRecovery) and job.strategy.supports_reshard
-    fitted = region.fitted(job if later else resolve_options(job, task, world))  # depends on all machines' memory
+    fitted = job if later else resolve_options(job, task, world)  # depends on the memory of all machines
+    if fitted.run.model.compile == "whole":
+        from lockstep.strategies.engines import region
+
+        fitted = region.fitted(fitted)
     strategy, whole = make_strategy(fitted, world), fitted.run
     seed_libraries(run.seed)  # for a task whose `model` initializes weights itself
     if not later:
         strategy.build(task)
-        blocks.warm_up(run, strategy, task)
-        region.warm_up(strategy, task)
-        reference_pass.provide(whole, world, task, strategy, prepared, trained)
+        if whole.model.compile == "whole":
+            region.warm_up(strategy, task)
+        elif whole.model.compiles_layers:
+            blocks.warm_up(run, strategy, task)
+        if task.needs_reference:
+            from lockstep.training import reference_pass
+
+            reference_pass.provide(whole, world, task, strategy, prepared, trained)
     feed = StepLoader(run, task, () if later else strategy.own_micro_batches(), world.device)
     every = feed.interval(run.checkpoint.every)
     checkpoints = Checkpoints(run, world, prepared, feed.total, say, every)

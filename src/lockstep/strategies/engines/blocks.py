@@ -39,7 +39,7 @@ from lockstep.data.batch import StepBatch
 from lockstep.data.cache import cache_folder
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
-from lockstep.strategies.engines import layers, tensor_plans
+from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.side_effects import Writes
 from lockstep.strategies.exact.rows import SMALL as FEW_ROWS
 from lockstep.strategies.exact.statistics import averaged
@@ -184,7 +184,10 @@ def _layers_of(model: nn.Module, layer_options: list[str]) -> list[nn.Module]:
 
 def prepare(run: Run, model: nn.Module, ranks: LeafRanks | None = None) -> None:
     """Replace the layers' `forward` as configured, in place. `ranks`: the tensor-parallel ranks. Errors: `RunError`."""
-    tensor_plans.install(run, model, ranks)
+    if run.strategy.tensor_leaves > 1:
+        from lockstep.strategies.engines import tensor_plans
+
+        tensor_plans.install(run, model, ranks)
     layer_options = _layer_options(run)
     for block in _layers_of(model, layer_options) if layer_options else ():
         forward: Forward = block.forward

@@ -41,7 +41,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.statistics import LossOutput
-from lockstep.strategies.job import Job
+from lockstep.strategies.job import Job, with_compile
 from lockstep.tasks.models import padding, repeatable
 from lockstep.tasks.task import Task
 
@@ -155,11 +155,6 @@ def fitted(job: Job) -> Job:
     if run.wrote("model.compile"):
         raise _refused(f"{IN_PARTS}{run.strategy.name}, as its weights do not fit into the memory of one process")
     return job.having(with_compile(run, False))
-
-
-def with_compile(run: Run, choice: bool | str) -> Run:
-    """Return the run with this `model.compile`."""
-    return run.model_copy(update={"model": run.model.model_copy(update={"compile": choice})})
 
 
 # -- in every process --------------------------------------------------------------------------------------------------

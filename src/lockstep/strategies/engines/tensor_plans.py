@@ -251,8 +251,7 @@ def _entry(patterns: Mapping[str, Any], name: str) -> Any:
 def install(run: Run, model: nn.Module, ranks: LeafRanks | None = None) -> None:
     """Replace the `forward` of split products, in place. `ranks`: the tensor-parallel ranks; None: this rank has all
     leaves. Errors: `RunError`."""
-    if run.strategy.tensor_leaves > 1:
-        install_leaves(model, load_config(run), ranks or LeafRanks(run.strategy.tensor_leaves))
+    install_leaves(model, load_config(run), ranks or LeafRanks(run.strategy.tensor_leaves))
 
 
 def install_leaves(model: nn.Module, config: Any, ranks: LeafRanks) -> None:

@@ -239,7 +239,8 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     if run.model.type is not None or empty:
         with torch.device("meta" if empty else "cpu"):
             model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code, **options)
-        source_ties.apply(run, model)
+        if run.model.source is not None:
+            source_ties.apply(run, model)
     else:
         model = _pretrained(run, head, auto, config, options)
     settle_block_sparse(model)
