@@ -215,8 +215,8 @@ def find(kind: str, name: str) -> type:
             raise PluginError("LS1098", unknown(kind, name))
         return _of_distribution(added[name][0], kind)
     with importing():
-        found: type = getattr(importlib.import_module(_module(kind, name)), BUILT_IN[kind][name])
-    return found
+        plugin_class: type = getattr(importlib.import_module(_module(kind, name)), BUILT_IN[kind][name])
+    return plugin_class
 
 
 def of_key(key: str, kind: str, name: str) -> type:

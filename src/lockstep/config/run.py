@@ -259,8 +259,8 @@ class Run(Section):
         values: dict[str, Any] = self.model_dump(mode="json")
         values["strategy"] |= {"name": ALONE, "options": {}}
         fields = type(self.launch).model_fields
-        kept = {key: value for key, value in values["launch"].items() if key in fields}
-        values["launch"] = kept | {"name": "local", "processes": 1}
+        launch = {key: value for key, value in values["launch"].items() if key in fields}
+        values["launch"] = launch | {"name": "local", "processes": 1}
         return Run.model_validate(values).as_written(self.written_keys)
 
     def check_shared(self, processes: int, source: str) -> None:
