@@ -250,6 +250,16 @@ def watched_while_building(run: Run, world: World) -> Iterator[None]:
         watchdog.stop()
 
 
+def may_recover(session: Session, state: TrainState, watchdog: Watchdog, sinks: RankZeroSinks) -> Recovery | None:
+    """Return what lets training survive the loss of ranks, if the run asks for it. Errors: `RunError`."""
+    run = session.run
+    if session.world.members is None and run.launch.on_rank_failure != "continue" and not run.sdc_check.every:
+        return None
+    from lockstep.training.elastic.recovery import recovery_for
+
+    return recovery_for(session, state, watchdog, sinks.regroup)
+
+
 def train_and_evaluate(session: Session, console: Console, state: TrainState) -> Trained | None:
     """Train from `state` to the end and evaluate the final model. Returns None if the run was asked to stop first.
     Collective."""
@@ -264,12 +274,7 @@ def train_and_evaluate(session: Session, console: Console, state: TrainState) ->
     try:
         console.start(session.feed.total, step, lambda: ACTIVITY.name, session.feed.order.steps_per_epoch, best)
         try:
-            recovery = None
-            if world.members is not None or run.launch.on_rank_failure == "continue" or run.sdc_check.every:
-                from lockstep.training.elastic.recovery import recovery_for
-
-                recovery = recovery_for(session, state, watchdog, sinks.regroup)
-            if recovery is None:
+            if (recovery := may_recover(session, state, watchdog, sinks)) is None:
                 train(session, state)
             else:
                 watching = recovery
