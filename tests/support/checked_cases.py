@@ -215,6 +215,100 @@ def state_outside_of_the_model(wrong: bool) -> None:
     train(Impure(wrong), X.mean(1))
 
 
+class WithLoss(nn.Module):
+    """Returns its loss, the mean over targets that are not ignored; or, pooled, over examples beside others."""
+
+    def __init__(self, pooled: bool = False) -> None:
+        super().__init__()
+        self.pooled, self.body, self.drop, self.head = pooled, nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        h = self.drop(self.body(x).tanh())
+        h = h - h.mean(0, keepdim=True) if self.pooled else h
+        return functional.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+
+
+LABELS = torch.randint(0, 3, (24, 6), generator=torch.Generator().manual_seed(9))
+
+
+def parts_as_one_batch(wrong: bool) -> None:
+    """Examples see each other in the model; the control: they do not, and parts have as many targets."""
+    model = WithLoss(wrong)
+    optimizer = sgd(model)
+    for i, (x, labels) in enumerate(batches(X, LABELS, size=4)):
+        (model(x, labels) / 2).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Seeding(nn.Module):
+    """Seeds its dropout in each forward, or draws masks from a generator of its own, which is right."""
+
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.wrong, self.head = wrong, nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.mean(1)
+        if self.wrong:
+            torch.manual_seed(5)
+            return self.head(functional.dropout(h, 0.3, self.training))  # type: ignore[no-any-return]
+        mask = torch.rand(h.shape, generator=torch.Generator().manual_seed(5)).gt(0.3) if self.training else 1
+        return self.head(functional.dropout(h * mask, 0.1, self.training))  # type: ignore[no-any-return]
+
+
+def masks_that_are_seeded(wrong: bool) -> None:
+    train(Seeding(wrong))
+
+
+class Dropping(nn.Module):
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.wrong, self.head = wrong, nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        training = True if self.wrong else self.training
+        return self.head(functional.dropout(x.mean(1), 0.3, training=training))  # type: ignore[no-any-return]
+
+
+def dropout_that_stays_on(wrong: bool) -> None:
+    train(Dropping(wrong))
+
+
+class Sampling(nn.Module):
+    """Adds noise to its code, in evaluation as well: right, as in a variational autoencoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code, self.head = nn.Linear(8, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        code = self.code(x.mean(1))
+        return self.head(code + torch.randn_like(code))  # type: ignore[no-any-return]
+
+
+def codes_that_are_sampled() -> None:
+    model = Sampling()
+    optimizer = sgd(model)
+    for i, (x, y) in enumerate(batches(X, Y, size=4)):
+        (functional.cross_entropy(model(x), y) / 2).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def statistics_of_micro_batches() -> None:
+    """Batch norm under accumulation: right, and not to be compared."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = sgd(model)
+    for i, (x, y) in enumerate(batches(X, Y, size=4)):
+        (functional.cross_entropy(model(x), y) / 2).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 PAIRS: dict[Callable[[bool], None], str] = {
     positions_of_rows: "check-rows",
     attention_over_rows: "check-rows",
@@ -229,6 +323,9 @@ PAIRS: dict[Callable[[bool], None], str] = {
     half_precision_weights: "check-lost-update",
     overwritten_in_the_step: "check-update",
     state_outside_of_the_model: "check-twice",
+    parts_as_one_batch: "check-one-batch",
+    masks_that_are_seeded: "check-seed",
+    dropout_that_stays_on: "check-seed",
 }
 
 

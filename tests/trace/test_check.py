@@ -1,7 +1,10 @@
 """`--check`: a step recomputed on copies. Faults that no rule names are found, what looks like them is not, and the
 training keeps its bits."""
 
+import importlib.util
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,18 @@ from lockstep_trace.commands import checked_steps
 from lockstep_trace.errors import TraceError
 from lockstep_trace.findings import Finding, findings, proved
 from lockstep_trace.read import read
+from lockstep_trace.rules import checks
 from lockstep_trace.tracer.settings import Settings
-from support.checked_cases import KEEP_BITS, PAIRS, X, Y, positions_of_rows
+from support.checked_cases import (
+    KEEP_BITS,
+    PAIRS,
+    X,
+    Y,
+    codes_that_are_sampled,
+    positions_of_rows,
+    statistics_of_micro_batches,
+)
+from support.harness import lockstep_environment
 
 NOT_RECOMPUTED = ("stateful", "plain_stateful", "in_backward")  # a hook, a counter, a step inside of backward
 
@@ -112,6 +125,104 @@ def test_what_cannot_be_recomputed_is_said_and_nothing_is_concluded(tmp_path: Pa
     rows = [f for f in checked(train, tmp_path) if f.code.startswith("check-")]
     assert {f.level for f in rows} == {"info"}
     assert any("has a hook of the script's own" in f.what for f in rows)
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        (statistics_of_micro_batches, "accumulation (batch norm: each micro-batch has statistics of its own)"),
+        (codes_that_are_sampled, "accumulation (the model draws random numbers with dropout off"),
+    ],
+)
+def test_micro_batches_that_cannot_be_one_batch_are_not_compared(
+    tmp_path: Path, case: Callable[[], None], why: str
+) -> None:
+    rows = [f for f in checked(case, tmp_path) if f.code.startswith("check-")]
+    assert {f.level for f in rows} == {"info"}
+    assert any(why in f.what for f in rows if f.code == "check-not-made")
+
+
+RANKS = """
+import sys, torch
+from torch import distributed as dist, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+class Model(nn.Module):
+    def __init__(self, faulty=False):
+        super().__init__()
+        self.faulty, self.body, self.head = faulty, nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(functional.dropout(self.body(x).tanh(), 0.2, self.training or self.faulty))
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+data = TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(1)), torch.arange(48) % 3)
+
+def plainly(faulty):
+    model = nn.parallel.DistributedDataParallel(Model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for i, (x, y) in enumerate(DataLoader(data, 4, sampler=DistributedSampler(data))):
+        (functional.cross_entropy(model(x), y) / 2).backward()
+        if i % 2:
+            if faulty and rank == 1:
+                for p in model.parameters():
+                    p.grad.mul_(3)
+            optimizer.step()
+            optimizer.zero_grad()
+
+def by_accelerate(faulty):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = Model(faulty and rank == 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, 4, shuffle=True))
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+ways = [plainly]
+if sys.argv[1] == "both":
+    from accelerate import Accelerator
+    ways.append(by_accelerate)
+for train in ways:
+    for faulty in (False, True):
+        torch.manual_seed(3 + rank)
+        train(faulty)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+def test_on_two_processes_the_rank_at_fault_is_named_and_the_right_ones_are_not_accused(tmp_path: Path) -> None:
+    """DistributedDataParallel and Accelerate, each with accumulation: right, and with a fault on rank 1."""
+    ways = "both" if importlib.util.find_spec("accelerate") else "plain"
+    (tmp_path / "train.py").write_text(RANKS)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", ways]
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep_trace", "record", "--check", "1", "-o", "a", "--", *start],
+        cwd=tmp_path,
+        env=lockstep_environment(tmp_path / "cache"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    trace = read(tmp_path / "a")
+    assert [e["text"] for rank in trace.ranks for e in rank.errors] == []
+    told = {o: [f for f in checks.checked(trace, o) if f.level == "suspicious"] for o in trace.optimizers}
+    assert all(c["of"] and c["backwards"] == 2 for rank in trace.ranks for c in rank.checks)
+    assert all(r["result"] == "same" for k in trace.ranks for c in k.checks if c["opt"] == 0 for r in c["references"])
+    assert [f.code for f in told[0]] == []
+    assert [f.code for f in told[1]] == ["check-gradient"]
+    assert "rank 1: " in told[1][0].what
+    assert "it is 3 times the recomputed one" in told[1][0].what
+    if ways == "both":
+        assert [f.code for f in told[2]] == []
+        assert [f.code for f in told[3]] == ["check-seed"]
+        assert "step 1, rank 1: in evaluation mode outputs depend on the seed" in told[3][0].what
 
 
 def test_the_steps_of_a_check_are_given_by_the_library_as_well(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ FOLLOWS = {  # finding -> findings that are its consequences
     "not-reduced": ("check-gradient",),
     "equal-shards": ("same-examples",),
     "trained-on": ("optimizer-made-anew",),
+    "check-tokens": ("check-one-batch",),
 }
 
 

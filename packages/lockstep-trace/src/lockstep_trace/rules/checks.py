@@ -10,6 +10,7 @@ recomputation that was not possible is `info`, with the reason. Nothing is concl
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,27 +36,33 @@ def checked(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _of_step(trace: Trace, optimizer: int, step: int) -> Iterator[Finding]:
-    rows = [
-        (rank.steps.get(optimizer, {}).get(step), check)
-        for rank in trace.ranks
-        for check in rank.checks
-        if check["opt"] == optimizer and check["step"] == step
-    ]
-    whole = [(s, c) for s, c in rows if s is not None]
-    if not whole:
+    checks = [(r, c) for r in trace.ranks for c in r.checks if c["opt"] == optimizer and c["step"] == step]
+    ranks = [(rank, s, c) for rank, c in checks if (s := rank.steps.get(optimizer, {}).get(step)) is not None]
+    if not ranks:
         return
-    yield from _gradient(trace, whole, step)
-    yield from _accumulated(trace, whole, step)
-    _, check = whole[0]
-    references = check.get("references", ())
-    yield from _not_made(references, step)
-    for reference in references:
-        if reference["result"] == "differs":
-            yield DESCRIBED[reference["reference"]](reference, step)
-    for rank in trace.ranks[:1]:
-        for update in rank.check_updates:
-            if update["opt"] == optimizer and update["step"] == step:
-                yield from _updated(update, step)
+    yield from _gradient(trace, [(s, c) for _, s, c in ranks], step)
+    yield from _not_made(ranks[0][2].get("references", ()), step)
+    findings: dict[tuple[str, str], list[tuple[int, Finding]]] = {}
+    for rank, record, check in ranks:
+        updates = [u for u in rank.check_updates if u["opt"] == optimizer and u["step"] == step]
+        rows = [("", finding) for finding in _accumulated(record, check, step)]
+        rows += [(r["reference"], _of_reference(r, step)) for r in check.get("references", ()) if _differs_from(r)]
+        rows += [("update", finding) for update in updates for finding in _updated(update, step)]
+        for reference, finding in rows:
+            findings.setdefault((reference, finding.code), []).append((rank.number, finding))
+    for each in findings.values():
+        number, finding = each[0]
+        some = len(each) < len(ranks)
+        what = finding.what.replace(f"step {step}:", f"step {step}, rank {number}:", 1) if some else finding.what
+        yield replace(finding, what=what)
+
+
+def _differs_from(reference: Mapping[str, Any]) -> bool:
+    return bool(reference["result"] == "differs")
+
+
+def _of_reference(reference: Mapping[str, Any], step: int) -> Finding:
+    return DESCRIBED[reference["reference"]](reference, step)
 
 
 # -- the gradient ----------------------------------------------------------------------------------------------------
@@ -197,9 +204,8 @@ def _differs(
     return Finding("check-gradient", what, cause, step, level, otherwise, decides)
 
 
-def _accumulated(trace: Trace, rows: list[tuple[Step, Mapping[str, Any]]], step: int) -> Iterator[Finding]:
+def _accumulated(record: Step, check: Mapping[str, Any], step: int) -> Iterator[Finding]:
     """Report how the means of micro-batches are put together."""
-    record, check = rows[0]
     factors, targets = check.get("factors"), check.get("targets", ())
     if not factors or not check.get("means") or len(factors) < 2:
         return
@@ -322,7 +328,45 @@ def _float32(reference: Mapping[str, Any], step: int) -> Finding:
     return Finding("check-float32", what, cause, step, SUSPICIOUS, otherwise, "whether the loss in float32 is another")
 
 
+def _one_batch(reference: Mapping[str, Any], step: int) -> Finding:
+    count, inside = reference["micro"], reference["loss"]
+    what = f"step {step}: as one batch, dropout off, its {count} micro-batches have a gradient that differs by "
+    what += f"{reference['apart']:.2g}"
+    if inside and not reference["module"]:
+        what += ": the loss of all of them, as the model computes it, is not put together of theirs"
+        cause = "divide the sum of losses by the number of targets of the whole step"
+        otherwise = "micro-batches that weigh alike, whatever they hold; a loss over pairs of examples"
+        decides = "whether each target, or each micro-batch, should weigh alike"
+    else:
+        what += f", first {_place(reference)}"
+        cause = "examples of a micro-batch see each other: what they learn depends on how a batch is cut"
+        otherwise = "losses over pairs, experts with a capacity, statistics of a batch"
+        decides = "whether examples may meet, and then whether each micro-batch is large enough"
+    return Finding("check-one-batch", what, cause, step, SUSPICIOUS, otherwise, decides)
+
+
+def _seed(reference: Mapping[str, Any], step: int) -> Finding:
+    what = f"step {step}: with another seed all {reference['masks']} masks of dropout are the same, first "
+    what += _place(reference)
+    cause = "the forward seeds torch's generators itself (torch.manual_seed): every step has the same masks"
+    otherwise = "masks that are meant to stay"
+    return Finding("check-seed", what, cause, step, SUSPICIOUS, otherwise, "whether the forward calls manual_seed")
+
+
+def _seed_in_evaluation(reference: Mapping[str, Any], step: int) -> Finding:
+    what = f"step {step}: in evaluation mode outputs depend on the seed, by {reference['apart']:.2g}, first "
+    what += _place(reference)
+    if not reference["dropout"]:
+        return Finding("check-seed", what, "the model draws noise, as a sampler does", step, INFO)
+    cause = "dropout stays on: use nn.Dropout, or give functional.dropout training=self.training"
+    otherwise = "dropout that samples predictions (Monte Carlo dropout)"
+    return Finding("check-seed", what, cause, step, SUSPICIOUS, otherwise, "whether predictions should be random")
+
+
 DESCRIBED = {
+    "accumulation": _one_batch,
+    "seed": _seed,
+    "seed in evaluation": _seed_in_evaluation,
     "order": _mixed,
     "alone": _mixed,
     "padding": _padded,

@@ -18,8 +18,10 @@ from ..fingerprint import measure, whole
 from ..inputs import wrapped
 from ..records import packed
 from . import precision, rows, update
+from .accumulation import accumulation
 from .calls import CALLS, ModuleCall, NotRecomputable, RandomState, observe_output, recorded
 from .gradients import Backward, Recomputed, observed, recomputed
+from .seeds import seed
 
 MOST_WINDOWS = 8  # optimizers of a process that are checked
 
@@ -209,15 +211,23 @@ class Checker:
             return []
         largest = max(calls, key=lambda c: sum(p.numel() for p in c.module.parameters()))
         results = []
-        for look in (*precision.REFERENCES, *rows.REFERENCES):
-            try:
-                results += [r | {"model": type(largest.module).__name__} for r in look(largest)]
-            except (NotRecomputable, torch.cuda.OutOfMemoryError) as error:
-                results.append({"reference": look.__name__, "result": "not made", "why": str(error)})
-            except Exception as error:  # another batch may do anything to a forward
-                why = f"{type(error).__name__}: {str(error)[:200]}"
-                results.append({"reference": look.__name__, "result": "not made", "why": why})
-        return results
+        for look in (*precision.REFERENCES, *rows.REFERENCES, seed):
+            results += [r | {"model": type(largest.module).__name__} for r in _made(look, largest)]
+        backwards = self.backwards[self.begun.get(number, 0) :]
+        model = {"model": type(calls[-1].module).__name__}
+        return results + [model | r for r in _made(accumulation, calls, backwards, own)]
+
+
+def _made(look: Any, *args: Any) -> list[dict[str, Any]]:
+    """Return what a comparison observes, or why it cannot be made."""
+    try:
+        rows: list[dict[str, Any]] = look(*args)
+        return rows
+    except (NotRecomputable, torch.cuda.OutOfMemoryError) as error:
+        why = str(error)
+    except Exception as error:  # another batch may do anything to a forward
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+    return [{"reference": look.__name__, "result": "not made", "why": why}]
 
 
 def _measured(tensors: list[Tensor], parameters: list[Tensor], of: list[int]) -> dict[str, str]:

@@ -36,16 +36,21 @@ def exactly(one: Replay, other: Replay) -> float:
 
 
 def first_difference(
-    one: tuple[nn.Module, Any], other: tuple[nn.Module, Any], call: ModuleCall, differ: Any, **options: Any
+    one: tuple[nn.Module, Any],
+    other: tuple[nn.Module, Any],
+    call: ModuleCall,
+    differ: Any,
+    seed: int | None = None,
+    other_seed: int | None = None,
 ) -> tuple[str, str]:
     """Return the (module, operation) whose output first differs between two runs of a model; "" if none is seen.
-    `one`, `other`: (copy, inputs). `differ`: called with two outputs."""
-    a = replay.run(*one, call, modules=True, **options)
-    b = replay.run(*other, call, modules=True, **options)
+    `one`, `other`: (copy, inputs). `differ`: called with two outputs. `seed`, `other_seed`: of their random numbers."""
+    pairs = (one, seed), (other, seed if other_seed is None else other_seed)
+    a, b = (replay.run(*each, call, modules=True, seed=s) for each, s in pairs)
     name = _first(a.watched, b.watched, differ)
     if name is None:
         return "", ""
-    a, b = (replay.run(*each, call, inside=name[0], **options) for each in (one, other))
+    a, b = (replay.run(*each, call, inside=name[0], seed=s) for each, s in pairs)
     operation = _first(a.watched, b.watched, differ)
     return name[0], operation[1] if operation is not None else ""
 

@@ -23,17 +23,20 @@ from ..fingerprint import measure, whole
 from .calls import ModuleCall, NotRecomputable, floats, mapped, tensors
 
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 OUR_HOOKS = ("torch.", "accelerate.")  # hooks of these are part of a module, and write to nothing else
 
 
 @dataclass
 class Replay:
-    """Results of a repeated call. `watched`: (module, operation or "", output) in the order in which they ended."""
+    """Results of a repeated call. `watched`: (module, operation or "", output) in the order in which they ended.
+    `dropped`: (module, output) of each operation that dropped elements by the generators of torch."""
 
     output: Any
     floats: list[Tensor]
     watched: list[tuple[str, str, Tensor]] = field(default_factory=list)
+    dropped: list[tuple[str, Tensor]] = field(default_factory=list)
 
 
 class Isolation(TorchFunctionMode):
@@ -46,6 +49,7 @@ class Isolation(TorchFunctionMode):
         self.alive = list(own)  # storages stay distinct while they are alive
         self.inside, self.stack = inside, stack
         self.watched: list[tuple[str, str, Tensor]] = []
+        self.dropped: list[tuple[str, Tensor]] = []
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
 
@@ -62,7 +66,10 @@ class Isolation(TorchFunctionMode):
             if isinstance(target, Tensor) and _storage(target) not in self.own and id(target) not in self.written:
                 self.written[id(target)] = (target, target.detach().clone())
         foreign = {s for t in tensors((args, kwargs)) if (s := _storage(t)) not in self.own}
+        before = args[0].detach().clone() if name in DROPOUT and args and isinstance(args[0], Tensor) else None
         result = func(*args, **kwargs)
+        if before is not None and isinstance(result, Tensor) and not torch.equal(before, result.detach()):
+            self.dropped.append((self.stack[-1] if self.stack else "", result.detach().clone()))
         for tensor in tensors(result):
             if (storage := _storage(tensor)) not in self.own and storage not in foreign:  # not a view of a closure's
                 self.own.add(storage)
@@ -237,7 +244,7 @@ def run(
         guard.restore()
     passed = {id(t) for t in floats((args, kwargs))}
     outputs = [t for t in floats(output) if id(t) not in passed]
-    return Replay(output, outputs, guard.watched if inside is not None else watched or [])
+    return Replay(output, outputs, guard.watched if inside is not None else watched or [], guard.dropped)
 
 
 def _placed(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -38,14 +38,14 @@ def limit_of(call: ModuleCall, tensor: Tensor) -> float:
     return LIMIT_HALF if half else LIMITS.get(tensor.dtype, LIMIT_HALF)
 
 
-def batch_of(call: ModuleCall) -> int:
-    """Return the size of the batch, the first dimension of the inputs. Errors: `NotRecomputable` if they disagree or
-    look like something other than examples."""
+def batch_of(call: ModuleCall, least: int = 2) -> int:
+    """Return the size of the batch, the first dimension of the inputs. Errors: `NotRecomputable` if they disagree, look
+    like something other than examples, or are fewer than `least`."""
     inputs = [t for t in tensors((call.args, call.kwargs)) if t.dim() and t.numel()]
     if not inputs:
         raise NotRecomputable("no input has rows")
     size = inputs[0].shape[0]
-    if size < 2:
+    if size < least:
         raise NotRecomputable("the batch has one row")
     for tensor in inputs:
         square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]
