@@ -338,6 +338,7 @@ def test_pairs_are_found_across_operations_of_one_side(tmp_path: Path) -> None:
 SCRIPT = """
 import os, sys, torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 
 factor, rank, world = float(sys.argv[1]), int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -345,13 +346,17 @@ if world > 1:
     dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
-model = nn.parallel.DistributedDataParallel(model) if world > 1 else model
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+sharded = nn.Linear(8, 8)
+if world > 1:
+    model = nn.parallel.DistributedDataParallel(model)
+    if hasattr(torch.distributed.fsdp, "fully_shard"):
+        torch.distributed.fsdp.fully_shard(sharded)
+optimizer = torch.optim.AdamW([*model.parameters(), *sharded.parameters()], lr=1e-2, foreach=False)
 generator = torch.Generator().manual_seed(1)
 for step in range(3):
     x = torch.randn(8, 16, generator=generator)[rank::world]
     optimizer.zero_grad()
-    out = model(x)
+    out = sharded(model(x))
     if rank == world - 1 and step == 1:
         out = out * factor
     out.square().mean().backward()

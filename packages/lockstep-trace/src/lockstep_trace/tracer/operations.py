@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch as dispatch
 
 from . import compiled
@@ -36,7 +37,14 @@ WRITE_ONLY = {
     *("cauchy_", "log_normal_", "set_", "resize_", "_foreach_copy_", "_foreach_zero_"),
 }
 NO_NUMBERS = ("detach", "alias", "lift_fresh")  # names of what they are given
-FIRST_ALONE = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention", "_fused_sdp")
+FIRST_ALONE = (
+    "all_gather_copy_in",
+    "_scaled_dot_product",
+    "_flash_attention",
+    "_efficient_attention",
+    "_cudnn_attention",
+    "_fused_sdp",
+)
 # c10d: (arguments that are read, arguments that are written)
 COLLECTIVES = {
     "allreduce_": ((0,), (0,)),
@@ -83,6 +91,7 @@ class Operations(dispatch.TorchDispatchMode):
         self._known: dict[tuple[Any, ...], int] = {}  # a tensor as it was written last -> index in `vectors`
         self._written: dict[int, int] = {}  # address of a storage -> number of its last write
         self._makers: dict[int, int] = {}  # address of a storage -> index of the operation that wrote it last
+        self._storages: dict[int, StorageWeakRef] = {}
         self._undefined: set[int] = set()  # addresses of storages that nothing was written to
         self._waited_for: dict[int, list[tuple[int, Tensor]]] = {}  # address -> outputs of collectives
         self._nodes: dict[int, int] = {}  # sequence number of autograd -> index of the operation that made the node
@@ -149,6 +158,7 @@ class Operations(dispatch.TorchDispatchMode):
         self.entries, self.vectors, self.regions, self.left_out, self.unseen = [], [], {}, 0, 0
         for each in (self._known, self._written, self._makers, self._waited_for, self._nodes, self._undefined):
             each.clear()
+        self._storages.clear()
 
     def _enter(self) -> None:
         """Put this mode below all modes of the user, who leave theirs in their own order."""
@@ -260,7 +270,7 @@ class Operations(dispatch.TorchDispatchMode):
         self, name: str, site: CallSite, reads: list[Tensor], values: dict[str, str], seeded: bool
     ) -> dict[str, Any]:
         for tensor in reads:
-            self._arrived(_address(tensor))
+            self._arrived(self._address(tensor))
         entry: dict[str, Any] = {
             "op": name,
             "in": [self._value(t) for t in reads],
@@ -302,7 +312,7 @@ class Operations(dispatch.TorchDispatchMode):
         """Complete an entry by what its operation has computed."""
         name, results = _base(func), list(_tensors(result))
         if name in MAKE_NOTHING:
-            self._undefined |= {_address(t) for t in results}
+            self._undefined |= {self._address(t) for t in results}
             entry["shapes"][1] = [_shape(t) for t in results]
             return
         if name.startswith(FIRST_ALONE):  # the others have parts that are undefined
@@ -319,7 +329,7 @@ class Operations(dispatch.TorchDispatchMode):
         its outputs are read before their next use."""
         at = next(i for i in range(len(self.entries) - 1, -1, -1) if self.entries[i] is entry)
         for tensor, viewed in tensors:
-            address = _address(tensor)
+            address = self._address(tensor)
             if not viewed:
                 self._undefined.discard(address)
                 self._written[address] = self._written.get(address, 0) + 1
@@ -329,10 +339,35 @@ class Operations(dispatch.TorchDispatchMode):
             if later:
                 self.vectors.append(None)
                 entry["out"].append(len(self.vectors) - 1)
-                self._waited_for.setdefault(_address(tensor), []).append((len(self.vectors) - 1, tensor))
+                self._waited_for.setdefault(self._address(tensor), []).append((len(self.vectors) - 1, tensor))
             else:
-                self._waited_for.pop(_address(tensor), None) if not viewed else None
+                if not viewed:  # a collective of gloo copies its result at `wait`
+                    self._arrived(self._address(tensor))
                 entry["out"].append(self._value(tensor))
+
+    def allocated(self, address: int) -> None:
+        """Note that nothing is written yet to the storage at an address."""
+        self._renew(address)
+        self._undefined.add(address)
+
+    def _address(self, tensor: Tensor) -> int:
+        """Return the address of a tensor's storage, or 0. Forgets what is known of another storage that had it before:
+        a tensor may be created in C++ or in another thread, where no operation comes here."""
+        if not _is_measurable(tensor) or tensor.layout != torch.strided:
+            return 0
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        known = self._storages.get(address)
+        if known is None or known.cdata != storage._cdata:
+            self._storages[address] = StorageWeakRef(storage)  # its number is given to no other storage while this is
+            if known is not None:
+                self._renew(address)
+        return address
+
+    def _renew(self, address: int) -> None:
+        self._written[address] = self._written.get(address, 0) + 1
+        self._makers.pop(address, None)
+        self._undefined.discard(address)
 
     # -- values ------------------------------------------------------------------------------------------------------
 
@@ -343,7 +378,7 @@ class Operations(dispatch.TorchDispatchMode):
 
     def _value(self, tensor: Tensor) -> int:
         """Return the index of a tensor's hash, which is computed if the tensor is another since."""
-        address = _address(tensor)
+        address = self._address(tensor)
         if address in self._undefined or not _is_measurable(tensor):
             return UNDEFINED
         key = (
@@ -362,7 +397,7 @@ class Operations(dispatch.TorchDispatchMode):
 
     def _made_by(self, tensor: Tensor) -> int | str | None:
         """Return the index of the operation that wrote a tensor last, else the parameter's name, else None."""
-        maker = self._makers.get(_address(tensor))
+        maker = self._makers.get(self._address(tensor))
         return self.recorder.names()[0].get(id(tensor)) if maker is None else maker
 
 
@@ -373,6 +408,7 @@ def begin(hooks: Hooks, recorder: Recorder) -> None:
     if not _WRAPPED:
         _WRAPPED.append(hooks)
         _wrap_call(hooks)
+        _wrap_resize(hooks)
         compiled.install(_Current(hooks))
 
 
@@ -411,6 +447,23 @@ def _wrap_call(hooks: Hooks) -> None:
             return original(module, *args, **kwargs)
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def _wrap_resize(hooks: Hooks) -> None:
+    """FSDP frees the storages of gathered weights, and allocates them by `resize_`, which torch does not dispatch."""
+    storage: Any = torch.UntypedStorage
+    original = storage.resize_
+
+    @functools.wraps(original)
+    def resize(self: Any, size: int) -> Any:
+        operations = _running(hooks)
+        allocates = operations is not None and operations.active and not self.size()
+        result = original(self, size)
+        if allocates and operations is not None:
+            operations.allocated(self.data_ptr())
+        return result
+
+    storage.resize_ = resize
 
 
 # -- tensors and arguments -------------------------------------------------------------------------------------------
@@ -473,13 +526,6 @@ def _as_text(value: Any) -> str | None:
 
 def _shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage, or 0."""
-    if not _is_measurable(tensor) or tensor.layout != torch.strided:
-        return 0
-    return tensor.untyped_storage().data_ptr()
 
 
 def _is_measurable(tensor: Tensor) -> bool:

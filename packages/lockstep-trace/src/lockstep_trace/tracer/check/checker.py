@@ -212,13 +212,13 @@ class Checker:
         largest = max(calls, key=lambda c: sum(p.numel() for p in c.module.parameters()))
         results = []
         for look in (*precision.REFERENCES, *rows.REFERENCES, seed):
-            results += [r | {"model": type(largest.module).__name__} for r in _made(look, largest)]
+            results += [r | {"model": type(largest.module).__name__} for r in _observations(look, largest)]
         backwards = self.backwards[self.begun.get(number, 0) :]
         model = {"model": type(calls[-1].module).__name__}
-        return results + [model | r for r in _made(accumulation, calls, backwards, own)]
+        return results + [model | r for r in _observations(accumulation, calls, backwards, own)]
 
 
-def _made(look: Any, *args: Any) -> list[dict[str, Any]]:
+def _observations(look: Any, *args: Any) -> list[dict[str, Any]]:
     """Return what a comparison observes, or why it cannot be made."""
     try:
         rows: list[dict[str, Any]] = look(*args)
