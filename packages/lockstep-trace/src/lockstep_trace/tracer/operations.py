@@ -357,9 +357,9 @@ class Operations(dispatch.TorchDispatchMode):
             return 0
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        known = self._storages.get(address)
-        if known is None or known.cdata != storage._cdata:
-            self._storages[address] = StorageWeakRef(storage)  # its number is given to no other storage while this is
+        known, now = self._storages.get(address), StorageWeakRef(storage)
+        if known is None or known.cdata != now.cdata:
+            self._storages[address] = now  # its number is given to no other storage while this is
             if known is not None:
                 self._renew(address)
         return address

@@ -78,6 +78,8 @@ class Schedules:
 
     def since(self, optimizer: Any, number: int) -> dict[str, int]:
         """Return name -> number of steps of an optimizer's schedulers since the optimizer's last step."""
+        if not self.schedulers:
+            return {}
         members, rows = inside(optimizer), {}
         for i, each in enumerate(self.schedulers):
             if not members & inside(each.optimizer()):
@@ -95,23 +97,27 @@ class Schedules:
     def elsewhere(self, optimizer: Any) -> list[str]:
         """Return the schedulers stepped since the last step of any optimizer whose optimizer is another object with
         parameters of this one."""
+        fresh = [each for each in self.schedulers if each.fresh]
+        if not fresh:
+            return []
         members, own = inside(optimizer), parameters_of(optimizer)
         names = []
-        for each in self.schedulers:
+        for each in fresh:
             other = each.optimizer()
-            if other is not None and each.fresh and not members & inside(other) and own & parameters_of(other):
+            if other is not None and not members & inside(other) and own & parameters_of(other):
                 names.append(each.name)
             each.fresh = False
         return names
 
     def idle(self, optimizer: Any) -> list[tuple[int, str]]:
         """Return (number, name) of an optimizer's schedulers that were never stepped."""
-        members = inside(optimizer)
-        return [
-            (i, each.name)
+        idle = [
+            (i, each)
             for i, each in enumerate(self.schedulers)
-            if not each.stepped and not each.foreign and each.ref() is not None and members & inside(each.optimizer())
+            if not each.stepped and not each.foreign and each.ref() is not None
         ]
+        members = inside(optimizer) if idle else set()
+        return [(i, each.name) for i, each in idle if members & inside(each.optimizer())]
 
     def loads(self, optimizer: Any) -> None:
         """Record that an optimizer's state was loaded, unless it is empty: of an optimizer without steps."""
