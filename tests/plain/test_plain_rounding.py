@@ -81,16 +81,16 @@ def test_each_draw_moves_other_weights() -> None:
     assert torch.equal(again.weight, drawn[3].weight)
 
 
-def record(loss: float, norm: float, gradient: float = 1.0, change: float = 1.0) -> train.StepRecord:
+def record(loss: float, norm: float, gradient: float = 1.0, change: float = 1.0) -> train.TrainedStep:
     tensors = [{"weight": torch.full((SIZE,), size), "bias": torch.full((3,), size)} for size in (gradient, change)]
-    return train.StepRecord(loss, 1.0, norm, *tensors)
+    return train.TrainedStep(loss, 1.0, norm, *tensors)
 
 
 def compared(
     monkeypatch: pytest.MonkeyPatch,
     optimizer: str,
     precision: str,
-    ours: train.StepRecord,
+    ours: train.TrainedStep,
     spread: float,
     needed: int = 0,
 ) -> list[str]:
@@ -102,7 +102,7 @@ def compared(
 
     def trained(
         run: Any, job: Any, record_: Any, folder: Any, draw: int, divisors: Any = None
-    ) -> Iterator[train.StepRecord]:
+    ) -> Iterator[train.TrainedStep]:
         size = 1 + spread * (draw == 3)
         yield record(size, size)
 
@@ -128,9 +128,9 @@ def test_four_draws_show_what_rounding_comes_to_with_muon(monkeypatch: pytest.Mo
     assert compared(monkeypatch, "adamw", "fp32", ours, 5e-5, needed=2**60)  # where there is room for no more of them
 
 
-def cancelling(bias: float, loss: float = 1.0, weight: float = 6e-5) -> train.StepRecord:
+def cancelling(bias: float, loss: float = 1.0, weight: float = 6e-5) -> train.TrainedStep:
     gradients = {"weight": torch.full((SIZE,), weight), "bias": torch.full((1,), bias)}
-    return train.StepRecord(loss, 1.0, 8 * weight, gradients, {})
+    return train.TrainedStep(loss, 1.0, 8 * weight, gradients, {})
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -206,7 +206,7 @@ def test_a_score_that_one_side_lacks_differs(
     ],
 )
 def test_the_first_thing_that_differs_names_the_cause(
-    monkeypatch: pytest.MonkeyPatch, ours: train.StepRecord, cause: str
+    monkeypatch: pytest.MonkeyPatch, ours: train.TrainedStep, cause: str
 ) -> None:
     *_, last = compared(monkeypatch, "adamw", "fp32", ours, 0.0)
     assert last.startswith(f"  likely: {cause}")

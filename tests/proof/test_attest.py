@@ -16,6 +16,7 @@ from lockstep.checkpoint.manifest import Manifest, read_manifest
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.training import fingerprints
+from lockstep_trace.record import StepRecord
 from support.harness import TINY
 
 pytestmark = pytest.mark.processes
@@ -69,7 +70,7 @@ def test_an_honest_run_passes_on_another_number_of_processes(attested: Path, cap
 
 def changed_line(output: Path) -> None:
     lines = (output / fingerprints.FILE).read_text().splitlines()
-    lines[6] = json.dumps(json.loads(lines[6]) | fingerprints.line(7, 0.001, 1.0))
+    lines[6] = json.dumps(json.loads(lines[6]) | StepRecord.of_numbers(7, 0.001, 1.0).to_json())
     (output / fingerprints.FILE).write_text("\n".join(lines) + "\n")
 
 

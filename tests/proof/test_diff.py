@@ -11,7 +11,6 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config.run import load
-from lockstep.proof.diff import first_divergence
 from lockstep.training import fingerprints
 from support import planted_mistakes
 from support.diffs import ONE, told
@@ -129,13 +128,6 @@ def test_a_loss_whose_hash_was_left_is_found(
     said = told(folders[both], folders[1], capfd, "--quick")
     assert "step 5: the hash is not that of loss and gradient norm: the line was changed" in said
     assert ("first difference: step 5, loss or gradient norm: loss" in said) != both
-
-
-def test_partings_are_of_what_both_wrote_down() -> None:
-    a = [{"step": 1, "hash": "x"}, {"step": 2, "hash": "y", "weights": "w"}]
-    assert first_divergence(a, [{"step": 1, "hash": "x"}, {"step": 2, "hash": "y"}]) is None
-    assert first_divergence(a, [{"step": 2, "hash": "y", "weights": "v"}]).what == ("weights",)  # type: ignore[union-attr]
-    assert first_divergence(a, []) is None
 
 
 def test_folders_without_fingerprints(right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

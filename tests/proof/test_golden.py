@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from lockstep.config.run import load
 from lockstep.distributed.event_log import versions
 from lockstep.distributed.hardware import processor
 from lockstep.strategies.exact import optim
+from lockstep_trace.record import read_records
 from support.harness import TINY
 from support.messages import mentions
 from support.places import TESTS
@@ -26,20 +26,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("golden")
     run = load(None, ["strategy.name=single", "launch.processes=1"], TINY | {"output": str(folder / "out")})
     (folder / "run.yaml").write_text(run.dump())
-    assert main(["verify", str(folder / "run.yaml"), "--steps", "3", "--write", str(folder / "golden.json")]) == 0
+    assert main(["verify", str(folder / "run.yaml"), "--steps", "3", "--write", str(folder / "golden.jsonl")]) == 0
     return folder
 
 
 def asked(folder: Path, *words: str, golden: Path | None = None) -> int:
-    return main(["verify", str(folder / "run.yaml"), *words, "--against", str(golden or folder / "golden.json")])
+    return main(["verify", str(folder / "run.yaml"), *words, "--against", str(golden or folder / "golden.jsonl")])
 
 
 def test_the_same_training_is_the_same_file(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    values = json.loads((folder / "golden.json").read_text())
-    assert len(values["steps"]) == 3
-    assert values["data"]
-    assert values["versions"]["torch"]
-    assert not (folder / "out" / "recording.json").exists()
+    about, steps = read_records(folder / "golden.jsonl")
+    assert len(steps) == 3
+    assert about["data"]
+    assert about["versions"]["torch"]
+    assert not (folder / "out").exists()
     assert asked(folder) == 0
     assert "the same bits" in capfd.readouterr().out
 
@@ -53,7 +53,7 @@ def test_two_processes_have_the_bits_of_the_file(folder: Path, capfd: pytest.Cap
 
 @pytest.mark.parametrize(
     ("key", "said"),
-    [("optim.learning_rate=0.0051", "step 1: weights after the step:"), ("seed=1", "step 0: the loss"),
+    [("optim.learning_rate=0.0051", "step 1: weights after the step:"), ("seed=1", "step 0: loss is "),
      ("optim.max_grad_norm=0.4", "step 1: weights after the step:")],
 )  # fmt: skip
 def test_what_differs_is_named(key: str, said: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -83,8 +83,8 @@ def test_files_that_are_none(
     content: str | None, said: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if content is not None:
-        (tmp_path / "golden.json").write_text(content)
-    assert asked(folder, golden=tmp_path / "golden.json") == 2
+        (tmp_path / "golden.jsonl").write_text(content)
+    assert asked(folder, golden=tmp_path / "golden.jsonl") == 2
     assert said in capfd.readouterr().err
 
 
@@ -97,16 +97,16 @@ def test_a_strategy_that_promises_no_bits_is_refused(folder: Path, capfd: pytest
 
 def test_this_source_trains_as_the_one_that_wrote_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Comparable on one kind of processor, with the same versions: elsewhere there is nothing to compare with."""
-    golden = TESTS / "golden" / "training.json"
+    golden = TESTS / "golden" / "training.jsonl"
     run = load(None, ["strategy.name=single", "launch.processes=1"], TINY | {"output": str(tmp_path / "out")})
     (tmp_path / "run.yaml").write_text(run.dump())
     if os.environ.get("LOCKSTEP_GOLDEN"):
         assert main(["verify", str(tmp_path / "run.yaml"), "--steps", "2", "--write", str(golden)]) == 0
-    then = json.loads(golden.read_text())
+    then, _ = read_records(golden)
     here = {"processor": processor()} | {k: versions(run)[k] for k in ("torch", "transformers", "tokenizers")}
     there = {"processor": then["device"]} | {k: then["versions"][k] for k in ("torch", "transformers", "tokenizers")}
     if other := [f"{k} {there[k]} then, {here[k]} now" for k in here if here[k] != there[k]]:
-        pytest.skip(f"tests/golden/training.json is of {'; '.join(other)}")
+        pytest.skip(f"tests/golden/training.jsonl is of {'; '.join(other)}")
     assert asked(tmp_path, golden=golden) == 0, (
         f"{capfd.readouterr().out}\na change that is meant to change bits writes the file anew: LOCKSTEP_GOLDEN=1"
     )

@@ -89,15 +89,15 @@ def test_what_is_right_passes(
 def test_bits_that_are_promised_are_demanded(alone: Path, tmp_path: Path) -> None:
     """Equal to rounding is not enough where bits are promised."""
     ours = of(tmp_path / "ours", 2, "strategy.name=allreduce", "strategy.exact=false")
-    text = (ours / "recording.json").read_text()
-    (ours / "recording.json").write_text(text.replace('"bits": false', '"bits": true'))
+    text = (ours / recording.FILE).read_text()
+    (ours / recording.FILE).write_text(text.replace('"bits": false', '"bits": true'))
     assert "gradients differ" in found(ours, alone)
 
 
 def test_the_short_last_step_of_the_epoch_is_looked_at(alone: Path) -> None:
-    numbers = [s.number for s in recording.read(alone).steps]
+    numbers = [s.step for s in recording.read(alone).steps]
     assert numbers == [0, 1, 4]  # 100 examples in steps of 22
-    assert recording.read(alone).steps[-1].targets == 12
+    assert recording.read(alone).steps[-1].targets == (12, 12)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep_trace.read import width_of
 from lockstep_trace.tracer import fingerprint
@@ -42,6 +43,43 @@ def test_fingerprints_and_sketches_are_what_their_definition_says(shape: tuple[i
     assert found[0] == wanted[0]
     assert found[1] == pytest.approx(wanted[1], rel=1e-12)
     assert np.allclose(found[2], wanted[2], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float32])
+@pytest.mark.parametrize("shape", [(6,), (300, 300)])  # small tensors, and chunks
+def test_an_even_number_of_flipped_signs_changes_the_hash(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """2^63 times two odd numbers is 0 modulo 2^64."""
+    tensor = torch.ones(shape).to(dtype)
+    other = tensor.clone()
+    top = other.view(-1).view(torch.uint8).view(-1, tensor.element_size())[:, -1]
+    top[:2] ^= 0x80
+    assert fingerprint.hash_text(tensor) != fingerprint.hash_text(other)
+    top[:2] ^= 0x80
+    assert fingerprint.hash_text(tensor) == fingerprint.hash_text(other)
+
+
+class Products(TorchDispatchMode):
+    """Notes the dtypes of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.overloadpacket in (torch.ops.aten.dot, torch.ops.aten.mv, torch.ops.aten.mm):
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(5,), (300, 300)])
+def test_no_product_of_integers_is_taken(shape: tuple[int, ...]) -> None:
+    """`strategy.exact: portable` refuses them, and hashes the state of every run."""
+    with Products() as products:
+        fingerprint.hash_text(torch.ones(shape))
+    assert products.dtypes <= {torch.float64}
+    with Products() as products:  # the control
+        torch.dot(torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64))
+    assert products.dtypes == {torch.int64}
 
 
 def boxes(shape: tuple[int, ...], dim: int, cuts: list[int]) -> list[Block]:

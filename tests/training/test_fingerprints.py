@@ -13,12 +13,14 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.checkpoint.storage import StateHash, summed
+from lockstep.checkpoint.storage import StateHash
 from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.training import fingerprints
 from lockstep.training.data_loader import StepLoader
+from lockstep_trace.record import StepRecord
+from lockstep_trace.tracer.fingerprint import hash_sum
 from support.harness import TINY, build, run_on, tiny
 from support.messages import mentions
 
@@ -83,14 +85,14 @@ def test_the_hash_tells_places_names_shapes_and_kinds_apart() -> None:
 def test_a_part_of_a_tensor_is_hashed_as_in_the_whole() -> None:
     """Rows, columns and boxes of a tensor that are summed by different ranks come to the sum of all of it."""
     whole = torch.randn(50, 40, 45, generator=torch.Generator().manual_seed(0))
-    wanted = int(summed(whole))
+    wanted = int(hash_sum(whole))
     for cuts in ([(0, 13), (13, 50)], [(0, 40)], [(0, 7), (7, 30), (30, 45)]):
         dim = {50: 0, 40: 1, 45: 2}[cuts[-1][1]]
         total = 0
         for begin, end in cuts:
             offsets = [0, 0, 0]
             offsets[dim] = begin
-            total += int(summed(whole.narrow(dim, begin, end - begin), tuple(whole.shape), tuple(offsets)))
+            total += int(hash_sum(whole.narrow(dim, begin, end - begin), tuple(whole.shape), tuple(offsets)))
         assert (total - wanted) % 2**64 == 0
 
 
@@ -185,7 +187,7 @@ def test_a_line_that_is_not_what_the_step_comes_to_is_found(
 ) -> None:
     copy = tmp_path / "out"
     shutil.copytree(output, copy, symlinks=True)
-    rewritten = fingerprints.line(8, 1.0, 1.0)
+    rewritten = StepRecord.of_numbers(8, 1.0, 1.0).to_json()
     for changes, wanted in (
         ({"hash": "0" * 16}, "step 8, recorded: the hash is not that of loss and gradient norm"),
         (rewritten, "in step 8 loss or gradient norm differ"),

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from lockstep.distributed.world import World
 from lockstep.lab.sweep import sweep
 from lockstep.lab.sweep.sweep_file import read as read_sweep
 from lockstep.proof import attest, diff, verify
-from lockstep.proof.recording import TRACE, Recording, _recorded
-from lockstep.proof.recording import read as read_recording
+from lockstep.proof import recording as recordings
+from lockstep.proof.recording import TRACE, Recording
 from lockstep.strategies.job import Job, strategy_class
 from lockstep.strategies.strategy import NotFinite
 from lockstep.track.best import Best
@@ -30,6 +30,7 @@ from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session
 from lockstep.training.throughput import Spikes
 from lockstep_plan import calibrate
+from lockstep_trace.record import StepRecord, prints_of
 from lockstep_trace.step_writer import RankStep, StepWriter, WholeStep
 from support.command import CommandJob, bits, lines, train, write
 from support.harness import build, build_with_feed, digest, run_on, tiny
@@ -255,9 +256,10 @@ def recording(folder: Path, weight: float, loss: float = 1.0, buffer: float = 0.
     """What a job of one step wrote down for `lockstep verify`, whose last weight, loss and buffer are these."""
     folder.mkdir()
     gradients, weights = {"w": torch.ones(2)}, {"w": torch.tensor([1.0, weight]), "b": torch.tensor([buffer])}
-    step = _recorded(0, (loss, 1.0), (8.0, 8.0), gradients, weights)
+    tensors = {"gradients": prints_of(gradients), "after": prints_of(weights)}
+    step = StepRecord.of_numbers(0, loss, 1.0, targets=(8.0, 8.0), **tensors)
     found = Recording("ddp", 2, True, 0.0, {"loss": 1.0, "r2": math.nan}, [step], {}, None, None, [])
-    (folder / "recording.json").write_text(json.dumps(asdict(found)))
+    recordings.write(folder, found)
     before = {"w": torch.ones(2), "b": torch.zeros(1)}
     writer = StepWriter(folder / TRACE, before, "adamw", {"command": [], "scores": found.probe})
     writer.step(WholeStep(0, loss, gradients, weights, {"lr": 0.1}, (1.0, 1.0), [RankStep()], 8.0))
@@ -269,7 +271,7 @@ def output(folder: Path, *losses: float) -> Path:
     """The OUTPUT of a run, with a fingerprint of each step."""
     folder.mkdir()
     (folder / "run.yaml").write_text(tiny(f"output={folder}").dump())
-    lines = [json.dumps(fingerprints.line(n + 1, loss, 1.0)) for n, loss in enumerate(losses)]
+    lines = [json.dumps(StepRecord.of_numbers(n + 1, loss, 1.0).to_json()) for n, loss in enumerate(losses)]
     (folder / fingerprints.FILE).write_text("\n".join(lines) + "\n")
     return folder
 
@@ -288,22 +290,20 @@ def test_what_is_not_finite_passes_nowhere(
         assert verify.tell(console, *folders) == 1, values
         assert ", as expected" not in (said := capsys.readouterr().out)
         assert "not finite" in said
-    hashed = list(verify._steps(read_recording(verified[0])))
-    assert len(hashed[0]["tensors"]) == 3
-    with raises("LS8397"):
-        list(verify._steps(read_recording(tmp_path / "1-0")))
-    with raises("LS8397"):
-        list(verify._steps(read_recording(tmp_path / "2-0")))
+    faults = [recordings.read(folder).steps[0].fault() for folder in (verified[0], tmp_path / "1-0", tmp_path / "2-0")]
+    assert faults[0] is None  # `verify --write` and `--against` refuse a step with one
+    assert "loss or gradient norm is not finite" in str(faults[1])
+    assert "b is not finite" in str(faults[2])
 
     a, b = (output(tmp_path / name, 1.0, bad) for name in "ab")
     assert diff.diff(a, b, [], look=False) == 1
     assert "step 2: loss or gradient norm is not finite" in " ".join(capsys.readouterr().out.split())
     assert diff.diff(*(output(tmp_path / name, 1.0, 2.0) for name in "cd"), [], look=False) == 0
-    good, line = fingerprints.line(1, 1.0, 1.0), fingerprints.line(1, bad, 1.0)
-    assert diff.first_mismatch([{"now": good | {"finite": True}, "then": good}]) is None
-    assert "not finite" in str(diff.first_mismatch([{"now": line, "then": line}]))  # audit asks this, too
-    assert "not finite" in str(diff.first_mismatch([{"now": good | {"finite": False}, "then": good}]))
-    assert diff.first_mismatch([{"now": line, "then": line}], skips=True) is None  # a loss scale leaves such steps out
+    good, worse = (StepRecord.of_numbers(1, loss, 1.0) for loss in (1.0, bad))
+    assert diff.first_mismatch([replace(good, finite=True)], [good]) is None
+    assert "not finite" in str(diff.first_mismatch([worse], [worse]))  # audit asks this, too
+    assert "not finite" in str(diff.first_mismatch([replace(good, finite=False)], [good]))
+    assert diff.first_mismatch([worse], [worse], skips=True) is None  # a loss scale leaves such steps out
     assert "not finite" in str(attest._of_numbers(a))
     assert attest._of_numbers(tmp_path / "c") is None
 

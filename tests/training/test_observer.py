@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.proof.replaying import hash_of
 from lockstep.strategies.observer import StepObserver, WholeGradient, listening
+from lockstep_trace.tracer.fingerprint import hash_text
 from support.harness import build_with_feed, run_on, tiny
 
 Heard = dict[tuple[int, str], str]  # micro-batch and parameter -> the hash of its gradient
@@ -46,7 +46,7 @@ class Listener(StepObserver):
     def gradient(self, index: int, name: str, gradient: Tensor) -> None:
         assert (index, name) not in self.gradients
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        self.gradients[index, name] = hash_of(dense + 0.0)  # a zero has one sign
+        self.gradients[index, name] = hash_text(dense + 0.0)  # a zero has one sign
 
     def reduced(self, gradient: WholeGradient) -> None:
         self.reductions += 1

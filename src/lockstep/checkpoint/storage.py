@@ -9,10 +9,8 @@ format contains a pickle, so lockstep uses the layout of its Hugging Face storag
 where each piece belongs, read by `HuggingFaceStorageReader`. Its writer is not used: it copies the content once more,
 computes no hashes and does not sync. Writing needs no collective, so it can run in a thread during training.
 
-`StateHash` sums over a tensor's elements: the element's bits as an integer, times a factor that depends on its index in
-the whole tensor, modulo 2^64 (multilinear hashing: Lemire and Kaser, arXiv:1202.4961). Such sums can be added over
-ranks in any order. The final hash covers names, dtypes, shapes and sums. It detects accidental bit flips, not
-deliberate changes; against those, checkpoints and exports have SHA-256.
+`StateHash` adds the hashes of each tensor's parts (`lockstep_trace/tracer/fingerprint.py`) over ranks, in any order.
+The final hash covers names, dtypes, shapes and these sums.
 """
 
 from __future__ import annotations
@@ -23,11 +21,9 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,14 +33,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from lockstep.distributed import splitmix
 from lockstep.distributed.sharded import Saved, TensorSlice, WholeState, local
 from lockstep.distributed.world import World
-
-_ROW = 2**16  # elements that share a factor
-_AT_ONCE = 2**20  # elements whose products are held in memory at once
-_IN_CACHE = 2**18  # as _AT_ONCE, on a CPU: products that fit its cache take 0.4 of the time
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> dtype to view it as
+from lockstep_trace.tracer.fingerprint import combined, hash_sum
 
 
 class StateHash:
@@ -62,7 +53,7 @@ class StateHash:
         return hashed(self._layouts, sums)
 
     def sums(self, parts: Mapping[str, Tensor]) -> dict[str, int]:
-        """`summed` of each whole tensor, by name. Same requirements as `of`. Collective."""
+        """`hash_sum` of each whole tensor, by name. Same requirements as `of`. Collective."""
         if self._items is None:
             self._items = share_out(parts, self._world, True)
             layouts = self._world.all_gather({n: (str(t.dtype), tuple(t.shape)) for n, t in parts.items()})
@@ -75,79 +66,19 @@ class StateHash:
                 assert item.tensor_data is not None
                 name, chunk = item.index.fqn, item.tensor_data.chunk
                 part = local(parts[name]).detach()
-                sums[places[name]] += summed(part, tuple(parts[name].shape), tuple(chunk.offsets))
+                sums[places[name]] += hash_sum(part, tuple(parts[name].shape), tuple(chunk.offsets))
         if self._world.size > 1:
             self._world.sum(sums)
         return dict(zip(self._names, sums.tolist(), strict=True))
 
 
 def hashed(layouts: Mapping[str, tuple[str, tuple[int, ...]]], sums: Mapping[str, int]) -> dict[str, str]:
-    """Combine the sums of tensors, and their dtypes and shapes (`layouts`), into the hashes of weights and optimizer
+    """Combine the hashes of tensors, and their dtypes and shapes (`layouts`), into the hashes of weights and optimizer
     state."""
-    digests = {"weights": hashlib.blake2b(digest_size=8), "optimizer": hashlib.blake2b(digest_size=8)}
-    for name, value in sorted(sums.items()):
-        kind = "weights" if name.startswith("model.") else "optimizer"
-        digests[kind].update(f"{name} {layouts[name]} {value}\n".encode())
-    return {kind: each.hexdigest() for kind, each in digests.items()}
-
-
-def summed(part: Tensor, whole: tuple[int, ...] | None = None, offsets: tuple[int, ...] | None = None) -> Tensor:
-    """Hash sum of a tensor, or of a slice at `offsets` of a tensor of shape `whole`: int64 scalar, on the same
-    device."""
-    sizes = tuple(part.shape)
-    whole, offsets = whole or sizes, offsets or (0,) * len(sizes)
-    flat = part.contiguous().reshape(-1).view(_BITS[part.element_size()])
-    # runs of elements contiguous in the whole tensor, and the start of each
-    inner = len(whole)
-    while inner > 0 and (inner == len(whole) or sizes[inner] == whole[inner]):
-        inner -= 1
-    run = int(np.prod(sizes[inner:], dtype=np.int64)) if sizes else 1
-    strides = [int(np.prod(whole[d + 1 :], dtype=np.int64)) for d in range(len(whole))]
-    first = sum(o * s for o, s in zip(offsets, strides, strict=True))
-    starts = np.zeros(1, dtype=np.int64)
-    for size, stride in zip(sizes[:inner], strides[:inner], strict=True):
-        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=part.device)
-    for place, start in enumerate(starts.tolist()):
-        total += _of_run(flat[place * run : (place + 1) * run], first + start)
-    return total
-
-
-def _of_run(bits: Tensor, first: int) -> Tensor:
-    """Hash sum of consecutive elements; `first`: index of the first one in the whole tensor."""
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    within = _within(bits.device)
-    head = min(-first % _ROW, len(bits))
-    if head:
-        inside = first % _ROW
-        total += (bits[:head].long() * within[inside : inside + head]).sum() * _factors(first, 1, bits.device)[0]
-    rows = (len(bits) - head) // _ROW
-    each = (_IN_CACHE if bits.device.type == "cpu" else _AT_ONCE) // _ROW
-    for row in range(0, rows, each):
-        count = min(each, rows - row)
-        begin = head + row * _ROW
-        block = bits[begin : begin + count * _ROW].long().view(count, _ROW)
-        total += ((block * within).sum(1) * _factors(first + begin, count, bits.device)).sum()
-    if tail := len(bits) - head - rows * _ROW:
-        begin = head + rows * _ROW
-        total += (bits[begin:].long() * within[:tail]).sum() * _factors(first + begin, 1, bits.device)[0]
-    return total
-
-
-@lru_cache
-def _within(device: torch.device) -> Tensor:
-    """Factor of each position in a row: int64 [_ROW]."""
-    return torch.from_numpy(_odd(0, _ROW)).to(device)
-
-
-def _factors(place: int, count: int, device: torch.device) -> Tensor:
-    """Factors of `count` rows, from the row that contains index `place`: int64 [count]."""
-    return torch.from_numpy(_odd(2**40 + place // _ROW, count)).to(device)
-
-
-def _odd(first: int, count: int) -> np.ndarray:
-    """Pseudorandom odd 64-bit numbers for the integers from `first` on: int64 [count]."""
-    return (splitmix.sequence(first + 1, count) | np.uint64(1)).view(np.int64)
+    rows = [(name, *layouts[name], number) for name, number in sorted(sums.items())]
+    weights = [row for row in rows if row[0].startswith("model.")]
+    others = [row for row in rows if not row[0].startswith("model.")]
+    return {"weights": combined(weights), "optimizer": combined(others)}
 
 
 BLOCK_BYTES = 8 * 2**20  # hashed and written per block

@@ -23,7 +23,6 @@ from lockstep.data.hub import model_folder
 from lockstep.data.tokenizer import TARGET
 from lockstep.distributed.activity import ACTIVITY
 
-_YOUNGER = ("separator", "quote", "types")  # keys of `data`
 _TEMPLATES = "additional_chat_templates"  # subfolder of a tokenizer's folder
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".pth", ".onnx", ".gguf", ".ckpt", ".lock")
 
@@ -118,14 +117,8 @@ def _content_of(prepared: Prepared) -> str:
 
 
 def _dump(run: Run, part: str) -> object:
-    """Values of a section without keys that do not affect the data, and without unset keys newer than existing
-    caches."""
-    values = getattr(run, part).model_dump(mode="json", exclude={"follow_links"})
-    for each in (values, *(values.get("sources") or ())) if part == "data" else ():
-        for key in _YOUNGER:
-            if each[key] is None:
-                del each[key]
-    return values
+    """Values of a section without keys that do not affect the data."""
+    return getattr(run, part).model_dump(mode="json", exclude={"follow_links"})
 
 
 def _files(run: Run) -> list[tuple[str, int, int]]:

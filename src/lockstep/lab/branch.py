@@ -38,6 +38,7 @@ from lockstep.track.console import Console, error
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 from lockstep.training.shared_prefix import OF_STEPS, Course, course, parting, shares_nothing
+from lockstep_trace.record import by_step, differences
 
 
 @dataclass(frozen=True)
@@ -254,16 +255,14 @@ def _lines(begun: Begun, run: Run) -> None:
 
 def _compared(output: Path, run: Run, begun: int, step: int) -> int:
     """Whether steps that were computed again, `begun` + 1 to `step`, came to what they had come to."""
-    then, now = (
-        {line["step"]: line for line in lines_of(f / fingerprints.FILE, ("step", "hash"))} for f in (output, run.folder)
-    )
+    then, now = (by_step(fingerprints.recorded(folder)) for folder in (output, run.folder))
     for each in range(begun + 1, step + 1):
-        if each in then and each in now and then[each]["hash"] != now[each]["hash"]:
+        if each in then and each in now and differences(then[each], now[each]):
             error(
                 coded(
                     "LS8062",
-                    f"step {each} was recomputed and differs from the record of {output} (loss {now[each]['loss']!r} "
-                    f"now, {then[each]['loss']!r} then): the processor, package versions or threads differ. "
+                    f"step {each} was recomputed and differs from the record of {output} (loss {now[each].loss!r} "
+                    f"now, {then[each].loss!r} then): the processor, package versions or threads differ. "
                     f"{run.folder} is not bitwise what {output} would give; run lockstep diff for the first difference",
                 )
             )

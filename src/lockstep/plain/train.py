@@ -26,7 +26,7 @@ SHARED = ("betas", "eps", "momentum", "beta2_decay", "d", "nesterov", "ns_steps"
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class TrainedStep:
     """The results of one step."""
 
     loss: float  # mean over the targets of the step
@@ -190,7 +190,7 @@ def train_steps(
     numbers: Sequence[int],
     state: dict[str, Tensor] | None = None,
     divisors: Iterable[float] | None = None,
-) -> Iterator[StepRecord]:
+) -> Iterator[TrainedStep]:
     """Train `model` and yield a record of each step.
 
     `steps`: steps of micro-batches of examples. `numbers`: the steps' numbers among the `total` steps of the run.
@@ -224,7 +224,7 @@ def train_steps(
                 group["lr"] = rates[number] * group["scale"]
             optimizer.step()
         changes = {name: (p.detach() - before[name]).cpu() for name, p in trained.items() if optimizers}
-        yield StepRecord(loss / count, count, float(norm), gradients, changes)
+        yield TrainedStep(loss / count, count, float(norm), gradients, changes)
         if not optimizers:
             raise NotCovered("optim.name, optim.layerwise_lr_decay: plain compares its losses and gradients alone")
 

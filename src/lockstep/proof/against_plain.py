@@ -39,7 +39,7 @@ from lockstep.distributed.system_metrics import capacity
 from lockstep.plain.job import Plain
 from lockstep.plain.rows import NotCovered
 from lockstep.plain.scores import scores
-from lockstep.plain.train import StepRecord, build_model, train_steps
+from lockstep.plain.train import TrainedStep, build_model, train_steps
 from lockstep.strategies.job import Job
 from lockstep.track.console import Console
 from lockstep.training import plain_sides
@@ -302,7 +302,7 @@ def _draws(run: Run) -> int:
 
 def _trained(
     run: Run, job: Plain, record: PlainRecord, folder: Path, perturb: int, divisors: Iterable[float] | None = None
-) -> Iterator[StepRecord]:
+) -> Iterator[TrainedStep]:
     """Yield the plain steps, without dropout. `perturb`: 0, or the number of the perturbation of the first weights."""
     state = _named("optimizer.", load_file(folder / "start.safetensors"))
     model = _model(run, job, folder)
@@ -324,7 +324,7 @@ def _micro_batches(run: Run, job: Plain, step: PlainStep) -> Iterator[list[dict]
             yield examples
 
 
-def _recorded(record: PlainRecord, folder: Path) -> Iterator[StepRecord]:
+def _recorded(record: PlainRecord, folder: Path) -> Iterator[TrainedStep]:
     """Yield the recorded steps of the run."""
     before = _named("model.", load_file(folder / "start.safetensors"))
     for place, step in enumerate(record.steps):
@@ -332,7 +332,7 @@ def _recorded(record: PlainRecord, folder: Path) -> Iterator[StepRecord]:
         gradients, after = _named("gradient.", tensors), _named("model.", tensors)
         changed_names = [name for name in after if name in gradients or not torch.equal(after[name], before[name])]
         changes = {name: after[name] - before[name] for name in changed_names if after[name].is_floating_point()}
-        yield StepRecord(step.loss, 0.0, step.norm, gradients, changes)
+        yield TrainedStep(step.loss, 0.0, step.norm, gradients, changes)
         before = after
 
 
@@ -345,7 +345,7 @@ def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _compare_step(
-    ours: StepRecord, plain: StepRecord, rounded: Sequence[StepRecord], number: int, precision: str
+    ours: TrainedStep, plain: TrainedStep, rounded: Sequence[TrainedStep], number: int, precision: str
 ) -> StepComparison:
     """Compare a step of the run with the plain one. `rounded`: the plain step, rounded in other ways."""
     factor, least = (FACTOR, LEAST) if precision == "fp32" else (LOW, LEAST_LOW)
@@ -364,7 +364,7 @@ def _allowed(least: float, factor: float, spreads: Iterable[float], most: float 
 
 
 def _differences(
-    a: StepRecord, b: StepRecord, least: float
+    a: TrainedStep, b: TrainedStep, least: float
 ) -> tuple[dict[str, float], dict[str, str], dict[str, float]]:
     """Return the relative differences of two records of a step, the parameters with the largest ones, and those of all
     gradients. `least`: the difference of gradients that is always allowed."""
@@ -388,7 +388,7 @@ def _differences(
     return differences, where, every["gradient"]
 
 
-def _unexpected_changes(ours: StepRecord, plain: StepRecord, parameters: Iterable[str]) -> list[str]:
+def _unexpected_changes(ours: TrainedStep, plain: TrainedStep, parameters: Iterable[str]) -> list[str]:
     """Return the parameters that the run changes though plain has no gradient for them (frozen ones, for example)."""
     still = (name for name in parameters if name not in plain.gradients and name in ours.changes)
     return [name for name in still if bool(ours.changes[name].any())]
@@ -404,7 +404,7 @@ def _relative(a: float, b: float) -> float:
     return abs(a - b) / max(abs(b), 1e-30) if math.isfinite(a) and math.isfinite(b) else math.inf
 
 
-def _lines(comparison: StepComparison, ours: StepRecord, plain: StepRecord) -> list[str]:
+def _lines(comparison: StepComparison, ours: TrainedStep, plain: TrainedStep) -> list[str]:
     """Return a line for each difference of a step, and its likely cause."""
     at, lines = f"step {comparison.number}", []
     for key, difference in comparison.differences.items():
@@ -423,7 +423,7 @@ def _lines(comparison: StepComparison, ours: StepRecord, plain: StepRecord) -> l
     return [*lines, f"  likely: {_cause(comparison, ours, plain)}"] if lines else []
 
 
-def _cause(comparison: StepComparison, ours: StepRecord, plain: StepRecord) -> str:
+def _cause(comparison: StepComparison, ours: TrainedStep, plain: TrainedStep) -> str:
     """Return the likely cause of the first difference, in the order of computation."""
     if not (math.isfinite(plain.loss) and math.isfinite(plain.norm)):
         return causes.NOT_FINITE

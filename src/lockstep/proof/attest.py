@@ -26,6 +26,7 @@ from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of, scores_of
 from lockstep.training import fingerprints
 from lockstep_trace.plurals import quantity
+from lockstep_trace.record import read_records
 
 FORMAT = 1
 FOLDER, NAME, SIGNATURE = "attestation", "attestation.json", "attestation.sig"
@@ -97,7 +98,7 @@ def describe(output: Path) -> dict[str, Any]:
 
 
 def chain(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return the hash of the last step's line, chained over all lines before it."""
+    """Return the hash of the last step's record, a line, chained over those of all steps before it."""
     link = hashlib.sha256(b"lockstep fingerprints").hexdigest()
     for line in lines:
         link = hashlib.sha256(f"{link} {json.dumps(line, sort_keys=True)}".encode()).hexdigest()
@@ -238,9 +239,9 @@ def _of_numbers(output: Path) -> str | None:
     from safetensors import safe_open
 
     skips = fingerprints.skips(load(output / "run.yaml", []))
-    for line in _lines(output):
-        if (fault := fingerprints.fault(line, skips)) is not None:
-            return f"{fingerprints.FILE}: step {line['step']}: {fault}"
+    for record in fingerprints.recorded(output):
+        if (fault := record.fault(skips)) is not None:
+            return f"{fingerprints.FILE}: step {record.step}: {fault}"
     for path in sorted((output / "export").glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
@@ -296,7 +297,7 @@ def _of_steps(
     seed: int | None,
 ) -> str | None:
     """Recompute random steps; describe the first that differs from its record, or return None."""
-    from lockstep.proof.replaying import REPLAY
+    from lockstep.proof.replaying import RECORDS
 
     steps, draw = then["steps"], random.Random(seed)
     begins = sorted({0, *(each["step"] for each in then["checkpoints"])} - {steps})
@@ -316,10 +317,10 @@ def _of_steps(
         with replayed(run, output, step, begin) as (status, folder):
             if status:
                 return f"steps {begin + 1} to {step} could not be recomputed (status {status})"
-            replay = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
-        if replay["from"] != begin:
-            return f"the checkpoint of step {begin} cannot be used: {'; '.join(replay['notes'])}"
-        if (wrong := first_mismatch(replay["steps"], fingerprints.skips(run))) is not None:
+            about, records = read_records(folder / RECORDS)
+        if about["from"] != begin:
+            return f"the checkpoint of step {begin} cannot be used: {'; '.join(about['notes'])}"
+        if (wrong := first_mismatch(records, fingerprints.recorded(output), fingerprints.skips(run))) is not None:
             return wrong
         console.say(f"steps {begin + 1} to {step}: the same bits")
     return None

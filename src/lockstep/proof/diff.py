@@ -10,7 +10,6 @@ processes, and the contents of the step: examples with their losses, gradient no
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,39 +27,17 @@ from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 from lockstep_trace import causes
 from lockstep_trace.plurals import quantity
+from lockstep_trace.record import Difference, StepRecord, by_step, compare, differences, factors_of, read_records
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.data.batch import StepBatch
-    from lockstep.proof.replaying import Entry
 
 
-JOB = "lockstep.proof.replaying.take_apart"
-# keys of a line of fingerprints.jsonl -> what differs where they do
-_HASHES = dict.fromkeys(("hash", "loss", "grad_norm"), "loss or gradient norm")
-_HASHES |= {"weights": "the weights", "optimizer": "the optimizer's state"}
+JOB = "lockstep.proof.replaying.record_modules"
+_NAMES = dict.fromkeys(("loss", "norm"), "loss or gradient norm")  # of kinds at the level `losses`; others: themselves
 _MOST = 12
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The first step whose fingerprints differ between two runs."""
-
-    step: int
-    what: tuple[str, ...]  # keys of _HASHES that differ
-    lines: tuple[Mapping[str, Any], Mapping[str, Any]]
-
-
-def first_divergence(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> Divergence | None:
-    """Return the first step that both runs recorded with different values, or None."""
-    other = {line["step"]: line for line in b}
-    for line in sorted(a, key=lambda line: line["step"]):
-        there = other.get(line["step"], {})
-        what = tuple(name for name in _HASHES if name in line and name in there and line[name] != there[name])
-        if what:
-            return Divergence(line["step"], what, (line, there))
-    return None
 
 
 def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
@@ -71,19 +48,19 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
     console, both = Console(True), (a, b)
     for folder in both:
         require_output(folder)
-    lines_of_runs = [list(lines_of(folder / fingerprints.FILE, ("step", "hash"))) for folder in both]
-    for folder, lines in zip(both, lines_of_runs, strict=True):
-        if not lines:
+    records = [fingerprints.recorded(folder) for folder in both]
+    for folder, own in zip(both, records, strict=True):
+        if not own:
             raise RunError(
                 "LS8151",
                 f"{folder} has no {fingerprints.FILE} or an empty one, so its steps cannot be compared; set "
                 "fingerprints.every when training",
             )
-    faulty = [fault for folder, lines in zip(both, lines_of_runs, strict=True) for fault in faults(folder, lines)]
-    divergence = first_divergence(*lines_of_runs)
+    faulty = [fault for folder, own in zip(both, records, strict=True) for fault in faults(folder, own)]
+    differing = compare(*records)
     other_differences = differing_settings(a, b, overrides)
-    if divergence is None:
-        shared = {line["step"] for line in lines_of_runs[0]} & {line["step"] for line in lines_of_runs[1]}
+    if not differing:
+        shared = by_step(records[0]).keys() & by_step(records[1]).keys()
         if not shared:
             raise RunError("LS8152", f"{a} and {b} have no step in common")
         if faulty:
@@ -92,27 +69,32 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
         console.say(f"the same bits in all {len(shared)} steps that both have, up to step {max(shared)}")
         _tell(console, "settings that differ, without changing a weight so far:", other_differences)
         return 0
-    one, other = divergence.lines
-    what = " and ".join(dict.fromkeys(_HASHES[each] for each in divergence.what))
+    step = differing[0].step
+    one, other = (by_step(own)[step] for own in records)
     console.say(
-        f"first difference: step {divergence.step}, {what}: loss {one.get('loss')!r} in {a}, {other.get('loss')!r} in "
-        f"{b}; gradient norm {one.get('grad_norm')!r} and {other.get('grad_norm')!r}"
+        f"first difference: step {step}, {what_of(differing)}: loss {one.loss!r} in {a}, {other.loss!r} in {b}; "
+        f"gradient norm {one.grad_norm!r} and {other.grad_norm!r}"
     )
     _tell(console, "invalid lines:", faulty)
     _tell(console, "settings that differ:", other_differences)
     try:
-        return _recompute(console, both, divergence, overrides) if look else 1
+        return _recompute(console, both, (one, other), overrides) if look else 1
     except _Failed as caught:
         return caught.status
 
 
-def faults(folder: Path, lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return messages about the first few lines that are invalid, whatever the other run holds."""
+def what_of(differing: Sequence[Difference]) -> str:
+    """Describe what differs in a step at the level `losses`."""
+    return " and ".join(dict.fromkeys(_NAMES.get(each.kind) or str(each) for each in differing))
+
+
+def faults(folder: Path, records: Sequence[StepRecord]) -> list[str]:
+    """Return messages about the first few records that are invalid, whatever the other run holds."""
     skips = fingerprints.skips(load(folder / "run.yaml", [])) if (folder / "run.yaml").is_file() else False
     reasons = [
-        f"{folder / fingerprints.FILE}: step {line['step']}: {fault}"
-        for line in lines
-        if (fault := fingerprints.fault(line, skips)) is not None
+        f"{folder / fingerprints.FILE}: step {record.step}: {fault}"
+        for record in records
+        if (fault := record.fault(skips)) is not None
     ]
     return reasons[:_MOST] + ([f"... and {len(reasons) - _MOST} more"] if len(reasons) > _MOST else [])
 
@@ -156,13 +138,15 @@ def _tell(console: Console, title: str, lines: Sequence[str]) -> None:
 # -- recomputing the step --------------------------------------------------------------------------------------------
 
 
-def _recompute(console: Console, both: tuple[Path, Path], divergence: Divergence, overrides: Sequence[str]) -> int:
-    def alone(folder: Path, step: int) -> list[Entry]:
-        return anatomy_of(run_to_recompute(folder, overrides, None, 1), folder, step)
+def _recompute(
+    console: Console, both: tuple[Path, Path], recorded: tuple[StepRecord, StepRecord], overrides: Sequence[str]
+) -> int:
+    def alone(folder: Path, step: int) -> StepRecord:
+        return modules_of(run_to_recompute(folder, overrides, None, 1), folder, step)
 
-    a, b = both
-    console.say(f"recomputing step {divergence.step} of both runs on one process ...")
-    if _tell_first_difference(console, divergence.step, partial(alone, a), partial(alone, b), ""):
+    (a, b), step = both, recorded[0].step
+    console.say(f"recomputing step {step} of both runs on one process ...")
+    if _tell_first_difference(console, step, partial(alone, a), partial(alone, b), ""):
         return 1
     console.say("on one process both runs give the same bits here: data, settings and code are not the cause")
     for folder in both:
@@ -170,13 +154,13 @@ def _recompute(console: Console, both: tuple[Path, Path], divergence: Divergence
         if run.strategy.alone:
             continue
         how = f"{run.strategy.name}, {quantity(run.launch.processes, 'process')}"
-        console.say(f"recomputing step {divergence.step} as {folder} trained it: {how} ...")
+        console.say(f"recomputing step {step} as {folder} trained it: {how} ...")
         if _tell_first_difference(
-            console, divergence.step, partial(alone, folder), partial(anatomy_of, run, folder), f"{folder}, "
+            console, step, partial(alone, folder), partial(modules_of, run, folder), f"{folder}, "
         ):
             return 1
-    norm = next((e.value for e in alone(a, divergence.step) if e.kind == "norm"), None)
-    right = [str(f) for f, line in zip(both, divergence.lines, strict=True) if line.get("grad_norm") == norm]
+    norm = alone(a, step).grad_norm
+    right = [str(folder) for folder, own in zip(both, recorded, strict=True) if own.grad_norm == norm]
     console.say(
         f"all strategies give the same bits here. {f'{right[0]} recorded these bits. ' if len(right) == 1 else ''}"
         "Remaining causes: another kind of processor or GPU, other versions or threads (listed above if recorded), "
@@ -185,23 +169,23 @@ def _recompute(console: Console, both: tuple[Path, Path], divergence: Divergence
     return 1
 
 
-ComputeStep = Callable[[int], "list[Entry]"]
+ComputeStep = Callable[[int], StepRecord]
 
 
 def _tell_first_difference(console: Console, step: int, a: ComputeStep, b: ComputeStep, where: str) -> bool:
     """Print the first value that differs between two ways to compute a step; return whether there is one. If the
     weights before the step differ already, look at the step before."""
     mine, theirs = a(step), b(step)
-    first = first_difference(mine, theirs)
-    while step > 1 and first is not None and first.kind == "weights before":
+    differing = differences(mine, theirs)
+    while step > 1 and differing and differing[0].kind == "start weights":
         step -= 1
         console.say(f"the weights before this step differ already; recomputing step {step} ...")
         mine, theirs = a(step), b(step)
-        first = first_difference(mine, theirs) or first
-    if first is None:
+        differing = differences(mine, theirs) or differing
+    if not differing:
         return False
-    console.say(f"first differing value: {where}step {step}, {describe(first)}")
-    console.say(f"  {cause_of(mine, theirs, first)}")
+    console.say(f"first differing value: {where}step {step}, {differing[0]}")
+    console.say(f"  {cause_of(mine, theirs, differing[0].kind)}")
     return True
 
 
@@ -213,85 +197,27 @@ class _Failed(Exception):
         self.status = status
 
 
-def anatomy_of(run: Run, output: Path, step: int) -> list[Entry]:
-    """Recompute a step and return its entries. Errors: `RunError`, `_Failed`."""
-    from lockstep.proof.replaying import ANATOMY, read_anatomy
+def modules_of(run: Run, output: Path, step: int) -> StepRecord:
+    """Recompute a step and return its record at the level `modules`. Errors: `RunError`, `_Failed`."""
+    from lockstep.proof.replaying import RECORDS
 
     with tempfile.TemporaryDirectory(prefix="lockstep-diff-", ignore_cleanup_errors=True) as folder:
         run = run.model_copy(update={"output": str(Path(folder) / "run")})
         launcher, _, job = start.resolved(run)
         status = start.start_ranks(launcher, job, (JOB, str(output.resolve()), str(step)))
-        if status or not (run.folder / ANATOMY).exists():
+        if status or not (run.folder / RECORDS).exists():
             raise _Failed(status or 1)
-        return read_anatomy(run.folder)[0]
+        return read_records(run.folder / RECORDS)[1][0]
 
 
-def first_difference(a: Sequence[Entry], b: Sequence[Entry]) -> Entry | None:
-    """Return the first entry of `a`, in the order of computation, that `b` lacks or has with another hash. Kinds that
-    only one of them could record are skipped."""
-    there: dict[tuple[str, str, int], list[str]] = {}
-    for entry in b:
-        there.setdefault((entry.kind, entry.name, entry.micro_batch), []).append(entry.hash)
-    kinds = {e.kind for e in b}
-    counts: dict[tuple[str, str, int], int] = {}
-    for entry in a:
-        key = (entry.kind, entry.name, entry.micro_batch)
-        count = counts[key] = counts.get(key, 0) + 1
-        hashes = there.get(key, [])
-        if len(hashes) >= count and hashes[count - 1] != entry.hash:
-            return entry
-        if len(hashes) < count and entry.kind in kinds and entry.kind in ("inputs", "loss", "gradient", "update"):
-            return entry
-    return None
-
-
-def describe(entry: Entry) -> str:
-    """Describe the value that an entry stands for."""
-    of = f"micro-batch {entry.micro_batch}" if entry.micro_batch >= 0 else ""
-    name = entry.name or "the model"
-    return {
-        "weights before": f"weights before the step: {name}",
-        "rows": "examples of the step",
-        "inputs": f"{of}: inputs of the model",
-        "forward": f"{of}: forward output of {name}",
-        "loss": f"{of}: loss",
-        "backward": f"{of}: gradient of the output of {name}",
-        "leaf": f"{of}: gradient of {name}",
-        "gradient": f"gradient of {name}, summed over micro-batches",
-        "norm": "gradient norm",
-        "rate": "learning rate",
-        "update": f"weights after the step: {name}",
-    }[entry.kind]
-
-
-def cause_of(a: Sequence[Entry], b: Sequence[Entry], first: Entry) -> str:
-    """Return the likely cause, by the kind of the first entry that differs."""
-    if first.kind == "gradient":
-        return _of_sums(a, b)
-    return {
-        "weights before": "likely: the runs began with other weights (the model, its source, or the seed)",
-        "rows": "likely: another order of the data (seed, batch_size, data, or a filter)",
-        "inputs": "likely: the same rows became other tokens (data, tokenizer, truncation, or micro_batches)",
-        "forward": "weights and tokens are equal; likely: dropout or its seed, precision, or code of the model",
-        "loss": "the outputs are equal; likely: the task's loss or its targets",
-        "backward": "forward is equal; likely: the model's backward, precision, or an option that recomputes",
-        "leaf": "the layer's inputs are equal; likely: how its weight gradient is computed, or a hook on it",
-        "norm": "the gradient is equal; likely: its norm leaves out a part of it",
-        "rate": "likely: the schedule (optim.learning_rate, its warm-up, or the number of steps)",
-        "update": "all gradients are equal; likely: clipping, weight decay, or the optimizer and its options",
-    }[first.kind]
-
-
-def _of_sums(a: Sequence[Entry], b: Sequence[Entry]) -> str:
-    """Return the likely cause if the gradients of all micro-batches are equal and their sum differs, in the words of
-    `lockstep verify`."""
-    theirs = {e.name: e for e in b if e.kind == "gradient"}
-    pairs = [(e, theirs[e.name]) for e in a if e.kind == "gradient" and e.name in theirs]
-    wrong = [(x, y) for x, y in pairs if x.hash != y.hash]
-    factors = [(y.norm or 0.0) / x.norm for x, y in wrong if x.norm]
+def cause_of(a: StepRecord, b: StepRecord, kind: str) -> str:
+    """Return the likely cause, by the kind of the first value that differs."""
+    if kind != "gradient":
+        return f"likely: {causes.OF_KIND[kind]}"
+    wrong, factors = factors_of(a, b)  # the gradients of all micro-batches are equal
     if factors and all(abs(f - 1) < 1e-4 for f in factors):
         return "equal within rounding; likely: another order of summation (strategy.exact, micro_batches)"
-    return f"likely: {causes.of_sums([x.name for x, _ in wrong], len(pairs), factors, unequal=True)}"
+    return f"likely: {causes.of_sums(wrong, len(a.gradients), factors, unequal=True)}"
 
 
 REPLAY_JOB = "lockstep.proof.replaying.replay"
@@ -338,7 +264,7 @@ def start_of(output: Path) -> dict[str, Any]:
 def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Iterator[tuple[int, Path]]:
     """Replay a step; yield the exit status and the folder with the results, which is removed afterwards. Errors:
     `RunError`."""
-    from lockstep.proof.replaying import REPLAY
+    from lockstep.proof.replaying import RECORDS
 
     if step < 1:
         raise RunError("LS8155", f"--step: {step} is not a step of this run; steps count from 1")
@@ -350,16 +276,15 @@ def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Ite
             raise RunError(caught.code, f"{caught.message}{recorded_line(output, step)}") from caught
         words = (REPLAY_JOB, str(output.resolve()), str(step), str(step if begin is None else begin))
         status = start.start_ranks(launcher, job, words)
-        yield status or int(not (run.folder / REPLAY).exists()), run.folder
+        yield status or int(not (run.folder / RECORDS).exists()), run.folder
 
 
 def recorded_line(output: Path, step: int) -> str:
     """Return the recorded numbers of a step that cannot be recomputed, for a message; empty if there are none."""
-    lines = lines_of(output / fingerprints.FILE, ("step", "hash"))
-    recorded = next((line for line in lines if line["step"] == step), None)
+    recorded = by_step(fingerprints.recorded(output)).get(step)
     if recorded is None:
         return ""
-    return f"; recorded for step {step}: loss {recorded.get('loss')!r}, gradient norm {recorded.get('grad_norm')!r}"
+    return f"; recorded for step {step}: loss {recorded.loss!r}, gradient norm {recorded.grad_norm!r}"
 
 
 def replay(
@@ -367,7 +292,7 @@ def replay(
 ) -> int:
     """Recompute a step and print it. Returns 0 if all recomputed steps have the recorded fingerprints, 1 if not, or the
     exit status of a job that failed. Errors: `RunError`."""
-    from lockstep.proof.replaying import REPLAY
+    from lockstep.proof.replaying import RECORDS
 
     if start.joining():
         raise RunError(
@@ -377,50 +302,49 @@ def replay(
     with replayed(run, output, step, begin) as (status, folder):
         if status:
             return status
-        recorded = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
-    for note in recorded["notes"]:
+        about, records = read_records(folder / RECORDS)
+    for note in about["notes"]:
         console.note(note)
-    began = f"the checkpoint of step {recorded['from']}" if recorded["from"] else "the start"
+    began = f"the checkpoint of step {about['from']}" if about["from"] else "the start"
     how = f"{run.strategy.name}, {quantity(processes, 'process')}, {quantity(run.launch.threads, 'thread')} each"
-    console.say(f"step {step} of {recorded['total']}, recomputed from {began} ({how})")
-    same = tell_steps(console, recorded["steps"], fingerprints.skips(run))
-    tell_step(console, run, recorded["step"])
+    console.say(f"step {step} of {about['total']}, recomputed from {began} ({how})")
+    same = tell_steps(console, records, fingerprints.recorded(output), fingerprints.skips(run))
+    tell_step(console, run, about["step"])
     return int(not same)
 
 
-def tell_steps(console: Console, steps: Sequence[Mapping[str, Any]], skips: bool = False) -> bool:
-    """Print whether all recomputed steps have the recorded fingerprints, or the first that does not; return the
-    answer."""
-    compared = [each for each in steps if each["then"] and "hash" in each["now"]]
-    hashed = sum("weights" in each["then"] for each in compared)
-    if (wrong := first_mismatch(steps, skips)) is not None:
+def tell_steps(console: Console, now: Sequence[StepRecord], then: Sequence[StepRecord], skips: bool = False) -> bool:
+    """Print whether all recomputed steps are those that were recorded, or the first that is not; return the answer."""
+    computed, known = [record for record in now if record.hash is not None], by_step(then)
+    compared = [known[record.step] for record in computed if record.step in known]
+    hashed = sum(record.weights is not None for record in compared)
+    if (wrong := first_mismatch(now, then, skips)) is not None:
         console.say(f"DIFFERENT from what was trained: {wrong}")
     elif compared:
-        computed = sum("hash" in each["now"] for each in steps)
-        console.say(f"{len(compared)} of {computed} steps were recorded; all have the same bits (weights: {hashed})")
+        console.say(
+            f"{len(compared)} of {len(computed)} steps were recorded; all have the same bits (weights: {hashed})"
+        )
     else:
         console.note(f"{fingerprints.FILE} has none of these steps, so they are shown and not compared")
     return wrong is None
 
 
-def first_mismatch(steps: Sequence[Mapping[str, Any]], skips: bool = False) -> str | None:
+def first_mismatch(now: Sequence[StepRecord], then: Sequence[StepRecord], skips: bool = False) -> str | None:
     """Describe the first recomputed step that differs from its record or is not finite; None if there is none.
     `skips`: whether the run skips steps that are not finite."""
-    for each in steps:
-        now, then = each["now"], each["then"]
-        if not now.get("finite", True):
-            return f"after step {now['step']} there are weights that are not finite; such steps prove nothing"
-        for which, line in (("recomputed", now), ("recorded", then)):
-            if (fault := fingerprints.fault(line, skips)) is not None:
-                return f"step {now['step']}, {which}: {fault}"
-        shared = {name: words for name, words in _HASHES.items() if name in then and name in now}
-        differing = list(dict.fromkeys(words for name, words in shared.items() if then[name] != now[name]))
-        if differing and "hash" not in now:
-            return f"{' and '.join(differing)} of the checkpoint of step {now['step']} are not those of that step"
+    known = by_step(then)
+    for record in now:
+        former = known.get(record.step, StepRecord(record.step))
+        for which, each in (("recomputed", record), ("recorded", former)):
+            if (fault := each.fault(skips)) is not None:
+                return f"step {record.step}, {which}: {fault}"
+        differing = differences(former, record)
+        if differing and record.hash is None:
+            return f"{what_of(differing)} of the checkpoint of step {record.step} are not those of that step"
         if differing:
             return (
-                f"in step {now['step']} {' and '.join(differing)} differ (loss {now['loss']!r} now, "
-                f"{then.get('loss')!r} then; gradient norm {now['grad_norm']!r} now, {then.get('grad_norm')!r} then)"
+                f"in step {record.step} {what_of(differing)} differ (loss {record.loss!r} now, {former.loss!r} then; "
+                f"gradient norm {record.grad_norm!r} now, {former.grad_norm!r} then)"
             )
     return None
 
@@ -489,19 +413,19 @@ def open_replay(
     import torch
     from safetensors.torch import load_file
 
-    from lockstep.proof.replaying import GRADIENTS, REPLAY, WEIGHTS
+    from lockstep.proof.replaying import GRADIENTS, RECORDS, WEIGHTS
     from lockstep.training.data_loader import StepLoader
 
     run = run_to_recompute(output, overrides, strategy, processes)
     with replayed(run, output, step) as (status, folder):
         if status:
             raise RunError("LS8157", f"replay of {output}: it ended with status {status}; see its output above")
-        content = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
+        about, records = read_records(folder / RECORDS)
         weights, gradients = load_file(folder / WEIGHTS), load_file(folder / GRADIENTS)
     task = Job.of(run).with_data().make_task()
     model = task.model()
     model.load_state_dict(weights, strict=False)  # what is computed and not kept is in no checkpoint
     feed = StepLoader(run, task, range(run.micro_batches), torch.device("cpu"))
-    losses = dict(zip(content["step"]["rows"], content["step"]["losses"], strict=True))
-    same = tell_steps(Console(False), content["steps"], fingerprints.skips(run))
+    losses = dict(zip(about["step"]["rows"], about["step"]["losses"], strict=True))
+    same = tell_steps(Console(False), records, fingerprints.recorded(output), fingerprints.skips(run))
     return Replayed(step, model.train(), feed.make(step - 1), gradients, losses, same)

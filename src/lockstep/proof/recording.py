@@ -1,16 +1,14 @@
 """Record a few steps of a job: loss, gradient norm, every parameter's gradient and the weights after each step.
 
-In: a run, in every rank of the job. Out: a folder with `recording.json` and, in `trace`, a trace of these steps in the
-format of `lockstep trace`; `verify.py` compares it with another job's.
+In: a run, in every rank of the job. Out: a folder with `records.jsonl` and, in `trace`, a trace of these steps in the
+format of `lockstep trace`, whose sketches tell rounding from mistakes; `verify.py` compares it with another job's.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -31,26 +29,14 @@ from lockstep.training import plain_sides
 from lockstep.training.beginning import try_a_step
 from lockstep.training.evaluation import evaluate
 from lockstep.training.session import Session, build_session, join_ranks
+from lockstep_trace.record import StepRecord, prints_of, read_records, write_records
 from lockstep_trace.step_writer import RankStep, StepWriter, WholeStep
 from lockstep_trace.tracer.inputs import call_inputs
 from lockstep_trace.tracer.placement import has_stochastic
 from lockstep_trace.tracer.records import hexed
 
+FILE = "records.jsonl"  # facts of the job, and a record of each step
 TRACE = "trace"  # subfolder with gradients, weights, losses and examples of each step
-
-
-@dataclass(frozen=True)
-class RecordedStep:
-    """A recorded step."""
-
-    number: int  # step of the run, from 0
-    loss: float
-    norm: float  # gradient norm before clipping
-    seen: float  # targets that the model computed, over all ranks
-    targets: float  # targets of the step
-    # gradients and the weights after the step, as `gradient.NAME` and `weight.NAME`
-    hashes: dict[str, str] = field(default_factory=dict)
-    not_finite: tuple[str, ...] = ()  # names of tensors with non-finite values; infinite weights are allowed
 
 
 @dataclass(frozen=True)
@@ -62,7 +48,7 @@ class Recording:
     bits: bool  # whether the strategy promises bitwise equality with a single process
     rounding: float  # allowed relative difference otherwise
     probe: dict[str, float]  # scores of the untrained model on the first step's examples, without dropout
-    steps: list[RecordedStep]
+    steps: list[StepRecord]  # at the level `gradients`; `step` counts from 0
     dtypes: dict[str, list[str]]  # dtypes of weights, gradients and optimizer state
     seconds_per_step: float | None  # median of the timed steps
     examples_per_s: float | None
@@ -126,7 +112,7 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
     )
     strategy.close()
     if world.is_main:
-        (run.folder / "recording.json").write_text(json.dumps(asdict(recording), indent=1))
+        write(run.folder, recording)
     return 0
 
 
@@ -146,7 +132,7 @@ class _Writer:
 
     def __init__(self, job: Job, world: World, task: Task, strategy: Strategy, probe: Mapping[str, float]) -> None:
         self.run, self.world, self.task, self.strategy = job.run, world, task, strategy
-        self.steps: list[RecordedStep] = []
+        self.steps: list[StepRecord] = []
         strategy.observer = self.recorder = _Recorder(world)
         weights = self.weights()
         self.stochastic = has_stochastic(strategy.model)
@@ -169,7 +155,8 @@ class _Writer:
         if self.trace is None:
             return
         gradients = self.recorder.gradients
-        self.steps.append(_recorded(number, (loss, norm), (targets, batch.targets), gradients, weights))
+        tensors = {"gradients": prints_of(gradients), "after": prints_of(weights)}
+        self.steps.append(StepRecord.of_numbers(number, loss, norm, targets=(targets, batch.targets), **tensors))
         self.trace.step(
             WholeStep(
                 number,
@@ -225,30 +212,6 @@ def _of_data(ranks: list[tuple[int, RankStep]]) -> list[RankStep]:
     return [steps[number] for number in sorted(steps)]
 
 
-def _recorded(
-    number: int,
-    numbers: tuple[float, float],
-    targets: tuple[float, float],
-    gradients: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
-) -> RecordedStep:
-    tensors = {f"gradient.{n}": t for n, t in gradients.items()} | {f"weight.{n}": t for n, t in weights.items()}
-    bad = tuple(n.partition(".")[2] for n, t in tensors.items() if _not_finite(n, t))
-    return RecordedStep(number, *numbers, *targets, {n: _hash(tensors[n]) for n in sorted(tensors)}, bad)
-
-
-def _not_finite(name: str, tensor: Tensor) -> bool:
-    """Whether a tensor has invalid values. Gradients must be finite; weights may contain intentional infinities
-    (masks), but no NaN."""
-    right = torch.isfinite(tensor) if name.startswith("gradient.") else ~torch.isnan(tensor)
-    return not bool(right.all())
-
-
-def _hash(tensor: Tensor) -> str:
-    about = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
-    return hashlib.sha256(about + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-
-
 def _cost(session: Session, timed: int) -> tuple[float | None, list[dict[str, int]]]:
     """Seconds of the median step, and bytes held on each rank. Collective."""
     if not timed:
@@ -267,7 +230,13 @@ def _cost(session: Session, timed: int) -> tuple[float | None, list[dict[str, in
     return sorted(seconds)[len(seconds) // 2], [asdict(each) for each in world.all_gather(memory)]
 
 
+def write(folder: Path, recording: Recording) -> None:
+    """Write a recording."""
+    facts = {f.name: getattr(recording, f.name) for f in fields(recording) if f.name != "steps"}
+    write_records(folder / FILE, facts, recording.steps)
+
+
 def read(folder: Path) -> Recording:
     """Read a recording."""
-    values = json.loads((folder / "recording.json").read_text())
-    return Recording(**{**values, "steps": [RecordedStep(**s) for s in values["steps"]]})
+    facts, steps = read_records(folder / FILE)
+    return Recording(**{k: v for k, v in facts.items() if k != "format"}, steps=steps)

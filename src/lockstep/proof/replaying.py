@@ -1,21 +1,16 @@
-"""Recompute a step of a run and record its intermediate values: the rank side of `lockstep replay` and `lockstep diff`.
+"""Recompute a step of a run and record it: the rank side of `lockstep replay` and `lockstep diff`.
 
-In: the run to replay, the OUTPUT of the trained run, and a step. Out, for `replay`: a folder with `replay.json` (the
-steps on the way, compared with the recorded fingerprints, and the facts of the target step), the weights before that
-step and its gradient. For `diff`: `anatomy.json`, a list of hashes in order of computation: the weights before; the
-rows; for every micro-batch its inputs, each module's forward output, the loss, each module's backward input, and each
-parameter's gradient; then the sum of the gradients, its norm, the learning rate, and the weights after. Two lists are
-compared entry by entry.
+In: the run to replay, the OUTPUT of the trained run, and a step. Out: a folder with `records.jsonl`: for `replay`, a
+record of each recomputed step at the level `losses`, and the facts of the target step, with the weights before that
+step and its gradient beside it; for `diff`, one record of the target step at the level `modules`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,14 +32,13 @@ from lockstep.strategies.exact import optim
 from lockstep.strategies.job import Job
 from lockstep.strategies.observer import GradientRecorder, StepObserver, WholeGradient, listening
 from lockstep.strategies.strategy import NotFinite, Strategy
-from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 from lockstep.training.errors import not_finite
 from lockstep.training.plain_sides import save_on_main
 from lockstep.training.session import Session, build_session, join_ranks
+from lockstep_trace.record import MicroBatchValue, StepRecord, TensorPrint, by_step, print_of, prints_of, write_records
 
-REPLAY, WEIGHTS, GRADIENTS = "replay.json", "before.safetensors", "gradient.safetensors"
-_HASHED = ("weights", "optimizer")
+RECORDS, WEIGHTS, GRADIENTS = "records.jsonl", "before.safetensors", "gradient.safetensors"
 
 
 def replay(job: Job, world: World, output: str, target_step: str, begin: str) -> int:
@@ -61,37 +55,38 @@ def replay(job: Job, world: World, output: str, target_step: str, begin: str) ->
     checkpoints = Checkpoints(trained, world, prepared, feed.total)
     ACTIVITY.at("looking for a checkpoint")
     done, notes = checkpoints.take_before(strategy, min(int(begin), step - 1))
-    written = {line["step"]: line for line in lines_of(Path(output) / fingerprints.FILE, ("step", "hash"))}
+    trained_steps = by_step(fingerprints.recorded(Path(output)))
     hashes = StateHash(world)
 
-    def hashed(strategy: Strategy) -> dict[str, Any]:
-        return {**hashes.of(strategy.sharded_state_dict()), "finite": finite(strategy, world)}
+    def hashed(record: StepRecord) -> StepRecord:
+        of_state = hashes.of(strategy.sharded_state_dict())
+        weights, optimizer = of_state["weights"], of_state["optimizer"]
+        return replace(record, weights=weights, optimizer=optimizer, finite=finite(strategy, world))
 
-    compared: list[dict[str, Any]] = []
-    if any(name in (known := written.get(done, {})) for name in _HASHED):  # check the loaded state
-        compared.append({"now": {"step": done, **hashed(strategy)}, "then": known})
+    def was_hashed(number: int) -> bool:
+        known = trained_steps.get(number, StepRecord(number))
+        return known.weights is not None or known.optimizer is not None
+
+    records = [hashed(StepRecord(done))] if was_hashed(done) else []  # the loaded state
     step_facts: dict[str, Any] = {}
     try:
         for batch in feed.steps(after=done):
             number = batch.step + 1
             ACTIVITY.at(f"replaying step {number}")
             rate = optim.learning_rate(run.optim, batch.step, feed.total)
-            looker = _Looker(session, batch) if number == step else None
+            inspector = _StepInspector(session, batch) if number == step else None
             result = strategy.train_step(batch, rate)
-            line = fingerprints.line(number, float(result.loss), float(result.grad_norm))
-            known = written.get(number, {})
-            if any(name in known for name in _HASHED) or number == step:
-                line |= hashed(strategy)
-            compared.append({"now": line, "then": known})
-            if looker is not None:
-                step_facts = looker.step_facts(batch, rate, line)
+            record = StepRecord.of_numbers(number, float(result.loss), float(result.grad_norm))
+            records.append(hashed(record) if was_hashed(number) or number == step else record)
+            if inspector is not None:
+                step_facts = inspector.step_facts(batch, rate, record)
                 break
     except NotFinite as caught:
         raise not_finite(caught, feed, feed.order.step(caught.step)) from caught
     strategy.close()
     if world.is_main:
-        report = {"from": done, "notes": notes, "steps": compared, "step": step_facts, "total": feed.total}
-        (run.folder / REPLAY).write_text(json.dumps(report), encoding="utf-8")
+        about = {"from": done, "notes": notes, "step": step_facts, "total": feed.total}
+        write_records(run.folder / RECORDS, about, records)
     return DONE
 
 
@@ -101,7 +96,7 @@ def finite(strategy: Strategy, world: World) -> bool:
     return all(world.all_gather(mine))
 
 
-class _Looker:
+class _StepInspector:
     """Collect the facts of one step. The gradient is observed during the step, everything else before it."""
 
     def __init__(self, session: Session, batch: StepBatch) -> None:
@@ -114,14 +109,14 @@ class _Looker:
         save_on_main(session.run.folder / WEIGHTS, weights, world)
         strategy.observer = self._recorder = GradientRecorder(world)
 
-    def step_facts(self, batch: StepBatch, rate: float, line: dict[str, Any]) -> dict[str, Any]:
+    def step_facts(self, batch: StepBatch, rate: float, record: StepRecord) -> dict[str, Any]:
         """Facts of the computed step. Only rank 0 has the norms."""
         run, feed, gradients = self._session.run, self._session.feed, self._recorder.gradients
         save_on_main(run.folder / GRADIENTS, gradients, self._session.world)
         norms = {name: float(g.double().norm()) for name, g in gradients.items()}
-        norm, limit = line["grad_norm"], run.optim.max_grad_norm
+        norm, limit = record.grad_norm, run.optim.max_grad_norm
         return {
-            "step": line["step"],
+            "step": record.step,
             "learning_rate": rate,
             "rows": batch.ids.tolist(),
             "micro_batches": [group.tolist() for group in feed.task.cut(feed.columns, batch.ids)],
@@ -161,37 +156,7 @@ def _losses(session: Session, rows: np.ndarray) -> np.ndarray:
     return share.sum(losses).cpu().numpy()
 
 
-ANATOMY = "anatomy.json"
-# In order of computation.
-KINDS = (
-    "weights before",
-    "rows",
-    "inputs",
-    "forward",
-    "loss",
-    "backward",
-    "leaf",
-    "gradient",
-    "norm",
-    "rate",
-    "update",
-)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A recorded value of a step."""
-
-    kind: str  # one of KINDS
-    name: str  # name of the tensor, module or parameter
-    hash: str
-    micro_batch: int = -1  # -1: the whole step
-    rank: int = 0
-    norm: float | None = None  # for gradients
-    value: float | None = None  # for scalars
-
-
-def take_apart(job: Job, world: World, output: str, target_step: str) -> int:
+def record_modules(job: Job, world: World, output: str, target_step: str) -> int:
     """Record the step that completes update `target_step`. Collective. Errors: `RunError`."""
     step = int(target_step)
     run, prepared = job.run, job.data
@@ -201,76 +166,54 @@ def take_apart(job: Job, world: World, output: str, target_step: str) -> int:
     checkpoints = Checkpoints(run.model_copy(update={"output": output}), world, prepared, feed.total)
     ACTIVITY.at("looking for a checkpoint")
     done, notes = checkpoints.take_before(strategy, step - 1)
-    entries: list[Entry] = []
+    record: StepRecord | None = None
     for batch in feed.steps(after=done):
         ACTIVITY.at(f"replaying step {batch.step + 1}")
         rate = optim.learning_rate(run.optim, batch.step, feed.total)
         if batch.step + 1 == step:
-            entries = _looked_at(strategy, world, batch, rate)
+            record = _recorded(strategy, world, batch, rate)
             break
         strategy.train_step(batch, rate)
     strategy.close()
-    if world.is_main:
-        report = {"from": done, "notes": notes, "total": feed.total, "entries": [asdict(e) for e in entries]}
-        (run.folder / ANATOMY).write_text(json.dumps(report), encoding="utf-8")
+    if world.is_main and record is not None:
+        write_records(run.folder / RECORDS, {"from": done, "notes": notes, "total": feed.total}, [record])
     return DONE
 
 
-def read_anatomy(folder: Path) -> tuple[list[Entry], dict[str, Any]]:
-    """Read the entries, and the rest of the report."""
-    report = json.loads((folder / ANATOMY).read_text(encoding="utf-8"))
-    return [Entry(**values) for values in report.pop("entries")], report
-
-
-def hash_of(*tensors: Tensor) -> str:
-    """Hash of the bits, dtypes and shapes of tensors."""
-    digest = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        plain = (tensor.to_dense() if tensor.is_sparse else tensor).detach().cpu().contiguous()
-        digest.update(f"{plain.dtype} {tuple(plain.shape)} ".encode())
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _looked_at(strategy: Strategy, world: World, batch: StepBatch, rate: float) -> list[Entry]:
-    """Run a step and return, on rank 0, all ranks' entries in the order of KINDS and micro-batches. Collective."""
-    entries = _tensors("weights before", _weights(strategy, world))
-    entries.append(Entry("rows", "", hash_of(torch.from_numpy(batch.ids))))
-    tracer = _Tracer(strategy, batch)
-    with tracer.hooked(), listening(strategy, tracer):
+def _recorded(strategy: Strategy, world: World, batch: StepBatch, rate: float) -> StepRecord:
+    """Run a step and return its record, on rank 0 with the values of all ranks, by micro-batch. Collective."""
+    before = _weights(strategy, world)
+    observer = _ModuleRecorder(strategy, batch)
+    with observer.hooked(), listening(strategy, observer):
         result = strategy.train_step(batch, rate)
-    entries += tracer.entries
-    norm = float(result.grad_norm)
-    entries.append(Entry("norm", "", norm.hex(), value=norm))
-    entries.append(Entry("rate", "", float(rate).hex(), value=float(rate)))
-    entries += _tensors("update", _weights(strategy, world))
-    mine = entries if world.is_main else [e for e in entries if e.micro_batch >= 0]
-    every = [replace(e, rank=rank) for rank, each in enumerate(world.all_gather(mine)) for e in each]
-    places = {id(e): i for i, e in enumerate(every)}
-    computed = ("inputs", "forward", "loss", "backward", "leaf")  # grouped by micro-batch
-
-    def when(entry: Entry) -> tuple[int, int, int]:
-        kind = KINDS.index("inputs" if entry.kind in computed else entry.kind)
-        return kind, entry.micro_batch, places[id(entry)]
-
-    return sorted(every, key=when) if world.is_main else []
+    every = [replace(c, rank=rank) for rank, own in enumerate(world.all_gather(observer.computed)) for c in own]
+    return StepRecord.of_numbers(
+        batch.step + 1,
+        float(result.loss),
+        float(result.grad_norm),
+        rate=float(rate),
+        examples=print_of(torch.from_numpy(batch.ids)),
+        before=before,
+        computed=tuple(sorted(every, key=lambda computed: computed.micro_batch)),
+        gradients=observer.gradients,
+        after=_weights(strategy, world),
+    )
 
 
-def _weights(strategy: Strategy, world: World) -> Mapping[str, Tensor]:
-    """Weights, buffers and optimizer state by name, on rank 0. Collective."""
-    return strategy.state_dict() if world.size > 1 else {n: local(t) for n, t in strategy.state_dict().items()}
-
-
-def _tensors(kind: str, state: Mapping[str, Tensor]) -> list[Entry]:
+def _weights(strategy: Strategy, world: World) -> dict[str, TensorPrint]:
+    """Weights and buffers, then optimizer state, by name, on rank 0. Collective."""
+    whole = strategy.state_dict()
+    state = whole if world.size > 1 else {n: local(t) for n, t in whole.items()}
     names = sorted(state, key=lambda name: (not name.startswith("model."), name))
-    return [Entry(kind, name.removeprefix("model."), hash_of(state[name])) for name in names]
+    return prints_of({name.removeprefix("model."): state[name] for name in names})
 
 
-class _Tracer(StepObserver):
+class _ModuleRecorder(StepObserver):
     """Record every value that a step computes on this rank."""
 
     def __init__(self, strategy: Strategy, batch: StepBatch) -> None:
-        self.entries: list[Entry] = []
+        self.computed: list[MicroBatchValue] = []
+        self.gradients: dict[str, TensorPrint] = {}  # on rank 0
         self._batch, self._strategy = batch, strategy
         self._micro: int = -1  # micro-batch of the most recent forward
 
@@ -292,18 +235,18 @@ class _Tracer(StepObserver):
         return True
 
     def loss(self, index: int, loss: Tensor) -> None:
-        self._add("loss", "", [loss], index, value=float(loss.detach()))
+        self._add("loss", "", [loss], index)
 
     def gradient(self, index: int, name: str, gradient: Tensor) -> None:
-        self._add("leaf", name, [gradient], index)
+        self._add("leaf gradient", name, [gradient], index)
 
     def reduced(self, gradient: WholeGradient) -> None:
-        for name, tensor in gradient.whole(self._strategy.world).items():
-            self._add("gradient", name, [tensor], -1, norm=float(local(tensor).double().norm()))
+        whole = gradient.whole(self._strategy.world)
+        self.gradients = prints_of({name: local(tensor) for name, tensor in whole.items()})
 
-    def _add(self, kind: str, name: str, tensors: Iterable[Tensor], micro: int, **more: Any) -> None:
+    def _add(self, kind: str, name: str, tensors: Iterable[Tensor], micro: int) -> None:
         if local_tensors := [local(t) for t in tensors]:
-            self.entries.append(Entry(kind, name, hash_of(*local_tensors), micro, **more))
+            self.computed.append(MicroBatchValue(kind, name, micro, print_of(*local_tensors)))
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         tensors = [t for t in (*args, *(kwargs[k] for k in sorted(kwargs))) if isinstance(t, Tensor)]
@@ -315,7 +258,7 @@ class _Tracer(StepObserver):
         def forward(module: nn.Module, args: Any, output: Any) -> None:
             if self._micro < 0:
                 return
-            self._add("forward", name, floats := _floats(output), self._micro)
+            self._add("output", name, floats := _floats(output), self._micro)
             for place, tensor in enumerate(each for each in floats if each.requires_grad):
                 # on the tensor: a module hook would add a node to the graph
                 tensor.register_hook(
@@ -325,7 +268,7 @@ class _Tracer(StepObserver):
         return forward
 
     def _record_gradient(self, name: str, micro: int, gradient: Tensor) -> None:
-        self._add("backward", name, [gradient], micro)
+        self._add("output gradient", name, [gradient], micro)
 
 
 def _same(micro: MicroBatch, kwargs: Mapping[str, Any]) -> bool:

@@ -1,21 +1,20 @@
 """`lockstep verify`: train a few steps of a job under its strategy and on one process, and compare them.
 
 In: a run. Out: the first difference between the two jobs, by name, and whether the strategy allows it. Both jobs are
-recorded as traces, which `lockstep_trace` compares as it compares those of any command. `--write golden.json` writes
-the hashes of every gradient, and of every weight after every step; `--against golden.json` reports the first of them
-that differs under this commit, torch, driver and number of processes.
+recorded as traces, which `lockstep_trace` compares as it compares those of any command. `--write golden.jsonl` keeps
+the records of the steps: hashes of every gradient, and of every weight after every step; `--against golden.jsonl`
+reports the first of them that differs under this commit, torch, driver and number of processes.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,15 @@ from lockstep.distributed.randomness import UNCOVERED
 from lockstep.launchers import start
 from lockstep.launchers.processes import accelerate_config
 from lockstep.proof import against_plain
+from lockstep.proof.recording import FILE as RECORDS
 from lockstep.proof.recording import TRACE, Recording, read
 from lockstep.track.console import Console
 from lockstep_trace import compare as comparing
 from lockstep_trace.compare import Comparison, Tolerance
 from lockstep_trace.plurals import quantity
 from lockstep_trace.read import read as read_trace
+from lockstep_trace.record import StepRecord, read_records, write_records
+from lockstep_trace.record import compare as record_compare
 from lockstep_trace.report import write as write_page
 from lockstep_trace.terminal import lines_of, say_numbers
 
@@ -110,7 +112,7 @@ def verify(
             status = worker.main(run.model_copy(update={"output": str(folder / "run")}), words=words)
         else:
             status = start.start_ranks(launcher, job.into(str(folder / "run")), words)
-        if status or not (folder / "run" / "recording.json").exists():  # the latter on every rank but the first
+        if status or not (folder / "run" / RECORDS).exists():  # the latter on every rank but the first
             return status
         if single:
             console.say("training the same steps on one process ...")
@@ -126,7 +128,7 @@ def record_run(run: Run, folder: Path, steps: int, begin: int | None = None) -> 
     Errors: `RunError`."""
     launcher, _, job = start.resolved(run)
     status = start.start_ranks(launcher, job.into(str(folder)), _words(steps, begin=begin))
-    return status or int(not (folder / "recording.json").exists()), job.data
+    return status or int(not (folder / RECORDS).exists()), job.data
 
 
 def _words(steps: int, plain: int = 0, begin: int | None = None) -> tuple[str, ...]:
@@ -173,7 +175,6 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
     return int(bool(wrong))
 
 
-FORMAT = 1
 _MOST_KEYS = 12  # keys that differ
 
 
@@ -183,30 +184,29 @@ def write(run: Run, steps: int, path: Path) -> int:
     if not path.parent.is_dir():
         raise RunError("LS8390", f"--write: no such folder: {path.parent}")
     console = Console(True)
-    hashes = record_hashes(run, steps)
-    if isinstance(hashes, int):
-        return hashes
+    golden = record_golden(run, steps)
+    if isinstance(golden, int):
+        return golden
     try:
-        path.write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
+        write_records(path, *golden)
     except OSError as error:
         raise RunError("LS8391", f"--write: {path}: {error.strerror}") from error
-    console.say(f"{path}: hashes of {len(hashes['steps'])} steps; compare with lockstep verify ... --against {path}")
+    console.say(f"{path}: hashes of {len(golden[1])} steps; compare with lockstep verify ... --against {path}")
     return 0
 
 
 def against(run: Run, path: Path) -> int:
     """Record the steps that a file has hashes of, and compare. Returns 0 for the same bits, 1 for others, or the exit
     status of a job that failed. Errors: `RunError`."""
-    then, console = read_golden(path), Console(True)
-    now = record_hashes(run, then["asked"], then["steps"][0]["step"])
-    if isinstance(now, int):
-        return now
-    other_differences = differences(then, now)
-    if (first := first_difference(then, now)) is None:
-        console.say(
-            f"result: the same bits as in {path}: {len(now['steps'])} steps, each with "
-            f"{len(now['steps'][0]['tensors'])} gradients and weights"
-        )
+    (then, old), console = read_golden(path), Console(True)
+    golden = record_golden(run, then["asked"], old[0].step)
+    if isinstance(golden, int):
+        return golden
+    now, new = golden
+    other_differences = changes(then, now)
+    if (first := first_difference(old, new)) is None:
+        count = len(new[0].gradients) + len(new[0].after)
+        console.say(f"result: the same bits as in {path}: {len(new)} steps, each with {count} gradients and weights")
         for line in other_differences:
             console.say(f"  (has changed: {line})")
         return 0
@@ -218,24 +218,26 @@ def against(run: Run, path: Path) -> int:
     return 1
 
 
-def read_golden(path: Path) -> dict[str, Any]:
-    """Read a file of hashes. Errors: `RunError`."""
+def read_golden(path: Path) -> tuple[dict[str, Any], list[StepRecord]]:
+    """Read a file of records: facts, and steps. Errors: `RunError`."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        facts, steps = read_records(path)
     except OSError as error:
         raise RunError("LS8392", f"--against: {path}: {error.strerror}") from error
-    except ValueError:
-        raise RunError("LS8393", f"--against: {path} is not JSON") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not content.get("steps"):
+    except ValueError as error:
+        if error.code == "LS9150":  # type: ignore[attr-defined]
+            raise RunError("LS8393", f"--against: {path} is not JSON") from None
+        facts, steps = {}, []
+    if "asked" not in facts or not steps:
         raise RunError(
             "LS8394", f"--against: {path} was not written by lockstep verify --write, or by another version of it"
         )
-    return content
+    return facts, steps
 
 
-def record_hashes(run: Run, steps: int, begin: int | None = None) -> dict[str, Any] | int:
-    """Return the hashes of a few steps of a run on this machine, or the exit status of a job that failed. `begin`: the
-    first step. Errors: `RunError` for a strategy that is not bitwise reproducible."""
+def record_golden(run: Run, steps: int, begin: int | None = None) -> tuple[dict[str, Any], list[StepRecord]] | int:
+    """Return facts and records of a few steps of a run on this machine, or the exit status of a job that failed.
+    `begin`: the first step. Errors: `RunError` for a strategy that is not bitwise reproducible."""
     if start.joining():
         raise RunError(
             "LS8395", "lockstep verify --write and --against start their own processes; run it without torchrun"
@@ -252,13 +254,15 @@ def record_hashes(run: Run, steps: int, begin: int | None = None) -> dict[str, A
                 f"strategy.name: {recording.strategy} sums in its own order with these options, so its result is not "
                 "bitwise reproducible and cannot be compared; set strategy.exact=true and leave such options out",
             )
-        return _golden_values(run, prepared, recording) | {"asked": steps, "steps": list(_steps(recording))}
+        for step in recording.steps:
+            if (fault := step.fault()) is not None:
+                raise RunError("LS8397", f"step {step.step}: {fault}, so the step is not compared")
+        return _facts(run, prepared, recording) | {"asked": steps}, recording.steps
 
 
-def _golden_values(run: Run, prepared: Prepared, recording: Recording) -> dict[str, Any]:
+def _facts(run: Run, prepared: Prepared, recording: Recording) -> dict[str, Any]:
     cuda = torch.cuda.is_available() and run.launch.device != "cpu"
     return {
-        "format": FORMAT,
         "run": run.arithmetic(),
         "data": prepared.key,
         "versions": versions(run),
@@ -270,37 +274,20 @@ def _golden_values(run: Run, prepared: Prepared, recording: Recording) -> dict[s
     }
 
 
-def _steps(recording: Recording) -> Iterator[dict[str, Any]]:
-    for step in recording.steps:
-        if step.not_finite or not (math.isfinite(step.loss) and math.isfinite(step.norm)):
-            what = f"its {step.not_finite[0]}" if step.not_finite else f"loss {step.loss!r} or norm {step.norm!r}"
-            raise RunError("LS8397", f"step {step.number}: {what} is not finite, so the step is not compared")
-        yield {"step": step.number, "loss": step.loss.hex(), "grad_norm": step.norm.hex(), "tensors": step.hashes}
-
-
-def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Describe the first value that differs, in the order of computation: loss, gradients, norm, weights."""
-    if [s["step"] for s in then["steps"]] != [s["step"] for s in now["steps"]]:
+def first_difference(then: Sequence[StepRecord], now: Sequence[StepRecord]) -> str | None:
+    """Describe the first value that differs, or return None."""
+    if [record.step for record in then] != [record.step for record in now]:
         return "other steps are compared, because an epoch has another length"
-    for old, new in zip(then["steps"], now["steps"], strict=True):
-        at = f"step {old['step']}"
-        if old["loss"] != new["loss"]:
-            return f"{at}: the loss is {float.fromhex(new['loss'])!r}, and was {float.fromhex(old['loss'])!r}"
-        if old["tensors"].keys() != new["tensors"].keys():
-            names = sorted(old["tensors"].keys() ^ new["tensors"].keys())
-            return f"{at}: {names[0].partition('.')[2]} exists only {'then' if names[0] in old['tensors'] else 'now'}"
-        for kind, called in (("gradient.", "gradient of"), ("weight.", "weights after the step:")):
-            names = [n for n in old["tensors"] if n.startswith(kind) and old["tensors"][n] != new["tensors"][n]]
-            if names:
-                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                return f"{at}: {called} {names[0].partition('.')[2]}{more}"
-            if kind == "gradient." and old["grad_norm"] != new["grad_norm"]:
-                norms = (float.fromhex(each["grad_norm"]) for each in (new, old))
-                return "{}: the gradient norm is {!r}, and was {!r}".format(at, *norms)
-    return None
+    differing = record_compare(then, now)
+    if not differing:
+        return None
+    first, text = differing[0], f"step {differing[0].step}: {differing[0]}"
+    if first.missing:
+        return f"{text} exists only {'then' if first.missing == 'second' else 'now'}"
+    return text if first.values is None else f"{text} is {first.values[1]!r}, and was {first.values[0]!r}"
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe what has changed since the file was written: keys of the run file, data, versions, hardware."""
     former = then["run"]
     keys = sorted(k for k in former.keys() | now["run"].keys() if former.get(k) != now["run"].get(k))

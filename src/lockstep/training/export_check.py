@@ -2,7 +2,8 @@
 
 In: a strategy that holds the exported model, and later the export. Out: the outcome, for a message. The export is
 loaded with transformers' `from_pretrained` and the saved tokenizer; examples start from raw rows kept by data
-preparation, and `lockstep.plain` computes their losses.
+preparation, and `lockstep.plain` computes their losses. Losses and scores of two models are compared, within rounding:
+no step is, so this is no case for `lockstep_trace/record.py`.
 """
 
 from __future__ import annotations

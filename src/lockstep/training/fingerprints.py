@@ -1,4 +1,4 @@
-"""`OUTPUT/fingerprints.jsonl`: a short record of every step, so that runs can be compared step by step.
+"""`OUTPUT/fingerprints.jsonl`: a record of every step at the level `losses`, so that runs can be compared step by step.
 
 In: the result of every step and, occasionally, the state after it. Out: one line per step with loss and gradient norm
 in full and a hash of their bits; if the state was hashed, also `weights` and `optimizer`. Bitwise equal runs have equal
@@ -7,9 +7,6 @@ lines, whatever the number of processes. Values on a device are read when the lo
 
 from __future__ import annotations
 
-import hashlib
-import math
-import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,8 +20,11 @@ from lockstep.data.batch import StepResult
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.track.jsonl import Lines
+from lockstep.track.report.history import lines_of
+from lockstep_trace.record import StepRecord
 
 FILE = "fingerprints.jsonl"
+KEYS = ("step", "loss", "grad_norm", "hash", "weights", "optimizer")  # of a line
 _MOST = 1000  # maximum steps whose results are not read yet
 
 # Step, loss and gradient norm (may still be on the device), hashes of the state if computed.
@@ -92,7 +92,7 @@ class Fingerprints:
         for step, loss, norm, state in waiting:
             if self._lines is not None:
                 with suppress(OSError):  # kept, and retried with the next line
-                    self._lines.add(line(step, float(loss), float(norm)) | state)
+                    self._lines.add(StepRecord.of_numbers(step, float(loss), float(norm), **state).to_json())
 
     def close(self) -> None:
         with suppress(OSError, RuntimeError):  # after a failure the device may be unreadable
@@ -101,27 +101,12 @@ class Fingerprints:
                 self._lines.close()
 
 
-def fault(entry: Mapping[str, Any], skips: bool) -> str | None:
-    """Describe the fault of a single line (hash and numbers disagree, or numbers are not finite), or return None.
-    `skips`: whether the run skips non-finite steps."""
-    if not {"loss", "grad_norm", "hash"} <= entry.keys():
-        return None
-    loss, norm = entry["loss"], entry["grad_norm"]
-    if loss is None or norm is None:
-        return None if skips else "loss or gradient norm is not finite"
-    if not all(isinstance(each, int | float) for each in (loss, norm)) or line(0, loss, norm)["hash"] != entry["hash"]:
-        return "the hash is not that of loss and gradient norm: the line was changed after it was written"
-    return None
+def recorded(output: Path) -> list[StepRecord]:
+    """Return the records of the steps of OUTPUT, complete lines alone; empty without the file."""
+    lines = lines_of(output / FILE, ("step", "hash"))
+    return [StepRecord.from_json({name: line.get(name) for name in KEYS}) for line in lines]
 
 
 def skips(run: Run) -> bool:
     """Whether the run skips non-finite steps, because of `on_nonfinite` or a loss scale."""
     return run.on_nonfinite == "skip" or run.precision == "fp16"
-
-
-def line(step: int, loss: float, norm: float) -> dict[str, Any]:
-    """Line of a step. Non-finite numbers become null, because JSON cannot represent them; the hash distinguishes
-    them."""
-    numbers = {name: value if math.isfinite(value) else None for name, value in (("loss", loss), ("grad_norm", norm))}
-    digest = hashlib.blake2b(struct.pack("<dd", loss, norm), digest_size=8).hexdigest()
-    return {"step": step, **numbers, "hash": digest}

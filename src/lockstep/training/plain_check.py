@@ -5,6 +5,7 @@ option that causes the difference, identified by disabling options one by one. T
 rows, the model's tokenizer, a padded batch, and a transformers model that shares the run's tensors, so that no second
 model is in memory. The check leaves no gradients, files or changes to random generators.
 
+As the judge of what is recorded later, it compares whole tensors and shares no code with `lockstep_trace/record.py`.
 The plain path also measures the tolerance: in float32 by the effect of a change in the last bit of the weights, in half
 precision by the effect of half precision on the plain path itself.
 """

@@ -8,7 +8,8 @@ the step, and by the next rank (by the same rank, if there is only one). The gra
 tolerance is needed, because a micro-batch has the same bits wherever it runs. A third computation decides which one was
 wrong. At these steps the weights of all ranks are compared as well; before every checkpoint the weights and, if each
 rank holds all of it, the optimizer state. A run therefore resumes only from a state that its ranks agreed on. Requires
-a strategy that can recompute a micro-batch (`Recomputes`).
+a strategy that can recompute a micro-batch (`Recomputes`). `lockstep_trace/record.py` compares steps of two trainings;
+ranks of one step are compared here, by votes.
 
 Identifying the wrong one takes three: three machines if machines are evicted (torchrun with `launch.machines` as
 fewest:most), three ranks on one machine (`launch.on_rank_failure: continue`). With two, a permanently faulty one would
@@ -22,10 +23,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from lockstep.checkpoint.storage import summed
 from lockstep.config.errors import EXCLUDED, FAILED, HALTED
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import StepBatch, StepResult
@@ -38,6 +37,7 @@ from lockstep.training.errors import CorruptionDetected, Regroup, TrainingFailed
 from lockstep.training.resolve import RECOMPUTES, launcher_class
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
+from lockstep_trace.tracer.fingerprint import combined, hash_sum, hash_text
 
 
 class SdcCheck:
@@ -144,7 +144,7 @@ class SdcCheck:
         world = self._world
         if world.size == 1:
             return
-        hashes = world.all_gather(_hashed(tensors))
+        hashes = world.all_gather(hash_text(*tensors))
         counts = Counter(hashes)
         if len(counts) == 1:
             return
@@ -189,7 +189,7 @@ class GradientHash(StepObserver):
 
     def gradient(self, index: int, name: str, gradient: Tensor) -> None:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        self._sums.setdefault(name, []).append(summed(dense.detach()))
+        self._sums.setdefault(name, []).append(hash_sum(dense.detach()))
 
     def reduced(self, gradient: WholeGradient) -> None:
         if self._compare is not None:
@@ -197,13 +197,7 @@ class GradientHash(StepObserver):
 
     def hash(self) -> str:
         """Return the hash. Synchronizes with the device."""
-        numbers = {name: [int(each) for each in sums] for name, sums in sorted(self._sums.items())}
-        return hashlib.blake2b(str(numbers).encode(), digest_size=8).hexdigest()
-
-
-def _hashed(tensors: list[Tensor]) -> str:
-    sums = np.array([int(summed(each)) for each in tensors], dtype=np.int64)
-    return hashlib.blake2b(sums.tobytes(), digest_size=8).hexdigest()
+        return combined((name, "", (), int(each)) for name, sums in sorted(self._sums.items()) for each in sums)
 
 
 def decide_eviction(

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.storage import StateHash, summed
+from lockstep.checkpoint.storage import StateHash
 from lockstep.data.raw_rows import RawRows
 from lockstep.plain.rows import NotCovered
 from lockstep.plain.train import load_pretrained
 from lockstep.training.plain_sides import WHOLE, job_of, plain_path
 from lockstep.training.session import Session
+from lockstep_trace.tracer.fingerprint import hash_sum
 
 _NAMES = 4  # maximum names in a message
 
@@ -109,7 +110,7 @@ def _sums(tensor: Any, low: torch.dtype | None, dtype: torch.dtype, weight: bool
     """Acceptable hash sums of a tensor. A buffer that a model computes, such as rotary frequencies, is float32 even if
     weights are loaded in lower precision."""
     ways = {low} if weight else {low, None}
-    return {int(summed(_in(tensor, way, dtype))) for way in ways}
+    return {int(hash_sum(_in(tensor, way, dtype))) for way in ways}
 
 
 def _in(tensor: Any, low: torch.dtype | None, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Derives the likely cause of a difference between two traces from the pattern of the difference.
+"""Derives the likely cause of a difference between two trainings from its kind and pattern: the one table of causes.
 
 Differences are measured; a cause is a guess. In: counts, factors and records. Out: one sentence on what is likely wrong
 and what to change.
@@ -15,6 +15,27 @@ from lockstep_trace.losses import Losses, agreeing
 from lockstep_trace.ranks import data_ranks, examples_of
 from lockstep_trace.read import Step, Trace
 
+# Kinds of values of a step, in the order of computation: the first that differs is reported. A trace has some of them,
+# the record of a step others (`record.py`). `weights` and `optimizer` are hashes of the whole state.
+ORDER = (
+    "start weights",
+    "scores",
+    "examples",
+    "inputs",
+    "output",
+    "loss",
+    "output gradient",
+    "leaf gradient",
+    "gradient",
+    "norm",
+    "loss sum",
+    "clipping",
+    "learning rate",
+    "update",
+    "buffers",
+    "weights",
+    "optimizer",
+)
 COSINE = 0.99  # below it a factor is meaningless
 ROUNDING = 5e-6  # relative loss difference; more is not float32 rounding
 NEAR = 0.01  # relative: a factor equals a number
@@ -57,6 +78,19 @@ OTHER_TARGETS = (
     "the model sees the same inputs, and the loss is computed against other targets: compare how they are made, masked "
     "and ordered"
 )
+OF_KIND = {  # where both compute the same values before it, and nothing else is known
+    "start weights": "the runs began with other weights (the model, its source, or the seed)",
+    "examples": "another order of the data (seed, batch_size, data, or a filter)",
+    "inputs": "the same rows became other tokens (data, tokenizer, truncation, or micro_batches)",
+    "output": "weights and tokens are equal: dropout or its seed, precision, or code of the model",
+    "loss": "the outputs are equal: the task's loss or its targets",
+    "output gradient": "forward is equal: the model's backward, precision, or an option that recomputes",
+    "leaf gradient": "the layer's inputs are equal: how its weight gradient is computed, or a hook on it",
+    "norm": NORM,
+    "loss sum": "the loss of each micro-batch is equal: how they are added, which changes no weight",
+    "learning rate": "the schedule (optim.learning_rate, its warm-up, or the number of steps)",
+    "update": "all gradients are equal: clipping, weight decay, or the optimizer and its options",
+}
 LENGTHS = (
     "one run made more steps: count the batches of an epoch, the accumulation steps and how the "
     "last, smaller batch is treated"

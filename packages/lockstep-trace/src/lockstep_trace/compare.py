@@ -1,8 +1,7 @@
 """Compares two traces and reports the first difference: the first step and, in causal order, the first quantity.
 
 In: a reference trace and another, of any command or of a run's own steps (proof/verify.py), and a tolerance. Out:
-`Comparison`. Order: start weights, scores before training, examples, loss, gradient, clipping, learning rate, update,
-buffers. The comparison ends at the first difference.
+`Comparison`. The comparison takes the kinds of `causes.ORDER` in turn and ends at the first difference.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from lockstep_trace.merge import UNSEEN, Whole, difference, merged, merged_buffe
 from lockstep_trace.ranks import examples_of, scales_of_clipping
 from lockstep_trace.read import Trace
 
-ORDER = ("start weights", "scores", "examples", "loss", "gradient", "clipping", "learning rate", "update", "buffers")
 COLUMNS = ["step", "loss", "differs", "norm", "differs", "gradients", "changes"]
 SAFETY = 10  # tolerance: this multiple of the effect of a perturbed last bit
 SMALL = 1e-3  # of the total gradient norm: smaller gradients contain the rounding of larger numbers
@@ -58,7 +56,7 @@ class StepDifferences:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of a comparison. `first`: the first difference, of `ORDER`, or None if all is within the tolerance.
+    """Result of a comparison. `first`: the first difference, of `causes.ORDER`, or None if all is within the tolerance.
     `lines`: what differs. `cause`: the likely cause, one sentence."""
 
     optimizer: int

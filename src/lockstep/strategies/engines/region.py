@@ -18,7 +18,6 @@ What fails is refused or, where nobody asked for it (`auto`), computed uncompile
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,6 +43,7 @@ from lockstep.strategies.exact.statistics import LossOutput
 from lockstep.strategies.job import Job, with_compile
 from lockstep.tasks.models import padding, repeatable
 from lockstep.tasks.task import Task
+from lockstep_trace.tracer.fingerprint import hash_text
 
 if TYPE_CHECKING:
     from lockstep.data.arrow_cache import Columns
@@ -65,6 +65,7 @@ REPEATING = re.compile(
     r"|torch\.ops\.inductor\.\w+(\.\w+)?$|inductor_ops\.\w+$"
     r"|torch\.ops\.mkldnn\._\w+\.\w+$|torch\.ops\.mkl\._\w+(\.\w+)?$"
 )
+
 # A call of an operation, in an assignment or by itself (in place); `aten` and `inductor_ops` are names of the module.
 _CALL = re.compile(r"(?<![\w.'\"])((?:extern_kernels|torch\.ops|aten|inductor_ops|_quantized)(?:\.\w+)+)\(")
 IN_PARTS = "with these options a rank does not run the whole model in one piece under strategy.name: "
@@ -305,7 +306,7 @@ def _computed(strategy: Any, micro: MicroBatch) -> str:
     strategy.region.check(micro)
     loss, gradients = _by_code(strategy, micro)
     tensors = (loss.detach(), *gradients)
-    return hashlib.sha256(b"".join(_bits(tensor) for tensor in tensors if tensor is not None)).hexdigest()[:16]
+    return hash_text(*(tensor for tensor in tensors if tensor is not None))
 
 
 def _by_code(strategy: Any, micro: MicroBatch) -> tuple[Tensor, Sequence[Tensor | None]]:
@@ -346,14 +347,6 @@ def _compare(strategy: Any, micro: MicroBatch) -> None:
 def _norm(gradients: Sequence[Tensor | None]) -> float:
     norms = [gradient.detach().float().norm() for gradient in gradients if gradient is not None]
     return float(torch.stack(norms).norm())
-
-
-def _bits(tensor: Tensor) -> bytes:
-    """A checksum of a tensor's bits, computed on its device: two sums of its words, one of them weighted by place."""
-    words = tensor.detach().contiguous().flatten().view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-    words = words.to(torch.int64)
-    places = torch.arange(1, len(words) + 1, device=words.device) % 65521
-    return torch.stack([words.sum(), (words * places).sum()]).cpu().numpy().tobytes()
 
 
 @contextmanager

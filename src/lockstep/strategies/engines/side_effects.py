@@ -9,7 +9,6 @@ student learns, and a limit on weights has no effect until a weight exceeds it.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.config.run import RunError
 from lockstep.distributed.torch_internals import is_dtensor
 from lockstep.distributed.world import World
+from lockstep_trace.tracer.fingerprint import hash_text
 
 _ENGINES = frozenset(["accelerate", "builtins", "deepspeed", "lockstep", "torch"])
 _LIBRARIES = _ENGINES | {"peft", "transformers", "transformers_modules"}
@@ -477,8 +477,7 @@ def _alike(model: nn.Module, names: Collection[str], first: Forward, second: For
                 for forward in turns:
                     forward()
                 for name in names:
-                    numbers = bits_of(tensor_of(model, name)).cpu().numpy().tobytes()
-                    hashes_of[name].add(hashlib.sha256(numbers).hexdigest())
+                    hashes_of[name].add(hash_text(tensor_of(model, name)))
     except Exception:
         return {}
     return {name: hashes.pop() for name, hashes in hashes_of.items() if len(hashes) == 1}

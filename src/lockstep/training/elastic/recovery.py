@@ -22,7 +22,6 @@ from the last checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable
@@ -33,7 +32,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint.storage import summed
 from lockstep.config.errors import STOPPED
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.membership import Generation
@@ -47,6 +45,7 @@ from lockstep.training import sdc_check
 from lockstep.training.errors import Regroup, TrainingFailed
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
+from lockstep_trace.tracer.fingerprint import combined, hash_sum
 
 if TYPE_CHECKING:
     from lockstep.training.elastic.reshard import Resharder
@@ -261,12 +260,10 @@ class Recovery:
     def _compare(self) -> None:
         """Check that every rank holds the same bits. Collective. Errors: `TrainingFailed`, which restarts the job."""
         session, state = self.session, self._state
-        digest = hashlib.sha256(state.digest().encode())
         # a resharder has compared the tensors already
         tensors = session.averaged.sharded_state_dict() if self._resharder is None else {}
-        for name, tensor in sorted(tensors.items()):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {int(summed(tensor.detach()))}\n".encode())
-        if len(set(session.world.all_gather(digest.hexdigest()))) > 1:
+        mine = state.digest(), combined((n, t.dtype, t.shape, int(hash_sum(t))) for n, t in sorted(tensors.items()))
+        if len(set(session.world.all_gather(mine))) > 1:
             raise TrainingFailed(
                 "LS5036", f"after a rank failed, the other ranks have different states after step {state.step}"
             )

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint.storage import StateHash, hashed, held_here, summed
+from lockstep.checkpoint.storage import StateHash, hashed, held_here
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.sharded import Incomplete, PeerReader, SliceMap, local
 from lockstep.distributed.world import World
@@ -26,6 +26,7 @@ from lockstep.training.errors import TrainingFailed
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
 from lockstep_trace.plurals import quantity
+from lockstep_trace.tracer.fingerprint import hash_sum
 
 
 class Resharder:
@@ -161,7 +162,7 @@ def _compare(strategy: Any, world: World) -> None:
     `TrainingFailed`."""
     state = strategy.own_state()
     cut = {place: t for place, t in held_here(state).items() if isinstance(state[place.name], DTensor)}
-    every = world.all_gather({place: int(summed(t.detach(), place.whole, place.offsets)) for place, t in cut.items()})
+    every = world.all_gather({place: int(hash_sum(t, place.whole, place.offsets)) for place, t in cut.items()})
     for place in {place for each in every for place in each}:
         sums = [each[place] for each in every if place in each]
         holders = world.size // cuts(state[place.name])  # each tensor-parallel rank has a copy of unsharded tensors
@@ -176,7 +177,7 @@ def _slices_of(mine: Version | None) -> SliceMap:
 def _hash_of_held(saved: PeerReader, mine: Version | None, session: Session) -> Mapping[str, str]:
     """Hash of the held state. Collective. Errors: `TrainingFailed`, if two ranks hold different bits of the same
     slice."""
-    own = {place: int(summed(piece.detach(), place.whole, place.offsets)) for place, piece in _slices_of(mine).items()}
+    own = {place: int(hash_sum(part, place.whole, place.offsets)) for place, part in _slices_of(mine).items()}
     every = session.world.all_gather(own)
     sums: dict[str, int] = {}
     for name, pieces in saved.holders.items():

@@ -1,5 +1,5 @@
-"""Exact fingerprints and sketches of tensors, both linear in the elements, so that those of shards add up to those of
-the full tensor.
+"""The hash of a tensor, here called fingerprint, and its sketch: both are sums over the elements, so that those of
+shards add up to those of the full tensor. lockstep has no other definition of a tensor's hash.
 
 In: local tensors and their blocks of the full tensors. Out: for each tensor a fingerprint (64 bits), its sum of squares
 and a sketch (`width_of(shape)` float64 numbers). An element's contribution depends on its value and its index in the
@@ -8,7 +8,9 @@ flattened full tensor, never on the rank or the sharding.
 **Fingerprint**: the sum of (bits of element i) * k(i) modulo 2^64, k(i) a fixed odd number that mixes i. Equal tensors
 have equal fingerprints. Tensors that differ in one element always have different ones. Tensors that differ in several
 have equal ones with a probability of about 2^-(63 - t), where t is the lowest bit in which any element differs: 2^-63
-for values that differ in their last bit, 2^-32 for float32 values that differ only in sign.
+for values that differ in their last bit, 2^-32 for float32 values that differ only in sign. The bits of an element of
+eight bytes are mixed first (upper half into the lower), so that t is at most 31. It detects accidents, not deliberate
+changes: against those, checkpoints and exports have SHA-256.
 
 **Sketch**: a count sketch (Charikar, Chen and Farach-Colton, 2002). Element i is added with a fixed sign s(i) to bucket
 i mod P, where P is a prime that divides no dimension. The squared norm of a sketch estimates the squared norm of the
@@ -20,8 +22,9 @@ b = f * a, then sketch(b) = f * sketch(a) within rounding.
 from __future__ import annotations
 
 import functools
+import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +101,42 @@ def measure(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool = T
     return [vectors[i] for i in range(len(tensors))]
 
 
+def hash_sum(part: Tensor, shape: Sequence[int] | None = None, offset: Sequence[int] | None = None) -> Tensor:
+    """Return the hash of a tensor, or of a block at `offset` of a tensor of this `shape`: int64 scalar, on its device.
+    Those of all blocks add up, modulo 2^64, to that of the tensor. Dtype and shape are not hashed: see `combined`."""
+    size = tuple(part.shape)
+    block = whole(part) if shape is None else Block(tuple(shape), tuple(offset or (0,) * len(size)), size)
+    return measure([part.detach()], [block], sketch=False)[0][0]
+
+
+def hexed(number: int) -> str:
+    """Return the 16 hexadecimal digits of a hash, signed or not."""
+    return f"{number & _MASK:016x}"
+
+
+def combined(tensors: Iterable[tuple[str, torch.dtype | str, Sequence[int], int]]) -> str:
+    """Return one hash of several tensors, 16 hexadecimal digits. `tensors`: (name, dtype, shape, hash) of each."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, dtype, shape, number in tensors:
+        digest.update(f"{name} {str(dtype).removeprefix('torch.')} {tuple(shape)} {hexed(number)}\n".encode())
+    return digest.hexdigest()
+
+
+def measure_all(tensors: Sequence[Tensor]) -> list[tuple[int, float]]:
+    """Return hash and sum of squares of each tensor. Synchronizes with the device."""
+    dense = [t.detach().to_dense() if t.layout != torch.strided else t.detach() for t in tensors]
+    vectors = measure(dense, [whole(tensor) for tensor in dense], sketch=False)
+    if len({vector.device for vector in vectors}) == 1:
+        vectors = list(torch.stack(vectors).cpu().unbind(0))  # one transfer
+    return [(int(vector[0]), float(vector[1:].cpu().view(torch.float64))) for vector in vectors]
+
+
+def hash_text(*tensors: Tensor) -> str:
+    """Return one hash of tensors with their dtypes and shapes. Synchronizes with the device."""
+    rows = zip(tensors, measure_all(tensors), strict=True)
+    return combined(("", tensor.dtype, tensor.shape, number) for tensor, (number, _) in rows)
+
+
 def _by_chunks(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool) -> list[Tensor]:
     """Measure on a CPU: small tensors together, large ones in chunks that fit its cache."""
     vectors: dict[int, Tensor] = {}
@@ -144,7 +183,10 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def _bits(flat: Tensor) -> Tensor:
-    return flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
+    """Return each element's bits as an integer, 0 only for zero bits: int64. A tensor that differs in the highest bit
+    of an even number of elements would have the same sum without mixing, as 2^63 * odd is 2^63 modulo 2^64."""
+    bits = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
+    return bits ^ shifted(bits, 32) if flat.element_size() == 8 else bits
 
 
 def _numbers(flat: Tensor) -> Tensor:
@@ -514,7 +556,10 @@ def _add(flat: Tensor, chunk: int, begin: int, p: int, sums: tuple[Tensor, Tenso
     _, odd = _tables(p, CPU)
     scratch = _scratch(p, threading.get_ident())
     bits = scratch.integers[:n].copy_(flat.view(_INTEGERS[flat.element_size()]))
-    total.add_(torch.dot(bits, odd[begin : begin + n]) * _chunk_number(chunk))
+    if flat.element_size() == 8:  # as `_bits`
+        bits.bitwise_xor_(shifted(bits, 32))
+    # torch.dot takes 0.8 of the time, and is refused for integers by `strategy.exact: portable`
+    total.add_(bits.mul_(odd[begin : begin + n]).sum() * _chunk_number(chunk))
     lead, tail = begin % p, -(begin + n) % p
     room = scratch.doubles[: lead + n + tail]
     double = room[lead : lead + n].copy_(_numbers(flat))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import fingerprint
 from .graph import LossFunction
 from .inputs import TOKENS, CallInputs
 from .pending import bits_of, number_of
@@ -69,7 +70,7 @@ def hexed(hashes: list[Tensor]) -> list[str]:
     if not hashes:
         return []
     numbers = torch.cat([h.to("cpu") for h in hashes]).tolist()
-    return [f"{n & (1 << 64) - 1:016x}" for n in numbers]
+    return [fingerprint.hexed(n) for n in numbers]
 
 
 OF_STEP = (  # of `numbers_of`
@@ -132,9 +133,7 @@ def _targets(objective: LossFunction, numbers: Iterator[Tensor]) -> dict[str, An
     if objective.targets is None:
         return {}
     count, *hashes, equal = next(numbers).tolist()
-    return {"targets": count, "hashes": [f"{n & (1 << 64) - 1:016x}" for n in hashes]} | (
-        {"equal": True} if equal else {}
-    )
+    return {"targets": count, "hashes": [fingerprint.hexed(n) for n in hashes]} | ({"equal": True} if equal else {})
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
