@@ -152,6 +152,7 @@ def _trained(meet: str, overrides: list[str], stop: int, how: str, keep: bool, s
 @contextlib.contextmanager
 def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
     """Listen to what this rank does. Nothing of what it computes is changed."""
+    from lockstep.track.report import report
     from lockstep.training import evaluation, export_check
     from lockstep.training import rank as worker
     from lockstep.training.data_loader import StepLoader
@@ -197,7 +198,7 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
         return batch
 
     export_check.evaluated = of_export
-    worker.write_report = lambda folder: None  # type: ignore[assignment]  # a fifth of what a rank takes
+    report.write_report = lambda folder: None  # type: ignore[assignment]  # a fifth of what a rank takes
     worker.RankZeroSinks.advance, evaluation.sum_split, StepLoader.make = advanced, watched, made  # type: ignore[method-assign]
     if keep:
         _keeping(Path("plain"))
