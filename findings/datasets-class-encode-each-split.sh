@@ -3,6 +3,7 @@
 # Seen: "negative" is class 0 in train and "positive" is class 0 in test, because test holds no "negative". A model
 # trained on the one and scored on the other is scored against other classes; nothing is said.
 # Of integer labels, the numbers are sorted as text: 10 becomes class 2, and 2 becomes class 3.
+# Run on 2026-11-28.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

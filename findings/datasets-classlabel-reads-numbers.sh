@@ -2,6 +2,7 @@
 # datasets 5.2.0: casting a column of text to ClassLabel takes a text that is no class name, but reads as a number, for
 # the index of a class. Seen: of the names "1", "2", "3" the text "1" is class 0, by its name, and the text "0", which is
 # no name, is class 0 as well, by its index. A text that is no name and no number raises an error, as one would expect.
+# Run on 2026-11-28.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

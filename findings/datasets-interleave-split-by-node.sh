@@ -3,6 +3,7 @@
 # Seen: where the number of shards is no multiple of the nodes, each node keeps every second example, so one node gets
 # all of the first source and none of the second, and the other node the reverse; they also get 8 and 7 examples. With a
 # multiple of the nodes (4 and 4 shards) both see both sources.
+# Run on 2026-11-28.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

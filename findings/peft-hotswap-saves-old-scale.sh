@@ -2,6 +2,7 @@
 # peft 0.21.2: hotswap_adapter gives a running model the weights and the scale of another LoRA adapter; save_pretrained then.
 # Seen: the model answers as the new adapter does, and what it saves holds the new weights beside the old lora_alpha: loaded
 # again, it answers otherwise (scale 2 in place of 8).
+# Run on 2026-11-28.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

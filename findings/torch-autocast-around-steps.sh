@@ -3,6 +3,7 @@
 # forward pass. Seen: the weights are cast once and the cast copies kept until the outermost region ends, so the forward pass
 # never sees an update: the loss stays where it was for all steps, while the weights move. Nothing is said. An outer region
 # that is disabled (enabled=False) does the same to regions within it.
+# Run on 2026-11-28.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

@@ -4,6 +4,7 @@
 # gradients of *different* branches: they have equal shapes and lie in the same place of each rank's buffer.
 # Seen, gloo on two processes: each rank has a gradient for its own branch alone, and it is the mean of both branches'
 # (2.0) where half of one is due (0.5 and 1.5). No error, no warning.
+# Run on 2026-11-28.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

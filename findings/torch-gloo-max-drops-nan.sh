@@ -2,6 +2,7 @@
 # torch 2.13.0, gloo: all_reduce with ReduceOp.MAX of values of which one is NaN, a usual way to ask whether any rank
 # has one. Seen: whether the NaN survives depends on the rank that holds it. On two processes a NaN of rank 0 gives NaN
 # on both, a NaN of rank 1 gives 1.0 on both. SUM keeps it in either case.
+# Run on 2026-11-28.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

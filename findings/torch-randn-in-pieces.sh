@@ -3,6 +3,7 @@
 # Seen: 32 at once are the same numbers as twice 16, and 16 at once are other numbers than twice 8; the first 15 of 16 are
 # not the 15 that a call for 15 gives. A tensor that is initialized in shards, or with one element less, begins differently.
 # torch.rand has no such step: its numbers are the same in any pieces.
+# Run on 2026-11-28.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from support.assumed import rests_on_it
 
@@ -150,6 +150,33 @@ def test_greedy_decoding_takes_the_likeliest_token() -> None:
         for _ in range(4):
             ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(written, ids)
+
+
+@rests_on_it("src/lockstep/tasks/models/inference.py")
+def test_generation_is_as_the_model_says_unless_told_otherwise() -> None:
+    """generate takes what no option says from the model's generation_config; with an empty one there, it decodes
+    greedily."""
+    torch.manual_seed(0)
+    model = tiny().eval()
+    ids, options = torch.tensor([[5, 6]]), {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
+    model.generation_config = GenerationConfig()
+    plain = model.generate(ids, do_sample=False, **options)[0, 2:].tolist()
+    model.generation_config = GenerationConfig(suppress_tokens=plain)
+    assert not {*model.generate(ids, do_sample=False, **options)[0, 2:].tolist()} & {*plain}
+
+
+@rests_on_it("src/lockstep/tasks/models/inference.py")
+def test_generation_needs_padding_on_the_left() -> None:
+    """generate of a row that is padded on the left, with its mask, writes what it writes of the row alone; of one that
+    is padded on the right the next token follows the padding. The tokenizer's padding_side has no say in it."""
+    torch.manual_seed(0)
+    model = tiny().eval()
+    options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+    alone = model.generate(torch.tensor([[5, 6, 7]]), **options)[0, 3:]
+    left, mask = torch.tensor([[0, 0, 5, 6, 7]]), torch.tensor([[0, 0, 1, 1, 1]])
+    assert torch.equal(model.generate(left, attention_mask=mask, **options)[0, 5:], alone)
+    right = model.generate(left.flip(1), attention_mask=mask.flip(1), **options)
+    assert right[0, :5].tolist() == [7, 6, 5, 0, 0]
 
 
 @rests_on_it("src/lockstep/checkpoint/exported.py", "src/lockstep/checkpoint/storage.py")

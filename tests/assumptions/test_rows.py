@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,3 +183,25 @@ def test_a_stable_argsort_keeps_ties_in_order() -> None:
     keys = np.array([1, 0, 1, 0, 1] * 20)
     order = np.argsort(keys, kind="stable")
     assert order.tolist() == sorted(range(100), key=lambda i: (keys[i], i))
+
+
+@rests_on_it("src/lockstep/data/source.py", "src/lockstep/data/conversations.py", "src/lockstep/data/usable_rows.py")
+def test_a_mapped_result_is_kept_when_a_function_of_a_module_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """map of a data set on disk returns what it computed before, although a function of another module that the mapped
+    one calls has changed since; load_from_cache_file=False computes it again."""
+    import datasets
+
+    (tmp_path / "rows.jsonl").write_text('{"a": "x"}\n')
+    rows = datasets.load_dataset(
+        "json", data_files=str(tmp_path / "rows.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen = []
+    for ending, options in (("old", {}), ("new", {}), ("new", {"load_from_cache_file": False})):
+        (tmp_path / "mapped_helper.py").write_text(f"def ended(text): return text + '-{ending}'\n")
+        monkeypatch.delitem(sys.modules, "mapped_helper", raising=False)
+        helper = importlib.import_module("mapped_helper")
+        seen += rows.map(lambda row, helper=helper: {"a": helper.ended(row["a"])}, **options)["a"][:]
+    assert seen == ["x-old", "x-old", "x-new"]

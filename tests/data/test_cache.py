@@ -1,8 +1,11 @@
 """The token cache: what is damaged or could be somebody else's is never trained on."""
 
+import ast
+import importlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +15,13 @@ import pyarrow as pa
 import pytest
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import cache
+from lockstep.data import cache, source
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.prepare import prepare
 from support.caches import held, own_cache, prepared
 from support.harness import tiny
 from support.messages import raises
+from support.places import ROOT
 from support.task_runs import make, write
 
 __all__ = ["own_cache"]  # fixtures
@@ -239,3 +243,37 @@ def test_what_a_task_of_one_s_own_wrote_is_sealed_too(own_cache: Path, tmp_path:
     )
     half(own_cache / "tokens" / "own.arrow")
     assert held(prepare(run, Own)) == wanted
+
+
+def test_rows_are_converted_by_the_code_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """datasets would return what it kept of an earlier version: labels and spans of the code before a mend."""
+    import datasets
+
+    (tmp_path / "rows.jsonl").write_text('{"a": "x"}\n')
+    rows = datasets.load_dataset(
+        "json", data_files=str(tmp_path / "rows.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen = []
+    for ending in ("old", "new"):
+        (tmp_path / "converting_helper.py").write_text(f"def ended(texts): return [t + '-{ending}' for t in texts]\n")
+        monkeypatch.delitem(sys.modules, "converting_helper", raising=False)
+        helper = importlib.import_module("converting_helper")
+        convert = lambda batch, helper=helper: {"a": helper.ended(batch["a"])}  # noqa: E731
+        seen += source.map_rows(rows, convert, {"a": datasets.Value("string")})["a"][:]
+    assert seen == ["x-old", "x-new"]
+
+
+def test_no_mapped_rows_are_taken_from_the_cache_of_datasets() -> None:
+    """Every `map` in batches says so, or keeps its rows in memory."""
+    found = []
+    texts = {file: file.read_text(encoding="utf-8") for file in sorted((ROOT / "src/lockstep").rglob("*.py"))}
+    for file, text in texts.items():
+        for node in ast.walk(ast.parse(text)) if ".map(" in text else ():
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "map":
+                options = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                found += [(file.name, options)] if "batched" in options else []
+    assert len(found) >= 5
+    for name, options in found:
+        fresh = options.get("load_from_cache_file") == "False" or options.get("keep_in_memory") == "True"
+        assert fresh, f"{name}: {options}"

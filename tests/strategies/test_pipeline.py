@@ -14,8 +14,9 @@ from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import cuts, layers
+from lockstep.strategies.engines import cuts, layers, pipelining
 from lockstep.strategies.exact.optim import learning_rate
+from lockstep.strategies.job import Job
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.tasks.classification import Classification
@@ -24,6 +25,7 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.marks import long, slow
+from support.messages import raises
 
 FOUR = "model.config.n_layer=4"
 FEWER = "micro_batches=4"  # where their number is not what is asked about: half as much to compute
@@ -365,3 +367,10 @@ def test_a_stage_finds_its_own_layers(family: str) -> None:
         own = cut.own(stage)
         assert own
         assert all(id(part.get_submodule(path)) in found for path in cut.layers[own.start : own.stop]), stage
+
+
+def test_an_older_torch_is_refused_before_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class can be read there, as every command does that looks at all strategies."""
+    monkeypatch.setattr(pipelining, "AVAILABLE", False)
+    with raises("LS4431", "torch 2.13", torch.__version__):
+        Pipeline.check(Job.of(tiny("strategy.name=pipeline"), 2))

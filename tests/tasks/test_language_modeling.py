@@ -239,11 +239,14 @@ def test_training_lowers_the_loss_and_shows_samples(tmp_path: Path, capfd: pytes
 
 
 def test_greedy_by_forward_is_greedy_by_transformers(tmp_path: Path) -> None:
-    """Rows of unequal lengths; the engines' other way pads on the left and keeps what it computed."""
+    """Rows of unequal lengths; the engines' other way pads on the left and keeps what it computed. What a pretrained
+    model says about generation holds for neither, and is there afterwards."""
     from lockstep.tasks.models.inference import by_transformers
 
     task = task_of(make(tmp_path, "documents"))
     model = task.model().eval()
+    said = {"no_repeat_ngram_size": 1, "repetition_penalty": 3.0, "forced_eos_token_id": 5, "suppress_tokens": [7]}
+    model.generation_config.update(**said)
     batch = task.collate(task.splits["validation"], np.arange(6), 0)
     how = Decoding(8, task.tokenizer.pad_token_id, int(task.tokenizer.sep_token_id))
     with torch.no_grad():
@@ -251,6 +254,10 @@ def test_greedy_by_forward_is_greedy_by_transformers(tmp_path: Path) -> None:
         assert torch.equal(
             by_forward(forward, lambda n: n, batch.inputs, how), by_transformers(model, batch.inputs, how)
         )
+        kept = {name: getattr(model.generation_config, name) for name in said}
+        assert kept == said
+        own = model.generate(batch.inputs["input_ids"][:1], max_new_tokens=8, do_sample=False)[0, -8:]
+    assert len(set(own.tolist())) == 8  # the control: it would have had an effect
 
 
 BAD: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {

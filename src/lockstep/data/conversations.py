@@ -137,7 +137,7 @@ def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
             ]
         }
 
-    return dataset.map(batch, with_indices=True, batched=True)
+    return dataset.map(batch, with_indices=True, batched=True, load_from_cache_file=False)  # of an older lockstep
 
 
 def usable(dataset: Dataset, column: str, split: str, name: str, drop: bool) -> Dataset:

@@ -199,7 +199,13 @@ def map_rows(
 
     others = [column for column in rows.column_names if column != SOURCE]
     of_source = {column: rows.features[column] for column in rows.column_names if column == SOURCE}
-    return rows.map(convert, batched=True, remove_columns=others, features=datasets.Features({**features, **of_source}))
+    return rows.map(
+        convert,
+        batched=True,
+        remove_columns=others,
+        features=datasets.Features({**features, **of_source}),
+        load_from_cache_file=False,  # which would be kept when what `convert` calls in another module changes
+    )
 
 
 def source_columns(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
 from lockstep.distributed.world import World, sum_in_place
 from lockstep.strategies.abilities import ShardedRecovery
-from lockstep.strategies.engines import blocks, cuts
+from lockstep.strategies.engines import blocks, cuts, pipelining
 from lockstep.strategies.engines.cuts import Cut
 from lockstep.strategies.engines.pipelining import (
     Links,
@@ -79,6 +79,12 @@ class Pipeline(ShardedRecovery):
     @classmethod
     def check(cls, job: Job) -> None:
         run, processes = job.run, job.processes
+        if not pipelining.AVAILABLE:
+            raise RunError(
+                "LS4431",
+                f"strategy.name: pipeline needs torch 2.13 or newer, and {torch.__version__} is installed; install "
+                "torch>=2.13, or use strategy.name=fsdp2",
+            )
         options = run.strategy.options
         if unknown := set(options) - {"stages", "schedule", "stages_per_rank"}:
             raise RunError(

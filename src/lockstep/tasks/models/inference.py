@@ -9,6 +9,7 @@ needs the whole model on one rank. Out: the new tokens, int64 [B, N], `pad` afte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -103,8 +104,8 @@ def by_forward(
 
 
 def by_transformers(model: Any, inputs: Mapping[str, Tensor], how: Decoding, synced: bool = False) -> Tensor:
-    """Decode with `model.generate`. `synced`: collective; all ranks run as many forwards as the slowest (sharded
-    models)."""
+    """Decode with `model.generate`, as `how` says and not as the model's generation config does. `synced`: collective;
+    all ranks run as many forwards as the slowest (sharded models)."""
     options: dict[str, Any] = {
         "max_new_tokens": how.new_tokens,
         "num_beams": how.beams,
@@ -126,9 +127,27 @@ def by_transformers(model: Any, inputs: Mapping[str, Tensor], how: Decoding, syn
     state = torch.get_rng_state()
     if how.temperature > 0:
         torch.manual_seed(how.seed)
-    tokens = model.generate(**model_inputs, **options)[:, skipped:]
+    with _without_generation_config(model):
+        tokens = model.generate(**model_inputs, **options)[:, skipped:]
     torch.set_rng_state(state)
     return torch.nn.functional.pad(tokens, (0, how.new_tokens - tokens.shape[1]), value=how.pad)
+
+
+@contextmanager
+def _without_generation_config(model: Any) -> Iterator[None]:
+    """Leave out what a pretrained model says about generation (BART: no repeated n-grams, an end token at the limit):
+    strategies that decode by `forward` write nothing of it, and all have to write the same."""
+    from transformers import GenerationConfig
+
+    holders = [module for module in model.modules() if "generation_config" in vars(module)]  # peft wraps a model
+    own = [module.generation_config for module in holders]
+    for module in holders:
+        module.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        for module, config in zip(holders, own, strict=True):
+            module.generation_config = config
 
 
 def _to_the_right(ids: Tensor, mask: Tensor | None, pad: int) -> dict[str, Tensor]:
