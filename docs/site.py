@@ -1,11 +1,11 @@
 """The pages of the site, in build/pages: `make site` runs this, zensical, which reads mkdocs.yml, and docs/publish.py.
 
-In: the repository. Out: the pages of docs/, README, CONTRIBUTING, CHANGELOG and the log as pages, the run files in
-runs/ as one page, the list of all messages (docs/messages.py) and a page with a section for each, which docs/publish.py
-splits, what each key changes (tests/support/key_table.py), tables of other systems' keys (docs/tables.py), and
-llms.txt; source and results that pages link to become files under repository/, as they are. Links are
-changed to suit the site, and the code of a message becomes a link to its entry. A link to what does not exist is left
-alone: `zensical build --strict` fails.
+In: the repository. Out: the pages of docs/, README, CONTRIBUTING, CHANGELOG, the log and the museum's list as pages,
+the run files in runs/ as one page, the list of all messages (docs/messages.py) and a page with a section for each,
+which docs/publish.py splits, what each key changes
+(tests/support/key_table.py), tables of other systems' keys (docs/tables.py), and llms.txt; source and results that
+pages link to become files under repository/, as they are. Links are changed to suit the site, and the code of a
+message becomes a link to its entry. A link to what does not exist is left alone: `zensical build --strict` fails.
 """
 
 import posixpath
@@ -29,6 +29,7 @@ PAGES = {
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
     "benchmarks/log.md": "project/log.md",
+    "benchmarks/results/museum.md": "reference/museum-exhibits.md",
 }
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.M | re.S)

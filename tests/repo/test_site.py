@@ -140,6 +140,7 @@ def test_the_site_lists_every_message_and_links_each_code_to_its_entry(tmp_path:
     ]
     page = (tmp_path / "pages/how-to/troubleshooting.md").read_text()
     assert "| an unknown key | [LS1000](../reference/messages.md#ls1000) |" in page
+    assert "## Healthy scripts" in (tmp_path / "pages/reference/museum-exhibits.md").read_text()
     assert "| `seed` | " in (tmp_path / "pages/reference/run-file-keys.md").read_text()
     assert "| `num_train_epochs` | `epochs` |" in (tmp_path / "pages/reference/coming-from/trainer.md").read_text()
     text, _ = site._moved("LS1000 `LS1000` LS9999", "docs/index.md", "index.md")
