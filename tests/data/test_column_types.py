@@ -14,8 +14,9 @@ import pytest
 
 from lockstep.config.plugins import find
 from lockstep.config.run import DataSection, Run
-from lockstep.data import column_types, source
+from lockstep.data import source, value_types
 from lockstep.data.prepare import prepare
+from lockstep.data.tokenizer import load
 from support.harness import tiny
 from support.messages import raises
 
@@ -307,7 +308,7 @@ def test_types_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_every_value_stays_as_it_is(values: list[Any], kind: str) -> None:
-    seen = column_types.dataset_of({"a": values})
+    seen = value_types.dataset_of({"a": values})
     assert kind in str(seen.features["a"]).lower()
     assert seen.to_list() == [{"a": value} for value in values]
     assert [type(row["a"]) for row in seen.to_list()] == [type(value) for value in values]
@@ -447,3 +448,46 @@ def test_tags_that_are_numbers_are_in_their_order(tmp_path: Path) -> None:
     assert labels([0, 1.0, 2]) == ["0", "1", "2"]  # Arrow holds all of them as 1.0
     with raises("LS3423", "'tags'", "1.5"):
         labels([0, 1.5])
+
+
+def test_paths_lead_into_columns_with_optional_keys(tmp_path: Path) -> None:
+    """Such columns are stored as JSON, in which no path was followed: "there is no 'body'"."""
+    some = [{"doc": {"body": sentence(i)} | ({"by": {"name": "ab"[i // 4 % 2]}} if i % 2 else {})} for i in range(48)]
+    labelled = [row | {"label": "xy"[i // 2 % 2]} for i, row in enumerate(some)]
+    data = {"source": save(tmp_path / "a.jsonl", labelled)}
+    task = {"text": "doc.body"}
+    assert sum(facts(data, **task)["of_label"]) == 44  # 4 are held out
+    assert sum(facts(data | {"filter": {"doc.by.name": "a"}}, **task)["of_label"]) == 10
+    with raises("LS2323", "'doc.by.name'", "24 of 48", "data.drop_missing=true"):
+        facts(data, text="doc.body", label="doc.by.name")
+    assert facts(data | {"drop_missing": True}, text="doc.body", label="doc.by.name")["labels"] == ["a", "b"]
+    with raises("LS2311", "has no 'title' in any row"):
+        facts(data, text="doc.title")
+    labelled[7]["doc"] = "01"  # type: ignore[assignment]
+    with raises("LS2311", "'01' in row 7"):
+        facts({"source": save(tmp_path / "b.jsonl", labelled)}, **task)
+    talks = [
+        {"talk": [{"text": sentence(i)}, {"text": "xy"[i % 2], **({"by": 1} if i % 3 else {})}]} for i in range(48)
+    ]
+    path = save(tmp_path / "c.jsonl", talks)
+    assert facts({"source": path}, text="talk.0.text", label="talk.-1.text")["labels"] == ["x", "y"]
+
+
+def test_examples_are_made_of_rows_whose_keys_hold_several_types(tmp_path: Path) -> None:
+    """Examples of the raw rows were read by the reader of `datasets`: a traceback, or an absent key was a null."""
+
+    def talks(**more: Any) -> list[dict[str, Any]]:
+        turns = [{"role": "user", "content": "a"} | more, {"role": "assistant", "content": "b"}]
+        return [{"messages": [*turns, {"role": "user", "content": sentence(i)}, turns[1]]} for i in range(24)]
+
+    files = [save(tmp_path / f"{i}.jsonl", talks(**more)) for i, more in enumerate(({}, {"w": 1}, {"w": "1"}))]
+    template = "{% for m in messages %}{{ 'said' if m.w is defined else 'bare' }} {{ m.content }} {% endfor %}"
+    task = {"name": "language_modeling", "messages": "messages", "chat_template": template, "block_size": 200}
+    small = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 256}
+    run = tiny(data={"train": files}, task=task, model={"type": "gpt2", "config": small})
+    prepared = prepare(run, find("tasks", run.task.name))
+    stored = prepared.facts["raw_rows"]
+    words = load(prepared.tokenizer, False).decode([i for row in stored["examples"]["input_ids"] for i in row])
+    turns = [turn for row in stored["rows"] for turn in row["messages"]]
+    assert words.count("said") == sum("w" in turn for turn in turns) > 0
+    assert words.count("bare") == sum("w" not in turn for turn in turns)

@@ -25,7 +25,7 @@ from lockstep.checkpoint import exported
 from lockstep.checkpoint.folder import size_of
 from lockstep.config.errors import CodedError, coded
 from lockstep.config.redaction import one_line, printable, redact_all
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run, RunError, require_output
 from lockstep.data.hub import explained, status_of, transient
 from lockstep.tasks.task import Task
 from lockstep.track.console import error as tell
@@ -431,6 +431,8 @@ def push(
     was requested), `PushFailed` if the Hub could not be reached.
     """
     folder, patience = output / "export", patience or PushPatience()
+    if not output.is_dir():
+        require_output(output)
     if not (folder / "README.md").is_file():
         raise RunError(
             "LS6017",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import error_messages as messages
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import column_types, file_formats, row_files, row_reader
+from lockstep.data import file_formats, row_files, row_reader, value_types
 from lockstep.data.column_types import ALL, ColumnUse
 from lockstep_trace.plurals import quantity
 
@@ -291,7 +291,7 @@ def read_documents(files: list[Path], key: str, data: DataSection, use: ColumnUs
             columns = row_reader.columns_of([dict(row) for row in rows])
         columns = {name: columns[name] for name in use.of(list(columns))}
         try:
-            parts.append(column_types.dataset_of(columns))
+            parts.append(value_types.dataset_of(columns))
         except RunError as error:
             raise RunError(error.code, f"{key}: {file}: {error.message}") from None
     typed = row_files.declared(list(zip(files, parts, strict=True)), key, data)

@@ -1,8 +1,8 @@
-"""Types of columns: what all values of a column have in common, and what the run file says they are (`data.types`).
+"""Types of columns: which are read, what the types of several files have in common, and what the run file says they are
+(`data.types`).
 
-In: values as read from a file. Out: columns of a type that holds every value unchanged; if there is none, because texts
-are mixed with numbers, a JSON column, in which texts stay texts. Integers in tables and lines, whose cells are all
-text, become numbers only if all are in canonical form: '01' and '1' are ambiguous.
+In: data sets of typed columns. Out: columns of a common or declared type. Integers in tables and lines, whose cells are
+all text, become numbers only if all are in canonical form: '01' and '1' are ambiguous.
 """
 
 from __future__ import annotations
@@ -14,157 +14,26 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import pyarrow as pa
-
 from lockstep.config.run import RunError
 from lockstep.data import usable_rows
+from lockstep.data.value_types import LARGEST, Shape, in_memory
 
 if TYPE_CHECKING:
-    from datasets import Dataset, Features
+    from datasets import Dataset
 
 Kind = Literal["text", "label", "number"]  # kind of a column, as a task reads it
-IN_MEMORY = "in-memory"  # fingerprint of uncached data: `datasets` would pickle all rows to compute one
-_EXACT = 2**53  # integers up to this are exact in float64
-_LARGEST = 2**63
 _DIGITS = "0|-?[1-9][0-9]{0,17}"  # an integer in canonical form
 _WHOLE = re.compile(_DIGITS)
 _POINTED = re.compile(rf"({_DIGITS})\.0")  # as written by tables with missing values
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.0*)?")
 
 
-# -- types of values -------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Shape:
-    """Common type information of the values seen so far."""
-
-    kinds: set[type] = field(default_factory=set)  # of Python: str, int, float, bool, dict, list and others
-    widest: int = 0  # largest absolute value of integers
-    keys: frozenset[str] | None = None  # of the first mapping
-    ragged: bool = False  # whether mappings differ in their keys, or have none
-    fields: dict[str, Shape] = field(default_factory=dict)
-    items: Shape | None = None  # of lists
-
-    def look(self, values: Iterable[Any]) -> None:
-        """Take more values into account."""
-        values = [value for value in values if value is not None]
-        kinds = set(map(type, values))
-        self.kinds |= kinds
-        if int in kinds:
-            self.widest = max(self.widest, max(abs(value) for value in values if type(value) is int))
-        if list in kinds:
-            self.items = self.items or Shape()
-            self.items.look(item for value in values if type(value) is list for item in value)
-        if dict not in kinds:
-            return
-        columns: dict[str, list[Any]] = {}
-        for value in values if kinds == {dict} else [value for value in values if type(value) is dict]:
-            self.keys = frozenset(value) if self.keys is None else self.keys
-            self.ragged = self.ragged or not value or value.keys() != self.keys
-            for name, inner in value.items():
-                columns.setdefault(name, []).append(inner)
-        for name, inner in columns.items():
-            self.fields.setdefault(name, Shape()).look(inner)
-
-    @property
-    def feature(self) -> Any:
-        """The `datasets` type; `Json` if no type holds all values unchanged. Mappings with different keys are JSON: an
-        absent key is not a null."""
-        import datasets
-
-        names = {bool: "bool", int: "int64", float: "float64", str: "string", bytes: "binary"}
-        if not self.kinds:
-            return datasets.Value("null")
-        if self.kinds == {list} and self.items is not None:
-            return datasets.List(self.items.feature)
-        if self.kinds == {dict} and not self.ragged:
-            return {name: inner.feature for name, inner in self.fields.items()}
-        if self.kinds == {int, float} and self.widest <= _EXACT:
-            return datasets.Value("float64")
-        if len(self.kinds) == 1 and (kind := next(iter(self.kinds))) in names and self.widest < _LARGEST:
-            return datasets.Value(names[kind])
-        return datasets.Json()
-
-
-def table_of(columns: Mapping[str, list[Any]], features: Features) -> pa.Table:
-    """Convert values to a table of these types. Errors: `RunError` for values that Arrow cannot hold, such as a lone
-    surrogate."""
-    from datasets.table import table_cast
-
-    arrays = {}
-    for name, values in columns.items():
-        json_inside = has_json(features[name])
-        try:
-            written = [_written(value, features[name]) for value in values] if json_inside else values
-            arrays[name] = pa.array(written, _stored(features[name]))
-        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise RunError(
-                "LS2409", f"column {name!r} holds a value that cannot be read: {' '.join(str(error).split())}"
-            ) from None
-    return table_cast(pa.table(arrays), features.arrow_schema)
-
-
-def dataset_of(columns: Mapping[str, list[Any]]) -> Dataset:
-    """Create an in-memory data set with all values unchanged. Errors: as in `table_of`."""
-    import datasets
-
-    shapes = {name: Shape() for name in columns}
-    for name, values in columns.items():
-        shapes[name].look(values)
-    features = datasets.Features({name: shape.feature for name, shape in shapes.items()})
-    return _in_memory(columns, features)
-
-
-def _in_memory(columns: Mapping[str, list[Any]], features: Features) -> Dataset:
-    import datasets
-
-    table = datasets.table.InMemoryTable(table_of(columns, features))
-    return datasets.Dataset(table, info=datasets.DatasetInfo(features=features), fingerprint=IN_MEMORY)
+# -- types across files ----------------------------------------------------------------------------------------------
 
 
 def is_text(rows: Dataset, column: str) -> bool:
     """Whether a column exists and holds texts."""
     return getattr(rows.features.get(column), "dtype", None) in ("string", "large_string")
-
-
-def is_json(feature: Any) -> bool:
-    """Whether a column holds values of several types, as JSON."""
-    return type(feature).__name__ == "Json"
-
-
-def has_json(feature: Any) -> bool:
-    """Whether a type is JSON, or holds JSON."""
-    if isinstance(feature, Mapping):
-        return any(map(has_json, feature.values()))
-    return is_json(feature) or ((inner := getattr(feature, "feature", None)) is not None and has_json(inner))
-
-
-def _written(value: Any, feature: Any) -> Any:
-    """Serialize JSON parts of a value to text, including texts, so that "01" is not read as a number."""
-    if value is None:
-        return None
-    if is_json(feature):
-        if isinstance(value, int) and abs(value) >= _LARGEST:
-            raise ValueError(f"the whole number {str(value)[:40]} has more than 64 bits; write it as a text")
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(feature, Mapping):
-        return {name: _written(value[name], inner) for name, inner in feature.items()}
-    inner = getattr(feature, "feature", None)
-    return value if inner is None else [_written(item, inner) for item in value]
-
-
-def _stored(feature: Any) -> pa.DataType:
-    """The Arrow storage type, with JSON as text."""
-    if isinstance(feature, Mapping):
-        return pa.struct({name: _stored(inner) for name, inner in feature.items()})
-    if is_json(feature):
-        return pa.string()
-    inner = getattr(feature, "feature", None)
-    return feature() if inner is None else pa.list_(_stored(inner))
-
-
-# -- types across files ----------------------------------------------------------------------------------------------
 
 
 def common(features: Sequence[Any]) -> Any:
@@ -298,7 +167,7 @@ def declared(rows: Dataset, types: Mapping[str, str] | None, split: str, name: s
         shape.look(converted)
         plain = {"text": "string", "integer": "int64", "number": "float64"}
         kinds = shape.feature if list in shape.kinds else datasets.Value(plain[kind])
-        only = _in_memory({column: converted}, datasets.Features({column: kinds}))
+        only = in_memory({column: converted}, datasets.Features({column: kinds}))
         rows = usable_rows.with_column(rows, column, only)
     return rows
 
@@ -334,7 +203,7 @@ def _integer(value: str | int | float) -> int:
     if isinstance(value, str) and not _NUMBER.fullmatch(value.strip()):
         raise ValueError
     number = int(value.strip().partition(".")[0]) if isinstance(value, str) else int(_finite(value))
-    if abs(number) >= _LARGEST or (isinstance(value, float) and number != value):
+    if abs(number) >= LARGEST or (isinstance(value, float) and number != value):
         raise ValueError
     return number
 

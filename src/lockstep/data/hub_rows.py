@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.data_sources import USUAL
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import annotated, column_types, file_formats, row_files, usable_rows
+from lockstep.data import annotated, column_types, file_formats, row_files, usable_rows, value_types
 from lockstep.data.column_types import ColumnUse
 from lockstep.data.hub import downloading, explained
 
@@ -183,7 +183,7 @@ def _with_texts(rows: Dataset, written: Dataset, split: str, data: DataSection) 
     dates anew, and writes texts among numbers as JSON."""
     assert data.source is not None
     for column in rows.column_names if len(written) == len(rows) else ():
-        mixed = column_types.is_json(written.features.get(column))
+        mixed = value_types.is_json(written.features.get(column))
         if column_types.is_text(rows, column) and (mixed or column_types.is_text(written, column)):
             only = written.select_columns(column)
             only = column_types.declared(only, {column: "text"}, split, data.source) if mixed else only
@@ -197,7 +197,7 @@ def _unread(data: DataSection, splits: dict[str, Dataset], use: ColumnUse, decla
     notes = []
     for split, rows in splits.items():
         for column in use.of(rows.column_names):
-            if rows.info.builder_name == "json" and column_types.has_json(rows.features[column]):
+            if rows.info.builder_name == "json" and value_types.has_json(rows.features[column]):
                 raise RunError(
                     "LS2460",
                     f"data.source: column {column!r} of the {split} split of {data.source} mixes texts with values of "

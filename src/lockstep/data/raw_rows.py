@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lockstep.config.run import Run, RunError
+from lockstep.data import row_reader, value_types
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.order import permute
 
@@ -146,10 +147,8 @@ def with_examples(prepared: Prepared, run: Run, task: type[Makes]) -> Prepared:
         return replace(prepared, facts=facts | ({FACT: content} if whole else {}))
     if not task.streams:
         return replace(prepared, facts=facts)
-    import datasets
-
     try:
-        rows = datasets.Dataset.from_list(stored["rows"])
+        rows = value_types.dataset_of(row_reader.columns_of(stored["rows"]))  # an absent key is not a null
         batch = task.example_maker(run, prepared.tokenizer, prepared.facts)(rows).slice(0, _EXAMPLES)
     except RunError:
         return replace(prepared, facts=facts)

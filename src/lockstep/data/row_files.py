@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from lockstep.config.data_sources import USUAL
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import column_types, file_formats, row_reader, usable_rows
+from lockstep.data import column_types, file_formats, row_reader, usable_rows, value_types
 from lockstep.data.column_types import ALL, ColumnUse
 
 if TYPE_CHECKING:
@@ -250,13 +250,13 @@ def _json(files: list[Path], key: str, use: ColumnUse) -> Dataset:
     path = Path(datasets.config.HF_DATASETS_CACHE) / "lockstep" / f"{name}.arrow"
     if path.is_file():
         return datasets.Dataset.from_file(str(path))
-    shapes: dict[str, column_types.Shape] = {}
+    shapes: dict[str, value_types.Shape] = {}
     count = 0
     for file in files:
         for chunk in row_reader.whole(file, key):
             count += row_reader.count(chunk)
             for column, values in chunk.items():
-                shapes.setdefault(column, column_types.Shape()).look(values if use.may_be(column) else ())
+                shapes.setdefault(column, value_types.Shape()).look(values if use.may_be(column) else ())
     if not count:
         raise _nothing(key, files)
     features = datasets.Features({column: shapes[column].feature for column in use.of(list(shapes))})
@@ -291,7 +291,7 @@ def _tables(file: Path, key: str, features: Features) -> Iterator[pa.Table]:
         columns = {name: chunk.get(name) or [None] * count for name in features}
         columns |= {name: [None] * count for name, feature in features.items() if _is_null(feature)}
         try:
-            yield column_types.table_of(columns, features)
+            yield value_types.table_of(columns, features)
         except RunError as error:
             rows = f"rows {row:,} to {row + count - 1:,}"
             raise RunError(error.code, f"{key}: {file}, {rows}: {error.message}") from None

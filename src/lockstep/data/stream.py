@@ -27,7 +27,17 @@ import pyarrow as pa
 from lockstep.config.data_sources import OneSource, is_address
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import arrow_cache, column_types, file_formats, remote, row_reader, source, tokenizer, usable_rows
+from lockstep.data import (
+    arrow_cache,
+    column_types,
+    file_formats,
+    remote,
+    row_reader,
+    source,
+    tokenizer,
+    usable_rows,
+    value_types,
+)
 from lockstep.data.arrow_cache import SIDES, Make, digest, encoded, table_of, write_table
 from lockstep.data.cache import cached, discard, folder_of
 from lockstep.data.remote import ShardCache, Unfetched, unpinned, with_addresses
@@ -211,10 +221,10 @@ def _dataset(rows: Rows, column_paths: list[str], file: Path, lenient: bool, wit
             chunk = datasets.Dataset(
                 datasets.table.InMemoryTable(rows.select(roots).replace_schema_metadata(None)),
                 info=datasets.DatasetInfo(features=datasets.Features({root: kinds[root] for root in roots})),
-                fingerprint=column_types.IN_MEMORY,
+                fingerprint=value_types.IN_MEMORY,
             )
         else:
-            chunk = column_types.dataset_of({root: rows[root] for root in roots})
+            chunk = value_types.dataset_of({root: rows[root] for root in roots})
     except (pa.ArrowException, TypeError, OverflowError, ValueError) as error:
         raise RunError(
             "LS2272", f"data.train: columns of {file.name} cannot be read: {' '.join(str(error).split())}"

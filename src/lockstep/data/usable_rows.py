@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from lockstep.config.data_sources import USUAL, Condition, Scalar
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import tokenizer
+from lockstep.data import tokenizer, value_types
 from lockstep.data.arrow_cache import VERSION, Columns, content, digest, encode
 from lockstep_trace.plurals import quantity
 
@@ -114,6 +114,9 @@ def added(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -
             continue
         root, parts = parted
         origin = _PathOrigin(key, path, split, name)
+        if _leads_into_json(dataset.features[root], parts):
+            dataset = datasets.concatenate_datasets([dataset, _of_json(dataset, root, parts, origin)], axis=1)
+            continue
         feature = _feature(dataset, root, parts, origin)
 
         def reached(
@@ -144,11 +147,12 @@ def values(dataset: Dataset, key: str, path: str, split: str, name: str) -> Iter
             f"{key}: the {split} split of {name} has no column {path!r}; it has {', '.join(dataset.column_names)}",
         )
     root, parts = column_and_path
+    origin = _PathOrigin(key, path, split, name)
+    if _leads_into_json(dataset.features[root], parts):
+        dataset, root, parts = _of_json(dataset, root, parts, origin), path, ()
     column = dataset.select_columns([root]).with_format("arrow")
     for start in range(0, len(dataset), ROWS):
-        yield _reach(
-            column[start : start + ROWS].column(0).combine_chunks(), parts, _PathOrigin(key, path, split, name)
-        )
+        yield _reach(column[start : start + ROWS].column(0).combine_chunks(), parts, origin)
 
 
 def _parted(dataset: Dataset, path: str) -> tuple[str, tuple[str, ...]] | None:
@@ -211,6 +215,43 @@ def _reach(column: pa.Array, parts: tuple[str, ...], origin: _PathOrigin) -> pa.
             what = "values of different kinds" if isinstance(kind, pa.BaseExtensionType) else f"{kind}s"
             raise origin.wrong(rest, f"holds {what}, in which there is no {part!r}")
     return column
+
+
+def _leads_into_json(feature: Any, parts: tuple[str, ...]) -> bool:
+    """Whether a path leads into values that are stored as JSON: mappings of which some have more keys than others."""
+    for part in parts:
+        if type(feature).__name__ == "Json":
+            return True
+        feature = feature.get(part) if isinstance(feature, Mapping) else getattr(feature, "feature", None)
+    return False
+
+
+def _of_json(dataset: Dataset, root: str, parts: tuple[str, ...], origin: _PathOrigin) -> Dataset:
+    """The values at a path, as a data set of one column; an absent key is null. Errors: `RunError`, also if no row has
+    the key."""
+    extracted: list[Any] = []
+    furthest = 0  # parts of the path that lead somewhere in some row
+    for first, column in lists(dataset, root):
+        for row, value in enumerate(column, first):
+            reached = 0
+            for place, part in enumerate(parts):
+                if value is None:
+                    break
+                if isinstance(value, list) and part.removeprefix("-").isdigit():
+                    value = value[int(part)] if -len(value) <= int(part) < len(value) else None
+                elif isinstance(value, dict) and part in value:
+                    value = value[part]
+                elif isinstance(value, dict):
+                    value = None
+                    break
+                else:
+                    raise origin.wrong(parts[place:], f"holds {repr(value)[:60]} in row {row}, which has no {part!r}")
+                reached += 1
+            furthest = max(furthest, reached)
+            extracted.append(value)
+    if furthest < len(parts):
+        raise origin.wrong(parts[furthest:], f"has no {parts[furthest]!r} in any row")
+    return value_types.dataset_of({origin.path: extracted})
 
 
 def _item(lists: pa.Array, place: int) -> pa.Array:

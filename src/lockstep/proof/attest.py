@@ -155,6 +155,8 @@ def audit(
     if start.joining():
         raise RunError("LS8008", "lockstep audit starts its own processes; run it without torchrun or another launcher")
     console = Console(True)
+    if not output.is_dir():
+        require_output(output)
     try:
         then = json.loads((output / FOLDER / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
