@@ -11,6 +11,7 @@ import yaml
 from lockstep.cli import main
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
+from lockstep.strategies.job import Job
 from lockstep.training.resolve import for_rank
 from lockstep_plan import calibrate, devices, rates
 from lockstep_plan.devices import Device, Link
@@ -57,10 +58,10 @@ def test_a_step_of_one_process_is_foretold_as_it_was() -> None:
     ops = [("forward", 10**8, 0, 100.0), ("backward", 0, 10**6, 50.0), ("optimizer", 0, 10**6, 5.0)]
     rounds = [{1: measured(1)}]
     found = calibrate.device_of(tiny(), rounds, {"single": [simulated(ops=ops)]})
-    seconds = computed(tiny(), 1, simulated(ops=ops, micro_batches=4), found)
+    seconds = computed(Job.of(tiny(), 1), simulated(ops=ops, micro_batches=4), found)
     assert seconds == pytest.approx({"forward": 0.5, "backward": 0.8, "optimizer": 0.18, "other": 0.02})
     half = simulated(ops=[("overlapped", *ops[1][1:])], micro_batches=2)
-    assert computed(tiny(), 1, half, found) == pytest.approx({"overlapped": 0.8, "other": 0.01})
+    assert computed(Job.of(tiny(), 1), half, found) == pytest.approx({"overlapped": 0.8, "other": 0.01})
 
 
 def test_what_an_engine_takes_for_itself_is_foretold_for_its_strategy_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,10 +83,10 @@ def test_what_an_engine_takes_for_itself_is_foretold_for_its_strategy_only(monke
     seconds = {}
     for name, options in (("ddp", {}), ("fsdp2", {"gather": "step"}), ("fsdp2", {"gather": "micro_batch"})):
         run = tiny(strategy={"name": name, "options": options})
-        seconds[name, *options.values()] = computed(run, 1, every["fsdp2"][0], found)["other"]
+        seconds[name, *options.values()] = computed(Job.of(run, 1), every["fsdp2"][0], found)["other"]
     assert seconds["fsdp2", "step"] == seconds["ddp",] == pytest.approx(0.02)
     assert seconds["fsdp2", "micro_batch"] == pytest.approx(0.42)
-    staged = computed(tiny(strategy={"name": "pipeline", "options": {}}), 2, every["pipeline"][0], found)
+    staged = computed(Job.of(tiny(strategy={"name": "pipeline", "options": {}}), 2), every["pipeline"][0], found)
     assert sum(staged.values()) == pytest.approx(1.2 * (0.67 + 0.2))
 
 
@@ -106,11 +107,13 @@ def test_what_is_left_by_the_clock_is_waited_for_at_messages(monkeypatch: pytest
     single = [simulated(ops=ops, micro_batches=4)]
     found = calibrate.device_of(tiny(), rounds, {"single": single, "ddp": of["ddp"], "allreduce": of["ddp"]})
     ddp, allreduce = (tiny(strategy={"name": name, "options": {}}) for name in ("ddp", "allreduce"))
-    whole = estimate(ddp, 2, of["ddp"], found, feed)
+    whole = estimate(Job.of(ddp, 2), of["ddp"], found, feed)
     assert whole.step_s == pytest.approx(2.5)
     assert found.wait_s == pytest.approx({"ddp": whole.seconds["waiting"] / 6, "allreduce": 0})
-    assert estimate(ddp, 2, of["half"], found, feed).seconds["waiting"] == pytest.approx(whole.seconds["waiting"] / 2)
-    assert estimate(allreduce, 2, of["ddp"], found, feed).seconds["waiting"] == 0
+    assert estimate(Job.of(ddp, 2), of["half"], found, feed).seconds["waiting"] == pytest.approx(
+        whole.seconds["waiting"] / 2
+    )
+    assert estimate(Job.of(allreduce, 2), of["ddp"], found, feed).seconds["waiting"] == 0
 
 
 def test_what_overlaps_is_a_mixture_where_the_rest_of_the_step_is() -> None:
@@ -118,7 +121,7 @@ def test_what_overlaps_is_a_mixture_where_the_rest_of_the_step_is() -> None:
     found = calibrate.device_of(tiny(), [{1: measured(1)}], {"single": [simulated(ops=ops)]})
     for first, seconds in (("forward+backward", 10 * 1.3 / 105), ("backward", 10 * 0.8 / 80)):
         of = simulated(ops=[(first, 0, 10**6, 10.0), ("overlapped", 0, 10**6, 10.0)])
-        assert computed(tiny(), 1, of, found)["overlapped"] == pytest.approx(seconds)
+        assert computed(Job.of(tiny(), 1), of, found)["overlapped"] == pytest.approx(seconds)
 
 
 def test_products_that_are_measured_are_of_all_sizes() -> None:
@@ -178,8 +181,8 @@ def test_ranks_that_share_cores_do_not_wait_for_the_slowest(monkeypatch: pytest.
     monkeypatch.setattr("lockstep_plan.estimate.levels", lambda *_: (0.8, dict.fromkeys(range(4), 1.0)))
     ops = [("forward", 10**8, 0, 100.0)]
     feed: Any = Uneven()
-    shared = estimate(tiny(strategy="allreduce"), 4, [simulated(ops=ops)], device(), feed)
-    apart = estimate(tiny(strategy="allreduce"), 4, [simulated(ops=ops)], device(cores=8), feed)
+    shared = estimate(Job.of(tiny(strategy="allreduce"), 4), [simulated(ops=ops)], device(), feed)
+    apart = estimate(Job.of(tiny(strategy="allreduce"), 4), [simulated(ops=ops)], device(cores=8), feed)
     assert shared.seconds["waiting"] == 0
     assert apart.seconds["waiting"] == pytest.approx(0.2 * 2.2 * 0.1, rel=0.01)  # 1e10 FLOP at 1e11 a second
     assert shared.step_s == pytest.approx(0.8 * apart.step_s)
@@ -190,9 +193,9 @@ def test_a_stage_that_waits_leaves_its_core_to_others() -> None:
     ops = [("forward+backward", 10**8, 0, 100.0)]
     work, feed = 0.1, Uneven()
     found: Any = feed
-    apart = estimate(run, 4, [simulated(ops=ops)], device(cores=None, crowding={}), found)
+    apart = estimate(Job.of(run, 4), [simulated(ops=ops)], device(cores=None, crowding={}), found)
     assert apart.step_s == pytest.approx(work * (1 + 3 / 8), rel=0.01)
-    shared = estimate(run, 4, [simulated(ops=ops)], device(crowding={1: 1.0, 2: 1.0, 4: 2.0}), found)
+    shared = estimate(Job.of(run, 4), [simulated(ops=ops)], device(crowding={1: 1.0, 2: 1.0, 4: 2.0}), found)
     assert shared.step_s == pytest.approx(2 * work, rel=0.01)
 
 
