@@ -633,7 +633,36 @@ def copies_in_single_precision(in_place: bool = False) -> None:
                 weight.copy_(master)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = net(), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale.exp()
+
+
+def a_scale_updated_by_hand(anew: bool = False) -> None:
+    """In no optimizer; `-=` on a module's attribute registers the parameter again."""
+    model = Scaled()
+    optimizer = sgd(model.inner)
+    if anew:
+        model.scale = nn.Parameter(torch.ones(()))
+    for x, y in batches():
+        model.zero_grad()
+        step(model, optimizer, x, y)
+        with torch.no_grad():
+            model.scale -= 0.01 * model.scale.grad
+
+
+def a_new_scale_updated_by_hand() -> None:
+    """So, and made after the optimizer."""
+    a_scale_updated_by_hand(True)
+
+
 RIGHT = (
+    a_scale_updated_by_hand,
+    a_new_scale_updated_by_hand,
     copies_in_single_precision,
     copies_that_are_written_to,
     a_checkpoint_is_read_into_the_model,

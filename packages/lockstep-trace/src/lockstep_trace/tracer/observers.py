@@ -115,9 +115,12 @@ def _wrap_optimizers(hooks: Any) -> None:
 
 
 def _registered(hooks: Any, module: nn.Module, name: str, parameter: Any) -> None:
-    """Mark a parameter registered after an optimizer was created as late."""
+    """Mark a parameter registered after an optimizer was created as late. `module.name -= x` registers the same one
+    again."""
     recorder = hooks.recorder
-    if recorder is not None and parameter is not None and recorder.optimizers_made:
+    if recorder is None or parameter is None or not recorder.optimizers_made:
+        return
+    if getattr(module, name, None) is not parameter:
         recorder.late[id(parameter)] = weakref.ref(parameter)
 
 

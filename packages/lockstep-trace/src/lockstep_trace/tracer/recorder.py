@@ -28,6 +28,7 @@ from .records import OF_STEP, Since, fill_in, hexed, numbers_of, options_of, pac
 from .schedules import Schedules
 from .settings import Settings
 from .strays import Strays
+from .versions import written
 from .writer import Writer
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Recorder:
         self.by_scaler = False  # whether a scaler makes the step
         self.optimizers_made = 0
         self.late: dict[int, weakref.ref[Any]] = {}  # parameters created after an optimizer
+        self.late_written: dict[int, tuple[int, int]] = {}  # their (version, address) at the last step
         self.operations: Operations | None = None  # at the level `operations`
         self.cleared = 0  # how often autocast's cache was cleared
         self.cast_at = self.stepped_at = -1  # `cleared` at the last forward under autocast, and at a step after it
@@ -335,8 +337,7 @@ class Recorder:
                         names = self.names(fresh=True)[0]
                     name = names.get(id(parameter), "?")
                     outside[name] = parameter.grad is not None
-                    ref = self.late.get(id(parameter))
-                    if ref is not None and ref() is parameter:
+                    if self._is_late(parameter):
                         late.append(name)
         return {
             "opt": number,
@@ -368,6 +369,18 @@ class Recorder:
             "elsewhere": self.schedules.elsewhere(here["optimizer"]),
             "generators": workers.states(),
         }
+
+    def _is_late(self, parameter: Any) -> bool:
+        """Return whether a parameter was created after an optimizer, and nothing else updates it between steps."""
+        ref = self.late.get(id(parameter))
+        if ref is None or ref() is not parameter:
+            return False
+        before, now = self.late_written.get(id(parameter)), written(parameter)
+        self.late_written[id(parameter)] = now
+        if before is not None and before != now:
+            del self.late[id(parameter)]
+            return False
+        return True
 
     def _measured(self, optimizer: Any, here: dict[str, Any], record: dict[str, Any]) -> dict[str, list[Tensor]]:
         """Measure weights, state and buffers after a step; return what was measured before and after it, by name."""
