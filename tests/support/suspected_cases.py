@@ -141,6 +141,22 @@ def averages_that_stay(wrong: bool) -> None:
             p.data.copy_(other)
 
 
+def an_average_that_is_loaded(wrong: bool) -> None:
+    """The control: weights are loaded after each evaluation, as the best ones are."""
+    model, average = net(), net()
+    optimizer = sgd(model)
+    for _ in range(3):
+        for x, y in batches(1):
+            step(model, optimizer, x, y)
+        if wrong:
+            model.load_state_dict(average.state_dict())
+        with torch.no_grad():
+            model.eval()(X[:7] + 1)
+        model.train()
+        if not wrong:
+            model.load_state_dict(average.state_dict())
+
+
 def weights_from_elsewhere(wrong: bool) -> None:
     """The control: weights are clipped after each step."""
     model, other = net(), net()
@@ -228,6 +244,7 @@ SUSPECTED: dict[Callable[[bool], None], str] = {
     tokens_that_are_copied: "labels-not-shifted",
     a_mask_of_another_number: "padding-seen",
     averages_that_stay: "weights-written",
+    an_average_that_is_loaded: "weights-written",
     weights_from_elsewhere: "weights-written",
     steps_that_are_undone: "steps-undone",
     an_optimizer_in_each_epoch: "optimizer-made-anew",

@@ -22,14 +22,15 @@ ENOUGH = 8  # steps, each of which begins with the same weights
 
 
 def between(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report weights that differ before a step from those after the last one, where no model loaded a state_dict."""
+    """Report weights that differ before a step from those after the last one, where no model loaded a state_dict, or
+    loaded one before it was evaluated and none afterwards."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None or not all(s.measured for steps in rank.steps.values() for s in steps.values()):
         return
     steps = [s for _, s in sorted(rank.steps[optimizer].items())]
     if any(s.closure for s in steps):  # weights are measured inside of the step
         return
-    written = {s.step: names for s, names in _written(rank, optimizer) if not s.loaded_model}
+    written = {s.step: names for s, names in _written(rank, optimizer) if not _loaded(s)}
     if not written:
         return
     if (undone := _undone(steps)) is not None:
@@ -57,6 +58,11 @@ def between(trace: Trace, optimizer: int) -> Iterator[Finding]:
         cause = "moments belong to the weights that were replaced: load the optimizer's state, too, or make it anew"
         otherwise = "a merge, a pruning, or weights that were kept for this"
         yield Finding("weights-written", what, cause, at[0], SUSPICIOUS, otherwise, "what writes to the weights here")
+
+
+def _loaded(step: Step) -> bool:
+    """Return whether a state_dict was loaded to go on from, as of the best weights after an evaluation."""
+    return step.loaded_model == "after" or (step.loaded_model == "before" and not step.evaluated)
 
 
 def _written(rank: Rank, optimizer: int) -> Iterator[tuple[Step, list[str]]]:

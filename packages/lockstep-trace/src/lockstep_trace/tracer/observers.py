@@ -146,7 +146,7 @@ def _wrap_loads(hooks: Any) -> None:
         recorder = hooks.recorder
         if recorder is not None and any(recorder.steps):
             hooks.guarded(_loads, recorder, self, state_dict)
-            recorder.since.loaded = True
+            recorder.since.loaded = "after" if recorder.since.evaluated else "before"
         return load(self, state_dict, *args, **kwargs)
 
     nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]

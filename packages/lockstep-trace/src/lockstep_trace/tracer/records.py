@@ -41,7 +41,7 @@ class Since:
     stale_casts: list[str] = field(default_factory=list)  # modules whose autocast casts predate the last step
     cut: bool = False  # a reentrant checkpoint computes no gradients
     evaluated: bool = False  # the model whose parameters are optimized was called without gradients
-    loaded: bool = False  # a model loaded a state_dict
+    loaded: str = ""  # a model loaded a state_dict: "before" an evaluation, or "after"
     unmasked: bool | None = None  # packed rows without an attention mask
     autocast: str | None = None  # autocast dtype, "" if off
     modules: list[tuple[str, Tensor, tuple[int, ...]]] = field(default_factory=list)  # outputs, in forward order
