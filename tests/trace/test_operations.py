@@ -316,6 +316,28 @@ def test_memory_that_nothing_was_written_to_is_not_compared(tmp_path: Path) -> N
     assert all(o["out"] == [] for o in rows if o["op"].startswith("aten.empty"))
 
 
+def test_a_part_of_new_memory_is_compared_once_it_is_written_to(tmp_path: Path) -> None:
+    """As the gradients of ZeRO are, one after the other in one buffer."""
+
+    def in_parts(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        room = torch.empty(256)
+        parts = [room.narrow(0, 128 * i, 128) for i in (0, 1)]
+        parts[0].copy_(x.view(-1))
+        room.view(2, 128)
+        parts[0].mul(1.5)
+        parts[1].copy_(x.view(-1))
+        return model(room.add(0.0)[:128].view(8, 16)).square().mean()
+
+    train(tmp_path / "a", in_parts, step=1)
+    rows = operations(tmp_path / "a")
+    read_back = [
+        (o["op"], o["in"]) for o in rows if o["op"] in ("aten.mul.Tensor", "aten.add.Tensor", "aten.view.default")
+    ]
+    whole = next(o for o in rows if o["op"] == "aten.view.default" and o["shapes"][0] == ["float32[256]"])
+    assert whole["in"] == [-1]
+    assert all(into != [-1] for op, into in read_back if op in ("aten.mul.Tensor", "aten.add.Tensor"))
+
+
 def test_more_operations_than_are_kept_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep_trace.tracer import operations as recording
 

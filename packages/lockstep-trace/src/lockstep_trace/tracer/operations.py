@@ -92,7 +92,7 @@ class Operations(dispatch.TorchDispatchMode):
         self._written: dict[int, int] = {}  # address of a storage -> number of its last write
         self._makers: dict[int, int] = {}  # address of a storage -> index of the operation that wrote it last
         self._storages: dict[int, StorageWeakRef] = {}
-        self._undefined: set[int] = set()  # addresses of storages that nothing was written to
+        self._undefined: dict[int, list[tuple[int, int]]] = {}  # address of a new storage -> bytes written since
         self._waited_for: dict[int, list[tuple[int, Tensor]]] = {}  # address -> outputs of collectives
         self._nodes: dict[int, int] = {}  # sequence number of autograd -> index of the operation that made the node
         self._names: dict[int, str] = {}
@@ -312,7 +312,7 @@ class Operations(dispatch.TorchDispatchMode):
         """Complete an entry by what its operation has computed."""
         name, results = _base(func), list(_tensors(result))
         if name in MAKE_NOTHING:
-            self._undefined |= {self._address(t) for t in results}
+            self._undefined |= {self._address(t): [] for t in results}
             entry["shapes"][1] = [_shape(t) for t in results]
             return
         if name.startswith(FIRST_ALONE):  # the others have parts that are undefined
@@ -331,7 +331,7 @@ class Operations(dispatch.TorchDispatchMode):
         for tensor, viewed in tensors:
             address = self._address(tensor)
             if not viewed:
-                self._undefined.discard(address)
+                self._defines(address, tensor)
                 self._written[address] = self._written.get(address, 0) + 1
                 self._makers[address] = at
         for tensor, _ in tensors:
@@ -348,7 +348,7 @@ class Operations(dispatch.TorchDispatchMode):
     def allocated(self, address: int) -> None:
         """Note that nothing is written yet to the storage at an address."""
         self._renew(address)
-        self._undefined.add(address)
+        self._undefined[address] = []
 
     def _address(self, tensor: Tensor) -> int:
         """Return the address of a tensor's storage, or 0. Forgets what is known of another storage that had it before:
@@ -367,7 +367,29 @@ class Operations(dispatch.TorchDispatchMode):
     def _renew(self, address: int) -> None:
         self._written[address] = self._written.get(address, 0) + 1
         self._makers.pop(address, None)
-        self._undefined.discard(address)
+        self._undefined.pop(address, None)
+
+    def _defines(self, address: int, tensor: Tensor) -> None:
+        """Note that an operation wrote to a tensor, which may be a part of its storage (a bucket of gradients)."""
+        if address not in self._undefined:
+            return
+        begin, end = _span(tensor)
+        rows: list[tuple[int, int]] = []
+        for one, other in sorted([*self._undefined[address], (begin, end)]):
+            if rows and one <= rows[-1][1]:
+                rows[-1] = (rows[-1][0], max(rows[-1][1], other))
+            else:
+                rows.append((one, other))
+        self._undefined[address] = rows
+        if not tensor.is_contiguous() or rows == [(0, tensor.untyped_storage().nbytes())]:
+            del self._undefined[address]
+
+    def _is_undefined(self, address: int, tensor: Tensor) -> bool:
+        """Return whether a tensor has elements that nothing was written to."""
+        if address not in self._undefined:
+            return False
+        begin, end = _span(tensor)
+        return not any(one <= begin and end <= other for one, other in self._undefined[address])
 
     # -- values ------------------------------------------------------------------------------------------------------
 
@@ -379,7 +401,7 @@ class Operations(dispatch.TorchDispatchMode):
     def _value(self, tensor: Tensor) -> int:
         """Return the index of a tensor's hash, which is computed if the tensor is another since."""
         address = self._address(tensor)
-        if address in self._undefined or not _is_measurable(tensor):
+        if not _is_measurable(tensor) or self._is_undefined(address, tensor):
             return UNDEFINED
         key = (
             address,
@@ -526,6 +548,13 @@ def _as_text(value: Any) -> str | None:
 
 def _shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one after its last."""
+    begin, size = int(tensor.storage_offset()), tensor.element_size()
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
+    return begin * size, (begin + int(last) + 1) * size
 
 
 def _is_measurable(tensor: Tensor) -> bool:
