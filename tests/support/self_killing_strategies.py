@@ -30,8 +30,9 @@ from lockstep.strategies.zero3 import Zero3
 EXCHANGE = ("sent", "summed", "agree", "agreed", "update", "updated")
 OTHERS = ("step", "forward", "gradient", "evaluation", "saving", "forming", "meeting", "joining")
 PHASES = EXCHANGE + OTHERS  # that are drawn; the others are for tests that choose: not every rank comes to them
+MEETS = ("forming", "meeting")
 CHOSEN = ("handing", "writing", "naming", "late")
-PATIENCE_S = 60.0  # that a strike waits for its world
+PATIENCE_S = 60.0  # that a strike waits in each step for its world, or for somebody who joins
 
 
 class Striking:
@@ -53,9 +54,10 @@ class Striking:
         if number < 0 or step < strikes[number]["step"] or not _is_saved(strikes[number].get("saved", 0)):
             return -1, ""
         since = time.monotonic()
-        while self.world.size < strikes[number]["world"] and not self.world.members.offered:
+        meets = strikes[number]["phase"] in MEETS  # it comes once somebody joins: before later steps, not at any time
+        while (self.world.size < strikes[number]["world"] or meets) and not self.world.members.offered:
             if time.monotonic() - since > patience_s:
-                return -1, ""
+                break
             time.sleep(0.02)
         full, after = self.world.size >= strikes[number]["world"], (strikes[number]["rank"] + 1) % self.world.size
         self.unheard = full and strikes[number]["phase"] == "late" and self.world.rank == after

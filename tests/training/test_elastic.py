@@ -35,7 +35,7 @@ HANG_S = 12  # on a busy machine a rank may not get a processor for six seconds,
 def test_ranks_that_are_left_finish_the_step(strategy: str, tmp_path: Path, cache: Path, untouched: Path) -> None:
     """Within the exchange, while they meet again, after an update that others have not made, rank 0 while it saves and
     while it evaluates; others take their places and get the state from those that are left."""
-    strikes = [(3, 1, "sent", 3), (4, 1, "meeting", 2), (9, 0, "saving", 2), (15, 0, "evaluation", 2)]
+    strikes = [(3, 1, "sent", 3), (4, 1, "meeting", 2), (7, 0, "saving", 2), (15, 0, "evaluation", 2)]
     strikes += [(25, 2, "summed", 3), (31, 0, "updated", 2), (33, 1, "agreed", 2), (34, 0, "joining", 3)]
     done = rank_kills.carried_out(rank_kills.struck(strategy, 3, *strikes), tmp_path / "job", cache, untouched)
     assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
