@@ -19,17 +19,10 @@ from types import ModuleType
 from lockstep import commands
 from lockstep._version import __version__
 from lockstep.config import entry_points
-from lockstep.config.errors import RunError, coded
+from lockstep.config.errors import OF_DISKS, REMEDIES, RunError, coded, reason_of
 from lockstep_trace import streams
 from lockstep_trace.coded import VERBOSE
 from lockstep_trace.errors import TraceError
-
-# Commands that mostly import: garbage collection among new modules would take a tenth of their time.
-QUICK = ("init", "list", "plan", "schema", "status")
-# Commands that write their results to files: incomplete standard output is no failure.
-KEEP = ("attest", "branch", "init", "push", "sweep", "train")
-# Commands that may compute for long without output: on a terminal a line shows the current activity.
-COMPUTES = ("plan", "predict", "verify", "evaluate", "diff", "replay", "audit")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         atexit.register(gc.freeze)  # skip a slow collection over thousands of modules at exit
     words = sys.argv[1:] if arguments is None else list(arguments)
     status = _answer_words(words)
-    if status == 0 and words[0] not in KEEP and (lost := streams.unwritten()) is not None:
+    if status == 0 and not commands.of(words[0]).writes and (lost := streams.unwritten()) is not None:
         from lockstep.track.console import error
 
         text = f"standard output: {lost.strerror}; what was printed there is not complete. Free some space"
@@ -82,7 +75,7 @@ def _command(name: str, words: list[str]) -> int:
     from lockstep.track.console import error, strike_tracebacks
 
     strike_tracebacks()
-    if name in (*COMPUTES, "train", "init", "bench", "sweep", "branch") and sys.flags.optimize > 1:
+    if commands.of(name).models and sys.flags.optimize > 1:
         error(
             coded(
                 "LS0210",
@@ -93,7 +86,7 @@ def _command(name: str, words: list[str]) -> int:
         return 2
     _drop_leftovers(name)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its socket warnings print C++ stack traces
-    if name in QUICK:
+    if commands.of(name).imports:
         gc.set_threshold(1_000_000, 100, 100)
     known = argparse.Namespace()
     try:
@@ -153,23 +146,6 @@ def _drop_leftovers(name: str) -> None:
         del os.environ[variable]
 
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Faults of files and disks, and what to do about each.
-_MENDS = {
-    errno.EACCES: "check its permissions and its owner",
-    errno.EPERM: "check its permissions and its owner",
-    errno.EROFS: "its file system cannot be written; use another folder",
-    errno.ENOSPC: "free space on the disk, or use another folder",
-    errno.EDQUOT: "the disk quota is used up: free space, or use another folder",
-    errno.EFBIG: "the system limits the size of files (ulimit -f): raise the limit",
-    errno.ENOTDIR: "a file stands where a folder is expected",
-    errno.EISDIR: "a folder stands where a file is expected",
-    errno.ELOOP: "its links lead in a circle",
-    errno.EIO: "the disk fails: check it, or use another one",
-    errno.ESTALE: "the network file system has lost it: mount it again",
-}
-
-
 def _unusable_path(caught: OSError | UnicodeEncodeError) -> str | None:
     """Return the message for a file or path that cannot be used, or for too few open files; None for other errors."""
     if isinstance(caught, UnicodeEncodeError):
@@ -188,11 +164,10 @@ def _unusable_path(caught: OSError | UnicodeEncodeError) -> str | None:
     if caught.errno == errno.ENAMETOOLONG:
         start, length = str(caught.filename)[:40], len(str(caught.filename))
         return coded("LS0011", f"{start!r}... has {length:,} characters; a path cannot be that long")
-    mend = _MENDS.get(caught.errno or 0)
-    if mend is None or (caught.filename is None and caught.errno not in _DISK):
+    if caught.errno not in REMEDIES or (caught.filename is None and caught.errno not in OF_DISKS):
         return None
     where = "" if caught.filename is None else f"{os.fsdecode(caught.filename)}: "
-    return coded("LS0260", f"{where}{(caught.strerror or 'cannot be used').lower()}; {mend}")
+    return coded("LS0260", f"{where}{reason_of(caught).lower()}; {REMEDIES[caught.errno]}")
 
 
 def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace) -> int:
@@ -205,7 +180,7 @@ def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace)
     answers = (getattr(module, f"run_{name.replace('-', '_')}")(known) for module in modules)
     with ExitStack() as stack:
         finish = stack.enter_context(json_output.recording(name)) if getattr(known, "answer_json", False) else int
-        if name in COMPUTES:
+        if commands.of(name).computes:
             ACTIVITY.at("importing torch and transformers")
             stack.enter_context(Waiting(lambda: ACTIVITY.name))
         return finish(next(int(answer) for answer in answers if answer is not None))

@@ -12,48 +12,84 @@ from __future__ import annotations
 import difflib
 import importlib
 import textwrap
+from dataclasses import dataclass
 from types import ModuleType
 
 from lockstep.config import entry_points
 from lockstep.config.errors import RunError, coded
 
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the table."""
+
+    text: str  # what it does
+    models: bool = False  # builds models of transformers, which needs docstrings: `python -OO` is refused
+    computes: bool = False  # may compute for long without output: on a terminal a line shows the current activity
+    imports: bool = False  # mostly imports: garbage collection among new modules would take a tenth of its time
+    writes: bool = False  # writes its results to files: incomplete standard output is no failure
+
+
 # Purpose -> command -> what it does, in the order of `lockstep --help`.
 PURPOSES = {
     "First steps": {
-        "init": "write a commented run file for your data, after a few questions",
-        "train": "train or resume a run file; without one, the built-in quick start",
-        "predict": "apply a run's exported model, or a checkpoint of it, to texts",
-        "verify": "compare a job with one process, or any two training commands",
-        "trace": "record each optimizer step of any training command, unchanged",
+        "init": Command(
+            "write a commented run file for your data, after a few questions", models=True, imports=True, writes=True
+        ),
+        "train": Command("train or resume a run file; without one, the built-in quick start", models=True, writes=True),
+        "predict": Command("apply a run's exported model, or a checkpoint of it, to texts", models=True, computes=True),
+        "verify": Command("compare a job with one process, or any two training commands", models=True, computes=True),
+        "trace": Command("record each optimizer step of any training command, unchanged"),
     },
     "Before a run": {
-        "plan": "check a run file as train does; show model, steps and memory",
-        "doctor": "show what this machine can run; with --processes, measure the links between processes",
-        "list": "list the tasks, strategies, optimizers, launchers and trackers that a run file can name",
-        "schema": "print the JSON Schema of run files",
-        "bench": "measure throughput and memory of a job by processes, strategy and micro-batches",
+        "plan": Command(
+            "check a run file as train does; show model, steps and memory", models=True, computes=True, imports=True
+        ),
+        "doctor": Command("show what this machine can run; with --processes, measure the links between processes"),
+        "list": Command(
+            "list the tasks, strategies, optimizers, launchers and trackers that a run file can name", imports=True
+        ),
+        "schema": Command("print the JSON Schema of run files", imports=True),
+        "bench": Command(
+            "measure throughput and memory of a job by processes, strategy and micro-batches", models=True
+        ),
     },
     "While it runs": {
-        "status": "show the state and the progress of a run, and whether it can be resumed",
-        "logs": "print the log of a run",
-        "stop": "ask a run to save a checkpoint and end with status 75",
-        "report": "write the report page of a run or a trace, or one that compares several runs",
+        "status": Command("show the state and the progress of a run, and whether it can be resumed", imports=True),
+        "logs": Command("print the log of a run"),
+        "stop": Command("ask a run to save a checkpoint and end with status 75"),
+        "report": Command("write the report page of a run or a trace, or one that compares several runs"),
     },
     "Afterwards": {
-        "evaluate": "score the exported model of a run, or one of its checkpoints",
-        "push": "upload the exported model to the Hub (token from HF_TOKEN)",
-        "sweep": "train a run file under several values of its keys and compare the results",
+        "evaluate": Command("score the exported model of a run, or one of its checkpoints", models=True, computes=True),
+        "push": Command("upload the exported model to the Hub (token from HF_TOKEN)", writes=True),
+        "sweep": Command(
+            "train a run file under several values of its keys and compare the results", models=True, writes=True
+        ),
     },
     "What was computed": {
-        "diff": "name the first step and the first value in which two runs or traces differ",
-        "replay": "recompute a step of a run and compare it with its fingerprints",
-        "branch": "start a run from the first N steps of another one",
-        "attest": "record what a finished run was made of and its results, hashed and, if asked, signed",
-        "audit": "verify an attested run: hashes, signature, and random steps recomputed",
+        "diff": Command(
+            "name the first step and the first value in which two runs or traces differ", models=True, computes=True
+        ),
+        "replay": Command("recompute a step of a run and compare it with its fingerprints", models=True, computes=True),
+        "branch": Command("start a run from the first N steps of another one", models=True, writes=True),
+        "attest": Command(
+            "record what a finished run was made of and its results, hashed and, if asked, signed", writes=True
+        ),
+        "audit": Command(
+            "verify an attested run: hashes, signature, and random steps recomputed", models=True, computes=True
+        ),
     },
-    "Between machines": {"rendezvous": "serve the rendezvous of torchrun jobs from a machine that does not train"},
+    "Between machines": {
+        "rendezvous": Command("serve the rendezvous of torchrun jobs from a machine that does not train")
+    },
 }
-HELP = {name: text for commands in PURPOSES.values() for name, text in commands.items()}
+HELP = {name: command.text for commands in PURPOSES.values() for name, command in commands.items()}
+
+
+def of(name: str) -> Command:
+    """What is known of a command; of one of another distribution, that it is in no hurry."""
+    return next((commands[name] for commands in PURPOSES.values() if name in commands), Command(""))
 
 
 def file_of(name: str) -> str:
@@ -159,7 +195,7 @@ def overview() -> str:
         lines += [
             "",
             f"{purpose}:",
-            *(line for name, text in commands.items() for line in _wrapped(f"  {name:<12}", text)),
+            *(line for name in commands for line in _wrapped(f"  {name:<12}", HELP[name])),
         ]
     if added:
         lines += ["", "Of other distributions:"]

@@ -10,7 +10,7 @@ from lockstep_trace.coded import CodedError, appended, coded, codes, uncoded, wi
 
 __all__ = ["BAD", "DONE", "EXCLUDED", "FAILED", "HALTED", "STOPPED"]
 __all__ += ["CodedError", "InvalidValue", "RunError", "appended", "coded", "codes"]
-__all__ += ["reason_of", "uncoded", "with_addresses"]
+__all__ += ["OF_DISKS", "REMEDIES", "reason_of", "uncoded", "with_addresses"]
 
 
 class RunError(CodedError):
@@ -19,6 +19,23 @@ class RunError(CodedError):
 
 class InvalidValue(CodedError, ValueError):
     """An invalid value in a run file, raised by validators. Validation reports it with its key and line."""
+
+
+OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Faults of files and disks, and what to do about each.
+REMEDIES = {
+    errno.EACCES: "check its permissions and its owner",
+    errno.EPERM: "check its permissions and its owner",
+    errno.EROFS: "its file system cannot be written; use another folder",
+    errno.ENOSPC: "free space on the disk, or use another folder",
+    errno.EDQUOT: "the disk quota is used up: free space, or use another folder",
+    errno.EFBIG: "the system limits the size of files (ulimit -f): raise the limit",
+    errno.ENOTDIR: "a file stands where a folder is expected",
+    errno.EISDIR: "a folder stands where a file is expected",
+    errno.ELOOP: "remove one of them, or use another path",
+    errno.EIO: "the disk fails: check it, or use another one",
+    errno.ESTALE: "the network file system has lost it: mount it again",
+}
 
 
 def reason_of(error: OSError) -> str:
