@@ -319,10 +319,3 @@ def test_all_that_a_file_of_trl_lacks_is_listed_at_once(here: Path, capsys: pyte
     assert "language_modeling: not understood: the columns" in said
     said = refused("trl.yaml", text, capsys, "task.text=body", "model.quantization=nf4")
     assert "lacking besides" not in said
-
-
-def test_a_model_that_is_never_put_into_training_mode_is_noted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    moved("acc.py", ACCELERATE)
-    assert "never calls model.train()" in capsys.readouterr().out
-    moved("acc.py", changed(ACCELERATE, ("    for batch", "    model.train()\n    for batch")))
-    assert "never calls model.train()" not in capsys.readouterr().out

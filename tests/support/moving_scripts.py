@@ -141,6 +141,7 @@ model = AutoModelForSequenceClassification.from_pretrained("acme/encoder")
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
 schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=100, num_training_steps=len(train) * 3 // 4)
 model, optimizer, train, dev, schedule = accelerator.prepare(model, optimizer, train, dev, schedule)
+model.train()
 for epoch in range(3):
     for batch in train:
         with accelerator.accumulate(model):

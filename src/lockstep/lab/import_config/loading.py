@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lockstep.lab.import_config import script, text_columns
+from lockstep.lab.import_config import model_defaults, script, text_columns
 from lockstep.lab.import_config.mapped_function import MappedFunction
 from lockstep.lab.import_config.qa_function import QaFunction
 from lockstep.lab.import_config.script import (
@@ -49,6 +49,7 @@ class Reading:
     models: list[str] = field(default_factory=list)  # the code of their names
     mapped: bool = False  # whether a function that tokenises was read
     padded: bool = False  # whether that function pads
+    side_named: bool = False  # whether the script says on which side texts are padded
     padded_left: list[str] = field(default_factory=list)  # the lines that pad on the left, or on a side not known
     left_out: dict[str, str] = field(default_factory=dict)  # an input that rows or tokens lack -> the line that says so
     renamed: dict[str, str] = field(default_factory=dict)  # new name of a column -> that of the data
@@ -67,6 +68,8 @@ class Reading:
         """Once the data were looked at: a gap for an input that is made of the texts here, and left out there."""
         if draft.keys.get("task.packing"):  # blocks have no padding
             return
+        if not self.side_named and self.tokenizer is not None and model_defaults.pads_left(draft):
+            self.padded_left.append(f"{self.tokenizer[1]}: its padding_side is left, as it is saved")
         for line in self.padded_left:
             draft.lacks(line, SIDE)
         if self.padded and (where := self.left_out.get("attention_mask")):
@@ -188,6 +191,8 @@ def task_first(script: Script, draft: RunDraft) -> None:
 
 def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> None:
     _label_names(call, at, task)
+    if not {"dtype", "torch_dtype"} & (arguments.known.keys() | arguments.unknown.keys()):
+        at.draft.at_end.append(lambda draft: model_defaults.note_saved_dtype(draft, str(call)))
     labels = arguments.known.pop("num_labels", None)
     if labels == 1 and task == "classification":
         at.set(call, "task.regression", True)
@@ -316,6 +321,7 @@ def _tokenizer(call: Call, at: Reading, arguments: Arguments, source: Any, code:
 
 def pads(at: Reading, side: Any, where: str) -> None:
     """The side on which a tokenizer pads. TRL's collators pad on theirs, whatever the tokenizer says."""
+    at.side_named = True
     if side == "right":
         return
     if any(c.name == f"{prefix}Trainer" for c in at.script.calls for prefix in CONFIGS):

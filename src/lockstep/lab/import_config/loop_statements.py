@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.lab.import_config import loading
+from lockstep.lab.import_config.model_defaults import without_dropout
 from lockstep.lab.import_config.quiet_code import QuietCode, names_in, root_of
 from lockstep.lab.import_config.script import DTYPES, Script, Unknown, code_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
+from lockstep.lab.import_config.train_mode import PART, TrainMode
 from lockstep_trace.plurals import quantity
 
 _UNKNOWN = "not one of the statements that init understands in a training loop: take it out of the loop, or write the "
@@ -66,8 +68,7 @@ class Statements:
     counters: dict[str, int] = field(default_factory=dict)  # index of a batch -> its first value
     loaders: set[str] = field(default_factory=set)  # code of what the loop goes over
     path: set[str] = field(default_factory=set)  # names that the loss is made of
-    modes: list[tuple[bool, ast.Call]] = field(default_factory=list)  # whether it is training, by which call
-    before_batches: int = 0  # modes that were set before the loop over the batches
+    learned: set[int] = field(default_factory=set)  # ids of the calls of the model that the loss is made of
     inputs: ModelInputs = field(default_factory=ModelInputs)
     contexts: list[ast.expr] = field(default_factory=list)  # those around what the loop does to a batch
     walked: bool = False  # whether the loop over the batches was gone through
@@ -111,6 +112,7 @@ class Statements:
             self._around_loop(self.script.tree.body)
         if self.walked:
             self._check_events()
+            self._check_modes()
         self.draft.at_end.append(self.inputs.check)
 
     def _drivers(self, backward: ast.AST) -> None:
@@ -194,7 +196,6 @@ class Statements:
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 continue
             elif not self._trains(node):
-                self._mode(node)
                 self.quiet.statement(node, self._constant() if self.epoch_loop is not None else frozenset())
             elif isinstance(node, ast.For):
                 self._epochs(node)
@@ -235,37 +236,32 @@ class Statements:
         )
         if not is_range or self.epoch_loop is not None or node.orelse:
             self._gap(node.iter, "a loop around the epochs, or one that is not over range()", "epochs")
-        self.epoch_loop, start = node, len(self.modes)
+        self.epoch_loop = node
         self._around_loop(node.body)
-        self._trained_in_mode(start, self.before_batches)
 
-    def _mode(self, node: ast.AST, callers: tuple[str, ...] = ()) -> None:
-        """`model.train()` and `model.eval()`, also in the script's functions that are called, in their order."""
-        calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
-        for call in sorted(calls, key=lambda each: self.script.order[id(each)]):
-            name = call.func.attr if isinstance(call.func, ast.Attribute) else None
-            called = call.func.id if isinstance(call.func, ast.Name) else ""
-            if name in ("train", "eval") and isinstance(call.func, ast.Attribute) and self._is_other(call.func.value):
-                continue
-            if name in ("train", "eval"):
-                on = name == "train" and (not call.args or self.script.known(call.args[0]) is True)
-                self.modes.append((on, call))
-            elif called in self.script.functions and called not in callers:
-                for line in getattr(self.script.functions[called], "body", []) or []:
-                    self._mode(line, (*callers, called))
-
-    def _is_other(self, node: ast.expr) -> bool:
-        """Whether a module is another than the one that is trained, such as a teacher."""
-        if not isinstance(node, ast.Name) or node.id in self._models():
-            return False
-        value = self.script.bound(node, last=True)
-        return isinstance(value, ast.Call) and not names_in(value) & self._models()
-
-    def _trained_in_mode(self, start: int, stop: int) -> None:
-        """A loop, of whose modes those up to `stop` come before its batches: it begins again in its last one."""
-        before = self.modes[start:stop]
-        if self.modes[start:] and not before and not self.modes[-1][0]:
-            self._gap(self.modes[-1][1], "the next batches are trained in evaluation mode: no model.train() follows")
+    def _check_modes(self) -> None:
+        """Each batch is computed in training mode, or all without dropout, which the model's config can say."""
+        mode = TrainMode(self.script, self._models(), self.learned, self.transformers)
+        seen = mode.run([each for each in self.drivers.values() if each is not None])
+        odd = sorted((each for each in seen if each.training is not True), key=lambda each: each.by is None)
+        if not odd:
+            return
+        loop: Any = self.batch_loop
+        by = odd[0].by or next((c for c in mode.calls if c.func.attr == "train"), None)  # type: ignore[attr-defined]
+        if any(each.training == PART for each in odd):
+            self._gap(by or loop.iter, "some modules of the model are trained in evaluation mode, without dropout")
+        elif len(seen) > 1 and odd[0].by is None:
+            why = "the batches before it are trained without dropout: from_pretrained gives a model in evaluation mode"
+            self._gap(by or loop.iter, why)
+        elif len(seen) > 1:
+            self._gap(odd[0].by, "the next batches are trained in evaluation mode: no model.train() follows")  # type: ignore[arg-type]
+        elif not self.transformers:
+            why = "the model trains in evaluation mode, without dropout; here it is in training mode"
+            self._gap(by or loop.iter, why)
+        else:
+            where = f"line {loop.lineno}: no model.train() is called before it"
+            where = where if odd[0].by is None else f"line {odd[0].by.lineno}: {code_of(odd[0].by)}"
+            self.draft.at_end.append(lambda draft: without_dropout(draft, where))
 
     def _context(self, item: ast.withitem) -> None:
         call = item.context_expr
@@ -281,15 +277,6 @@ class Statements:
     # -- the batches ---------------------------------------------------------------------------------------------------
 
     def _batches(self, node: ast.For) -> None:
-        self.before_batches = len(self.modes)
-        if self.modes and not self.modes[-1][0]:
-            why = "the model trains in evaluation mode, without dropout; here it is in training mode"
-            self._gap(self.modes[-1][1], why)
-        if self.transformers and not self.modes and not any(c.name == "train" for c in self.script.calls):
-            self.draft.notes.append(
-                "the script never calls model.train(), and from_pretrained gives a model without dropout; here a model "
-                "is trained with the dropout of its config (model.config sets it)"
-            )
         target, source = node.target, node.iter
         self.loaders = self._loaders(source)
         while isinstance(source, ast.Call) and source.args:
@@ -305,8 +292,6 @@ class Statements:
         if node.orelse:
             self._gap(node.orelse[0])
         self._body(node.body, 0)
-        modes = self.modes[self.before_batches :]
-        self._trained_in_mode(self.before_batches, self.before_batches + bool(modes and modes[0][0]))
 
     def _loaders(self, node: ast.expr | None) -> set[str]:
         """The code of a loop's source, without enumerate and tqdm."""
@@ -345,7 +330,6 @@ class Statements:
             elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
                 self._assigned(node)
             else:
-                self._mode(node)
                 self.quiet.statement(node, frozenset(self.path))
 
     def _event(self, call: ast.Call) -> str | None:
@@ -548,6 +532,7 @@ class Statements:
             return None
         if not self.transformers:
             usual = roles in ([("batch", "first")], [("batch", "whole")]) and not node.keywords
+            self.learned |= {id(node)} if usual else set()
             return ("out", None) if usual else None
         if roles or not node.keywords:
             return None
@@ -560,6 +545,7 @@ class Statements:
                 return None
         if not any(word.arg is None for word in node.keywords):
             self.inputs.named = node, frozenset(str(word.arg) for word in node.keywords)
+        self.learned.add(id(node))
         return "out", None
 
     def _models(self) -> set[str]:

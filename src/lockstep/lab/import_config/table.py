@@ -182,7 +182,11 @@ class RunDraft:
 
     def deciding(self) -> list[Gap]:
         """The gaps without which another model would be trained, but for those that a key given by hand closes."""
-        return [gap for gap in self.gaps if gap.decides and not any(key in self.by_hand for key in gap.by)]
+        return [gap for gap in self.gaps if gap.decides and not any(map(self.is_given, gap.by))]
+
+    def is_given(self, key: str) -> bool:
+        """Whether a key, or one within it, was given on the command line."""
+        return any(each == key or each.startswith(f"{key}.") for each in self.by_hand)
 
 
 def apply(table: Table, theirs: Mapping[str, Any], draft: RunDraft) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.run import RunError
-from lockstep.lab.import_config import table
+from lockstep.lab.import_config import model_defaults, table
 from lockstep.lab.import_config.table import RunDraft, Table
 
 TABLE = table.read_table("trainer")
@@ -174,7 +174,7 @@ def move_trl(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) 
     if task == "language_modeling":
         _texts(theirs, draft)
     else:
-        draft.notes.append("TRL turns a model's dropout off for pairs; here it is as model.config says")
+        draft.at_end.append(lambda draft: _disable_dropout(draft, theirs))
     if task == "preference":
         _pairs(theirs, draft)
     table.numbers(draft, theirs, {"task.center": "center_rewards_coefficient"})
@@ -276,6 +276,19 @@ def _model(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     if theirs.get("load_in_4bit"):
         nested = theirs.get("use_bnb_nested_quant")
         table.quantized(draft, theirs.get("bnb_4bit_quant_type", "nf4"), nested, "load_in_4bit")
+
+
+def _disable_dropout(draft: RunDraft, theirs: Mapping[str, Any]) -> None:
+    """TRL trains on pairs without dropout, that of an adapter, too."""
+    if theirs.get("disable_dropout") is False:
+        return
+    why = "TRL turns a model's dropout off for pairs"
+    if model_defaults.model_config(draft, {}) is None:
+        draft.notes.append(f"{why}; here it is as model.config says")
+    elif model_defaults.without_dropout(draft, "disable_dropout, TRL's default", why):
+        adapter = draft.keys.get("model.adapter")
+        if isinstance(adapter, dict) and adapter.get("lora_dropout") and not draft.is_given("model.adapter"):
+            adapter["lora_dropout"] = 0.0
 
 
 def set_dtype(draft: RunDraft, dtype: str, origin: str) -> None:

@@ -1,0 +1,122 @@
+"""What a script takes from the model and the tokenizer that it loads without saying so: their mode, type and padding.
+
+In: a draft that names a model. Out: keys, notes and gaps: dropout that is off because the model stays in evaluation
+mode, weights that are saved in another type than float32, a tokenizer that pads on the left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.config.run import Run, RunError
+from lockstep.lab.import_config.table import FILL_IN, RunDraft
+
+EVALUATED = "from_pretrained gives a model in evaluation mode, so it trains without dropout"
+_RANDOM = ("drop", "jitter")  # parts of the names of entries of a config that draw random numbers in training mode
+
+
+def without_dropout(draft: RunDraft, where: str, why: str = EVALUATED) -> bool:
+    """Set each rate of dropout of `model.config` to 0, as a model in evaluation mode trains; make a gap where that is
+    not all that this mode changes, or where the model's config cannot be read. Returns whether no rate is left."""
+    if draft.is_given("model.config"):
+        return True
+    name, entries = f"{where} ({why})", draft.keys.get("model.config", {})
+    config = model_config(draft, entries)
+    if config is None:
+        unread = "the rates of dropout in model.config have to be 0, and the model's config cannot be read here"
+        draft.lacks(name, unread, "model.config")
+        return False
+    entries = _merged(entries, _rates(config))
+    if (module := _differs_in_training(model_config(draft, entries))) is not None:
+        draft.lacks(name, f"{module} computes something else in training mode, in which the model is here")
+        return False
+    if entries != draft.keys.get("model.config", {}):
+        draft.set("model.config", entries, f"{where}: dropout is off")
+        draft.read.append(f"{name} -> model.config")
+        draft.notes.append(f"{name}: model.config sets its rates of dropout to 0")
+    return True
+
+
+def model_config(draft: RunDraft, entries: dict[str, Any]) -> Any:
+    """The config of the model that a draft names, with these entries; None: it cannot be read."""
+    source = draft.keys.get("model.source")
+    if not isinstance(source, str) or source == FILL_IN:
+        return None
+    names = ("source", "revision", "trust_remote_code")
+    section = {name: draft.keys[f"model.{name}"] for name in names if f"model.{name}" in draft.keys}
+    from lockstep.tasks.models import model_configs
+
+    try:
+        return model_configs.load_config(Run.model_validate({"model": {**section, "config": entries}}))
+    except (RunError, ValueError):  # planning says why
+        return None
+
+
+def _rates(config: Any) -> dict[str, Any]:
+    """Entries of a config that are rates of dropout other than 0 -> 0.0, nested as they are."""
+    from transformers import PreTrainedConfig
+
+    rates: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            if inner := _rates(value):
+                rates[name] = inner
+        elif any(part in name for part in _RANDOM) and type(value) in (int, float) and value > 0:
+            rates[name] = 0.0
+    return rates
+
+
+def _merged(entries: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **entries,
+        **{k: _merged(entries.get(k, {}), v) if isinstance(v, dict) else v for k, v in rates.items()},
+    }
+
+
+def _differs_in_training(config: Any) -> str | None:
+    """The class of a module that computes something else in training mode, in a model of this config that gets no
+    memory; None, too, where there is no such model: planning says why."""
+    import torch
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd
+    from transformers import AutoModel
+
+    try:
+        with torch.device("meta"):
+            modules = list(AutoModel.from_config(config).modules())
+    except Exception:
+        return None
+    for module in modules:
+        if isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0):
+            return type(module).__name__
+    return None
+
+
+def note_saved_dtype(draft: RunDraft, where: str) -> None:
+    """A note where a model that is loaded without `dtype` is saved in fewer bits than float32."""
+    if draft.keys.keys() & {"model.dtype", "model.adapter", "model.quantization"}:
+        return
+    name = str(getattr(model_config(draft, {}), "dtype", None)).removeprefix("torch.")
+    if name in ("bfloat16", "float16"):
+        draft.notes.append(
+            f"{where} names no dtype: transformers 5 keeps the weights in {name}, as they are saved, and transformers "
+            "4 in float32; here they are float32 (model.dtype)"
+        )
+
+
+def pads_left(draft: RunDraft) -> bool:
+    """Whether the tokenizer that a draft names pads on the left, as it is saved, for a model that counts positions from
+    the first token, of padding, too. Relative positions (rotary ones) are the same on both sides."""
+    source = draft.keys.get("tokenizer.source") or draft.keys.get("model.source")
+    config = model_config(draft, {})
+    if not isinstance(source, str) or config is None:
+        return False
+    table = getattr(config, "max_position_embeddings", None)
+    if table is None or getattr(config, "rope_parameters", None):
+        return False
+    from transformers import AutoTokenizer
+
+    try:
+        return bool(AutoTokenizer.from_pretrained(source).padding_side == "left")
+    except Exception:  # planning says why
+        return False

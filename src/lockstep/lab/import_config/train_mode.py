@@ -1,0 +1,182 @@
+"""Whether the model of a training loop is in training or in evaluation mode when its batches are computed.
+
+In: a `Script`, the names of its model, and the calls of the model that are learned from. Out: the modes in which these
+calls may run, each with the call that set it, over all branches, epochs and functions of the script that are called.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.lab.import_config.quiet_code import names_in, root_of
+from lockstep.lab.import_config.script import Script, Unknown
+
+PART = "part"  # some modules of the model are in another mode than the rest
+_WRAPPED = ("module", "model", "_orig_mod")  # attributes under which a wrapper has the model itself
+_DEPTH = 20  # of calls of the script's functions in one another
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A mode of the model, and the call that set it; None: it was made so."""
+
+    training: bool | str
+    by: ast.Call | None = field(default=None, compare=False)
+
+
+Modes = frozenset[Mode]
+
+
+@dataclass
+class TrainMode:
+    """An abstract execution of a script. `learned`: ids of the calls of the model whose outputs the loss is made of.
+    `pretrained`: whether the model is made by `from_pretrained`, which leaves it in evaluation mode."""
+
+    script: Script
+    models: set[str]
+    learned: set[int]
+    pretrained: bool
+    seen: set[Mode] = field(default_factory=set)  # those in which a call that is learned from may run
+    saved: dict[str, Modes] = field(default_factory=dict)  # name -> modes, of `was = model.training`
+    calls: list[ast.Call] = field(default_factory=list)  # that set a mode of the model
+    returned: list[Modes] = field(default_factory=list)  # one for each function that is being called
+    left: list[Modes] = field(default_factory=list)  # of `break` and `continue`, one for each loop
+
+    def run(self, functions: list[Any]) -> set[Mode]:
+        """The modes that were seen. `functions`: where the loop is, if no call of them is found."""
+        start = frozenset({Mode(not self.pretrained)})
+        bodies = [self.script.tree.body, *(each.body for each in functions)]
+        for body in bodies:
+            if not self.seen:
+                self._function(body, start)
+        return self.seen
+
+    # -- statements ----------------------------------------------------------------------------------------------------
+
+    def _function(self, body: list[Any], modes: Modes) -> Modes:
+        self.returned.append(frozenset())
+        left, self.left = self.left, [frozenset()]
+        modes = self._block(body, modes)
+        self.left = left
+        return modes | self.returned.pop()
+
+    def _block(self, body: list[Any], modes: Modes) -> Modes:
+        for node in body:
+            modes = self._statement(node, modes)
+        return modes
+
+    def _statement(self, node: Any, modes: Modes) -> Modes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            return modes
+        if isinstance(node, ast.If):
+            return self._branches(node, modes, self._block)
+        if isinstance(node, ast.For | ast.While):
+            return self._loop(node, modes)
+        if isinstance(node, ast.With):
+            for item in node.items:
+                modes = self._expression(item.context_expr, modes)
+            return self._block(node.body, modes)
+        if isinstance(node, ast.Try):
+            whole = self._block(node.body, modes)
+            ends = [self._block(each.body, modes | whole) for each in node.handlers]
+            return self._block(node.finalbody, self._block(node.orelse, whole).union(*ends))
+        if isinstance(node, ast.Break | ast.Continue):
+            self.left[-1] |= modes
+            return frozenset()
+        modes = self._expression(node, modes)
+        if isinstance(node, ast.Return):
+            self.returned[-1] |= modes
+            return frozenset()
+        return self._assigned(node, modes) if isinstance(node, ast.Assign) else modes
+
+    def _branches(self, node: Any, modes: Modes, within: Callable[[Any, Modes], Modes]) -> Modes:
+        """One of two, or both where the condition is not known."""
+        modes = self._expression(node.test, modes)
+        taken = self.script.known(node.test, Unknown)
+        if taken is not Unknown:
+            return within(node.body if taken else node.orelse, modes)
+        return within(node.body, modes) | within(node.orelse, modes)
+
+    def _loop(self, node: Any, modes: Modes) -> Modes:
+        """A loop that runs once at least: its second time begins as the first one ends."""
+        modes = self._expression(node.iter if isinstance(node, ast.For) else node.test, modes)
+        self.left.append(frozenset())
+        once = self._block(node.body, modes) | self.left[-1]
+        again = self._block(node.body, once) | self.left[-1]
+        again |= self._block(node.body, again) | self.left.pop()
+        return self._block(node.orelse, once | again)
+
+    def _assigned(self, node: ast.Assign, modes: Modes) -> Modes:
+        names = {each.id for each in node.targets if isinstance(each, ast.Name)}
+        if isinstance(node.value, ast.Attribute) and node.value.attr == "training":
+            self.saved.update(dict.fromkeys(names, modes))
+        if not (names & self.models and isinstance(node.value, ast.Call)):
+            return modes
+        if names_in(node.value) & self.models:  # moved or wrapped
+            return modes
+        return frozenset({Mode(not self.script.origin_of(node.value.func).endswith(".from_pretrained"))})
+
+    # -- expressions ---------------------------------------------------------------------------------------------------
+
+    def _expression(self, node: Any, modes: Modes) -> Modes:
+        if isinstance(node, ast.Lambda):
+            return modes
+        if isinstance(node, ast.IfExp):
+            return self._branches(node, modes, self._expression)
+        if isinstance(node, ast.BoolOp):
+            for number, each in enumerate(node.values):
+                modes = self._expression(each, modes) | (modes if number else frozenset())
+            return modes
+        for child in ast.iter_child_nodes(node):
+            modes = self._expression(child, modes)
+        return self._called(node, modes) if isinstance(node, ast.Call) else modes
+
+    def _called(self, call: ast.Call, modes: Modes) -> Modes:
+        if id(call) in self.learned:
+            self.seen |= modes
+        if isinstance(call.func, ast.Name) and (function := self.script.functions.get(call.func.id)) is not None:
+            body = getattr(function, "body", None)
+            return self._function(body, modes) if isinstance(body, list) and len(self.returned) < _DEPTH else modes
+        if not isinstance(call.func, ast.Attribute) or call.func.attr not in ("train", "eval"):
+            return modes
+        of = self._whose(call.func.value)
+        if of is None:
+            return modes
+        self.calls.append(call)
+        wanted = self._wanted(call)
+        if of == "model":
+            return wanted
+        values = {each.training for each in wanted}
+        return frozenset(each if {each.training} == values else Mode(PART, call) for each in modes)
+
+    def _wanted(self, call: ast.Call) -> Modes:
+        """The modes that a call of `train` or `eval` may set."""
+        if call.func.attr == "eval":  # type: ignore[attr-defined]
+            return frozenset({Mode(False, call)})
+        mode = call.args[0] if call.args else next((w.value for w in call.keywords if w.arg == "mode"), None)
+        if isinstance(mode, ast.Name) and mode.id in self.saved:
+            return self.saved[mode.id]
+        value = True if mode is None else self.script.known(mode, Unknown)
+        return frozenset(Mode(each, call) for each in ((True, False) if value is Unknown else (bool(value),)))
+
+    def _whose(self, node: ast.expr) -> str | None:
+        """Whether modules are the whole model or a part of it; None: they are others, such as a teacher."""
+        if isinstance(node, ast.Attribute):
+            above = self._whose(node.value)
+            whole = node.attr in _WRAPPED or node.attr in self.models
+            return above if whole or above is None else PART
+        if not isinstance(node, ast.Name):  # accelerator.unwrap_model(model)
+            return "model" if names_in(node) & self.models else None
+        if node.id in self.models or root_of(node) == "self":
+            return "model"
+        value = self.script.bound(node, last=True)
+        if isinstance(value, ast.Call):
+            return "model" if names_in(value) & self.models else None
+        if isinstance(value, ast.Attribute | ast.Name) and root_of(value) != node.id:  # inner = model.bert
+            return self._whose(value)
+        scope: Any = self.script.scopes.get(id(node))
+        arguments = {each.arg for each in ast.walk(scope.args) if isinstance(each, ast.arg)} if scope else set()
+        return "model" if node.id in arguments else PART
