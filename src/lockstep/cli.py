@@ -107,6 +107,8 @@ def _command(name: str, words: list[str]) -> int:
             raise
         return 2
     except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            streams.put(sys.stderr, streams.CLEAR, flush=True)
         error(coded("LS0012", "interrupted"))
         return 130
 

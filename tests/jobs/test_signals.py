@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from support.command import (
     each_step_once,
     ended,
     finish,
+    free_port,
     lines,
     saved,
     start,
@@ -63,6 +65,27 @@ def test_ctrl_c_in_a_terminal_keeps_what_was_trained(tmp_path: Path, cache: Path
     assert f"resuming after step {stopped}" in finish(tmp_path, cache, "launch.processes=1")
     each_step_once(tmp_path, calm)  # no line for the step that it was stopped after
     assert bits(tmp_path) == bits(calm)
+
+
+@pytest.mark.processes
+def test_ctrl_c_while_a_rank_waits_for_the_others(tmp_path: Path, cache: Path) -> None:
+    """It waits in native code, where no handler of Python's runs."""
+    write(tmp_path)
+    port = free_port()
+    meet = ("launch.name=tcp", f"launch.init_method=tcp://127.0.0.1:{port}", "launch.rank=0", "launch.world_size=2")
+    terminal = Terminal(tmp_path, cache, *meet)
+    terminal.read(until=lambda: is_open(port))
+    terminal.press(b"\x03")
+    terminal.read()
+    assert terminal.status() == 130, terminal.text
+    assert mentions(terminal.text, "LS7110")
+    assert "Traceback" not in terminal.text
+    assert json.loads((tmp_path / "out/launch.json").read_text())["status"] == 130
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.processes

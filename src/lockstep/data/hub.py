@@ -95,11 +95,15 @@ def names_hub(run: Run) -> bool:
 
 
 def be_brief() -> None:
-    """Silence the Hub library's own messages about failed requests. If the Hub is unreachable, also disable its retries
-    (six per file, 23 s), and let its requests fail at once if its host accepts connections and never answers; cached
-    files are then used at once."""
-    from huggingface_hub.utils import http_backoff, http_stream_backoff
+    """Silence the Hub library's own messages about failed requests, and its progress bars: the line of the current
+    activity, which counts the bytes, tears them, and they stay behind on Ctrl-C (HF_HUB_DISABLE_PROGRESS_BARS=0 in the
+    environment keeps them). If the Hub is unreachable, also disable its retries (six per file, 23 s), and let its
+    requests fail at once if its host accepts connections and never answers; cached files are then used at once."""
+    from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
+    from huggingface_hub.utils import disable_progress_bars, http_backoff, http_stream_backoff
 
+    if HF_HUB_DISABLE_PROGRESS_BARS is not False:
+        disable_progress_bars()
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     fault = unreachable()
     for decorated in (http_backoff, http_stream_backoff) if fault else ():

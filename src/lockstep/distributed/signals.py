@@ -162,6 +162,45 @@ class Interrupts:
         return now - self._first >= AGAIN_S
 
 
+@contextmanager
+def interrupted_at_once(text: str, record: Callable[[], None]) -> Iterator[None]:
+    """A context in which Ctrl-C ends this process with status 130 although its main thread waits in native code, for
+    other processes: no handler of Python's runs there. `text`: what is written to standard error then. `record`: is
+    called before. Does nothing where Ctrl-C is ignored or handled already."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+
+    def end() -> None:
+        record()
+        os.write(2, text.encode())
+        os._exit(130)
+
+    receive, send = socket.socketpair()
+    send.setblocking(False)
+
+    def watch() -> None:
+        while data := receive.recv(64):
+            if signal.SIGINT in data:
+                end()
+
+    before = signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
+    watcher = threading.Thread(target=watch, name="lockstep-interrupt", daemon=True)
+    watcher.start()
+    try:
+        yield
+    except KeyboardInterrupt:  # the watcher may not have had its turn yet
+        end()
+    finally:
+        signal.set_wakeup_fd(before)
+        send.close()
+        watcher.join()
+        receive.close()
+
+
 def end_at_second_interrupt() -> None:
     """End this process at the second Ctrl-C, even while it waits in a collective, where no Python signal handler runs.
     (The first requests a stop at the end of the step.)"""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -19,14 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.config.errors import coded
 from lockstep.config.run import Run, RunError
-from lockstep.distributed import torch_internals
+from lockstep.distributed import job_record, torch_internals
 from lockstep.distributed.hardware import available_cores, share_gpus
 from lockstep.distributed.job_record import TORCHRUN_ENV
 from lockstep.distributed.membership import SOON_S, Generation, Membership
 from lockstep.distributed.rendezvous import Rendezvous
-from lockstep.distributed.signals import StopRequest
+from lockstep.distributed.signals import StopRequest, interrupted_at_once
 from lockstep.track.console import LOG
+from lockstep_trace import streams
 from lockstep_trace.plurals import quantity
 
 # Limits of oneDNN's cache of kernels, which are specific to the sizes of a product: every unpadded micro-batch has its
@@ -118,9 +122,17 @@ class World:
         if self.members is not None:
             self.members.connect(self._rendezvous.timeout.total_seconds())
         if self.size > 1:
-            self._meet()
+            text = coded("LS7110", "interrupted while this process waited for the other ranks")
+            clear = streams.CLEAR if sys.stderr.isatty() else ""
+            with interrupted_at_once(f"{clear}lockstep: {text}\n", self._note_interrupt):
+                self._meet()
         self.stop.listen()
         return self
+
+    def _note_interrupt(self) -> None:
+        """Record the exit status of Ctrl-C, for `lockstep status`."""
+        if self.is_main:
+            job_record.note(self.log.parent, status=130, ended=time.time())
 
     def _meet(self) -> None:
         """Form a group with the other ranks. Collective. Errors: `Unreached`."""

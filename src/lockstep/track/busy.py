@@ -99,8 +99,6 @@ class Busy:
 
 # -- slow commands -----------------------------------------------------------------------------------------------------
 
-CLEAR = "\r\x1b[2K"  # clear the line and return to its first column
-
 
 class Waiting:
     """Context manager that animates a line on standard error while a command computes.
@@ -131,7 +129,7 @@ class Waiting:
         """Erase the line until it is drawn again."""
         with self._lock:
             if self._visible:
-                streams.put(sys.stderr, CLEAR, flush=True)
+                streams.put(sys.stderr, streams.CLEAR, flush=True)
                 self._visible = False
 
     def _show(self) -> None:
@@ -144,7 +142,7 @@ class Waiting:
             room = max(10, shutil.get_terminal_size((80, 24)).columns - len(tail) - 3)
             with self._lock:
                 # return the cursor, so that output of child processes starts in the first column
-                line = f"{CLEAR}{next(spinner)} {printable(self._place())[:room]}{tail}\r"
+                line = f"{streams.CLEAR}{next(spinner)} {printable(self._place())[:room]}{tail}\r"
                 streams.put(sys.stderr, line, flush=True)
                 self._visible = True
 

@@ -5,6 +5,7 @@ In: OUTPUT and the weights. Out: an exit status and messages for the user. Impor
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from lockstep.data.object_store import StoreError
 from lockstep.distributed import job_record
 from lockstep.distributed.signals import Stopped
 from lockstep.track.console import Console, error
+from lockstep_trace import streams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,6 +113,8 @@ def publish_until_stopped(run: Run, world: World, console: Console, mirror: Remo
             return publish(run, console.say, mirror)
     except Stopped:
         where = " and ".join(place for place in (run.remote_dir, run.hub.push_to) if place)
+        if sys.stdout.isatty():
+            streams.put(sys.stdout, streams.CLEAR)
         console.say(
             f"stopped on request before {where} had the model, which is in {run.folder}/export; the same command "
             "goes on with that"

@@ -21,6 +21,8 @@ _ALIKE = {"\u27f6": "->", "\u2026": "...", "\u2014": "--", "\u2013": "-", "\u00b
 _ALIKE |= dict(zip("\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588", "_.-=+*#@", strict=True))
 _READER_GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # a closed pipe, a terminal that hung up
 
+CLEAR = "\r\x1b[2K"  # clears a terminal's line, also what it has echoed of Ctrl-C, and returns to its first column
+
 
 def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
     """Codec error handler: replace a character that the encoding lacks by a similar one, or its escape. Surrogates of
