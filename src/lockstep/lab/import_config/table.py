@@ -146,7 +146,7 @@ class RunDraft:
     folder: Path = Path()  # of the file that is read: other files are looked for there
     rows: int | None = None  # of the split that the file trains on, where the data were looked at
     deepspeed: Any = None  # a file of DeepSpeed's that it names, or its mapping
-    at_end: list[Callable[[RunDraft], None]] = field(default_factory=list)  # once the data were looked at
+    at_end: list[Callable[[RunDraft], object]] = field(default_factory=list)  # once the data were looked at
 
     def set(self, key: str, value: Any, comment: str) -> None:
         self.keys[key] = value
