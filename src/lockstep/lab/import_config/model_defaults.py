@@ -77,9 +77,11 @@ def _differs_in_training(config: Any) -> str | None:
     """The class of a module that computes something else in training mode, in a model of this config that gets no
     memory; None, too, where there is no such model: planning says why."""
     import torch
-    from torch.nn.modules.batchnorm import _BatchNorm
-    from torch.nn.modules.dropout import _DropoutNd
+    from torch import nn
     from transformers import AutoModel
+
+    of_batches = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
     try:
         with torch.device("meta"):
@@ -87,7 +89,7 @@ def _differs_in_training(config: Any) -> str | None:
     except Exception:
         return None
     for module in modules:
-        if isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0):
+        if isinstance(module, of_batches) or (isinstance(module, dropouts) and module.p > 0):
             return type(module).__name__
     return None
 
