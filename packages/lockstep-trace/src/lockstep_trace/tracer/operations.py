@@ -334,7 +334,7 @@ class Operations(dispatch.TorchDispatchMode):
                 self._defines(address, tensor)
                 self._written[address] = self._written.get(address, 0) + 1
                 self._makers[address] = at
-        for tensor, _ in tensors:
+        for tensor, viewed in tensors:
             entry["shapes"][1].append(_shape(tensor))
             if later:
                 self.vectors.append(None)
