@@ -81,7 +81,7 @@ def test_plan_says_what_a_run_amounts_to(run_file: Path, capsys: pytest.CaptureF
     count = sum(p.numel() for p in task.model().parameters())
     assert rows["model"] == f"gpt2 from scratch, {count / 1e6:.2f}M parameters"
     assert rows["data"].startswith("builtin/emotion: 100 train, 100 validation, 100 test examples; mean ")
-    assert rows["length"] == "12 steps of 22 examples; an epoch has 5: 2.4 epochs; 2 evaluations on the way"
+    assert rows["length"] == "12 steps of 22 examples; an epoch has 5: 2.4 epochs; 2 evaluations during training"
     assert rows["rate"] == "▁▁▅▅▅▅███████▇▇▇▆▆▆▆▅▅▅▅▅▅▅▄▄▄▄▃▃▃▂▂▂▂▁▁ " + (
         "linear: 0 at first, 0.005 at step 2, 0.0005 at the last"
     )

@@ -170,7 +170,7 @@ def length(run: Run, feed: StepLoader) -> str:
     evaluations = (feed.total - 1) // every if (every := feed.interval(run.evaluate.every)) else 0
     return (
         f"{feed.total:,} steps of {min(run.batch_size, feed.order.examples):,} examples; an epoch has {each:,}: "
-        f"{feed.total / each:.4g} epochs; {evaluations:,} evaluations on the way"
+        f"{feed.total / each:.4g} epochs; {evaluations:,} evaluations during training"
     )
 
 
