@@ -20,7 +20,7 @@ from lockstep.config.errors import RunError, coded
 
 
 @dataclass(frozen=True)
-class Command:
+class Subcommand:
     """A command of the table."""
 
     text: str  # what it does
@@ -33,63 +33,73 @@ class Command:
 # Purpose -> command -> what it does, in the order of `lockstep --help`.
 PURPOSES = {
     "First steps": {
-        "init": Command(
+        "init": Subcommand(
             "write a commented run file for your data, after a few questions", models=True, imports=True, writes=True
         ),
-        "train": Command("train or resume a run file; without one, the built-in quick start", models=True, writes=True),
-        "predict": Command("apply a run's exported model, or a checkpoint of it, to texts", models=True, computes=True),
-        "verify": Command("compare a job with one process, or any two training commands", models=True, computes=True),
-        "trace": Command("record each optimizer step of any training command, unchanged"),
+        "train": Subcommand(
+            "train or resume a run file; without one, the built-in quick start", models=True, writes=True
+        ),
+        "predict": Subcommand(
+            "apply a run's exported model, or a checkpoint of it, to texts", models=True, computes=True
+        ),
+        "verify": Subcommand(
+            "compare a job with one process, or any two training commands", models=True, computes=True
+        ),
+        "trace": Subcommand("record each optimizer step of any training command, unchanged"),
     },
     "Before a run": {
-        "plan": Command(
+        "plan": Subcommand(
             "check a run file as train does; show model, steps and memory", models=True, computes=True, imports=True
         ),
-        "doctor": Command("show what this machine can run; with --processes, measure the links between processes"),
-        "list": Command(
+        "doctor": Subcommand("show what this machine can run; with --processes, measure the links between processes"),
+        "list": Subcommand(
             "list the tasks, strategies, optimizers, launchers and trackers that a run file can name", imports=True
         ),
-        "schema": Command("print the JSON Schema of run files", imports=True),
-        "bench": Command(
+        "schema": Subcommand("print the JSON Schema of run files", imports=True),
+        "bench": Subcommand(
             "measure throughput and memory of a job by processes, strategy and micro-batches", models=True
         ),
     },
     "While it runs": {
-        "status": Command("show the state and the progress of a run, and whether it can be resumed", imports=True),
-        "logs": Command("print the log of a run"),
-        "stop": Command("ask a run to save a checkpoint and end with status 75"),
-        "report": Command("write the report page of a run or a trace, or one that compares several runs"),
+        "status": Subcommand("show the state and the progress of a run, and whether it can be resumed", imports=True),
+        "logs": Subcommand("print the log of a run"),
+        "stop": Subcommand("ask a run to save a checkpoint and end with status 75"),
+        "report": Subcommand("write the report page of a run or a trace, or one that compares several runs"),
     },
     "Afterwards": {
-        "evaluate": Command("score the exported model of a run, or one of its checkpoints", models=True, computes=True),
-        "push": Command("upload the exported model to the Hub (token from HF_TOKEN)", writes=True),
-        "sweep": Command(
+        "evaluate": Subcommand(
+            "score the exported model of a run, or one of its checkpoints", models=True, computes=True
+        ),
+        "push": Subcommand("upload the exported model to the Hub (token from HF_TOKEN)", writes=True),
+        "sweep": Subcommand(
             "train a run file under several values of its keys and compare the results", models=True, writes=True
         ),
     },
     "What was computed": {
-        "diff": Command(
+        "diff": Subcommand(
             "name the first step and the first value in which two runs or traces differ", models=True, computes=True
         ),
-        "replay": Command("recompute a step of a run and compare it with its fingerprints", models=True, computes=True),
-        "branch": Command("start a run from the first N steps of another one", models=True, writes=True),
-        "attest": Command(
+        "replay": Subcommand(
+            "recompute a step of a run and compare it with its fingerprints", models=True, computes=True
+        ),
+        "branch": Subcommand("start a run from the first N steps of another one", models=True, writes=True),
+        "attest": Subcommand(
             "record what a finished run was made of and its results, hashed and, if asked, signed", writes=True
         ),
-        "audit": Command(
+        "audit": Subcommand(
             "verify an attested run: hashes, signature, and random steps recomputed", models=True, computes=True
         ),
     },
     "Between machines": {
-        "rendezvous": Command("serve the rendezvous of torchrun jobs from a machine that does not train")
+        "rendezvous": Subcommand("serve the rendezvous of torchrun jobs from a machine that does not train")
     },
 }
 HELP = {name: command.text for commands in PURPOSES.values() for name, command in commands.items()}
 
 
-def of(name: str) -> Command:
+def of(name: str) -> Subcommand:
     """What is known of a command; of one of another distribution, that it is in no hurry."""
-    return next((commands[name] for commands in PURPOSES.values() if name in commands), Command(""))
+    return next((commands[name] for commands in PURPOSES.values() if name in commands), Subcommand(""))
 
 
 def file_of(name: str) -> str:

@@ -242,18 +242,18 @@ class Statements:
     def _check_modes(self) -> None:
         """Each batch is computed in training mode, or all without dropout, which the model's config can say."""
         mode = TrainMode(self.script, self._models(), self.learned, self.transformers)
-        seen = mode.run([each for each in self.drivers.values() if each is not None])
-        odd = sorted((each for each in seen if each.training is not True), key=lambda each: each.by is None)
+        modes = mode.run([each for each in self.drivers.values() if each is not None])
+        odd = sorted((each for each in modes if each.training is not True), key=lambda each: each.by is None)
         if not odd:
             return
         loop: Any = self.batch_loop
         by = odd[0].by or next((c for c in mode.calls if c.func.attr == "train"), None)  # type: ignore[attr-defined]
         if any(each.training == PART for each in odd):
             self._gap(by or loop.iter, "some modules of the model are trained in evaluation mode, without dropout")
-        elif len(seen) > 1 and odd[0].by is None:
+        elif len(modes) > 1 and odd[0].by is None:
             why = "the batches before it are trained without dropout: from_pretrained gives a model in evaluation mode"
             self._gap(by or loop.iter, why)
-        elif len(seen) > 1:
+        elif len(modes) > 1:
             self._gap(odd[0].by, "the next batches are trained in evaluation mode: no model.train() follows")  # type: ignore[arg-type]
         elif not self.transformers:
             why = "the model trains in evaluation mode, without dropout; here it is in training mode"

@@ -39,20 +39,20 @@ class TrainMode:
     models: set[str]
     learned: set[int]
     pretrained: bool
-    seen: set[Mode] = field(default_factory=set)  # those in which a call that is learned from may run
+    modes_of_batches: set[Mode] = field(default_factory=set)  # those in which a call that is learned from may run
     saved: dict[str, Modes] = field(default_factory=dict)  # name -> modes, of `was = model.training`
     calls: list[ast.Call] = field(default_factory=list)  # that set a mode of the model
     returned: list[Modes] = field(default_factory=list)  # one for each function that is being called
     left: list[Modes] = field(default_factory=list)  # of `break` and `continue`, one for each loop
 
     def run(self, functions: list[Any]) -> set[Mode]:
-        """The modes that were seen. `functions`: where the loop is, if no call of them is found."""
+        """The modes of all batches. `functions`: where the loop is, if no call of them is found."""
         start = frozenset({Mode(not self.pretrained)})
         bodies = [self.script.tree.body, *(each.body for each in functions)]
         for body in bodies:
-            if not self.seen:
+            if not self.modes_of_batches:
                 self._function(body, start)
-        return self.seen
+        return self.modes_of_batches
 
     # -- statements ----------------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class TrainMode:
 
     def _called(self, call: ast.Call, modes: Modes) -> Modes:
         if id(call) in self.learned:
-            self.seen |= modes
+            self.modes_of_batches |= modes
         if isinstance(call.func, ast.Name) and (function := self.script.functions.get(call.func.id)) is not None:
             body = getattr(function, "body", None)
             return self._function(body, modes) if isinstance(body, list) and len(self.returned) < _DEPTH else modes
@@ -146,13 +146,13 @@ class TrainMode:
         if of is None:
             return modes
         self.calls.append(call)
-        wanted = self._wanted(call)
+        target = self._target_modes(call)
         if of == "model":
-            return wanted
-        values = {each.training for each in wanted}
+            return target
+        values = {each.training for each in target}
         return frozenset(each if {each.training} == values else Mode(PART, call) for each in modes)
 
-    def _wanted(self, call: ast.Call) -> Modes:
+    def _target_modes(self, call: ast.Call) -> Modes:
         """The modes that a call of `train` or `eval` may set."""
         if call.func.attr == "eval":  # type: ignore[attr-defined]
             return frozenset({Mode(False, call)})
