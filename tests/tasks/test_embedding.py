@@ -270,7 +270,7 @@ def test_the_loss_is_that_of_sentence_transformers(tmp_path: Path) -> None:
 
 def plain_loss(task: Embedding, model: Any, rows: list[dict[str, Any]], libraries: bool) -> float:
     """The mean loss of rows by `lockstep.plain`: by its formula, or by sentence-transformers' function."""
-    job = Plain(with_defaults(task.run), task.prepared.tokenizer, {"train": rows})
+    job = Plain(with_defaults(task.run, type(task)), task.prepared.tokenizer, {"train": rows})
     job.libraries = libraries
     total, count = batch_loss(job, model.eval(), job.encode(rows))
     return float(total) / count
