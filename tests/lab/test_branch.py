@@ -69,7 +69,7 @@ def test_steps_after_the_checkpoint_are_computed_again_and_compared(
 ) -> None:
     words = ("steps=14", "strategy.name=ddp", "launch.processes=2")
     assert branched(folder, "again", 8, *words) == 0
-    assert "steps 7 to 8 are computed again" in capfd.readouterr().out
+    assert "steps 7 to 8 are recomputed" in capfd.readouterr().out
     assert weights_of(folder / "again") == weights_of(folder / "alone")
 
     shutil.copytree(folder / "first", tmp_path / "first", symlinks=True)

@@ -59,7 +59,7 @@ def test_a_column_of_splits(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     run = written("--data", "one.jsonl.gz", "--model", "scratch")
     assert (run.data.split_column, run.task.options["label"]) == ("split", "label")
     said = capsys.readouterr().out
-    assert "column split says which split a row belongs to" in said
+    assert "column split names the split of each row" in said
     assert "96 train, 12 validation, 12 test examples; columns text (text), label (text)" in " ".join(said.split())
     check_arithmetic(here / "run.yaml")
 
@@ -72,7 +72,7 @@ def test_a_column_that_says_more_than_splits_is_noted_and_not_used(
     run = written("--data", "one.jsonl", "--model", "scratch")
     assert run.data.split_column is None
     said = " ".join(capsys.readouterr().out.split())
-    assert "but for rows that say holdout: all are used as train" in said
+    assert "except in rows with holdout: all are used as train" in said
     told = ["data.split_column=split", "data.filter={split: {none_of: [holdout]}}"]
     found = prepare(load("run.yaml", told), plugins.find("tasks", "classification"))  # type: ignore[type-abstract]
     assert set(found.splits) == {"train", "validation", "test"}

@@ -150,7 +150,7 @@ REFUSED = {
         [{"left": f"some words {i}", "right": f"other words {i}"} for i in range(50)],
         "do not determine a task",
     ),
-    "as many numbers as rows": ([{"text": f"t {i}", "label": i} for i in range(50)], "nearly as many as rows"),
+    "as many numbers as rows": ([{"text": f"t {i}", "label": i} for i in range(50)], "nearly one per row"),
 }
 
 
@@ -170,7 +170,7 @@ LEARNED = {
 def test_a_number_whose_name_says_nothing_is_a_doubt(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     jsonl(here / "data", [{"text": f"t {i}", "valence": i / 7} for i in range(50)])
     assert written("--data", "data").task.options["regression"]
-    assert "task.label: valence; its name does not say that it is to be foretold" in capsys.readouterr().out
+    assert "task.label: valence; its name does not mark it as the target" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("case", LEARNED)

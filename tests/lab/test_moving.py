@@ -282,7 +282,7 @@ def test_what_has_no_counterpart_is_listed_with_why(here: Path, capsys: pytest.C
         "tpu_num_cores: 8 (",
         "lr_scheduler_type: cosine_with_restarts (optim.schedule is one of linear, cosine, constant",
         "dataloader_num_workers: 4 (",
-        "my_key: 1 (not a key that is known here)",
+        "my_key: 1 (unknown key)",
     ):
         assert f"no counterpart: {wanted}" in said
         assert f"#   {wanted[:30]}" in text
@@ -303,7 +303,7 @@ def test_a_script_is_read_and_not_run(here: Path, capsys: pytest.CaptureFixture[
     assert (run.data.config, run.batch_size, run.steps, run.evaluate.every) == ("large", 16, 100, 10)
     assert run.seed == 42  # Trainer's default
     said = capsys.readouterr().out
-    assert "not understood: line 5: seed=now() (its value is known when the script runs" in said
+    assert "not understood: line 5: seed=now() (its value is known only when the script runs" in said
     assert "**more" in said
 
 

@@ -59,12 +59,12 @@ SIDE = "texts are padded on the right here"
         ("tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, 'left'", SIDE),
         ("reader = tokenizer\nreader.padding_side = 'left'", SIDE),
         ("if tokenizer.is_fast:\n    tokenizer.padding_side = 'left'", SIDE),
-        ("tokenizer.truncation_side = 'left'", "a tokenizer is used as it is saved"),
-        ("tokenizer.do_lower_case = False", "a tokenizer is used as it is saved"),
+        ("tokenizer.truncation_side = 'left'", "tokenizers are used as saved"),
+        ("tokenizer.do_lower_case = False", "tokenizers are used as saved"),
         ("model.config.problem_type = 'regression'", "model.config sets entries"),
         ("model.config.use_cache, model.config.dropout = False, 0.0", "model.config sets entries"),
-        ("model.config.pad_token_id = 7", "ids of special tokens are those of its tokenizer"),
-        ("model.dropout.p = 0.5", "what it changes of the model is not known"),
+        ("model.config.pad_token_id = 7", "takes ids of special tokens from the tokenizer"),
+        ("model.dropout.p = 0.5", "its effect on the model is unknown"),
     ],
 )
 def test_attributes_that_change_the_training_are_refused(

@@ -67,9 +67,9 @@ def test_what_is_left_over_at_the_end_of_an_epoch(
     text: str, step: int, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     why = {
-        "dropped": "is not trained there; here it is a smaller step",
-        "left over": "go into the first step of the next one there",
-        "divided": "is divided by 4 there, also with fewer batches",
+        "dropped": "drops leftover batches of an epoch",
+        "left over": "the first step of the next epoch",
+        "divided": "divides the last step of an epoch by 4 even if it has fewer batches",
     }[wanted]
     rows_of(3 * step + 5)
     said = refused("acc.py", of_rows(text), capsys, *DATA)
@@ -97,7 +97,7 @@ def test_a_smaller_last_batch_is_a_smaller_step_here_too(here: Path, capsys: pyt
 
 def test_a_sampler_that_leaves_out_rows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = DDP.replace("DistributedSampler(data)", "DistributedSampler(data, drop_last=True)")
-    assert "DistributedSampler(drop_last=True) (what is left over" in refused("points.py", text, capsys)
+    assert "DistributedSampler(drop_last=True) (the script drops" in refused("points.py", text, capsys)
     assert "batch_sampler=mine" in refused("points.py", DDP.replace("sampler=", "batch_sampler=mine, sampler="), capsys)
 
 
@@ -110,7 +110,7 @@ def test_a_sampler_that_leaves_out_rows(here: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_a_condition_that_is_not_the_last_batch(condition: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "how many batches make a step is not known" in refused("acc.py", accumulating(condition), capsys)
+    assert "the batches per step are unknown" in refused("acc.py", accumulating(condition), capsys)
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------

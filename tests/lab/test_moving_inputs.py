@@ -55,7 +55,7 @@ def test_a_model_that_is_given_all_by_name(here: Path) -> None:
         (ONE.replace("max_length=64)", "max_length=64, split_special_tokens=True)"), "split_special_tokens=True"),
         (
             ONE.replace("shuffle=True,", "shuffle=True, collate_fn=lambda rows: rows,"),
-            "collate_fn=lambda rows: rows (batches are made",
+            "collate_fn=lambda rows: rows (the task makes",
         ),
         (
             LANGUAGE.replace("data = data.map(blocks, batched=True)\n", "").replace(
@@ -127,7 +127,7 @@ def test_the_precision_of_a_context(here: Path, capsys: pytest.CaptureFixture[st
     assert moved("points.py", scaled).precision == "bf16"
     (here / "moved.yaml").unlink()
     score = 'def score(model, x):\n    with torch.autocast("cpu", dtype=torch.bfloat16):\n        return model(x)\n\n\n'
-    assert "where it holds is not known" in refused("points.py", DDP.replace("def main", f"{score}def main"), capsys)
+    assert "its scope is unknown" in refused("points.py", DDP.replace("def main", f"{score}def main"), capsys)
 
 
 def test_another_model_in_evaluation_mode_is_not_the_one_that_is_trained(
@@ -141,7 +141,7 @@ def test_another_model_in_evaluation_mode_is_not_the_one_that_is_trained(
 
 def test_a_loop_that_was_not_gone_through_is_accused_of_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused("points.py", DDP.replace("for epoch in range(args.epochs)", "while going()"), capsys)
-    assert "whether and how long it trains is decided here" in said
+    assert "it decides whether and how long training runs" in said
     assert "no optimizer.step()" not in said
 
 

@@ -50,7 +50,7 @@ def test_a_loop_whose_functions_have_no_names_is_said_to_be_one(
     old: str, new: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused("points.py", DDP.replace(old, new), capsys)
-    assert "this is a loop of its own" in said
+    assert "the script has its own loop" in said
     assert "docs/how-to/own-module.md" in said
     run = moved("points.py", DDP.replace(old, new), "--partial")
     assert "FILL-IN" in run.task.options.values()
@@ -59,7 +59,7 @@ def test_a_loop_whose_functions_have_no_names_is_said_to_be_one(
 
 def test_a_loop_that_runs_when_it_is_imported_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused("points.py", DDP.replace('if __name__ == "__main__":\n    main()', "main()"), capsys)
-    assert ": main() (every process imports the file, and would run this" in said
+    assert ": main() (every process imports the file and would run this" in said
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ def test_a_loop_that_runs_when_it_is_imported_is_refused(here: Path, capsys: pyt
             "batch_size=20, collate_fn=lambda rows: rows,",
             "collate_fn=lambda rows: rows (task.collate",
         ),
-        ("batch_size=20", "**how", "the batch size (no DataLoader with one was seen)"),
+        ("batch_size=20", "**how", "the batch size (no DataLoader with one was found)"),
         (
             "    criterion =",
             "    for w in model.parameters():\n        w.requires_grad = False\n    criterion =",
             "w.requires_grad",
         ),
         ("lr=args.lr", "lr=args.lr, momentum=0.9, nesterov=True", "SGD(nesterov=True) (sgd has no such key)"),
-        ("lr=args.lr", "lr=args.lr, momentum=beta", "SGD(momentum=beta) (its value is known when"),
+        ("lr=args.lr", "lr=args.lr, momentum=beta", "SGD(momentum=beta) (its value is known only when"),
         ("optim.SGD(", "optim.AdamW(amsgrad=True, params=", "AdamW(amsgrad=True) (adamw has no such key)"),
         (
             "            optimizer.step()",
@@ -105,8 +105,12 @@ CLIP = "            accelerator.clip_grad_norm_(model.{}, 1.0)\n            opti
     ("old", "new", "wanted"),
     [
         ('data["train"], shuffle', 'data["validation"], shuffle', "the loop trains on the split 'validation'"),
-        ("shuffle=True,", 'sampler=RandomSampler(data["train"], replacement=True),', "each example comes once"),
-        ("shuffle=True,", 'sampler=RandomSampler(data["train"], num_samples=9),', "each example comes once"),
+        (
+            "shuffle=True,",
+            'sampler=RandomSampler(data["train"], replacement=True),',
+            "each epoch has every example once",
+        ),
+        ("shuffle=True,", 'sampler=RandomSampler(data["train"], num_samples=9),', "each epoch has every example once"),
         ("            schedule.step()\n", "", "its step() is never called"),
         ("            optimizer.step()", CLIP.format("classifier.parameters()"), "norm of all gradients together"),
         (
@@ -145,16 +149,20 @@ def test_what_a_loop_says_in_other_words_is_read(old: str, new: str, here: Path)
     ("old", "new", "wanted"),
     [
         ("num_warmup_steps=100,", "num_warmup_steps=100, num_cycles=2,", "num_cycles: 2 (optim has no such key)"),
-        ("max_length=64)", "max_length=64, add_special_tokens=False)", "add_special_tokens (texts get the special"),
-        ("mixed_precision", "even_batches=False, mixed_precision", "even_batches=False (no such setting"),
+        (
+            "max_length=64)",
+            "max_length=64, add_special_tokens=False)",
+            "add_special_tokens (texts get the tokenizer's default",
+        ),
+        ("mixed_precision", "even_batches=False, mixed_precision", "even_batches=False (lockstep has no such setting"),
         (
             "mixed_precision",
             "step_scheduler_with_optimizer=False, mixed_precision",
-            "step_scheduler_with_optimizer=False (no such setting",
+            "step_scheduler_with_optimizer=False (lockstep has no such setting",
         ),
-        ("mixed_precision", "fsdp_plugin=plugin, mixed_precision", "fsdp_plugin=plugin (no such setting"),
-        ("max_length=64)", "max_length=64, padding_side='left')", "padding_side='left' (a text's tokens"),
-        ("mixed_precision", "split_batches=True, mixed_precision", "split_batches=True (batch_size is all of a step"),
+        ("mixed_precision", "fsdp_plugin=plugin, mixed_precision", "fsdp_plugin=plugin (lockstep has no such setting"),
+        ("max_length=64)", "max_length=64, padding_side='left')", "padding_side='left' (tokens are the tokenizer's"),
+        ("mixed_precision", "split_batches=True, mixed_precision", "split_batches=True (batch_size is a whole step's"),
         (
             "gradient_accumulation_steps=4",
             "gradient_accumulation_plugin=Plugin(4)",
@@ -218,7 +226,7 @@ def test_a_loop_of_accelerate_with_a_model_of_transformers(here: Path) -> None:
 def test_loops_that_cannot_be_moved_are_read_as_far_as_they_can(
     name: str, text: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "this is a loop of its own" in refused(name, text, capsys)
+    assert "the script has its own loop" in refused(name, text, capsys)
     run = moved(name, text, "--partial")
     if name == "pl.py":
         assert (run.epochs, run.batch_size, run.micro_batches, run.precision) == (5, 64, 4, "bf16")
@@ -255,7 +263,7 @@ def test_words_that_no_parser_of_a_script_reads(words: str, here: Path, capsys: 
     """As nanoGPT takes them: they are set in place of the constants of the file."""
     (here / "nano.py").write_text(NANO)
     said = refused("run.sh", f"python nano.py {words}\n", capsys)
-    assert f"line 1: {words.replace('=', ' ') if words[0] == '-' else words} (what the script makes of it" in said
+    assert f"line 1: {words.replace('=', ' ') if words[0] == '-' else words} (how the script uses it" in said
 
 
 def test_a_script_of_dataclasses_needs_its_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,7 +369,7 @@ def test_options_of_other_examples(here: Path) -> None:
 
 def test_a_command_whose_script_is_elsewhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "torchrun --nproc_per_node 2 train.py --learning_rate 2e-5 --output_dir o\n"
-    assert "the script is not here" in refused("run.sh", text, capsys)
+    assert "the script is missing" in refused("run.sh", text, capsys)
     assert mentions(refused("b.sh", "python a.py\npython b.py\n", capsys), "LS8190", "1", "2")
     assert moved("run.sh", text, "--task", "classification").optim.learning_rate == 2e-5
 

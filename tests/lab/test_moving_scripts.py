@@ -72,26 +72,38 @@ def test_a_trainer_script_is_read_line_by_line(here: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("old", "new", "wanted"),
     [
-        ("model=model,", "model=model, optimizers=(mine, None),", "line 21: optimizers=(mine, None) (optim.name"),
+        ("model=model,", "model=model, optimizers=(mine, None),", "line 21: optimizers=(mine, None) (set optim.name"),
         ("model=model,", "model=model, compute_loss_func=f,", "compute_loss_func=f (the loss is the task's own"),
-        ("callbacks=[", "callbacks=[Mine(), ", "the callback Mine() (what it does is not known)"),
-        ("max_length=256", "max_length=length", "max_length=length (its value is known when the script runs)"),
-        (", max_length=256", "", "it cuts at a length that the tokenizer's files say"),
+        ("callbacks=[", "callbacks=[Mine(), ", "the callback Mine() (its effect is unknown)"),
+        ("max_length=256", "max_length=length", "max_length=length (its value is known only when the script runs)"),
+        (", max_length=256", "", "it truncates at the length in the tokenizer's files"),
         ('rows["review"]', '"rate: " + rows["review"]', "the prefix 'rate: '"),
-        ('rows["review"]', 'clean(rows["review"])', "tokenizer(clean(rows['review'])) (which column's texts"),
-        ('"acme/reviews", "small"', "SOURCE", "load_dataset(path=SOURCE) (its value is known when the script runs)"),
-        ("data = data.map", "data = data.map(shorten).map", "what it makes of the rows is not known"),
+        ('rows["review"]', 'clean(rows["review"])', "tokenizer(clean(rows['review'])) (the column of these texts"),
+        (
+            '"acme/reviews", "small"',
+            "SOURCE",
+            "load_dataset(path=SOURCE) (its value is known only when the script runs)",
+        ),
+        ("data = data.map", "data = data.map(shorten).map", "its effect on the rows is unknown"),
         ("data = data.map", "data = data.filter(good).map", "data.filter chooses rows by their columns"),
         ("args = Tr", "for w in model.parameters():\n    w.requires_grad = False\nargs = Tr", "model.freeze names"),
-        ("args = Tr", "tokenizer.add_tokens(['<new>'])\nargs = Tr", "a tokenizer is used as it is saved"),
+        ("args = Tr", "tokenizer.add_tokens(['<new>'])\nargs = Tr", "tokenizers are used as saved"),
         ("args = Tr", "args = Tr", None),
-        ("ARGUMENTS", "ARGUMENTS, learning_rate=rate", "learning_rate=rate (its value is known when the script runs"),
+        (
+            "ARGUMENTS",
+            "ARGUMENTS, learning_rate=rate",
+            "learning_rate=rate (its value is known only when the script runs",
+        ),
         (
             "trainer = Tr",
             "args.learning_rate = rate()\ntrainer = Tr",
             "args.learning_rate = rate() (its value is known",
         ),
-        ('NAME = "acme/encoder"', "NAME = f'acme/{size:>{width}}'", "the model's name is known when the script runs"),
+        (
+            'NAME = "acme/encoder"',
+            "NAME = f'acme/{size:>{width}}'",
+            "the model's name is known only when the script runs",
+        ),
         ("ARGUMENTS", "ARGUMENTS, neftune_noise_alpha=5", "neftune_noise_alpha: 5 (no noise"),
         ("ARGUMENTS", "ARGUMENTS, optim='adafactor'", "the rate of adafactor (Trainer's takes the rate as it is"),
         ("ARGUMENTS", "ARGUMENTS, **more", "**more"),
@@ -172,7 +184,7 @@ trainer.train()
 
 def test_texts_that_no_call_cuts_are_not_laid_in_blocks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before, they became blocks of 256 tokens, without a word."""
-    assert "no text is cut: give task.block_size" in refused("quotes.py", QUOTES, capsys)
+    assert "texts are not truncated: give task.block_size" in refused("quotes.py", QUOTES, capsys)
     run = moved("quotes.py", QUOTES, "task.block_size=99")
     assert (run.task.options["packing"], run.task.options["text"]) == (False, "quote")
 
@@ -191,9 +203,9 @@ Trainer(model=model, args=TrainingArguments("out"), train_dataset=rows["train"])
 
 def test_how_a_script_reads_tables(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "name the columns" in refused("c.py", TABLE.replace("HOW", "header=None"), capsys)
-    wanted = "header=0 (not an argument that is known here)"  # a header whose names are replaced
+    wanted = "header=0 (unknown argument)"  # a header whose names are replaced
     assert wanted in refused("d.py", TABLE.replace("HOW", "header=0, names=['text', 'label']"), capsys)
-    assert "skiprows=3 (not an argument" in refused("e.py", TABLE.replace("HOW", "skiprows=3"), capsys)
+    assert "skiprows=3 (unknown argument" in refused("e.py", TABLE.replace("HOW", "skiprows=3"), capsys)
     run = moved("a.py", TABLE.replace("HOW", "delimiter=';', column_names=['text', 'label'], quotechar=\"'\""))
     assert (run.data.separator, run.data.columns, run.data.quote) == (";", ["text", "label"], "single")
     assert (
@@ -270,8 +282,8 @@ def test_a_qlora_script_keeps_its_adapter_its_bits_and_its_split(here: Path) -> 
     [
         ("load_in_4bit=True", "load_in_8bit=True", "and not in 8"),
         (', dataset_text_field="text"', "", "SFTTrainer takes text, messages, or prompt and completion"),
-        ("processing_class=tokenizer", "formatting_func=f", "formatting_func=f (columns are read as they are)"),
-        ("model = prepare", "model.add_module('x', y)\nmodel = prepare", "what it changes of the model is not known"),
+        ("processing_class=tokenizer", "formatting_func=f", "formatting_func=f (columns are read unchanged)"),
+        ("model = prepare", "model.add_module('x', y)\nmodel = prepare", "its effect on the model is unknown"),
     ],
 )
 def test_what_a_qlora_script_cannot_keep_is_refused(

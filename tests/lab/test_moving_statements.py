@@ -90,7 +90,7 @@ def test_accumulation_by_a_condition(text: str, here: Path) -> None:
 TWISTS = {
     "not divided": (accumulating("(i + 1) % 4 == 0", ""), "not divided by 4"),
     "divided by others": (accumulating("(i + 1) % 4 == 0", " / 2"), "divided by 2, and a step has 4 batches"),
-    "first batch": (accumulating("i % 4 == 0"), "i % 4 == 0 (how many batches make a step"),
+    "first batch": (accumulating("i % 4 == 0"), "i % 4 == 0 (the batches per step"),
     "rate": (
         changed(DDP, (LOOP, f"        for g in optimizer.param_groups:\n            g['lr'] = 0.1\n{LOOP}")),
         "g['lr'] = 0.1",
@@ -141,9 +141,9 @@ TWISTS = {
     "noise": (changed(DDP, (ZERO, f"            x = x + torch.randn_like(x)\n{ZERO}")), "x + torch.randn_like(x)"),
     "outputs": (changed(DDP, (OUT, "            out = model(x).tanh()\n")), "model(x).tanh()"),
     "dtype": (changed(DDP, (ZERO, f"            x = x.to(torch.float64)\n{ZERO}")), "x.to(torch.float64)"),
-    "order": (changed(DDP, ("sampler=DistributedSampler(data)", "shuffle=False")), "in the data's order"),
-    "order by default": (changed(DDP, (", sampler=DistributedSampler(data)", "")), "in the data's order"),
-    "sampler's order": (changed(DDP, ("Sampler(data)", "Sampler(data, shuffle=False)")), "in the data's order"),
+    "order": (changed(DDP, ("sampler=DistributedSampler(data)", "shuffle=False")), "uses the data's order"),
+    "order by default": (changed(DDP, (", sampler=DistributedSampler(data)", "")), "uses the data's order"),
+    "sampler's order": (changed(DDP, ("Sampler(data)", "Sampler(data, shuffle=False)")), "uses the data's order"),
     "not cleared": (changed(DDP, (ZERO, "")), "no zero_grad() is in this loop"),
     "data": (changed(DDP, ("    criterion =", "    data.y = 1 - data.y\n    criterion =")), "data.y = 1 - data.y"),
     "own function": (
@@ -156,7 +156,7 @@ TWISTS = {
     ),
     "sometimes": (
         changed(DDP, (STEP, "            if epoch % 2:\n                optimizer.step()\n")),
-        "epoch % 2 (how many batches",
+        "epoch % 2 (the batches",
     ),
     "twice": (changed(DDP, (STEP, STEP + STEP)), "a second step in the loop"),
     "part": (changed(DDP, ("model.parameters()", "model.layers[2].parameters()")), "model.layers[2].parameters()"),
@@ -216,10 +216,10 @@ def test_names_of_labels_are_not_lost(here: Path, capsys: pytest.CaptureFixture[
     assert "label_names" not in (here / "moved.yaml").read_text()
     (here / "moved.yaml").unlink()
     said = refused("acc.py", changed(ACCELERATE, (load, f"{load}, id2label=names")), capsys)
-    assert "from_pretrained(id2label=names) (labels have the names" in said
+    assert "from_pretrained(id2label=names) (labels have the data's names" in said
     assert "task.label_names=..." in said
     later = changed(ACCELERATE, ("optimizer = torch", "model.config.id2label = names\noptimizer = torch"))
-    assert "model.config.id2label = names (labels have the names" in refused("acc.py", later, capsys)
+    assert "model.config.id2label = names (labels have the data's names" in refused("acc.py", later, capsys)
     assert "subfolder=a" in refused("acc.py", changed(ACCELERATE, (load, f"{load}, subfolder='a'")), capsys)
 
 
@@ -289,7 +289,7 @@ def test_a_warm_up_by_a_share_of_all_steps(
 def test_a_file_of_deepspeed_that_a_file_names(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "deepspeed: ds.json\nper_device_train_batch_size: 4\nlearning_rate: 1.0e-4\n"
     said = refused("args.yaml", text, capsys, "--task", "classification")
-    assert "deepspeed: ds.json (that file is not here" in said
+    assert "deepspeed: ds.json (the file is missing" in said
     assert "moves it" not in said
     values = {"zero_optimization": {"stage": 0}, "gradient_clipping": 0.5, "train_batch_size": "auto"}
     (here / "ds.json").write_text(json.dumps(values))
@@ -302,7 +302,7 @@ def test_a_function_of_a_trainers_script_that_changes_its_model(here: Path, caps
         TRAINER.replace("ARGUMENTS", USUAL),
         ("def compute_metrics", "def prune(m):\n    m.head.data.zero_()\n\nprune(model)\n\ndef compute_metrics"),
     )
-    assert "prune(model) (what it changes of what it is given" in refused("train.py", text, capsys)
+    assert "prune(model) (its effect on its arguments" in refused("train.py", text, capsys)
     moved("train.py", text.replace("m.head.data.zero_()", "print(sum(p.numel() for p in m.parameters()))"))
 
 

@@ -165,7 +165,7 @@ def test_what_the_hub_alone_knows_is_said_to_be_unknown(run_file: Path, capsys: 
         assert main(["plan", "run.yaml", "data.source=somebody/texts", *words]) == status
         said = capsys.readouterr()
         told = "data.source: 'somebody/texts' is not a local file"
-        assert f"note: what it amounts to cannot be told here: {told}" in said.out
+        assert f"note: the job cannot be resolved here: {told}" in said.out
         assert f"length     {STEPS} steps" in said.out
         assert (f"this would fail: {told}" in said.err) == (status == 1)
     assert main(["plan", "run.yaml", "--simulate", "--offline"]) == 2

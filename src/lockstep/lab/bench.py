@@ -1,8 +1,7 @@
-"""`lockstep bench`: throughput and memory of the user's own job over processes, strategies and micro-batches.
+"""`lockstep bench`: measure throughput and memory of the user's job by processes, strategy and micro-batches.
 
-In: a run file and what to vary. Out: a table of medians and scaling efficiency, and a folder with `bench.json`,
-`bench.html` with its plots, and the folders of the single jobs. Every job runs in processes of its own, through the
-run's launcher.
+In: a run file and the keys to vary. Out: a table of medians and scaling efficiency, and a folder with `bench.json`,
+`bench.html` with its plots, and a folder per job. Each job runs in its own processes, through the run's launcher.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from lockstep.training import timing
 from lockstep.training.timing import Timing
 from lockstep_trace.plurals import quantity
 
-MEASURE = "lockstep.training.timing.measure"  # the job that every rank does
-FILE = "job.json"  # what the process that measures is sent
+MEASURE = "lockstep.training.timing.measure"  # the job that every rank runs
+FILE = "job.json"  # sent to the measuring process
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What is asked for."""
+    """The request: what to vary, and how to measure."""
 
     base: Run
-    over: Mapping[str, Sequence[Any]]  # what is varied besides the processes
+    over: Mapping[str, Sequence[Any]]  # keys to vary besides the processes
     processes: Sequence[int]  # `launch.processes`: a machine
     steps: int
     skip: int
@@ -51,19 +50,19 @@ class Bench:
 
 @dataclass
 class BenchRow:
-    """One configuration, and what was found about it."""
+    """One configuration and its measurements."""
 
     processes: int  # `launch.processes`
-    series: str  # what it is besides that: the name of its line in the plots
+    series: str  # all varied keys but the processes: the name of its line in the plots
     keys: sweep_file.Overrides  # of the run file
-    run: Run | None = None  # None where the keys do not go together
+    run: Run | None = None  # None if the keys are invalid together
     reason: str | None = None  # why it could not run
     rounds: dict[int, Timing] = field(default_factory=dict)  # by the round's number, from 0
-    job: Job | None = None  # None where it could not be resolved
+    job: Job | None = None  # None if it could not be resolved
 
     @property
     def count(self) -> int:
-        """Processes that really ran, or that were asked for."""
+        """Number of processes that ran, or were requested if none has run yet."""
         return next((t.processes for t in self.rounds.values()), self.processes)
 
     @property
@@ -96,8 +95,8 @@ class BenchRow:
 
 
 def bench(request: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]) -> int:
-    """Measure, and write down after every job. Returns 0, or 1 when no job could be measured. Errors: `RunError`
-    before anything starts, for values that make no run file or when nothing at all can run."""
+    """Run all jobs and write the results after each one. Returns 0, or 1 if no job could be measured. Errors:
+    `RunError` before anything starts, if a value is invalid or no job can run."""
     if start.joining():
         raise RunError("LS8020", "bench starts the processes of each job itself; run it outside of torchrun and srun")
     console = Console(True)
@@ -112,7 +111,7 @@ def bench(request: Bench, path: str | None, overrides: Mapping[str, Any], defaul
         f"{request.folder}"
     )
     done = 0
-    for number in range(request.rounds):  # interleaved: a slow minute of the machine meets all of them
+    for number in range(request.rounds):  # interleaved, so that a slow minute of the machine affects all jobs
         for place, row in enumerate(rows):
             if row.reason is not None:
                 continue
@@ -132,8 +131,8 @@ def bench(request: Bench, path: str | None, overrides: Mapping[str, Any], defaul
 def rows_of(
     request: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> list[BenchRow]:
-    """Every combination, with the reason of those that cannot run, as far as it can be said before they start. Errors:
-    `RunError` for a value that by itself makes no run file."""
+    """Return every combination, with a reason for those that are already known not to run. Errors: `RunError` for a
+    value that is invalid by itself."""
     for key, values in request.over.items():
         for value in values:
             load(path, {**overrides, key: value}, defaults)
@@ -156,7 +155,7 @@ def rows_of(
 
 
 def series(request: Bench, keys: sweep_file.Overrides) -> str:
-    """What a line in the plots is called: the strategy, and whatever else is varied."""
+    """Name of a line in the plots: the strategy and the other varied keys."""
     names = [str(keys.get("strategy.name", request.base.strategy.name))]
     for key, value in keys.items():
         if key == "micro_batches":
@@ -167,7 +166,7 @@ def series(request: Bench, keys: sweep_file.Overrides) -> str:
 
 
 def resolved(run: Run) -> Job:
-    """The job, its data prepared. Errors: `RunError`."""
+    """Resolve the job and prepare its data. Errors: `RunError`."""
     launcher = start.launcher_of(run)
     elsewhere = launcher.joins and str(getattr(launcher.options(run), "machines", "?")) != "1"
     if launcher.submits or elsewhere:
@@ -180,7 +179,7 @@ def resolved(run: Run) -> Job:
 
 
 def one(request: Bench, row: BenchRow, number: int, folder: Path) -> None:
-    """One job of one round, in processes of its own; what it found, or why it failed, goes into the row."""
+    """Run one job of one round in its own processes. The row gets its timing, or the reason why it failed."""
     assert row.job is not None
     mine = row.job.into(str(folder))
     keep(mine.run)
@@ -190,7 +189,7 @@ def one(request: Bench, row: BenchRow, number: int, folder: Path) -> None:
     child = Child("lockstep.lab.bench.job", words, folder, "job")
     try:
         child.wait()
-    except BaseException:  # Ctrl-C: what was found is written down already
+    except BaseException:  # Ctrl-C: earlier results are already written
         child.kill()
         raise
     measured = timing.read(folder)
@@ -203,7 +202,7 @@ def one(request: Bench, row: BenchRow, number: int, folder: Path) -> None:
 
 
 def job(words: list[str]) -> int:
-    """In the child: start the ranks through the run's launcher. Returns their exit status."""
+    """Child process: start the ranks through the run's launcher. Returns their exit status."""
     path, steps, skip = words
     mine = Job.load(Path(path).read_text(encoding="utf-8"))
     return start.start_ranks(start.launcher_of(mine.run), mine, (MEASURE, steps, skip))
@@ -213,8 +212,8 @@ def job(words: list[str]) -> int:
 
 
 def efficiency(row: BenchRow, rows: Sequence[BenchRow]) -> float | None:
-    """Examples per second and process beside those of the fewest processes of the same series: the median of the
-    ratios within a round."""
+    """Examples per second and process, relative to the fewest processes of the same series: the median of the ratios
+    within a round."""
     same = [r for r in rows if r.series == row.series and r.rounds]
     if not row.rounds or not same:
         return None
@@ -228,7 +227,7 @@ def efficiency(row: BenchRow, rows: Sequence[BenchRow]) -> float | None:
 
 
 def table(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells, narrow enough for a terminal: a line for each row that was measured."""
+    """Columns and cells of the terminal's table, one line per measured row."""
     columns = ["", "processes", "examples/s", "efficiency", "s/step", "whole run", "peak MiB"]
     cells = []
     for row in rows:
@@ -250,14 +249,14 @@ def table(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
 
 
 def reasons(rows: Sequence[BenchRow]) -> list[str]:
-    """A line for each row that could not run, or stopped running."""
+    """One line per row that could not run, or failed while running."""
     return [
         f"{row.series}, {quantity(row.processes, 'process')}: {row.reason}" for row in rows if row.reason is not None
     ]
 
 
 def details(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
-    """The rest of the numbers, for the page."""
+    """The remaining numbers, for the page."""
     sizes = {"host MiB": "peak_resident", "GPU MiB": "peak_device"}
     sizes |= {"tensors at rest, MiB": "at_rest", "tensors at the update, MiB": "at_update"}
     measured = [row for row in rows if row.rounds]
@@ -275,7 +274,7 @@ def details(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
 
 
 def write(request: Bench, rows: Sequence[BenchRow]) -> None:
-    """`bench.json`, and the page with its plots. Errors: `RunError` when the folder cannot be written."""
+    """Write `bench.json` and the page with its plots. Errors: `RunError` if the folder cannot be written."""
     values = {
         "format": 1,
         "date": time.strftime("%Y-%m-%d"),
@@ -313,7 +312,7 @@ def write(request: Bench, rows: Sequence[BenchRow]) -> None:
 
 
 def plots(rows: Sequence[BenchRow]) -> list[str]:
-    """Charts against the number of processes, a line a series."""
+    """Charts against the number of processes, one line per series."""
     first = rows[0].series
 
     def against(title: str, value: Callable[[BenchRow], float | None], ideal: bool = False) -> str:
@@ -340,5 +339,5 @@ def plots(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """What it was measured on: without this the figures say nothing."""
+    """Describe the machine and software that the numbers were measured on."""
     return {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform(terse=True)}

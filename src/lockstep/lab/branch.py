@@ -1,8 +1,7 @@
-"""`lockstep branch OUTPUT@N run.yaml`: a run that begins with the first N steps of another one, and does not compute
-them again.
+"""`lockstep branch OUTPUT@N run.yaml`: start a run from the first N steps of another one, without recomputing them.
 
-In: the OUTPUT of a run, and a run whose first N steps are the same arithmetic. Out: an OUTPUT of its own, which holds a
-checkpoint of the other's as its own; what is trained from there on has the bits of a run that was never branched.
+In: the OUTPUT of a run, and a run whose first N steps use the same arithmetic. Out: a separate OUTPUT with a copy of
+the other run's checkpoint. Training from there gives the same bits as training from the start.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ from lockstep_trace.record import by_step, differences
 
 @dataclass(frozen=True)
 class Begun:
-    """What a run begins with."""
+    """The starting point of a branched run."""
 
-    output: Path  # of the run that computed it
+    output: Path  # of the original run
     step: int
     manifest: Manifest
-    needed: tuple[Manifest, ...]  # checkpoints before it, that the export may be of
-    scored: bool  # whether evaluations before it are those that this run would have made
+    needed: tuple[Manifest, ...]  # earlier checkpoints that the export may use
+    scored: bool  # whether this run would have made the same evaluations before it
 
 
 def branch(spec: str, run: Run) -> int:
-    """Copy a checkpoint into OUTPUT and train from there. Returns the exit status of `train`, or 1 if steps that were
-    computed again differ from the recorded ones. Errors: `RunError`."""
+    """Copy a checkpoint into OUTPUT and train from there. Returns the exit status of `train`, or 1 if recomputed steps
+    differ from the recorded ones. Errors: `RunError`."""
     output, step = parsed(spec)
     console = Console(True, voice=run.track.console)
     if start.joining():
@@ -66,7 +65,7 @@ def branch(spec: str, run: Run) -> int:
             "LS8051", f"output: {run.folder} is the output of the original run; give the branch another output=FOLDER"
         )
     begun = None
-    if next(newest_first(run), None) is None:  # otherwise it was placed by an earlier start, which is resumed
+    if next(newest_first(run), None) is None:  # otherwise an earlier start has placed it, and this one resumes
         with output_lock.owned(run, console.note):
             begun = _begun(output, step, run, console)
     status = start.train(run)
@@ -76,7 +75,7 @@ def branch(spec: str, run: Run) -> int:
 
 
 def parsed(spec: str) -> tuple[Path, int]:
-    """`OUTPUT@N`. Errors: `RunError`."""
+    """Parse `OUTPUT@N`. Errors: `RunError`."""
     output, _, step = spec.rpartition("@")
     if not output or not step.isdecimal() or not int(step):
         raise RunError(
@@ -100,19 +99,19 @@ def _begun(output: Path, step: int, run: Run, console: Console) -> Begun:
     manifest_there = take(output, step, run, ours)
     place(manifest_there, run, ours)
     again = f"steps {manifest_there.step + 1} to {step} are" if manifest_there.step + 1 < step else f"step {step} is"
-    rest = f"; {again} computed again" if manifest_there.step < step else ""
+    rest = f"; {again} recomputed" if manifest_there.step < step else ""
     console.say(f"branched   {run.folder} begins with the checkpoint of step {manifest_there.step} of {output}{rest}")
     return manifest_there
 
 
 def load_of(output: Path) -> Run:
-    """The run of OUTPUT, wherever that is now. Errors: `RunError`."""
+    """Load the run of OUTPUT, wherever the folder is now. Errors: `RunError`."""
     return load(output / "run.yaml", {"output": str(output)})
 
 
 def shared(output: Path, job: Job, manifest: Manifest, ours: Course) -> tuple[int, str]:
-    """How many of the first steps of OUTPUT's run are this run's, too, and why it is no more. `manifest`: of any of its
-    checkpoints. Errors: `RunError`."""
+    """Return how many of the first steps both runs share, and why no more. `manifest`: of any checkpoint of OUTPUT.
+    Errors: `RunError`."""
     run, prepared = job.run, job.data
     differing = differing_keys(run, prepared.key, manifest)
     fixed = {key: values for key, values in differing.items() if key not in OF_STEPS}
@@ -142,7 +141,7 @@ def shared(output: Path, job: Job, manifest: Manifest, ours: Course) -> tuple[in
 
 
 def take(output: Path, step: int, run: Run, ours: Course) -> Begun:
-    """The checkpoint to begin with: the newest of at most so many steps that verifies. Errors: `RunError`."""
+    """Return the newest intact checkpoint of at most `step` steps. Errors: `RunError`."""
     theirs, faults = load_of(output), list[str]()
     there = {manifest.step: (path, manifest) for path, manifest in newest_first(theirs)}
     for at in sorted((each for each in there if each <= step), reverse=True):
@@ -162,13 +161,13 @@ def take(output: Path, step: int, run: Run, ours: Course) -> Begun:
 
 
 def _evaluated(run: Run) -> dict[str, Any]:
-    """What decides which evaluations a run makes and what they come to."""
+    """Return all settings that decide when a run evaluates and with which result."""
     values = run.model_dump(mode="json")
     return {"evaluate": values["evaluate"], "metrics": values["metrics"], "best": values["checkpoint"]["best"]}
 
 
 def _needed(theirs: Run, run: Run, step: int, ours: Course, scored: bool) -> tuple[Manifest, ...]:
-    """Checkpoints before `step` that the export may be made of. Errors: `RunError` where they are not there."""
+    """Return the checkpoints before `step` that the export may need. Errors: `RunError` if they are missing."""
     every = interval(run, ours)
     if run.average.last is not None and (first := averaged(run, len(ours.rates), every)[0]) < step:
         raise RunError(
@@ -204,9 +203,9 @@ def interval(run: Run, ours: Course) -> int:
 
 
 def place(begun: Begun, run: Run, ours: Course) -> None:
-    """Make a checkpoint of another run this run's own, with the lines of its log up to there. The files are linked
-    where the disk can: they are never written to again. The checkpoint comes last, so that what is cut off is begun
-    anew. Errors: `RunError`."""
+    """Place the checkpoint of the original run in this run's folder, with the log lines up to its step. Files are hard
+    links if the disk supports them: they are never written again. The checkpoint is placed last, so an interrupted
+    attempt starts over. Errors: `RunError`."""
     keep(run)
     try:
         folder_of(run).mkdir(parents=True, exist_ok=True)
@@ -220,27 +219,27 @@ def place(begun: Begun, run: Run, ours: Course) -> None:
 
 
 def _own(manifest: Manifest, run: Run, ours: Course, scored: bool) -> Manifest:
-    """As if the run had saved it by itself, on the hosts that did."""
+    """Return the manifest as if this run had saved the checkpoint, on the hosts of the original run."""
     every = interval(run, ours) if run.average.last is not None else 0
     compiled = {key: value for key, value in manifest.arithmetic.items() if key == "model.compile"}
-    arithmetic = compiled | run.arithmetic()  # which lacks the key while it is to be decided
+    arithmetic = compiled | run.arithmetic()  # arithmetic() lacks the key until it is decided
     adjusted = replace(manifest, arithmetic=arithmetic, steps=len(ours.rates), every=every, trackers={})
     return adjusted if scored else replace(adjusted, scores={}, progress={})
 
 
 def _linked(source: Path, aside: Path, names: Mapping[str, str]) -> None:
-    """Errors: `OSError`."""
+    """Link or copy `names` of `source` into `aside`. Errors: `OSError`."""
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     for name in names:
         try:
             os.link(source / name, aside / name)
-        except OSError:  # another disk, or one without links
+        except OSError:  # another disk, or a file system without links
             shutil.copyfile(source / name, aside / name)
 
 
 def _lines(begun: Begun, run: Run) -> None:
-    """What the other run wrote down of the steps that are not computed again, and where they are from."""
+    """Return the original run's log lines up to the branch, marked with their origin."""
     for name in (fingerprints.FILE, "metrics.jsonl"):
         lines = [
             line
@@ -254,7 +253,7 @@ def _lines(begun: Begun, run: Run) -> None:
 
 
 def _compared(output: Path, run: Run, begun: int, step: int) -> int:
-    """Whether steps that were computed again, `begun` + 1 to `step`, came to what they had come to."""
+    """Check that the recomputed steps `begun` + 1 to `step` equal the recorded ones."""
     then, now = (by_step(fingerprints.recorded(folder)) for folder in (output, run.folder))
     for each in range(begun + 1, step + 1):
         if each in then and each in now and differences(then[each], now[each]):

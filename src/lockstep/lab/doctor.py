@@ -42,12 +42,12 @@ from lockstep.track import json_output
 from lockstep.track.console import Console
 from lockstep_trace.plurals import quantity
 
-MEET_S = 60.0  # that ranks wait for each other
-PROCESSES_S = 240.0  # that processes started here may take in all
+MEET_S = 60.0  # how long ranks wait for each other
+PROCESSES_S = 240.0  # time limit of all processes started here
 
 
 def doctor(folder: Path, processes: int | None, as_json: bool, device: str = "auto") -> int:
-    """The whole command. Under a launcher every rank calls it, and rank 0 speaks."""
+    """Run the whole command. Under a launcher every rank calls it, and rank 0 prints."""
     joining = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not folder.is_dir() and not joining:  # a rank that leaves would keep the others waiting
         raise RunError("LS8170", f"--folder: no such folder: {folder}")
@@ -58,7 +58,7 @@ def doctor(folder: Path, processes: int | None, as_json: bool, device: str = "au
         )
     speaks = os.environ.get("RANK", "0") == "0"
     report: dict[str, Any] = {}
-    if joining:  # first, so that ranks do not wait for the slower look at rank 0's machine
+    if joining:  # first, so that ranks do not wait for rank 0's slower look at its machine
         report["ranks"] = between(folder, device)
     elif processes is not None:
         report["ranks"] = started(folder, processes, device)
@@ -73,14 +73,14 @@ def doctor(folder: Path, processes: int | None, as_json: bool, device: str = "au
 
 
 def between(folder: Path, device: str) -> Facts:
-    """What lies between the ranks of this job, or `{"failed": why}`. Collective."""
+    """Compare and measure the ranks of this job, or return `{"failed": why}`. Collective."""
     overrides = [f"launch.timeout_s={MEET_S:g}", f"launch.device={device}"]
     world = None
     try:
         world = World(load(None, overrides, QUICK_START))
         world.join()
         return probe(world, folder)
-    except Exception as error:  # no address, a rank that is missing, a network that drops packets
+    except Exception as error:  # no address, a missing rank, a network that drops packets
         return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
     finally:
         if world is not None:
@@ -88,12 +88,12 @@ def between(folder: Path, device: str) -> Facts:
 
 
 def started(folder: Path, processes: int, device: str) -> Facts:
-    """Start so many processes on this machine under torchrun, and measure between them."""
+    """Start processes on this machine under torchrun, and measure between them."""
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as aside:
         answer = Path(aside) / "ranks.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command += ["-m", "lockstep", "doctor", "--folder", str(folder), "--device", device, "--into", str(answer)]
-        threads = os.environ.get("OMP_NUM_THREADS", "1")  # torchrun sets it too, and says so at length
+        threads = os.environ.get("OMP_NUM_THREADS", "1")  # otherwise torchrun sets it, with a long warning
         try:
             done = subprocess.run(
                 command,
@@ -112,7 +112,7 @@ def started(folder: Path, processes: int, device: str) -> Facts:
 
 
 def into(path: Path, folder: Path, device: str) -> int:
-    """One of the processes that `started` starts: rank 0 leaves what was found in a file."""
+    """Run one of the processes that `started` starts; rank 0 writes the result to a file."""
     facts = between(folder, device)
     if os.environ.get("RANK") == "0":
         path.write_text(json.dumps(facts), encoding="utf-8")
@@ -120,13 +120,13 @@ def into(path: Path, folder: Path, device: str) -> int:
 
 
 def breaks(report: dict[str, Any]) -> bool:
-    """Whether ranks did not meet, or differ in what exact bits depend on."""
+    """Whether ranks did not meet, or differ in something that exactness depends on."""
     ranks = report.get("ranks", {})
     return "failed" in ranks or any(each["breaks"] for each in ranks.get("differs", ()))
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    """What a person should mend, worst first."""
+    """List the problems to fix, worst first."""
     failures = [f"{name}: {facts['failed']}" for name, facts in report.items() if "failed" in facts]
     ranks, disk = report.get("ranks", {}), report.get("folder", {})
     for each in ranks.get("differs", ()):
@@ -159,11 +159,11 @@ def problems(report: dict[str, Any]) -> list[str]:
     return failures
 
 
-# -- for a person ----------------------------------------------------------------------------------------------------
+# -- text output -------------------------------------------------------------------------------------------------------
 
 
 def tell(report: dict[str, Any]) -> None:
-    """The report as text."""
+    """Format the report as text."""
     console = Console(True)
     for name, facts in report.items():
         if name in ("ranks", "problems"):
@@ -177,7 +177,7 @@ def tell(report: dict[str, Any]) -> None:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Whether training can start here, on what, and how many problems there are: one sentence."""
+    """Summarize in one sentence: whether training can start here, on what, and the number of problems."""
     torch_facts, count = report.get("torch", {}), len(report["problems"])
     listed = f"; {count} problem{'s' * (count > 1)} above" if count else "; no problem found"
     if "failed" in torch_facts or not torch_facts.get("version"):
@@ -210,7 +210,7 @@ def _tell_ranks(console: Console, ranks: Facts) -> None:
 
 
 def _sides(each: dict[str, Any]) -> str:
-    """`2.13.0 on host-a (ranks 0, 1); 2.12.1 on host-b (ranks 2, 3)`."""
+    """Format a difference: `2.13.0 on host-a (ranks 0, 1); 2.12.1 on host-b (ranks 2, 3)`."""
     return "; ".join(
         f"{side['value']} on {', '.join(side['hosts'])} (rank{'s' if len(side['ranks']) > 1 else ''} "
         f"{', '.join(map(str, side['ranks'][:8]))}{', ...' if len(side['ranks']) > 8 else ''})"
@@ -219,7 +219,7 @@ def _sides(each: dict[str, Any]) -> str:
 
 
 def rows_of(name: str, facts: Facts) -> list[tuple[str, str]]:
-    """A row for each fact of a section; what is not there is told last, on one row."""
+    """One row per fact of a section; missing facts share the last row."""
     if name not in ("packages", "tokens", "programs") or "failed" in facts:
         return [_row(key, each) for key, each in facts.items() if each not in (None, [], {})]
     there = [(key, "yes" if each is True else str(each)) for key, each in facts.items() if each]
@@ -228,12 +228,12 @@ def rows_of(name: str, facts: Facts) -> list[tuple[str, str]]:
     return [*there, *([(absent, gone)] if gone else [])]
 
 
-# The unit that the name of a fact ends with -> as it stands behind a number.
+# Suffix of a fact's name -> its unit.
 _UNITS = {"_mb_s": "MB/s", "_gb": "GB", "_ms": "ms", "_gflops": "GFLOP/s", "_s": "s"}
 
 
 def _row(key: str, value: Any) -> tuple[str, str]:
-    """What a fact is called, and its value with its unit. Names of variables and hosts stay as they are."""
+    """Label of a fact, and its value with its unit. Names of variables and hosts stay as they are."""
     ending = next((ending for ending in _UNITS if key.endswith(ending)), "")
     text = _text(value)
     name = key.removesuffix(ending)
@@ -241,7 +241,7 @@ def _row(key: str, value: Any) -> tuple[str, str]:
 
 
 def _text(value: Any) -> str:
-    """Nested facts on a line: `cores 2, python 3.11.2, devices ...`."""
+    """Nested facts in one line: `cores 2, python 3.11.2, devices ...`."""
     if isinstance(value, dict):
         return ", ".join(" ".join(_row(key, each)) for key, each in value.items() if each not in (None, [], {}))
     if isinstance(value, list):
@@ -249,7 +249,7 @@ def _text(value: Any) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-# What has to be the same on every rank for the same bits, and why a person should care.
+# What must be equal on all ranks for the same bits -> why.
 EXACT = {
     "lockstep-train": "another version may compute in another order",
     "torch": "another version may compute in another order",
@@ -262,11 +262,11 @@ EXACT = {
     "OMP_NUM_THREADS": "the number of threads changes bits",
     "driver": "another version of CUDA may compute in another order",
 }
-_SMALL, _LARGE = 1, 4 * 2**20  # float32 numbers in an all-reduce: of latency, of bandwidth (16 MiB)
+_SMALL, _LARGE = 1, 4 * 2**20  # float32 numbers in an all-reduce: to measure latency, and bandwidth (16 MiB)
 
 
 def probe(world: World, folder: Path, seconds: float = 3.0) -> dict[str, Any]:
-    """All facts between ranks. Collective. Takes about `seconds` for each speed of an all-reduce, at most."""
+    """Collect all facts between ranks. Collective. Each all-reduce speed takes about `seconds` at most."""
     everyone = world.all_gather(of_rank(world))
     facts: dict[str, Any] = {
         "size": world.size,
@@ -296,7 +296,7 @@ def probe(world: World, folder: Path, seconds: float = 3.0) -> dict[str, Any]:
 
 
 def of_rank(world: World) -> dict[str, Any]:
-    """What this rank is, and what has to be equal. Not collective."""
+    """Facts of this rank that must be equal on all ranks. Not collective."""
     cuda = world.device.type == "cuda"
     facts: dict[str, Any] = {
         "host": world.host,
@@ -313,7 +313,7 @@ def of_rank(world: World) -> dict[str, Any]:
 
 
 def differences(everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The settings that differ between ranks: name, value by rank and host, and the reason if a difference breaks
+    """List the settings that differ between ranks: name, value by rank and host, and the reason if a difference breaks
     exactness."""
     differing = []
     for name in everyone[0]:
@@ -329,11 +329,11 @@ def differences(everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def all_reduce(world: World, numbers: int, seconds: float) -> float:
-    """Median seconds of an all-reduce of so many float32 numbers, of the slowest rank. Collective; two ranks at
-    least."""
+    """Median seconds of an all-reduce of `numbers` float32 values, on the slowest rank. Collective; at least two
+    ranks."""
     tensor = torch.zeros(numbers, device=world.device)
     rounds, times = 5, []
-    for part in range(2):  # a few rounds say how many fit into the time
+    for part in range(2):  # a few rounds first, to see how many fit into the time
         for _ in range(rounds):
             start = time.perf_counter()
             dist.all_reduce(tensor)
@@ -347,10 +347,10 @@ def all_reduce(world: World, numbers: int, seconds: float) -> float:
 
 
 def clock_skew(world: World, rounds: int = 9) -> list[float]:
-    """Seconds by which each rank's clock is ahead of rank 0's: the best of some exchanges, as NTP does it, good to half
-    of the fastest. Collective."""
+    """Seconds by which each rank's clock is ahead of rank 0's: the best of some exchanges, as in NTP. The error is at
+    most half of the fastest exchange. Collective."""
     skews = [0.0] * world.size
-    box = torch.zeros(1, dtype=torch.float64)  # on the CPU: gloo carries it, whatever carries gradients
+    box = torch.zeros(1, dtype=torch.float64)  # on the CPU: works with gloo, whatever backend carries gradients
     for rank in range(1, world.size):
         best = float("inf")
         for _ in range(rounds):
@@ -370,8 +370,8 @@ def clock_skew(world: World, rounds: int = 9) -> list[float]:
 
 
 def folders(world: World, folder: Path) -> dict[str, Any]:
-    """Speed of the folder on each host, measured at the same time by one rank of each; and whether all see the same
-    one. Collective."""
+    """Speed of the folder on each host, measured by one rank per host at the same time, and whether all hosts see the
+    same folder. Collective."""
     token = world.broadcast(f"{os.getpid()}-{time.time_ns()}")
     marker = folder / f".lockstep-doctor-{token}"
 
@@ -391,34 +391,34 @@ def folders(world: World, folder: Path) -> dict[str, Any]:
 
 
 def _gflops(device: torch.device) -> float:
-    """How fast this rank multiplies float32 matrices while the others do the same."""
+    """GFLOP/s of float32 matrix products on this rank while the other ranks compute, too."""
     a, best = torch.ones(512, 512, device=device), 0.0
     for _ in range(5):
         start = time.perf_counter()
-        float((a @ a)[0, 0])  # the host waits here
+        float((a @ a)[0, 0])  # wait for the device
         best = max(best, 2 * 512**3 / (time.perf_counter() - start) / 1e9)
     return best
 
 
 STEPS = 3
-LIMIT_S = 600.0  # of one job: a backend that hangs is found, too
+LIMIT_S = 600.0  # per job, to catch a backend that hangs
 PRECISIONS = ("fp32", "bf16")
 COLUMNS = ["strategy", "precision", "processes", "found", "seconds"]
-AS_PROMISED = ("same bits", "equal to rounding")  # the promise
+AS_PROMISED = ("same bits", "equal to rounding")  # results that keep the promise
 NOT_RUN = ("refused", "not installed")
-_SECTIONS = ("machine", "memory", "torch", "packages")  # sections of `machine.probe` that the page holds
-_LINES = 30  # of what a job that failed has said
+_SECTIONS = ("machine", "memory", "torch", "packages")  # sections of `machine.probe` on the page
+_LINES = 30  # output lines kept of a failed job
 
 
 @dataclass
 class Outcome:
-    """What came of one strategy in one precision."""
+    """Result of one strategy in one precision."""
 
     strategy: str
     precision: str
     processes: int
     result: str  # one of AS_PROMISED or NOT_RUN, "NOT as promised", "failed" or "took too long"
-    why: list[str]  # lines, where there is something to say
+    why: list[str]  # lines of explanation, if any
     seconds: float
 
     @property
@@ -430,8 +430,8 @@ class Outcome:
 
 
 def selftest(names: Sequence[str], processes: int | None, device: str, page: Path, as_json: bool) -> int:
-    """The whole command; `names`: of strategies. Returns 0 when each that can run here keeps its promise, else 1.
-    Errors: `RunError` when none can run, or the page cannot be written."""
+    """Run the whole self-test. `names`: strategies. Returns 0 if each one that can run here keeps its promise, else 1.
+    Errors: `RunError` if none can run, or the page cannot be written."""
     if not page.absolute().parent.is_dir():
         raise RunError("LS8172", f"--page: no such folder: {page.absolute().parent}")
     console = Console(not as_json)
@@ -465,14 +465,14 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
 
 
 def run_of(strategy: str, precision: str, processes: int, device: str) -> Run:
-    """The small job: the quick start's model with dropout, on few texts. Errors: `RunError`."""
+    """The test job: the quick start's model with dropout, on a few texts. Errors: `RunError`."""
     count = 1 if strategy == "single" else processes
     overrides = [
         f"strategy.name={strategy}",
         f"precision={precision}",
         f"launch.processes={count}",
         f"launch.device={device}",
-        "launch.threads=1",  # so that one process adds as those of several do
+        "launch.threads=1",  # so that one process adds in the same order as several
         f"micro_batches={max(4, 1 << (processes - 1).bit_length())}",
         "model.config.resid_pdrop=0.1",
         "data.limit=400",
@@ -486,7 +486,7 @@ def run_of(strategy: str, precision: str, processes: int, device: str) -> Run:
 
 
 def outcomes_of(folder: Path, runs: Sequence[Sequence[Run]]) -> Iterator[Outcome]:
-    """One after the other; `runs`: of one precision each."""
+    """Run the jobs one after the other; `runs`: all of one precision."""
     for alike in runs:
         alone = folder / alike[0].precision / "alone"
         reference = _job("alone", alike[0], alone)
@@ -501,7 +501,7 @@ def _outcome(run: Run, folder: Path, alone: Path, reference: tuple[str, list[str
     try:
         strategy: Any = plugins.find("strategies", run.strategy.name)
         lacking = plugins.lacking(strategy.needs)
-    except Exception as caught:  # an engine that lacks what this package knows of it
+    except Exception as caught:  # an engine without the internals that lockstep uses
         return "failed", [f"{type(caught).__name__}: {' '.join(str(caught).split())[:300]}"]
     if lacking:
         return "not installed", [f"pip install 'lockstep-train[{lacking[0]}]'"]
@@ -512,13 +512,13 @@ def _outcome(run: Run, folder: Path, alone: Path, reference: tuple[str, list[str
 
 
 def _job(kind: str, run: Run, folder: Path) -> tuple[str, list[str]]:
-    """Run a job in a process of its own. Returns what stopped it, and what it said; empty when it ended well."""
+    """Run a job in its own process. Returns the failure and the output, both empty on success."""
     folder.mkdir(parents=True)
     keep(run.model_copy(update={"output": str(folder)}))
     child = Child(f"{__name__}.{kind}", [str(folder / "run.yaml"), str(folder)], folder, "job")
     try:
         ended = child.wait(LIMIT_S)
-    finally:  # also at Ctrl-C
+    finally:  # also after Ctrl-C
         child.kill()
     if not ended:
         return "took too long", [f"no end in {LIMIT_S:g} s", *child.errors.splitlines()[-_LINES:]]
@@ -529,21 +529,21 @@ def _job(kind: str, run: Run, folder: Path) -> tuple[str, list[str]]:
 
 
 def under(words: list[str]) -> int:
-    """In the child: the job under its strategy."""
+    """Child process: run the job under its strategy."""
     from lockstep.proof.verify import record_run
 
     return record_run(load(Path(words[0]), []), Path(words[1]), STEPS)[0]
 
 
 def alone(words: list[str]) -> int:
-    """In the child: the same job as one process."""
+    """Child process: run the same job on one process."""
     from lockstep.proof.verify import record_alone
 
     return record_alone(load(Path(words[0]), []), Path(words[1]), STEPS)
 
 
 def compared(folder: Path, alone: Path) -> tuple[str, list[str]]:
-    """What `verify` says of two recordings."""
+    """Compare two recordings as `verify` does."""
     from lockstep.proof.recording import read
     from lockstep.proof.verify import compare, findings, promise
 
@@ -554,7 +554,7 @@ def compared(folder: Path, alone: Path) -> tuple[str, list[str]]:
 
 
 def write(page: Path, outcomes: list[Outcome], facts: dict[str, Any]) -> None:
-    """The page. Errors: `RunError` when it cannot be written."""
+    """Write the page. Errors: `RunError` if it cannot be written."""
     from lockstep.track.report.report import write_page
 
     def notes() -> Iterator[tuple[str, list[str]]]:

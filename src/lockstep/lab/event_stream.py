@@ -1,9 +1,8 @@
-"""What a run does, as it does it, for a program: events in place of lines of text, and a bar of them in a notebook.
+"""Events of a run while it trains, for programs and notebooks.
 
-In: OUTPUT, and again and again the question what is new. Out: `Event`s, from what the job itself writes there:
-launch.json, events.jsonl (the journal), metrics.jsonl and samples.jsonl. Nothing is parsed that was made for people.
-`bar` shows events as one display of a notebook's cell: HTML where the frontend shows it, else a line of text. Imports
-no torch.
+In: OUTPUT, polled. Out: `Event`s, read from the files that the job writes there: launch.json, events.jsonl (the
+journal), metrics.jsonl and samples.jsonl. Text meant for people is not parsed. `bar` shows events as a progress bar in
+a notebook cell: HTML if the frontend supports it, else a line of text. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from lockstep.distributed import job_record
 from lockstep.track.best import Best
 from lockstep.track.report.history import objects_of
 
-# docs/how-to/python.md says what each is
+# described in docs/how-to/python.md
 Kind = Literal["prepared", "start", "step", "evaluation", "samples", "checkpoint", "stop", "failed", "finish", "end"]
 _ORDER: tuple[Kind, ...] = ("step", "evaluation", "samples", "checkpoint", "stop", "failed", "finish")
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened in a run."""
+    """One event of a run."""
 
     kind: Kind
     step: int  # updates done
     steps: int | None  # of the whole run, once it is known
     split: str | None = None  # of numbers and samples: train, validation or test
     numbers: Mapping[str, float] = field(default_factory=dict)  # of a step or an evaluation, as in metrics.jsonl
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what else is known of it, by kind
+    facts: Mapping[str, Any] = field(default_factory=dict)  # further facts, by kind
 
 
 class Following:
-    """The events of one run from now on; what OUTPUT holds already is passed over."""
+    """Follows one run from now on; earlier content of OUTPUT is skipped."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -50,15 +49,15 @@ class Following:
         self._began = record.began if record else None
         self._steps: int | None = None
         self._after = 0  # updates done at the newest start
-        self._reported: set[tuple[str, int, str]] = set()  # since then: a step that is trained again is reported again
+        self._reported: set[tuple[str, int, str]] = set()  # since that start: a repeated step is reported again
 
     def new(self) -> Iterator[Event]:
-        """What happened since this was last asked; of one question in the order of steps."""
+        """Return the events since the last call, in the order of steps."""
         record = job_record.read(self._folder)
         if record is not None and record.began != self._began:
             self._began = record.began
             yield Event("prepared", 0, None, facts={"launcher": record.launcher, "processes": record.processes})
-        # What stands in these by now was written after its start, which the journal has by then.
+        # Read after the journal: these files then hold nothing written before a start that the journal lacks.
         sizes = self._metrics.size, self._samples.size
         events = []
         for line in self._journal.lines(self._journal.size, ("event", "step")):
@@ -68,7 +67,7 @@ class Following:
                 record = job_record.read(self._folder)
                 self._steps = record.steps if record else None
                 yield Event("start", line["step"], self._steps, facts=_rest(line))
-            elif what in _ORDER and what != "evaluation":  # its numbers tell of that
+            elif what in _ORDER and what != "evaluation":  # reported with its numbers
                 events.append(Event(what, line["step"], self._steps, facts=_rest(line)))
         for line in self._metrics.lines(sizes[0], ("step", "split")):
             kind: Kind = "step" if line["split"] == "train" else "evaluation"
@@ -83,7 +82,7 @@ class Following:
         yield from sorted(events, key=lambda event: (event.step, _ORDER.index(event.kind)))
 
     def end(self, status: str) -> Event:
-        """The last event: how the call ends."""
+        """The last event: how the call ended."""
         return Event(
             "end",
             max((step for _, step, _ in self._reported), default=self._after),
@@ -104,7 +103,7 @@ def _rest(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Tail:
-    """The lines that are added to a file of JSON objects, which may be replaced by another one meanwhile."""
+    """Reads lines as they are appended to a file of JSON objects, which may be replaced by another file meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -112,14 +111,14 @@ class _Tail:
 
     @property
     def size(self) -> int:
-        """Bytes that the file has now; one that was replaced is read from its beginning."""
+        """Size of the file in bytes. A replaced file is read from its beginning."""
         file, size = self._now()
         if file != self._file or size < self._at:
             self._file, self._at = file, 0
         return size
 
     def lines(self, until: int, needed: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-        """The whole lines up to a byte that have the keys that are needed."""
+        """Complete lines before byte `until` that have the keys `needed`."""
         if until <= self._at:
             return
         with open(self._path, "rb") as file:
@@ -130,7 +129,7 @@ class _Tail:
         yield from objects_of(whole.splitlines(), needed)
 
     def _now(self) -> tuple[int, int]:
-        """Which file it is, and its size."""
+        """Identity and size of the file."""
         try:
             file_stat = os.stat(self._path)
         except OSError:
@@ -139,9 +138,10 @@ class _Tail:
 
 
 def bar(by: str | None = None) -> Bar | None:
-    """A bar in the cell that is being run, or None outside of a notebook. `by`: the metric that says what is best."""
+    """Return a progress bar for the current notebook cell, or None outside of a notebook. `by`: the metric that defines
+    the best evaluation."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if shell is None or "IPKernelApp" not in shell.config:  # a REPL of IPython has no cells
+    if shell is None or "IPKernelApp" not in shell.config:  # IPython's terminal has no cells
         return None
     from IPython.display import display
 
@@ -151,15 +151,15 @@ def bar(by: str | None = None) -> Bar | None:
 
 
 class Bar:
-    """What it shows is in its two representations, as IPython asks for them."""
+    """A progress bar with two representations, HTML and text, as IPython requires."""
 
     def __init__(self, by: str | None = None) -> None:
         self.step, self.steps, self.state = 0, 0, "preparing"
         self.numbers, self._best = "", Best(by)
-        self.display_handle: Any = None  # the display in the cell, which can be replaced
+        self.display_handle: Any = None  # the replaceable display in the cell
 
     def __call__(self, event: Event) -> None:
-        """Take up an event, and show it."""
+        """Show an event."""
         self.step, self.steps = event.step or self.step, event.steps or self.steps
         if event.kind in ("start", "step"):
             self.state = "training"

@@ -1,8 +1,7 @@
-"""What a script or a module hands to `lockstep.fit`, by the name that other processes import it under.
+"""Dotted names of objects that a script or module passes to `lockstep.fit`, for import in other processes.
 
-In: functions, classes and data sets. Out: dotted names. A script needs no `__main__` guard: whoever imports it again to
-find a function stops at its first call that starts a job (`plugins.starts_a_job`), so what is handed over has to be
-defined before that call.
+In: functions, classes and datasets. Out: dotted names. A script needs no `__main__` guard: a process that imports it
+stops at its first call that starts a job (`plugins.starts_a_job`). So these objects must be defined before that call.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from typing import Any
 
 from lockstep.config.run import RunError
 
-_first: dict[str, Any] = {}  # what the script had defined when it first started a job
+_first: dict[str, Any] = {}  # the script's names when it first started a job
 
 
 def begins() -> None:
-    """A job is about to be started from here."""
+    """Remember the script's names, before it starts a job."""
     if not _first:
         _first.update(vars(sys.modules["__main__"]))
 
 
 def name_of(thing: Any, what: str) -> str:
-    """The dotted name of something. Errors: `RunError` for what has none that other processes know."""
+    """Return the dotted name of an object. Errors: `RunError` if other processes cannot import it."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if (
         not isinstance(module, str)
@@ -57,13 +56,14 @@ def _is(module: str, name: str, thing: Any) -> bool:
 
 
 def _variable(thing: Any) -> str | None:
-    """A variable at the top of the script that holds it."""
+    """Return the name of the script's top-level variable that holds an object."""
     main_names: Mapping[str, Any] = vars(sys.modules["__main__"])
     return next((name for name, value in main_names.items() if value is thing and not name.startswith("__")), None)
 
 
 def _script(what: str, name: str) -> str:
-    """The name under which the running script is imported. Errors: `RunError` for a session or a name that is taken."""
+    """Return the module name of the running script. Errors: `RunError` in an interactive session, or if another module
+    has the name."""
     main = sys.modules["__main__"]
     if main.__spec__ is not None:  # python -m
         return main.__spec__.name

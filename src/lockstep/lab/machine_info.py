@@ -1,8 +1,8 @@
-"""What one machine has: probes of cores, memory, devices, packages, disks, tokens and caches.
+"""Probes of this machine: cores, memory, devices, packages, disks, tokens and caches.
 
-In: this machine, and a folder to write to. Out: facts by section, as JSON has them. Each probe is bounded in time and
-none can bring the caller down: what may crash (torch, its drivers) runs in a process of its own, the rest in threads
-that are left behind when they hang. No token is read further than to see that it is there.
+In: a folder to write to. Out: facts by section, as JSON. Each probe has a time limit, and none can crash the caller:
+code that may crash (torch, its drivers) runs in its own process, the rest in threads that are abandoned if they hang.
+Tokens are only checked for presence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.distributed.hardware import available_cores, processor
 
 Facts = dict[str, Any]
 
-# What trains, in the order of how much depends on it.
+# Packages that affect training, most important first.
 PACKAGES = (
     *("lockstep-train", "torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy", "huggingface-hub"),
     *("accelerate", "deepspeed", "peft", "sacrebleu", "tensorboard", "wandb", "mlflow", "trackio"),
@@ -42,7 +42,7 @@ _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "glusterfs"
 _WRITE_BYTES = 64 * 2**20
 _BLOCK_BYTES = 4 * 2**20
 
-# Runs in a process of its own and prints one line of JSON: a driver that crashes takes only this process with it.
+# Runs in its own process and prints one line of JSON, so that a crashing driver ends only that process.
 _TORCH = """
 import json, time, torch, torch.distributed as dist
 threads = torch.get_num_threads()
@@ -75,7 +75,7 @@ if cuda:
 print(json.dumps(found))
 """
 
-# The same for `strategy.exact: portable`: prints a hash of what this processor computes.
+# Check for `strategy.exact: portable`: prints a hash of results computed on this processor.
 _PORTABLE = """
 from lockstep.config import processor
 processor.pin(True)
@@ -86,13 +86,13 @@ print(portable.probe())
 
 
 def bounded(probe: Callable[[], Facts], seconds: float) -> Facts:
-    """What a probe finds, or `{"failed": why}`. It never raises, and returns when the time is over."""
+    """Run a probe, and return its result or `{"failed": why}`. Never raises; returns within the time limit."""
     answers: list[Facts] = []
 
     def work() -> None:
         try:
             answers.append(probe())
-        except BaseException as error:  # a probe may meet anything, and the others go on
+        except BaseException as error:  # a probe may fail in any way; the others continue
             answers.append({"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
 
     thread = threading.Thread(target=work, name="lockstep-probe", daemon=True)
@@ -102,7 +102,7 @@ def bounded(probe: Callable[[], Facts], seconds: float) -> Facts:
 
 
 def probe(folder: Path, seconds: float = 60.0) -> dict[str, Facts]:
-    """Every section. `folder`: where checkpoints would go; `seconds`: bound of the slowest probe."""
+    """Run all probes. `folder`: for checkpoints; `seconds`: time limit of the slowest probe."""
     sections: Mapping[str, tuple[Callable[[], Facts], float]] = {
         "machine": (machine, 5),
         "memory": (memory, 5),
@@ -158,18 +158,19 @@ def memory() -> Facts:
 
 
 def torch_facts(seconds: float) -> Facts:
-    """torch, its backends and devices, and how fast they multiply (GFLOP/s)."""
+    """torch, its backends and devices, and their GFLOP/s."""
     answer = _of_python(_TORCH, seconds)
     return answer if "failed" in answer else dict(json.loads(answer["answer"]))
 
 
 def gpu_facts(seconds: float) -> Facts:
-    """`torch_facts` where this machine has a driver of GPUs, without which torch has no device; else nothing."""
+    """`torch_facts` if this machine has a GPU driver, else {}."""
     return torch_facts(seconds) if _has_gpu_driver() else {}
 
 
 def _has_gpu_driver() -> bool:
-    """CUDA's library of the driver, or ROCm's device; nothing is initialised. Other systems than Linux: perhaps."""
+    """Return whether CUDA's driver library or ROCm's device exists, without initialising it; always True on systems
+    other than Linux."""
     if not sys.platform.startswith("linux") or Path("/dev/kfd").exists():
         return True
     try:
@@ -180,14 +181,14 @@ def _has_gpu_driver() -> bool:
 
 
 def portable_facts(seconds: float) -> Facts:
-    """Whether this machine computes as `strategy.exact: portable` asks: a hash of what it computes, equal on all such
-    machines with the same torch and numpy, or why it does not."""
+    """Return a hash of test results for `strategy.exact: portable`, equal on all supported machines with the same torch
+    and numpy; or the reason why this machine is not supported."""
     answer = _of_python(_PORTABLE, seconds)
     return {"unsupported": answer["failed"]} if "failed" in answer else {"computes": answer["answer"]}
 
 
 def _of_python(code: str, seconds: float) -> dict[str, str]:
-    """The last line that a Python process of its own prints, or how it failed."""
+    """Run code in a new Python process; return its last output line, or the failure."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -201,13 +202,13 @@ def _of_python(code: str, seconds: float) -> dict[str, str]:
         return {"failed": f"no answer in {seconds:g} s"}
     if done.returncode:
         error_lines = done.stderr.strip().splitlines()
-        reason = error_lines[-1][:200] if error_lines else "nothing was said"
+        reason = error_lines[-1][:200] if error_lines else "no output"
         return {"failed": f"ended with {done.returncode}: {reason}"}
     return {"answer": done.stdout.strip().splitlines()[-1]}
 
 
 def packages() -> Facts:
-    """Versions of what is installed; nothing is imported."""
+    """Versions of installed packages, without importing them."""
     return {name: version(name) for name in PACKAGES}
 
 
@@ -219,14 +220,14 @@ def version(package: str) -> str | None:
 
 
 def programs() -> Facts:
-    """Where launchers are: beside this Python, or on the PATH."""
+    """Paths of launchers beside this Python or on the PATH."""
     python_folder = Path(sys.executable).parent
     path = f"{python_folder}{os.pathsep}{os.environ.get('PATH', '')}"
     return {name: shutil.which(name, path=path) for name in PROGRAMS}
 
 
 def network() -> Facts:
-    """Whether the host's own name resolves, which gloo and torchrun need, and whether the Hub can be reached."""
+    """Return whether the host name resolves, which gloo and torchrun need, and whether the Hub is reachable."""
     host = socket.gethostname()
     facts: Facts = {"host_resolves": bounded(lambda: {"at": socket.gethostbyname(host)}, 3).get("at")}
     facts["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -245,9 +246,9 @@ def network() -> Facts:
 
 
 def file_system(folder: Path, seconds: float = 3.0) -> Facts:
-    """How fast a checkpoint could be written (with fsync) and read, in MB/s; and what a sync costs, in ms.
+    """Write (with fsync) and read speed of a folder in MB/s, and the time of a sync in ms.
 
-    Writes at most 64 MiB for at most so many seconds, to a file that is removed again.
+    Writes at most 64 MiB for at most `seconds`, to a temporary file.
     """
     facts: Facts = {"path": str(folder.resolve()), "type": _kind_of(folder)}
     facts["shared"] = bool(facts["type"]) and str(facts["type"]).startswith(_SHARED)
@@ -268,7 +269,7 @@ def file_system(folder: Path, seconds: float = 3.0) -> Facts:
         begin, read = time.perf_counter(), 0
         with open(path, "rb", buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # from the disk, not from memory
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read from the disk, not from memory
             while (got := len(file.read(_BLOCK_BYTES))) and time.perf_counter() - begin < seconds:
                 read += got
         facts["read_mb_s"] = round(read / 1e6 / (time.perf_counter() - begin))
@@ -278,7 +279,7 @@ def file_system(folder: Path, seconds: float = 3.0) -> Facts:
 
 
 def tokens() -> Facts:
-    """Which secrets are set, never what they are."""
+    """Names of secrets that are set, without their values."""
     facts: Facts = {name: bool(os.environ.get(name)) for name in TOKENS}
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     facts["Hub login"] = (home / "token").is_file()
@@ -286,7 +287,7 @@ def tokens() -> Facts:
 
 
 def caches() -> Facts:
-    """Where downloads and tokens of data go, and how much room there is (GiB)."""
+    """Locations of the caches of downloads and tokenized data, and their free space (GiB)."""
     from lockstep.data.cache import cache_folder
 
     places = {
@@ -319,13 +320,13 @@ def _gb(size: int) -> float:
 
 
 def _cpu_quota() -> float | None:
-    """Cores that a container may use by its quota."""
+    """CPU quota of the container in cores."""
     words = " ".join(_lines("/sys/fs/cgroup/cpu.max")).split()
     return round(int(words[0]) / int(words[1]), 2) if len(words) == 2 and words[0].isdigit() else None
 
 
 def _kind_of(folder: Path) -> str | None:
-    """The file system's type, from the longest mount point that holds the folder."""
+    """Type of the file system that holds a folder, from its longest mount point."""
     place, best = str(folder.resolve()), ("", None)
     for line in _lines("/proc/mounts"):
         _, mount, kind, *_ = line.split()

@@ -1,8 +1,7 @@
-"""A `lockstep` job in a process of its own, for whoever starts several or must not become a rank: a notebook, a sweep,
-a benchmark.
+"""A `lockstep` job in its own process, for callers that must not become a rank: notebooks, sweeps, benchmarks.
 
-In: the dotted name of a function of a list of words that returns an exit status, and the words. Out: its exit status,
-and what it printed, in two files. A child whose parent is gone stops as if asked to, and writes its checkpoint.
+In: the dotted name of a function (list of words -> exit status), and the words. Out: its exit status, and its output in
+two files. If the parent dies, the child writes its checkpoint and stops.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from lockstep.config.run import RunError
 from lockstep.track.console import error
 from lockstep_trace import streams
 
-# A notebook's kernel sets some of these; a child writes to a file, where a progress bar is noise.
+# Variables of notebook kernels; progress bars are useless in a file.
 _TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 
 
 class Child:
-    """One process, started at once. Its standard output and errors are appended to `FOLDER/NAME.out` and `.err`."""
+    """One child process, started at once, with standard output and errors appended to `FOLDER/NAME.out` and `.err`."""
 
     def __init__(
         self, function: str, words: Sequence[str], folder: Path, name: str, variables: Mapping[str, str] | None = None
     ) -> None:
-        """`variables` are set for it beside those of this process. Errors: `OSError`."""
+        """Start the process. `variables`: added to its environment. Errors: `OSError`."""
         self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
         self._read_bytes = _size(self.out)
         self._erred = _size(self.err)
@@ -42,21 +41,22 @@ class Child:
         with open(self.out, "ab") as out, open(self.err, "ab") as err:
             self._process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,  # never written to: its end is this process's end
+                stdin=subprocess.PIPE,  # never written to: closed when this process ends
                 stdout=out,
                 stderr=err,
                 env={**inherited, "PYTHONPATH": import_path(), **(variables or {})},
-                start_new_session=True,  # Ctrl-C reaches this process only, which then asks
+                start_new_session=True,  # Ctrl-C reaches only this process, which then stops the child
             )
 
     @property
     def status(self) -> int | None:
-        """Its exit status, None while it runs; one that was asked to stop before it could listen has been stopped."""
+        """Exit status, or None while running. A child that was asked to stop before it could react counts as
+        stopped."""
         code = self._process.poll()
         return STOPPED if self._stop_requested and code in (-signal.SIGTERM, -signal.SIGINT) else code
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for its end, or for so long. Returns whether it has ended."""
+        """Wait up to `seconds` for its end. Returns whether it has ended."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -66,13 +66,13 @@ class Child:
         return True
 
     def stop(self) -> None:
-        """Ask it to stop: a job that trains finishes its step and writes a checkpoint. Does not wait."""
+        """Ask it to stop: a training job finishes its step and writes a checkpoint. Does not wait."""
         self._stop_requested = True
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and all that it started, at once."""
+        """Kill it and its children at once."""
         self._stop_requested = True
         if self._process.poll() is None and sys.platform != "win32":
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -80,34 +80,34 @@ class Child:
         self.wait()
 
     def lines(self) -> Iterator[str]:
-        """Whole lines of its standard output since the last call."""
+        """Complete lines of standard output since the last call."""
         with open(self.out, "rb") as file:
             file.seek(self._read_bytes)
             for line in file:
                 if not line.endswith(b"\n") and self.status is None:
-                    return  # half a line: the rest is still to come
+                    return  # an incomplete line
                 self._read_bytes += len(line)
                 yield line.decode(errors="replace").rstrip("\n")
 
     @property
     def errors(self) -> str:
-        """Its standard error so far, without our own name in front."""
+        """Standard error so far, without the prefix `lockstep:`."""
         with open(self.err, "rb") as file:
             file.seek(self._erred)
             return file.read().decode(errors="replace").strip().removeprefix("lockstep: ")
 
     def reason(self, most: int = 300) -> str:
-        """Why it failed, on one line: our own message, or the last line of a traceback."""
+        """Reason of a failure in one line: lockstep's own message, or the last line of a traceback."""
         text = self.errors
         if "Traceback" in text:
             after = text.partition("Traceback")[2].splitlines()[1:]
             text = next((line for line in after if line and not line.startswith((" ", "Traceback"))), text)
-        text = " ".join(text.split()) or f"ended with status {self.status}, and said nothing"
+        text = " ".join(text.split()) or f"ended with status {self.status}, without output"
         return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
 def import_path() -> str:
-    """Where this process imports modules of the user's from (a script's folder, a notebook's additions)."""
+    """Directories from which this process imports the user's modules (a script's folder, additions of a notebook)."""
     prefixes = (sys.prefix, sys.base_prefix)
     return os.pathsep.join(path for path in sys.path if path and not path.startswith(prefixes))
 
@@ -117,9 +117,9 @@ def _size(path: Path) -> int:
 
 
 def _follow_parent() -> None:
-    """Stop as if asked to when the parent is gone: its end of our standard input closes."""
+    """Stop when the parent dies, which closes our standard input."""
     stdin = os.dup(0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what we start must not read it
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # children must not read it
 
     def watch() -> None:
         while os.read(stdin, 64):
@@ -130,7 +130,7 @@ def _follow_parent() -> None:
 
 
 def main(words: list[str]) -> int:
-    """In the child: run the function to its end."""
+    """Child process: run the function to its end."""
     streams.make_safe()
     _follow_parent()
     module, _, function = words[0].rpartition(".")
@@ -147,7 +147,7 @@ if __name__ == "__main__":
 
 @contextmanager
 def asked_to_stop() -> Iterator[threading.Event]:
-    """Set when this process is asked to stop; a second Ctrl-C does not wait for children."""
+    """An event that is set when this process is asked to stop; a second Ctrl-C does not wait for children."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event

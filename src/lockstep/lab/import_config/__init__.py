@@ -1,1 +1,3 @@
-"""Configurations of other systems become run files: a table for each, and what reads, converts and writes."""
+"""Convert configurations of other systems into run files: a key table per system, and the code that reads, converts and
+writes.
+"""

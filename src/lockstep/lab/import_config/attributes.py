@@ -1,7 +1,7 @@
 """Attributes that a script sets: of arguments, of a model and its config, of a tokenizer, of weights.
 
-In: a `Reading` of a script. Out: each assignment is a setting, a key of the run file, a gap with its line, or one of
-the few that change nothing that is trained; under a condition that is not known it is a gap, unless it changes nothing.
+In: a `Reading` of a script. Out: each assignment becomes a setting, a key of the run file, a gap with its line, or
+nothing if it does not affect training. An assignment under an unknown condition is a gap if it affects training.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from lockstep.lab.import_config.loading import RUNS, Reading
 from lockstep.lab.import_config.script import Assignment, Kind, Unknown, kind_of
 from lockstep.lab.import_config.table import NAMES, decides
 
-_SAVED = "a tokenizer is used as it is saved"
+_SAVED = "tokenizers are used as saved"
 
 
 def read(at: Reading) -> None:
-    """All of them, in their order."""
+    """Read all attribute assignments in order."""
     for each in at.script.assignments():
         if not isinstance(each.target, ast.Attribute):
             continue
@@ -28,7 +28,7 @@ def read(at: Reading) -> None:
         before = len(at.draft.gaps), dict(at.draft.keys), dict(at.arguments)
         _setting(each, each.target, at)
         if len(at.draft.gaps) == before[0] and (at.draft.keys, at.arguments) != before[1:]:
-            why = f"it is set only {each.condition}, which is known when the script runs"
+            why = f"it is set only {each.condition}, which is known only when the script runs"
             at.draft.unclear(str(each), why, *sorted(at.draft.keys.keys() - before[1].keys()))
 
 
@@ -38,7 +38,7 @@ def _setting(each: Assignment, target: ast.Attribute, at: Reading) -> None:
     if target.attr == "requires_grad":
         at.draft.lacks(str(each), "model.freeze names the weights that are not trained", "model.freeze")
     elif isinstance(target.value, ast.Attribute) and target.value.attr == "generation_config" and kind == "model":
-        why = "it decides how texts are generated, and no weight; the export has the model's own"
+        why = "it affects generation, not training; the export has the model's own"
         at.draft.drop(str(each), None, why)
     elif kind == "arguments":
         _argument(each, target.attr, value, at)
@@ -47,11 +47,12 @@ def _setting(each: Assignment, target: ast.Attribute, at: Reading) -> None:
     elif kind == "tokenizer":
         _tokenizer(each, target.attr, value, at)
     elif kind == "model" and target.attr not in NAMES["model_fields"]:
-        at.draft.unclear(str(each), "what it changes of the model is not known")
+        at.draft.unclear(str(each), "its effect on the model is unknown")
 
 
 def _kind(target: ast.Attribute, at: Reading) -> Kind | None:
-    """What has the attribute; a tokenizer also where it went through code that is not followed."""
+    """Kind of the object that has the attribute. A tokenizer is recognised even after passing through code that is not
+    followed."""
     kind = kind_of(at.script, target.value)
     if kind is None and target.attr in NAMES["tokenizer_fields_alone"]:
         return "tokenizer"
@@ -67,11 +68,11 @@ def _argument(each: Assignment, name: str, value: Any, at: Reading) -> None:
 
 
 def unknown_setting(at: Reading, name: str, where: str) -> None:
-    """A field of TrainingArguments and its kin whose value is not known."""
+    """Record a field of TrainingArguments or a subclass whose value is unknown."""
     row = (trainer.TABLE | trainer.TRL).get(name)
     deciding = row is None or row.decides or (bool(row.here) and decides(row.here))
     by = (row.here,) if row is not None and row.here else ()
-    at.draft.unclear(where, f"{RUNS}; a default is taken", *by, decides=deciding)
+    at.draft.unclear(where, f"{RUNS}; a default is used", *by, decides=deciding)
 
 
 def _config(each: Assignment, name: str, at: Reading) -> None:
@@ -84,10 +85,11 @@ def _config(each: Assignment, name: str, at: Reading) -> None:
 
 
 def _token_id(each: Assignment, at: Reading) -> None:
-    """An id of the model's config. A model of language reads none; others find the end of a text by them."""
+    """Set a token id in the model's config. Language models do not use these ids; other models find the end of a text
+    by them."""
     of_tokenizer = isinstance(each.value, ast.Attribute) and each.value.attr in NAMES["config_token_ids"]
     if not of_tokenizer and at.draft.task not in ("language_modeling", "masked_language_modeling", "preference"):
-        why = "a model's ids of special tokens are those of its tokenizer here"
+        why = "lockstep takes ids of special tokens from the tokenizer"
         at.draft.lacks(str(each), why, "tokenizer.source")
 
 
@@ -96,7 +98,7 @@ def _tokenizer(each: Assignment, name: str, value: Any, at: Reading) -> None:
         at.draft.set("task.chat_template", value, f"line {each.node.lineno}")
         at.draft.read.append(f"{each} -> task.chat_template")
     elif name == "model_max_length" and (at.mapped or {"max_length", "max_seq_length"} & at.arguments.keys()):
-        return  # the calls of the tokenizer, or TRL's arguments, say the length, or were read with this one
+        return  # the length is read from the tokenizer's calls, from TRL's arguments, or with this one
     elif name == "padding_side":
         loading.pads(at, value, str(each))
     elif name not in NAMES["tokenizer_fields"]:

@@ -1,6 +1,6 @@
-"""The YAML of axolotl and of LLaMA-Factory.
+"""YAML files of axolotl and LLaMA-Factory.
 
-In: its keys; of LLaMA-Factory those of `TrainingArguments` are among them. Out: keys of a run file.
+In: their keys; LLaMA-Factory's include those of `TrainingArguments`. Out: keys of a run file.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from lockstep.config.run import RunError
 from lockstep.lab.import_config import dataset_info, table, trainer
 from lockstep.lab.import_config.table import RunDraft
 
-_TOKENS = "a tokenizer is used as it is: save one with these tokens, and give tokenizer.source"
+_TOKENS = "a tokenizer is used as saved: save one with these tokens, and set tokenizer.source"
 
 TABLE = table.read_table("axolotl")
-# type of a data set -> the task's keys
+# dataset type -> keys of the task
 TYPES = {
     "completion": {"task.text": "text"},
     "alpaca": {"task.prompt": "instruction", "task.response": "output"},
@@ -23,10 +23,10 @@ TYPES = {
     "input_output": None,
 }
 _ALPACA = (
-    "axolotl writes Alpaca's sentences around instruction and input; here a prompt is one column, as it is: make a "
-    "column of the whole prompt and name it, or say task.prompt=instruction"
+    "axolotl writes Alpaca's sentences around instruction and input; here a prompt is one column: make a "
+    "column of whole prompts and name it, or set task.prompt=instruction"
 )
-# Keys of an entry of `datasets` that are read, and what changes nothing.
+# Supported keys of an entry of `datasets`, and keys without effect on training.
 _READ = (
     *("path", "name", "split", "data_files", "type", "field", "text_column", "skip", "revision", "ds_type"),
     *(f"field_{name}" for name in ("messages", "chosen", "rejected")),
@@ -39,13 +39,13 @@ _USUAL: dict[str, list[Any]] = {
     "train_on_eos": ["turn"],
     "chat_template": ["tokenizer_default"],
 }
-_WARM_UP = 0.03, 100  # axolotl's by default: a share of all steps, and the most steps
-_PAIRS = {"prompt": "messages", "chosen": "chosen", "rejected": "rejected"}  # axolotl's columns of pairs
+_WARM_UP = 0.03, 100  # axolotl's default: a share of all steps, and an upper limit in steps
+_PAIRS = {"prompt": "messages", "chosen": "chosen", "rejected": "rejected"}  # axolotl's columns for preference pairs
 _LOSSES = ("dpo", "ipo", "simpo")
 
 
 def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
-    """Its task is language modelling, or learning from pairs of answers. Errors: `RunError`."""
+    """Convert a file whose task is language modelling or learning from preference pairs. Errors: `RunError`."""
     table.apply(TABLE, theirs, draft)
     _task(theirs, draft)
     _data(theirs, draft)
@@ -82,8 +82,8 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> N
 
 
 def _warm_up(ratio: float | None, kind: str | None, draft: RunDraft) -> None:
-    """By `warmup_ratio`, or the one that axolotl has where none is given: a share of all steps, which is rounded down,
-    and never one step. transformers' schedule `constant` leaves it out, but not the optimizer schedule_free."""
+    """Set the warm-up from `warmup_ratio` or axolotl's default: a share of all steps, rounded down, and never exactly
+    one step. transformers' schedule `constant` ignores it, but the optimizer schedule_free uses it."""
     share, most = _WARM_UP if ratio is None else (ratio, None)
     origin = f"warmup_ratio {ratio}"
     if ratio is None:
@@ -102,15 +102,14 @@ def _warm_up(ratio: float | None, kind: str | None, draft: RunDraft) -> None:
         return
     draft.set("optim.warmup_fraction", share, origin)
     draft.notes.append(
-        "axolotl rounds the steps of its warm-up down, and optim.warmup_fraction is rounded up: it may be one step "
-        "longer"
+        "axolotl rounds its warm-up down, optim.warmup_fraction is rounded up: the warm-up may be one step longer"
     )
     if most is not None:
         draft.notes.append(f"axolotl's warm-up ends after {most} steps: in a longer run give optim.warmup_steps={most}")
 
 
 def _task(theirs: Mapping[str, Any], draft: RunDraft) -> None:
-    """`rl` and `reward_model`. Errors: `RunError` for a way of learning that there is none of here."""
+    """Set the task from `rl` and `reward_model`. Errors: `RunError` for an unsupported training method."""
     way = theirs.get("rl")
     if theirs.get("reward_model") or theirs.get("process_reward_model"):
         way = "process_reward_model" if theirs.get("process_reward_model") else "reward_model"
@@ -139,13 +138,13 @@ def _task(theirs: Mapping[str, Any], draft: RunDraft) -> None:
 
 
 def _pairs(entry: Mapping[str, Any], draft: RunDraft) -> None:
-    """The columns of a data set of pairs: `type` says how they become texts."""
+    """Set the columns of a preference dataset; `type` says how they become texts."""
     kind, fields = entry.get("type"), {}
     names = ("task.prompt", "task.chosen", "task.rejected")
     if isinstance(kind, Mapping):
         fields = {part: kind.get(f"field_{part}", part) for part in ("prompt", "chosen", "rejected")}
         if written := [name for name in ("prompt_format", "chosen_format", "rejected_format") if kind.get(name)]:
-            draft.drop("datasets: type", ", ".join(written), "columns are read as they are", True, names)
+            draft.drop("datasets: type", ", ".join(written), "columns are read unchanged", True, names)
     elif str(kind).partition(".")[0] == "chat_template" or str(kind).endswith(".chat_template"):
         fields = {part: entry.get(f"field_{column}", column) for part, column in _PAIRS.items()}
         draft.set("task.conversations", True, f"datasets: type {kind}")
@@ -160,14 +159,12 @@ def _data(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     if theirs.get("pretraining_dataset") and not sets:
         sets = _streamed(theirs["pretraining_dataset"], draft)
     elif theirs.get("pretraining_dataset"):
-        draft.lacks("pretraining_dataset", "several are written by hand: data.sources", "data.source")
+        draft.lacks("pretraining_dataset", "write several by hand in data.sources", "data.source")
     if theirs.get("streaming"):
         draft.set("data.stream", True, "streaming")
     if len(sets) > 1:
         for more in sets[1:]:
-            draft.drop(
-                "datasets", more.get("path"), "several are written by hand: data.sources", True, ("data.source",)
-            )
+            draft.drop("datasets", more.get("path"), "write several by hand in data.sources", True, ("data.source",))
     if sets:
         _first(sets[0], draft)
     for place, entry in enumerate(theirs.get("test_datasets") or []):
@@ -179,7 +176,7 @@ def _data(theirs: Mapping[str, Any], draft: RunDraft) -> None:
 
 
 def _first(entry: Mapping[str, Any], draft: RunDraft) -> None:
-    """The data set that is trained on."""
+    """Return the dataset to train on: the first one."""
     draft.set("data.source", entry.get("path"), "datasets: path")
     keys = {"name": "data.config", "revision": "data.revision", "split": "data.train", "data_files": "data.train"}
     for name, key in keys.items():
@@ -188,7 +185,7 @@ def _first(entry: Mapping[str, Any], draft: RunDraft) -> None:
     for key, value in entry.items():
         if key not in _READ and value not in (None, False, *_USUAL.get(key, ())):
             by = ("data.source", "task.messages", "task.prompt", "task.text")
-            draft.drop(f"datasets: {key}", value, "not a key that is known here", True, by)
+            draft.drop(f"datasets: {key}", value, "unknown key", True, by)
     if draft.task in ("preference", "reward"):
         _pairs(entry, draft)
     else:
@@ -196,7 +193,8 @@ def _first(entry: Mapping[str, Any], draft: RunDraft) -> None:
 
 
 def _streamed(value: Any, draft: RunDraft) -> list[Mapping[str, Any]]:
-    """The entries of `pretraining_dataset`, a path or entries, as those of `datasets`: texts, read while training."""
+    """Convert entries of `pretraining_dataset` (a path, or a list) like those of `datasets`: texts, streamed during
+    training."""
     draft.set("data.stream", True, "pretraining_dataset")
     entries = value if isinstance(value, list) else [value]
     entries = [{"path": each} if isinstance(each, str) else each for each in entries]
@@ -236,17 +234,18 @@ def _adapter(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     elif kind:
         draft.drop("adapter", kind, "model.adapter takes kinds that peft knows: {type: ...}", True, ("model.adapter",))
     elif theirs.get("load_in_4bit"):
-        draft.drop("load_in_4bit", True, "weights in 4 bits are the base of an adapter", True, ("model.adapter",))
+        draft.drop("load_in_4bit", True, "4-bit weights need an adapter on top", True, ("model.adapter",))
 
 
 def _intervals(theirs: Mapping[str, Any], draft: RunDraft) -> None:
-    """Evaluations and checkpoints: by epoch, so often an epoch, or every so many steps (below 1: a share of all)."""
+    """Set the intervals of evaluations and checkpoints: per epoch, several per epoch, or in steps (below 1: a share of
+    all)."""
     for ours, count, steps, strategies in (
         ("evaluate.every", "evals_per_epoch", "eval_steps", ("eval_strategy", "evaluation_strategy")),
         ("checkpoint.every", "saves_per_epoch", "save_steps", ("save_strategy",)),
     ):
         name = next((each for each in strategies if each in theirs), strategies[0])
-        strategy = str(theirs.get(name)).lower()  # YAML reads no as false
+        strategy = str(theirs.get(name)).lower()  # YAML parses no as false
         if (times := table.whole(theirs.get(count), 0)) > 0:
             draft.set(ours, "epoch" if times == 1 else f"1/{times} epoch", f"{count} {times}")
         elif strategy in ("no", "false"):
@@ -258,7 +257,7 @@ def _intervals(theirs: Mapping[str, Any], draft: RunDraft) -> None:
 
 
 def _packing(theirs: Mapping[str, Any], draft: RunDraft) -> None:
-    """Packed samples do not see each other; without sample_packing each text is by itself."""
+    """Set packing: packed samples do not attend to each other; without sample_packing each text has its own row."""
     packed = bool(theirs.get("sample_packing"))
     if draft.task != "language_modeling":
         if packed:
@@ -266,7 +265,7 @@ def _packing(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         return
     if packed or "sample_packing" in theirs:
         draft.set("task.packing", packed, "sample_packing")
-    elif "task.text" in draft.keys:  # texts alone are packed by default here
+    elif "task.text" in draft.keys:  # lockstep packs plain texts by default
         draft.set("task.packing", False, "sample_packing, by axolotl's default")
     if packed:
         draft.set("task.attend_across_documents", False, "sample_packing")
@@ -285,7 +284,7 @@ def _tracking(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         draft.set("name", theirs["wandb_name"], "wandb_name")
 
 
-LLAMA_FACTORY = table.read_table("llama_factory")  # beside these, all keys of `TrainingArguments` are known
+LLAMA_FACTORY = table.read_table("llama_factory")  # in addition to all keys of `TrainingArguments`
 _STAGES = {
     "pt": ("language_modeling", {"task.text": "text"}),
     "sft": ("language_modeling", {"task.prompt": "instruction", "task.response": "output"}),
@@ -296,7 +295,8 @@ _LLAMA_FACTORY_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "hinge": "hinge", "simp
 
 
 def move_llama_factory(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
-    """Its task is language modelling (pt, sft), or learning from pairs of answers (dpo, rm). Errors: `RunError`."""
+    """Convert a file whose stage is language modelling (pt, sft) or learning from preference pairs (dpo, rm). Errors:
+    `RunError`."""
     stage = str(theirs.get("stage", "sft"))
     loss = str(theirs.get("pref_loss", "sigmoid")) if stage == "dpo" else "sigmoid"
     if draft.task is None and (stage not in _STAGES or loss not in _LLAMA_FACTORY_LOSSES):
@@ -304,7 +304,7 @@ def move_llama_factory(theirs: Mapping[str, Any], draft: RunDraft, processes: in
         raise RunError(
             "LS8181",
             f"--from: {way} has no counterpart: supported stages are {', '.join(_STAGES)}, and losses of dpo "
-            f"{', '.join(_LLAMA_FACTORY_LOSSES)}; to write the file of another task, give --task",
+            f"{', '.join(_LLAMA_FACTORY_LOSSES)}; to convert it to another task, give --task",
         )
     task, columns = _STAGES.get(stage, ("language_modeling", {}))
     draft.set("task.name", task, f"stage {stage}")
@@ -345,13 +345,13 @@ def _data_llama_factory(theirs: Mapping[str, Any], draft: RunDraft) -> None:
             dataset_info.read(file, names[0], draft)
             names[:1] = []
             for more in names:
-                draft.drop("dataset", more, "several are written by hand: data.sources", True, ("data.source",))
+                draft.drop("dataset", more, "write several by hand in data.sources", True, ("data.source",))
             table.share(draft, theirs, "val_size")
             return
         draft.set("data.source", f"{folder}/{names[0]}.json", f"dataset {names[0]}: see its file in dataset_info.json")
         draft.notes.append(f"data.source is guessed from dataset {names[0]!r}: dataset_info.json says which file it is")
         for more in names[1:]:
-            draft.drop("dataset", more, "several are written by hand: data.sources", True, ("data.source",))
+            draft.drop("dataset", more, "write several by hand in data.sources", True, ("data.source",))
     table.share(draft, theirs, "val_size")
 
 

@@ -1,9 +1,9 @@
-"""A command line that starts a training, as it stands in a shell script, and files of launchers and engines.
+"""Command lines that start a training, as in shell scripts, and config files of launchers and engines.
 
-In: the text of a .sh file, of `accelerate config` or of DeepSpeed. Out: what moves it: the launcher's options
-(torchrun, accelerate, deepspeed), and the program's own: those of the examples of transformers and TRL by their names,
-of any other script that is here by the script. What DeepSpeed's file says, and the run file does not, passes to the
-engine untouched. Nothing is run.
+In: the text of a .sh file, an `accelerate config` file or a DeepSpeed file. Out: a mover for it. It reads the
+launcher's options (torchrun, accelerate, deepspeed) and the program's: known examples of transformers and TRL by option
+name, any other script by parsing it. DeepSpeed settings without a key in the run file pass to the engine unchanged.
+Nothing is run.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from lockstep.lab.import_config.table import (
 from lockstep.strategies.engines.zero_config import other_arithmetic
 from lockstep_trace.plurals import quantity
 
-TASKS: Mapping[str, str] = NAMES["example_tasks"]  # an example's name, or what it begins with -> its task
-EXAMPLES = read_table("examples")  # options of those, beside the fields of `TrainingArguments`
-_ENDS = re.compile(r"\d?[&|<>;]")  # words of a shell behind a command: 2>&1, >log, &&
+TASKS: Mapping[str, str] = NAMES["example_tasks"]  # name of an example script, or its prefix -> task
+EXAMPLES = read_table("examples")  # their options, besides the fields of `TrainingArguments`
+_ENDS = re.compile(r"\d?[&|<>;]")  # shell words that end a command: 2>&1, >log, &&
 _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
 
 
@@ -44,28 +44,24 @@ class Command:
     """One command of a shell script."""
 
     line: int
-    launcher: dict[str, Any] = field(default_factory=dict)  # options of torchrun and its kin
+    launcher: dict[str, Any] = field(default_factory=dict)  # options of torchrun and other launchers
     program: str = ""  # the script, or the word after trl
     options: dict[str, Any] = field(default_factory=dict)  # of the program
-    files: list[str] = field(default_factory=list)  # words that are no options
+    files: list[str] = field(default_factory=list)  # positional arguments
     starter: str = ""
 
 
 def read(
     path: Path, text: str, read_file: Callable[..., Any], read_script: Callable[[Script], Any]
 ) -> Callable[[RunDraft, int | None], None]:
-    """Errors: `RunError` for a file with no such command, or with several."""
+    """Read the one command that starts a training. Errors: `RunError` if there is none, or more than one."""
     commands = [each for each in _commands(text) if each.program]
     if len(commands) != 1:
         lines = ", ".join(str(each.line) for each in commands)
         raise RunError(
             "LS8190",
             f"--from: {path} "
-            + (
-                f"starts several programs, on lines {lines}; leave one"
-                if commands
-                else "starts no training that is known"
-            )
+            + (f"starts several programs, on lines {lines}; leave one" if commands else "starts no known training")
             + f": a command of {', '.join(NAMES['launchers'])}",
         )
     return lambda draft, processes: _move(path, commands[0], draft, processes, read_file, read_script)
@@ -75,7 +71,7 @@ def read(
 
 
 def _commands(text: str) -> list[Command]:
-    """Commands that start something, with the variables that were set before them."""
+    """Return the commands that start a program, with the variables set before them."""
     variables: dict[str, str] = {}
     commands = []
     number_of = 0
@@ -104,7 +100,7 @@ def _commands(text: str) -> list[Command]:
 
 
 def _filled(line: str, variables: Mapping[str, str]) -> str:
-    """`$NAME`, `${NAME}` and `${NAME:-other}`; those that are not known stay."""
+    """Expand `$NAME`, `${NAME}` and `${NAME:-other}`; unknown variables stay as they are."""
 
     def value(match: re.Match[str]) -> str:
         name, other = match[1] or match[2], match[3]
@@ -122,7 +118,7 @@ def _command(words: list[str], line: int) -> Command:
     elif starter == "accelerate":
         return command
     if starter.startswith("python") and rest[:1] == ["-m"] and rest[1:2] and rest[1].startswith("torch.distributed"):
-        rest = rest[2:]  # torch's launcher as a module
+        rest = rest[2:]  # the module of torch's launcher
     if starter in ("trl", "llamafactory-cli", "axolotl"):
         command.program, rest = (rest[0], rest[1:]) if rest else ("", [])
     else:
@@ -144,7 +140,7 @@ def _command(words: list[str], line: int) -> Command:
 
 
 def _negated(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`--no_NAME` of HfArgumentParser as NAME: false, where NAME is an option that is known."""
+    """Convert `--no_NAME` of HfArgumentParser to NAME: false, if NAME is a known option."""
     names = trainer.TABLE.keys() | EXAMPLES.keys() | trainer.TRL.keys()
     values: dict[str, Any] = {}
     for name, value in options.items():
@@ -154,7 +150,7 @@ def _negated(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _option(rest: list[str], into: dict[str, Any], switches: Collection[str]) -> list[str]:
-    """Take one option, with its values."""
+    """Parse one option with its values."""
     word, rest = rest[0], rest[1:]
     if not word.startswith("-"):
         return rest
@@ -169,7 +165,7 @@ def _option(rest: list[str], into: dict[str, Any], switches: Collection[str]) ->
             break
         values.append(messages.read_yaml(rest[0]) if rest[0] else "")
         rest = rest[1:]
-        if switches:  # a launcher's option takes one value
+        if switches:  # options of launchers take one value
             break
     if not values:
         into[name] = True
@@ -193,7 +189,9 @@ def _move(
     for options in (command.launcher, command.options):
         for name, value in options.items():
             if isinstance(value, str) and "$" in value:
-                draft.unclear(f"line {command.line}: {name}={value}", "the variable is known when the command runs")
+                draft.unclear(
+                    f"line {command.line}: {name}={value}", "the variable is known only when the command runs"
+                )
     count = _launched(path, command, draft, read_file)
     count = processes or count
     file = next(
@@ -220,9 +218,9 @@ def _move(
         script = Script(program, program.read_text(encoding="utf-8"), command.options)
         for name in script.unread_options():
             where = f"line {command.line}: --{name} {command.options[name]}"
-            draft.unclear(where, "what the script makes of it is not known")
+            draft.unclear(where, "how the script uses it is unknown")
         for word in command.files:
-            draft.unclear(f"line {command.line}: {word}", "what the script makes of it is not known")
+            draft.unclear(f"line {command.line}: {word}", "how the script uses it is unknown")
         read = read_script(script)
         draft.read.append(f"{command.program}: {read.called}")
         read.move(draft, count)
@@ -233,14 +231,13 @@ def _move(
                 "LS8191",
                 f"--from: {path}, line {command.line}: {program} does not exist, so its options cannot be read",
             )
-        draft.unclear(
-            command.program, "the script is not here: what it does besides these options is not known", "task.name"
-        )
+        draft.unclear(command.program, "the script is missing: its effect beyond these options is unknown", "task.name")
         trainer.move(command.options, draft, count)
 
 
 def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable[..., Any]) -> int | None:
-    """Processes, machines and precision, as the launcher is told. Returns the processes of all machines."""
+    """Set processes, machines and precision from the launcher's options. Returns the number of processes on all
+    machines."""
     options = command.launcher
     file = options.get("config_file")
     if file is not None:
@@ -249,7 +246,7 @@ def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable
             for key in ("batch_size", "micro_batches"):
                 draft.keys.pop(key, None)
         else:
-            draft.unclear(f"line {command.line}: --config_file {file}", "the file is not here", "launch.processes")
+            draft.unclear(f"line {command.line}: --config_file {file}", "the file is missing", "launch.processes")
     each = next((number(options[name]) for name in _PROCESSES if name in options), None)
     machines = int(number(options.get("nnodes", options.get("num_machines"))) or 1)
     if each is None:
@@ -282,7 +279,7 @@ def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable
 
 
 def _left_open(value: Any) -> bool:
-    """Whether a value is `auto`, or a mapping of such: what the Trainer's own settings say."""
+    """Return whether a value is `auto`, or a mapping of only such values: Trainer's arguments decide it."""
     if isinstance(value, Mapping):
         settings = [each for name, each in value.items() if name != "type"]
         return value.get("enabled") == "auto" or (bool(settings) and all(map(_left_open, settings)))
@@ -290,7 +287,7 @@ def _left_open(value: Any) -> bool:
 
 
 def _example(command: Command, stem: str, task: str | None, draft: RunDraft, processes: int | None) -> None:
-    """One of the examples of transformers or TRL, whose options are known."""
+    """Convert an example script of transformers or TRL, whose options are known."""
     if command.starter == "trl" or stem in NAMES["trl_examples"]:
         task = TASKS.get(command.program if command.starter == "trl" else stem)
         if task is None:
@@ -314,7 +311,7 @@ def _example(command: Command, stem: str, task: str | None, draft: RunDraft, pro
         draft.keys.setdefault("task.packing", not options.get("line_by_line"))
         key = "task.block_size" if task == "language_modeling" else "data.max_length"
         if key not in draft.keys:
-            draft.unclear("block_size", "it is the tokenizer's own length, at most 1024", key)
+            draft.unclear("block_size", "the tokenizer's own length, at most 1024", key)
     elif "data.max_length" not in draft.keys:
         defaults = {"classification": 128, "question_answering": 384, "translation": 1024, "summarization": 1024}
         if task in defaults:
@@ -327,7 +324,7 @@ def _example(command: Command, stem: str, task: str | None, draft: RunDraft, pro
 
 def _glue(name: str, draft: RunDraft) -> None:
     if name not in NAMES["glue"]:
-        draft.drop("task_name", name, f"of GLUE are known {', '.join(NAMES['glue'])}", True, ("data.source",))
+        draft.drop("task_name", name, f"supported tasks of GLUE: {', '.join(NAMES['glue'])}", True, ("data.source",))
         return
     draft.set("data.source", "nyu-mll/glue", "task_name")
     draft.set("data.config", name, "task_name")
@@ -344,7 +341,7 @@ DEEPSPEED = read_table("deepspeed")
 
 
 def move_accelerate(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
-    """Where and how, and nothing of what is trained."""
+    """Convert a file of `accelerate config`: processes, machines and precision, but nothing of the training itself."""
     apply(ACCELERATE, theirs, draft)
     machines = whole(theirs.get("num_machines"))
     every = whole(theirs.get("num_processes"))
@@ -408,11 +405,11 @@ def _of_accelerate(config: Mapping[str, Any], draft: RunDraft, processes: int) -
 
 
 def move_deepspeed(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, completed: bool = False) -> None:
-    """What only the run file decides is taken out, and the rest goes into `strategy.options`. `completed`: what is auto
-    stands in the Trainer's own arguments, which are read, too."""
+    """Convert DeepSpeed settings. Values that only the run file can set are moved there; the rest goes into
+    `strategy.options`. `completed`: `auto` values are in Trainer's arguments, which are read as well."""
     left_open = [name for name in theirs if name in DEEPSPEED and _left_open(theirs[name])]
     if left_open and not completed:
-        why = "the Trainer's own arguments say it: move those in, by --from"
+        why = "Trainer's arguments decide it: convert those with --from"
         draft.unclear(f"auto: {', '.join(left_open)}", why, "batch_size")
     rest = {name: value for name, value in theirs.items() if name not in DEEPSPEED and value != "auto"}
     zero = {name: value for name, value in (theirs.get("zero_optimization") or {}).items() if value != "auto"}
@@ -476,6 +473,6 @@ def _enabled(section: Any) -> bool:
 
 
 def _at_least(draft: RunDraft, processes: int) -> None:
-    """Every process needs a micro-batch."""
+    """Make sure that there are at least as many micro-batches as processes."""
     if processes > draft.keys.get("micro_batches", 8):
         draft.set("micro_batches", processes, f"one for each of {processes} processes")

@@ -1,8 +1,7 @@
-"""A data set of LLaMA-Factory's by its entry in dataset_info.json.
+"""LLaMA-Factory datasets, by their entry in dataset_info.json.
 
-In: the file and a name. Out: `data` and the columns of the task. An entry says which columns are read, how its
-conversations are written (`formatting`) and what their messages call those who speak (`tags`): each is read, or is a
-gap that decides.
+In: the file and a name. Out: `data` and the columns of the task. An entry gives the columns, the format of
+conversations (`formatting`) and their keys and roles (`tags`). Each of them is converted, or is a gap that decides.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ TEMPLATE = (
 )
 _ENTRY = {"hf_hub_url", "ms_hub_url", "file_name", "subset", "split", "num_samples", "formatting", "ranking"}
 _ENTRY |= {"columns", "tags"}
-_COLUMNS = {  # ours -> theirs, and its name where an entry has no `columns`
+_COLUMNS = {  # our key -> theirs, and the default column name
     "task.text": ("prompt", "instruction"),
     "task.prompt": ("prompt", "instruction"),
     "task.response": ("response", "output"),
     "task.chosen": ("chosen", "chosen"),
     "task.rejected": ("rejected", "rejected"),
 }
-_JOINED = ("query", "history", "system")  # columns that their prompt is put together of
+_JOINED = ("query", "history", "system")  # columns that their prompt is composed of
 _TALKS = ("sharegpt", "openai")
-_TAGS = {  # and what they are where an entry has no `tags`
+_TAGS = {  # and their defaults if an entry has no `tags`
     "role_tag": "from",
     "content_tag": "value",
     "user_tag": "human",
@@ -40,11 +39,11 @@ _TAGS = {  # and what they are where an entry has no `tags`
     "system_tag": "system",
 }
 _ROLES = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "system_tag": "system"}
-_KEYS = ("data.source", "task.messages", "task.prompt", "task.text")  # given by hand, they stand in for an entry
+_KEYS = ("data.source", "task.messages", "task.prompt", "task.text")  # each of them, given by hand, replaces an entry
 
 
 def read(file: Path, name: str, draft: RunDraft) -> None:
-    """Errors: `RunError` for a file that cannot be read."""
+    """Convert the entry `name`. Errors: `RunError` if the file cannot be read."""
     entry = table.read_keys(file, file.read_text(encoding="utf-8")).get(name)
     if not isinstance(entry, Mapping):
         draft.unclear(f"dataset: {name}", f"{file} has no entry of that name", "data.source")
@@ -60,7 +59,7 @@ def read(file: Path, name: str, draft: RunDraft) -> None:
         if entry.get(theirs) not in (None, "train"):
             draft.set(ours, entry[theirs], f"{origin}: {theirs}")
     for other in sorted(entry.keys() - _ENTRY):
-        draft.drop(f"{origin}: {other}", entry[other], "not a key that is known here", True, _KEYS)
+        draft.drop(f"{origin}: {other}", entry[other], "unknown key", True, _KEYS)
     _columns(entry, origin, draft)
 
 
@@ -75,27 +74,27 @@ def _columns(entry: Mapping[str, Any], origin: str, draft: RunDraft) -> None:
     if formatting in _TALKS:
         _talks(entry, names, origin, draft, pairs)
     elif formatting != "alpaca":
-        draft.drop(f"{origin}: formatting", formatting, "alpaca, sharegpt and openai are known here", True, _KEYS)
+        draft.drop(f"{origin}: formatting", formatting, "supported: alpaca, sharegpt and openai", True, _KEYS)
     else:
         _instructions(names, columns is None, origin, draft)
 
 
 def _instructions(names: dict[str, Any], usual: bool, origin: str, draft: RunDraft) -> None:
-    """`formatting: alpaca`. `usual`: the entry names no columns, so those of Alpaca are read."""
+    """Convert `formatting: alpaca`. `usual`: the entry names no columns, so Alpaca's are used."""
     for key, (theirs, name) in _COLUMNS.items():
         if key in draft.keys:
             draft.set(key, names.pop(theirs, name), f"{origin}: columns: {theirs}")
     if usual:
         names["query"] = "input"
     for theirs in [name for name in _JOINED if names.get(name)]:
-        why = "a prompt is one column: join them, and name it (task.prompt=...)"
+        why = "a prompt is one column: join them, and set task.prompt=..."
         default = ", by default" * (usual and theirs == "query")
         draft.lacks(f"{origin}: columns: {theirs}: {names.pop(theirs)}{default}", why, "task.prompt", "task.messages")
     _others(names, origin, draft)
 
 
 def _talks(entry: Mapping[str, Any], names: dict[str, Any], origin: str, draft: RunDraft, pairs: bool) -> None:
-    """`formatting: sharegpt`: messages, and of pairs the two answers to them."""
+    """Convert `formatting: sharegpt`: messages, and for preference pairs the two answers to them."""
     messages = names.pop("messages", "conversations")
     for key in ("task.prompt", "task.response", "task.text"):
         draft.keys.pop(key, None)
@@ -112,7 +111,7 @@ def _talks(entry: Mapping[str, Any], names: dict[str, Any], origin: str, draft: 
     elif tools:
         draft.lacks(f"{origin}: columns: tools: {tools}", "prompts of pairs have no tools", "task.prompt")
     if system := names.pop("system", None):
-        why = "write it as the first message, of the role system"
+        why = "add it as the first message, with role system"
         draft.lacks(f"{origin}: columns: system: {system}", why, "task.messages", "task.prompt")
     _others(names, origin, draft)
     _tags(entry.get("tags"), origin, draft)
@@ -120,17 +119,17 @@ def _talks(entry: Mapping[str, Any], names: dict[str, Any], origin: str, draft: 
 
 def _others(names: Mapping[str, Any], origin: str, draft: RunDraft) -> None:
     for other, column in names.items():
-        read_elsewhere = other in ("response", "chosen", "rejected", "prompt", "messages")  # of other stages
+        read_elsewhere = other in ("response", "chosen", "rejected", "prompt", "messages")  # columns of other stages
         if column and not read_elsewhere:
             draft.drop(f"{origin}: columns: {other}", column, "no task reads it", True, _KEYS)
 
 
 def _tags(tags: Any, origin: str, draft: RunDraft) -> None:
-    """What messages call their keys, and those who speak; others than those that are read here are gaps."""
+    """Check the names of message keys and roles; unsupported ones are gaps."""
     own_tags: dict[str, Any] = dict(tags) if isinstance(tags, Mapping) else {}
     known = {**_TAGS, **{name: value for name, value in own_tags.items() if value is not None}}
     keys = (known["role_tag"], known["content_tag"])
-    why = "messages have role and content (user, assistant, system, tool), or from and value: save them so"
+    why = "messages need role and content (user, assistant, system, tool), or from and value"
     by = ("data.source", "task.messages", "task.prompt")
     if keys not in (("from", "value"), ("role", "content")):
         draft.drop(f"{origin}: tags", f"role_tag {keys[0]}, content_tag {keys[1]}", why, True, by)
@@ -142,6 +141,6 @@ def _tags(tags: Any, origin: str, draft: RunDraft) -> None:
             draft.drop(f"{origin}: tags: {name}", f"{theirs}{', by default' * (name not in own_tags)}", why, True, by)
     for name in sorted(own_tags.keys() - _ROLES.keys() - {"role_tag", "content_tag"}):
         if name not in _TAGS:
-            draft.drop(f"{origin}: tags: {name}", own_tags[name], "not a tag that is known here", True, by)
-        elif keys[0] == "role":  # by from and value, one who speaks and is not known is refused with its row
+            draft.drop(f"{origin}: tags: {name}", own_tags[name], "unknown tag", True, by)
+        elif keys[0] == "role":  # with from and value, training refuses an unknown role and names the row
             draft.drop(f"{origin}: tags: {name}", own_tags[name], why, True, by)

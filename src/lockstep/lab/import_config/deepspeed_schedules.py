@@ -1,9 +1,9 @@
 """DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR -> `optim.schedule`.
 
-In: the section `scheduler` of DeepSpeed's settings, and what is known of the run file. Out: its rates. DeepSpeed sets
-the rate after each update and begins to count there, so that the first two updates have the least rate and every other
-rate comes a step later than at transformers and here. Straight lines are written as points, which are the same rates;
-where a number is not known, and of the cosine, it is said.
+In: the section `scheduler` of DeepSpeed's settings, and the known keys of the run file. Out: its learning rates.
+DeepSpeed sets the rate after each update, counting from there. So the first two updates have the lowest rate, and every
+other rate comes one step later than in transformers and lockstep. Linear schedules become points with the same rates. A
+cosine, or a schedule with an unknown number, is reported as different.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from typing import Any
 
 from lockstep.lab.import_config.table import NAMES, RunDraft, number
 
-# What says how rates go, of which the Trainer's arguments may have said something else.
+# Keys that decide the schedule; Trainer's arguments may have set them to something else.
 _RATES = ("optim.min_lr_ratio", "optim.power", "optim.decay_steps", "optim.decay_fraction", "optim.decay_shape")
 _WARM_UP = ("optim.warmup_steps", "optim.warmup_fraction")
 
 
 @dataclass(frozen=True)
 class DeepSpeedScheduler:
-    """A scheduler of DeepSpeed, its parameters with their defaults; "auto" is what the Trainer's arguments say."""
+    """A DeepSpeed scheduler and its parameters, with defaults; "auto" means that Trainer's arguments decide."""
 
     kind: str
     values: Mapping[str, Any]
 
     def points(self, keys: Mapping[str, Any]) -> list[list[float]] | None:
-        """The rates as points of (step, rate), from what is known of the run file; None where straight lines are not
-        the same rates, or a number is not known."""
+        """Return the schedule as points of (step, rate); None if points cannot express it, or a number is unknown."""
         if self.kind == "WarmupCosineLR":
             return None
         warmup = self._steps("warmup_num_steps", self._warm_up(keys))
@@ -41,7 +40,7 @@ class DeepSpeedScheduler:
         points = [[0, low], [1, low], [1 + warmup, top]]
         if self.kind == "WarmupDecayLR":
             total = self._steps("total_num_steps", keys.get("steps"))
-            if total is None or total <= warmup:  # then it falls at once
+            if total is None or total <= warmup:  # then it drops at once
                 return None
             points.append([1 + total, low])
         return points
@@ -60,8 +59,8 @@ class DeepSpeedScheduler:
 
 
 def move(section: Any, draft: RunDraft) -> None:
-    """Keys of the run file, as far as they are known now, and the points once all others are. What the Trainer's
-    arguments say of a schedule does not hold beside DeepSpeed's."""
+    """Set the keys that are known now, and schedule the points for when all others are. DeepSpeed's schedule overrides
+    the one in Trainer's arguments."""
     if not isinstance(section, Mapping):
         return
     kind, values = str(section.get("type")), section.get("params") or {}
@@ -80,7 +79,7 @@ def move(section: Any, draft: RunDraft) -> None:
 
 
 def _set(scheduler: DeepSpeedScheduler, name: str, value: Any, by_default: str, draft: RunDraft) -> None:
-    """One parameter, as if every schedule were the one of transformers."""
+    """Set one parameter as if the schedule were transformers'."""
     keys = NAMES["deepspeed_schedule_options"]
     if value == "auto" or (name, value) == ("warmup_type", "linear") or name == "warmup_min_lr":
         return
@@ -100,7 +99,7 @@ def _set(scheduler: DeepSpeedScheduler, name: str, value: Any, by_default: str, 
 
 
 def _settle(scheduler: DeepSpeedScheduler, draft: RunDraft) -> None:
-    """Points in place of a schedule by name, or what differs. What was given by hand holds."""
+    """Set points in place of a schedule name, or report the difference. A schedule given by hand stays."""
     if {"optim.schedule", *_WARM_UP, *_RATES} & draft.by_hand.keys():
         return
     kind, total = scheduler.kind, number(scheduler.values.get("total_num_steps"))
@@ -117,7 +116,7 @@ def _settle(scheduler: DeepSpeedScheduler, draft: RunDraft) -> None:
         why = f"it falls at once after its warm-up of {warmup} steps; optim.schedule takes points, [[step, rate], ...]"
         draft.drop("scheduler: total_num_steps", f"{total:g}", why, True, ("optim.schedule",))
     elif total is not None and total != draft.keys.get("steps"):
-        why = "the schedule ends with the run here, and that is of another length or has one in epochs: give steps"
+        why = "in lockstep the schedule ends with the run, whose length differs or is in epochs: give steps"
         draft.drop("scheduler: total_num_steps", f"{total:g}", why, True, ("steps", "optim.schedule"))
     late = "in the warm-up every rate" if kind == "WarmupCosineLR" else "every rate"
     draft.notes.append(

@@ -1,8 +1,8 @@
-"""How the epochs of a loop end, and whether its schedule ends with it: an epoch here has each example once, in steps of
-which the last may be smaller.
+"""How the epochs of a loop end, and whether its schedule ends with the run. In lockstep an epoch has each example once,
+and its last step may be smaller.
 
-In: what a loop does with batches that are left over, the length that its schedule is given. Out: a gap where the run
-would make other steps than the script, or rates that end elsewhere; a note where only the data can say it.
+In: what a loop does with leftover batches, and the length given to its schedule. Out: a gap if the run would make other
+steps than the script, or if its rates end elsewhere; a note if only the data can tell.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from lockstep.lab.import_config.table import RunDraft
 from lockstep_trace.plurals import quantity
 
 _WHYS = {
-    "dropped": "what is left over at the end of an epoch is not trained there; here it is a smaller step",
-    "left over": "gradients of what is left over at the end of an epoch go into the first step of the next one there; "
-    "here they are a smaller step",
-    "divided": "the last step of an epoch is divided by {every} there, also with fewer batches; here it is the mean of "
-    "its examples",
+    "dropped": "the script drops leftover batches of an epoch; lockstep trains them as a smaller step",
+    "left over": "the script adds the gradients of leftover batches to the first step of the next epoch; lockstep "
+    "makes a smaller step of them",
+    "divided": "the script divides the last step of an epoch by {every} even if it has fewer batches; lockstep takes "
+    "the mean of its examples",
 }
 
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """How a loop treats batches that are left over at the end of an epoch: they are dropped, their gradients go into
-    the next epoch, or they are divided as a whole step is."""
+    """How a loop treats leftover batches at the end of an epoch: it drops them, carries their gradients into the next
+    epoch, or divides them like a whole step."""
 
     kind: Literal["dropped", "left over", "divided"]
-    where: str  # the line that says so
-    batch: int | None  # examples of a process and a forward pass; None: not known
-    every: int  # batches a step
+    where: str  # the line that decides it
+    batch: int | None  # examples per process and forward pass; None if unknown
+    every: int  # batches per step
     processes: int
 
     def check(self, draft: RunDraft) -> None:
-        """A gap, unless the rows are known to fill all steps. Where nothing says how many rows there are, `divided`,
-        which changes no number of steps, is a note."""
+        """Add a gap unless the rows are known to fill all steps. If the number of rows is unknown, `divided` is only a
+        note, as it does not change the number of steps."""
         rows = draft.rows if self.batch is not None and not draft.keys.get("task.packing") else None
         step = (self.batch or 1) * (1 if self.kind == "dropped" else self.every) * self.processes
         if rows is not None and rows % step == 0:
@@ -54,16 +54,16 @@ class EpochEnd:
 
 @dataclass(frozen=True)
 class ScheduleEnd:
-    """The length that a schedule is given."""
+    """The length given to a schedule."""
 
     script: Script
     where: str
     node: ast.expr | None  # num_training_steps
-    loader: ast.Call | None  # the DataLoader that is trained on
+    loader: ast.Call | None  # the DataLoader of the training
 
     def check(self, draft: RunDraft, every: int) -> None:
-        """A gap where the schedule is known to end elsewhere than the run, a note where that is not known. `every`:
-        batches a step."""
+        """Add a gap if the schedule is known to end elsewhere than the run, and a note if that is unknown. `every`:
+        batches per step."""
         epochs, steps = draft.keys.get("epochs"), draft.keys.get("steps")
         passes = self.passes(self.node)
         length = self.script.known(self.node)
@@ -85,7 +85,8 @@ class ScheduleEnd:
         draft.notes.append(f"optim.schedule ends with the run: num_training_steps ({code}) is taken to be that")
 
     def passes(self, node: ast.expr | None, depth: int = 0) -> float | None:
-        """N of `N * len(loader)`: how many times the batches of an epoch; None: it is not made of them."""
+        """Return N of `N * len(loader)`, the number of passes over the batches of an epoch; None for any other
+        expression."""
         if node is None or depth > 20:
             return None
         if isinstance(node, ast.Name):

@@ -1,9 +1,9 @@
-"""`lockstep init --from FILE`: another system's file becomes a commented run file.
+"""`lockstep init --from FILE`: convert another system's file into a commented run file.
 
-In: its path, the data where they are named, overrides. Out: a run file that loads and can be planned; what was read,
-what was not understood and what has no counterpart is said, with why. Nothing is written that would train another
-model, unless it is asked for (`--partial`). A further system is one more row of `SOURCES` (a file of keys) or of
-`SCRIPTS` (a Python file, which is parsed and never run).
+In: its path, the data if given, overrides. Out: a run file that loads and can be planned, and a list of what was read,
+what was not understood and what has no counterpart, with reasons. A file that would train another model is written only
+with `--partial`. To add a system, add a row to `SOURCES` (a file of keys) or to `SCRIPTS` (a Python file, which is
+parsed and never run).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep_trace.plurals import quantity
 
 _INTERVALS = ("evaluate.every", "checkpoint.every")
 _COLUMNS = ("task.text", "task.prompt", "task.response", "task.messages", "task.label", "task.source", "task.target")
-_PROMPTS = ("input", "context", "system")  # columns of instructions that a prompt is made of, besides the instruction
+_PROMPTS = ("input", "context", "system")  # columns of instruction data that the prompt also needs
 _PLACES = ("data.source", "data.train", "data.validation", "data.test", "model.source", "tokenizer.source")
 
 
@@ -41,7 +41,7 @@ def move(
     ask: Ask | None,
     partial: bool = False,
 ) -> int:
-    """The whole command. `partial`: write the file also where it would train another model. Errors: `RunError`; then
+    """Run the whole command. `partial`: write the file even if it would train another model. Errors: `RunError`; then
     nothing was written."""
     init.free(path, force)
     talk, overridden = Prompter(ask, Console(True)), init.keys_of(overrides)
@@ -53,11 +53,11 @@ def move(
         source = read(origin)
         source.move(draft, processes if isinstance(processes, int) else None)
         _deepspeed(draft)
-    except (RecursionError, MemoryError):  # the latter of Python's own parser
+    except (RecursionError, MemoryError):  # MemoryError: from Python's own parser
         raise RunError(
             "LS8550",
-            f"--from: {origin} is nested too deeply to be read (thousands of elif, or of brackets): leave out what "
-            "does not train, or write the run file without --from",
+            f"--from: {origin} is nested too deeply to be read (thousands of elif, or of brackets): remove code "
+            "that does not train, or write the run file without --from",
         ) from None
     only_its_own(draft)
     talk.console.say(f"{origin}: {source.called}")
@@ -79,7 +79,7 @@ def move(
         talk.console.say(str(gap))
     _complete(origin, draft, partial)
     run = _written(path, text, partial, talk)
-    listed = "; what is left out is listed in it, too" if draft.gaps else ""
+    listed = "; the file lists what was left out" if draft.gaps else ""
     talk.console.say(f"wrote {path}: {run.task.name}{listed}")
     empty = [key for key, value in draft.keys.items() if value == FILL_IN]
     first = f"fill in {' and '.join(empty)}; then " if empty else ""
@@ -88,12 +88,12 @@ def move(
 
 
 def _deepspeed(draft: RunDraft) -> None:
-    """The settings of DeepSpeed that the file names, which go before its own. Errors: `RunError`."""
+    """Apply the DeepSpeed settings that the file names; they override its own. Errors: `RunError`."""
     if isinstance(draft.deepspeed, Mapping):
         command_line.move_deepspeed(draft.deepspeed, draft, None, completed=True)
     elif draft.deepspeed is not None:
         if (file := draft.file_named(str(draft.deepspeed))) is None:
-            why = "that file is not here, and may name an optimizer, too: put it there, or give strategy.name"
+            why = "the file is missing, and may also set an optimizer: add it, or give strategy.name"
             draft.unclear(f"deepspeed: {draft.deepspeed}", why, "strategy.name")
             return
         values = read_keys(file, file.read_text(encoding="utf-8"))
@@ -102,12 +102,12 @@ def _deepspeed(draft: RunDraft) -> None:
 
 
 def _complete(origin: Path, draft: RunDraft, partial: bool) -> None:
-    """Errors: `RunError` where the run file lacks what decides the training."""
+    """Check that nothing that decides the training is missing. Errors: `RunError` if something is."""
     deciding = draft.deciding()
     if partial or not deciding:
         return
     keys = list(dict.fromkeys(key for gap in deciding for key in gap.by))
-    hint = f"give what stands in for it ({', '.join(f'{key}=...' for key in keys[:6])}), or " if keys else ""
+    hint = f"give a replacement ({', '.join(f'{key}=...' for key in keys[:6])}), or " if keys else ""
     raise RunError(
         "LS8209",
         "\n".join(
@@ -121,7 +121,7 @@ def _complete(origin: Path, draft: RunDraft, partial: bool) -> None:
 
 
 def _written(path: Path, text: str, partial: bool, talk: Prompter) -> Run:
-    """The file, planned before. What this machine lacks is said, and no fault of the file. Errors: `RunError`."""
+    """Write the file, after planning it. Requirements that only this machine lacks become notes. Errors: `RunError`."""
     run = init.loaded(path, text)
     try:
         for lacking in init.plan(init.with_small_model(run) if run.model.source == FILL_IN else run):
@@ -131,14 +131,14 @@ def _written(path: Path, text: str, partial: bool, talk: Prompter) -> Run:
             raise RunError(
                 error.code,
                 f"--from: what would be written cannot be planned, so nothing is: {error.message}. Give another value, "
-                "as key=value, or write it all the same with --partial",
+                "as key=value, or write it anyway with --partial",
             ) from None
         talk.console.note(f"lockstep plan refuses it: {error}")
     return init.checked(path, text, planned=False)
 
 
 def _look(draft: RunDraft, by_flag: bool, talk: Prompter) -> Look | None:
-    """A look at the data, where they are here. Errors: `RunError` of data that were given on the command line."""
+    """Look at the data, if they are on this machine. Errors: `RunError` for data given on the command line."""
     data_keys = {key.partition(".")[2]: value for key, value in draft.keys.items() if key.startswith("data.")}
     source = data_keys.get("source")
     if source is None and "train" not in data_keys:
@@ -162,11 +162,11 @@ def _look(draft: RunDraft, by_flag: bool, talk: Prompter) -> Look | None:
 
 
 def _fit(draft: RunDraft, looked: Look | None, talk: Prompter) -> None:
-    """The task and its columns: as the file says, or as the data are."""
+    """Set the task and its columns, from the file or else from the data."""
     if "task.name" not in draft.keys:
         if looked is None:
             draft.set("task.name", columns.tasks()[0], "(to be filled in, with its columns)")
-            talk.note("nothing says which task it is: classification is written, to be filled in")
+            talk.note("the task is unknown: classification is a placeholder")
         else:
             name, fit = columns.guess(looked)
             draft.set("task.name", name, "(by the columns of the data)")
@@ -186,7 +186,7 @@ def _fit(draft: RunDraft, looked: Look | None, talk: Prompter) -> None:
     if "." in (task := str(draft.keys["task.name"])):
         return
     task_keys = {"name", *plugins.find("tasks", task).Options.model_fields}  # type: ignore[attr-defined]
-    lengths = ("data.max_length", "task.block_size")  # the same, of other tasks and of language modelling
+    lengths = ("data.max_length", "task.block_size")  # one setting; language modelling calls it block_size
     theirs, ours = lengths if "block_size" in task_keys else lengths[::-1]
     if theirs in draft.keys:
         value, origin = draft.keys.pop(theirs), draft.comments.pop(theirs, "")
@@ -204,12 +204,12 @@ def _columns(draft: RunDraft, fit: columns.Fit, looked: Look, talk: Prompter) ->
         talk.note(f"task.{key}: {fit.keys.get(key)}; {why}")
     more = [name for name in _PROMPTS if name in looked.kinds and name not in draft.keys.values()]
     if "task.prompt" in draft.keys and more and draft.keys["task.prompt"] not in draft.by_hand.values():
-        why = f"a prompt is one column, and {draft.keys['task.prompt']} is read: join the two, or say task.prompt=..."
+        why = f"a prompt is one column, and {draft.keys['task.prompt']} is read: join both, or set task.prompt=..."
         draft.lacks(f"column {more[0]} of {looked.source}", why, "task.prompt")
 
 
 def _from_scratch(draft: RunDraft, looked: Look | None) -> None:
-    """A small model, instead of one of that name."""
+    """Replace the pretrained model by a small one from scratch."""
     del draft.keys["model.source"]
     if "model.adapter" in draft.keys:
         draft.drop("adapter", draft.keys.pop("model.adapter"), "a model from scratch is trained as a whole")
@@ -221,7 +221,8 @@ def _from_scratch(draft: RunDraft, looked: Look | None) -> None:
 
 
 def _settle(path: Path, draft: RunDraft, looked: Look | None, talk: Prompter) -> None:
-    """What depends on other keys: names, paths, lengths, and intervals that were shares of an epoch or of the run."""
+    """Set what depends on other keys: names, paths, lengths, and intervals given as shares of an epoch or of the
+    run."""
     if draft.task == "question_answering" and "batch_size" in draft.keys:
         talk.note(
             "batch_size counts questions here, each with all windows of its context, and windows there; where contexts "
@@ -249,11 +250,11 @@ def _settle(path: Path, draft: RunDraft, looked: Look | None, talk: Prompter) ->
     if "evaluate.patience" not in draft.keys:
         draft.keys.pop("evaluate.min_delta", None)
     if not {"data.validation", "data.validation_fraction"} & draft.keys.keys():
-        talk.note("where the data have no validation split, a tenth of train is cut off: data.validation_fraction")
+        talk.note("if the data have no validation split, a tenth of train is held out: data.validation_fraction")
 
 
 def _fill_in(draft: RunDraft) -> None:
-    """What nothing says of the data and the model; the task `module` has its own."""
+    """Fill in data and model if nothing names them; the task `module` has its own placeholders."""
     if draft.keys.get("task.name") == "module":
         return
     for keys in (("data.source", "data.train"), ("model.source", "model.type")):
@@ -270,11 +271,11 @@ def _settle_intervals(draft: RunDraft, looked: Look | None, batch: int, talk: Pr
     for key in _INTERVALS:
         _interval(draft, key, epoch, total)
         if total is not None and isinstance(every := draft.keys.get(key), int) and every > total:
-            talk.note(f"{key} is {draft.keys[key]}, and the run has about {total} steps: it never comes due")
+            talk.note(f"{key} is {draft.keys[key]}, and the run has about {total} steps, so it never happens")
 
 
 def _interval(draft: RunDraft, key: str, epoch: int | None, total: int | None) -> None:
-    """An interval in steps; a share of an epoch, or of the run, where that many steps are known."""
+    """Convert an interval to steps; for a share of an epoch or of the run, the number of steps must be known."""
     value = draft.keys.get(key)
     if isinstance(value, float) and value < 1:
         share, whole = value, total
@@ -285,13 +286,13 @@ def _interval(draft: RunDraft, key: str, epoch: int | None, total: int | None) -
     origin = draft.comments.get(key, "")
     if whole is None:
         del draft.keys[key]
-        draft.drop(origin, None, f"{key} counts steps, which are known with the data: give them with --data")
+        draft.drop(origin, None, f"{key} counts steps, which depend on the data: give --data")
     else:
         draft.set(key, max(1, round(whole * share)), f"{origin}, about: of {whole} steps")
 
 
 def _text(path: Path, origin: Path, called: str, draft: RunDraft, talk: Prompter) -> str:
-    """What the file says; a value that will not do here becomes a gap. Errors: `RunError`."""
+    """Return the text of the run file; an invalid value becomes a gap. Errors: `RunError`."""
     while True:
         filled: dict[str, Any] = {}
         for key, value in draft.keys.items():
@@ -337,7 +338,7 @@ class ScriptSource:
 
     called: str
     table: frozenset[str]  # its keys
-    marks: frozenset[str]  # keys that no other system has: one of them is enough
+    marks: frozenset[str]  # keys that no other system has: any of them identifies it
     move: Move
 
 
@@ -377,7 +378,8 @@ SOURCES = {
 
 
 def _of_sagemaker(script: Script) -> tuple[str, Mover] | None:
-    """A script that makes an estimator, which the launcher reads. Errors: `RunError` where that is not installed."""
+    """Read a script that creates a SageMaker estimator; the launcher parses it. Errors: `RunError` if the launcher is
+    not installed."""
     if not any(call.name in NAMES["estimators"] and call.origin.startswith("sagemaker.") for call in script.calls):
         return None
     try:
@@ -388,20 +390,21 @@ def _of_sagemaker(script: Script) -> tuple[str, Mover] | None:
     return result
 
 
-# Readers of Python files, in the order in which they are asked; None: it is no script of theirs.
+# Readers of Python files, tried in order; each returns None if the script is not of its kind.
 SCRIPTS: tuple[Callable[[Script], tuple[str, Mover] | None], ...] = (_of_sagemaker, trainer_script.read, loops.read)
 
 
 @dataclass(frozen=True)
 class Read:
-    """What a file is, and what takes it over."""
+    """The kind of a file, and the function that converts it."""
 
     called: str
-    move: Mover  # given `RunDraft`, and the processes where they were given by hand
+    move: Mover  # called with `RunDraft`, and the processes if given by hand
 
 
 def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
-    """`more`: keys that a command line has besides those of the file, before which they go. Errors: `RunError`."""
+    """Identify and read a file. `more`: keys of a command line, which override those of the file. Errors:
+    `RunError`."""
     if path.suffix in (".bin", ".pt", ".pkl"):
         raise RunError(
             "LS8202",
@@ -426,7 +429,7 @@ def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
 
 
 def script(of: Script) -> Read:
-    """Errors: `RunError` for a script that no reader knows."""
+    """Find the reader of a script. Errors: `RunError` if there is none."""
     for reader in SCRIPTS:
         if (result := reader(of)) is not None:
             return Read(*result)
@@ -438,7 +441,7 @@ def script(of: Script) -> Read:
 
 
 def _source_of(path: Path, keys: Mapping[str, Any]) -> ScriptSource:
-    """The system that has a key of its own among these."""
+    """Return the system that one of these keys identifies."""
     for source in SOURCES.values():
         if source.marks & keys.keys():
             return source

@@ -1,9 +1,9 @@
-"""A training loop in methods and closures, written out as if all of it stood in one place.
+"""Inline a training loop that is spread over methods and closures.
 
-In: the tree of a script that computes gradients in a method, or in a function that another one's loop calls. Out: a
-tree in which classes that are made once are names with dots (`trainer.model`), and calls of the script's own methods
-and functions are their statements, with their lines. What cannot be written out stays a call of a function, so that a
-reader of the tree sees every statement that runs.
+In: the tree of a script that computes gradients in a method, or in a function called by another function's loop. Out:
+an equivalent tree. Attributes of classes that are instantiated once become dotted names (`trainer.model`); calls of the
+script's own methods and functions become their statements, with their original lines. Anything that cannot be inlined
+stays a call, so that a reader of the tree sees every statement that runs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-LARGEST = 20_000  # statements that are written out
+LARGEST = 20_000  # most statements after inlining
 _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
-_UNSURE = ast.BoolOp | ast.IfExp | _COMPREHENSIONS  # of whose parts not all are evaluated, or several times
+_UNSURE = ast.BoolOp | ast.IfExp | _COMPREHENSIONS  # nodes whose parts may be evaluated never, or several times
 
 
 class NotInlined(Exception):
-    """The script cannot be written out, or is too large then."""
+    """The script cannot be inlined, or would become too large."""
 
 
 def needs_inlining(tree: ast.Module) -> bool:
-    """Whether backward() is called in a method, or in a function without the loop around it."""
+    """Return whether backward() is called in a method, or in a function without a loop around it."""
     for function, method in _functions_of(tree, False):
         for node in _own(function.body):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "backward":
@@ -37,7 +37,7 @@ def needs_inlining(tree: ast.Module) -> bool:
 
 
 def written_out(tree: ast.Module) -> ast.Module | None:
-    """None: it cannot be written out."""
+    """Return the inlined tree, or None if the script cannot be inlined."""
     scopes = [tree.body, *(n.body for n in ast.walk(tree) if isinstance(n, Function | ast.ClassDef))]
     if any(isinstance(n, ast.Match) for n in ast.walk(tree)) or any(map(_says_twice, scopes)):
         return None
@@ -48,18 +48,18 @@ def written_out(tree: ast.Module) -> ast.Module | None:
         return None
     nodes = [n for line in body for n in ast.walk(line)]
     if any(isinstance(n, ast.Name) and n.id in writer.instances for n in nodes):
-        return None  # an object as a whole goes where its methods are not followed
+        return None  # an object is passed on as a whole, to where its methods are not followed
     if not any(isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "backward" for n in nodes):
-        return None  # nothing calls what trains
+        return None  # nothing calls the function that trains
     return ast.fix_missing_locations(ast.Module(_without_copies(body), []))
 
 
 @dataclass
 class _Frame:
-    """The names of a function that is written out."""
+    """The names of an inlined function."""
 
     outer: _Frame | None = None
-    names: dict[str, ast.expr] = field(default_factory=dict)  # what stands for a name
+    names: dict[str, ast.expr] = field(default_factory=dict)  # name -> the expression that replaces it
     functions: dict[str, _Closure] = field(default_factory=dict)
 
     def name(self, text: str) -> ast.expr | None:
@@ -73,7 +73,7 @@ class _Frame:
 
 @dataclass(frozen=True)
 class _Closure:
-    """A function, the names around it, and the object that its first argument is."""
+    """A function, its enclosing names, and the object bound to its first argument."""
 
     node: Function
     frame: _Frame
@@ -84,10 +84,10 @@ class _Writer:
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
         self.used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-        self.taken: set[str] = set()  # names that a function which was written out has
+        self.taken: set[str] = set()  # names already used in the function that receives the statements
         self.classes = _classes(tree)
-        self.instances: dict[str, ast.ClassDef] = {}  # the name of an object -> its class
-        self.same: dict[str, str] = {}  # another name of an object
+        self.instances: dict[str, ast.ClassDef] = {}  # name of an object -> its class
+        self.same: dict[str, str] = {}  # alias -> object
         self.lifted: dict[str, ast.stmt] = {}  # functions that stay functions
         self.stack: list[Function] = []
         self.count = 0
@@ -126,7 +126,8 @@ class _Writer:
         return [*out, new]
 
     def _part(self, node: ast.stmt, name: str, value: Any, frame: _Frame, out: list[ast.stmt]) -> Any:
-        """A field of a statement: its expressions are evaluated before it, but for the test of `while`."""
+        """Inline a field of a statement. Its expressions are evaluated before the statement, except the test of
+        `while`."""
         once = [] if isinstance(node, ast.While) else out
         hoisted = None if isinstance(node, ast.While) else once
         if isinstance(value, ast.expr):
@@ -161,7 +162,7 @@ class _Writer:
         value = self.expression(node.value, frame, out)  # type: ignore[arg-type]
         if isinstance(single, ast.Name) and isinstance(value, ast.Name) and value.id in self.instances:
             if "." in single.id and self.stored[single.id.rpartition(".")[2]] != 1:
-                raise NotInlined  # sometimes it is another object
+                raise NotInlined  # it may be another object at run time
             self.same[single.id] = value.id
             return out
         pairs = _pairs(single, value)
@@ -180,7 +181,8 @@ class _Writer:
     # -- expressions ---------------------------------------------------------------------------------------------------
 
     def expression(self, node: ast.expr, frame: _Frame, out: list[ast.stmt] | None) -> ast.expr:
-        """`out`: takes the statements of calls that are written out; None: here none can be."""
+        """Inline calls in an expression. `out`: receives the statements of inlined calls; None if no call may be
+        inlined here."""
         if isinstance(node, ast.Name):
             return self._name(node, frame)
         if isinstance(node, ast.Attribute):
@@ -278,7 +280,7 @@ class _Writer:
         return None
 
     def _lineage(self, kind: ast.ClassDef) -> list[ast.ClassDef]:
-        """A class and those that it is made of, the nearest first."""
+        """A class and its base classes in the script, nearest first."""
         bases = [self.classes[b.id] for b in kind.bases if isinstance(b, ast.Name) and b.id in self.classes]
         return [kind, *(each for base in bases for each in self._lineage(base))]
 
@@ -297,7 +299,7 @@ class _Writer:
         return top
 
     def _make(self, kind: ast.ClassDef, call: ast.expr, name: str | None, frame: _Frame, out: list[ast.stmt]) -> str:
-        """An object: the attributes of its class, then what its `__init__` does."""
+        """Inline the creation of an object: the attributes of its class, then the statements of its `__init__`."""
         instance = name or self._unique(kind.name.lower())
         assert isinstance(call, ast.Call)
         self.instances[instance] = kind
@@ -326,7 +328,8 @@ class _Writer:
     # -- functions -----------------------------------------------------------------------------------------------------
 
     def _can_inline(self, closure: _Closure, call: ast.Call) -> bool:
-        """Whether a function is a row of statements with a value at its end, and its arguments are plain."""
+        """Return whether a function is a straight list of statements with one return at its end, and its arguments are
+        plain."""
         node, spec = closure.node, closure.node.args
         if isinstance(node, ast.AsyncFunctionDef) or spec.vararg or spec.kwarg or node in self.stack:
             return False
@@ -342,7 +345,7 @@ class _Writer:
         return self._bound(closure, call) is not None
 
     def _bound(self, closure: _Closure, call: ast.Call) -> dict[str, ast.expr | None] | None:
-        """Parameters and what they are given (None: their own default). Returns None where they do not fit."""
+        """Map parameters to arguments (None: use the default). Returns None if they do not fit."""
         spec = closure.node.args
         plain = [*spec.posonlyargs, *spec.args][1 if closure.instance is not None else 0 :]
         names = [a.arg for a in (*plain, *spec.kwonlyargs)]
@@ -400,7 +403,7 @@ class _Writer:
         return result
 
     def _lift(self, closure: _Closure, at: ast.expr) -> ast.expr:
-        """A function that stays one, at the top, without the object that it is a method of."""
+        """Turn a method or closure into a top-level function without its object."""
         node = closure.node
         name = node.name if closure.instance is None else f"{closure.instance}.{node.name}"
         if name not in self.lifted:
@@ -419,7 +422,7 @@ class _Writer:
         return _placed(_name_of(name), at, ast.unparse(at))
 
     def _within(self, line: ast.stmt, frame: _Frame) -> list[ast.stmt]:
-        """A statement of a function that stays one: calls in it stay calls."""
+        """Rewrite a statement of a function that stays one; calls in it stay calls."""
         if isinstance(line, Function):
             return [line]
         new = _shallow(line)
@@ -449,11 +452,11 @@ class _Writer:
         return own
 
 
-# -- what can be written out -------------------------------------------------------------------------------------------
+# -- what can be inlined -----------------------------------------------------------------------------------------------
 
 
 def _classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
-    """Classes that are made once, and whose methods use their object by its attributes alone."""
+    """Classes that are instantiated once and whose methods use their object only through its attributes."""
     kinds = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
     calls = Counter(n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name))
     named = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
@@ -475,7 +478,7 @@ def _classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
 
 
 def _says_twice(body: Sequence[ast.AST]) -> bool:
-    """Whether a function's name stands for something else, too, in the same scope."""
+    """Return whether a function's name is bound a second time in the same scope."""
     nodes = list(_own(body))
     functions = Counter(n.name for n in nodes if isinstance(n, Function))
     stored = {n.id for n in nodes if isinstance(n, ast.Name) and _is_store(n)}
@@ -501,7 +504,8 @@ def _is_plain(kind: ast.ClassDef) -> bool:
 
 
 def _uses_attributes(method: Function) -> bool:
-    """Whether a method's object stands only before a dot, and none of its own decorators make something else of it."""
+    """Return whether a method uses its object only as `self.ATTRIBUTE`, and has no decorators that change its
+    binding."""
     if any(not (isinstance(d, ast.Name) and d.id == "staticmethod") for d in method.decorator_list):
         return False
     names = _arguments(method.args)
@@ -527,7 +531,7 @@ def _functions_of(node: ast.AST, method: bool) -> Iterator[tuple[Function, bool]
 
 
 def _own(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """The nodes of a function without those of functions within it."""
+    """Nodes of a function, without those of nested functions."""
     for node in body:
         yield node
         if not isinstance(node, Function | ast.Lambda | ast.ClassDef):
@@ -557,7 +561,7 @@ def _is_store(node: Any) -> bool:
 
 
 def _shallow(node: Any) -> Any:
-    """A node of its own with the same fields: none stands in two places of a tree."""
+    """Copy a node shallowly, so that no node stands in two places of a tree."""
     new = type(node)(**dict(ast.iter_fields(node)))
     if (written := getattr(node, "written", None)) is not None:
         new.written = written
@@ -569,7 +573,7 @@ def _name_of(text: str) -> ast.Name:
 
 
 def _placed(node: Any, at: ast.AST, written: str | None = None) -> Any:
-    """A node at the place of another. `written`: how the script has it."""
+    """Give a node the position of another one. `written`: its text in the script."""
     for each in ast.walk(node):
         ast.copy_location(each, at)
     if isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and written not in (None, node.id)):
@@ -578,7 +582,7 @@ def _placed(node: Any, at: ast.AST, written: str | None = None) -> Any:
 
 
 def _pairs(target: ast.expr | None, value: ast.expr) -> list[tuple[ast.Name, ast.expr]] | None:
-    """`a, b = x, y` as two assignments, where none reads what the other has set."""
+    """Split `a, b = x, y` into two assignments, if neither reads what the other sets."""
     if isinstance(target, ast.Name):
         return [(target, value)] if isinstance(value, ast.Name) else None
     if not (isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)) or len(target.elts) != len(value.elts):
@@ -592,14 +596,14 @@ def _pairs(target: ast.expr | None, value: ast.expr) -> list[tuple[ast.Name, ast
 
 
 def _copied(target: ast.expr, value: ast.expr, at: ast.AST, handed_on: bool = True) -> ast.stmt:
-    """`handed_on`: to a function, by one, or to an object."""
+    """Assign a value to a name. `handed_on`: to or by a function, or to an object."""
     new = ast.copy_location(ast.Assign([target], value), at)
     vars(new)["handed_on"] = handed_on
     return new
 
 
 def _without_copies(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Without `a = b` that hands on a value, of names that are given one each: b stands for a."""
+    """Remove `a = b` if both names are assigned once, by replacing b with a."""
     whole = ast.Module(body, [])
     while True:
         stores = Counter(n.id for n in ast.walk(whole) if isinstance(n, ast.Name) and _is_store(n))

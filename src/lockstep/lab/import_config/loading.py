@@ -1,7 +1,7 @@
-"""The calls of a script that load: models, adapters, 4-bit weights, tokenizers, data sets and their rows.
+"""Calls of a script that load models, adapters, 4-bit weights, tokenizers and datasets, or change rows.
 
-In: a `Call` of transformers', peft's, bitsandbytes' or datasets'. Out: keys of a run file, and gaps: above all which
-rows are trained on, and which texts of them.
+In: a `Call` of transformers, peft, bitsandbytes or datasets. Out: keys of a run file, and gaps; above all, which rows
+are trained on and which of their texts.
 """
 
 from __future__ import annotations
@@ -29,44 +29,45 @@ from lockstep.lab.import_config.table import EIGHT_BITS, NAMES, RunDraft, quanti
 from lockstep.lab.import_config.text_blocks import block_length
 from lockstep.lab.import_config.trainer import CONFIGS, set_dtype
 
-RUNS = "its value is known when the script runs"
+RUNS = "its value is known only when the script runs"
 SIDE = (
     "texts are padded on the right here; on the left, padding shifts the positions that a model counts: take it out of "
     "the training, if it is meant for generation"
 )
-TASKS: Mapping[str, str] = NAMES["model_tasks"]  # the end of a model's class -> its task
+TASKS: Mapping[str, str] = NAMES["model_tasks"]  # suffix of a model's class -> its task
 
 
 @dataclass
 class Reading:
-    """A script, and what has been read of it."""
+    """A script, and the findings so far."""
 
     script: Script
     draft: RunDraft
-    arguments: dict[str, Any] = field(default_factory=dict)  # fields of TrainingArguments and its kin
+    arguments: dict[str, Any] = field(default_factory=dict)  # fields of TrainingArguments or a subclass
     kind: str = "TrainingArguments"
-    tokenizer: tuple[str, str] | None = None  # its name and where it is loaded
-    models: list[str] = field(default_factory=list)  # the code of their names
-    mapped: bool = False  # whether a function that tokenises was read
+    tokenizer: tuple[str, str] | None = None  # its name, and the line that loads it
+    models: list[str] = field(default_factory=list)  # code of their names
+    mapped: bool = False  # whether a tokenizing function was read
     padded: bool = False  # whether that function pads
     side_named: bool = False  # whether the script says on which side texts are padded
-    padded_left: list[str] = field(default_factory=list)  # the lines that pad on the left, or on a side not known
-    left_out: dict[str, str] = field(default_factory=dict)  # an input that rows or tokens lack -> the line that says so
-    renamed: dict[str, str] = field(default_factory=dict)  # new name of a column -> that of the data
+    padded_left: list[str] = field(default_factory=list)  # lines that pad on the left, or on an unknown side
+    left_out: dict[str, str] = field(default_factory=dict)  # missing model input -> the line that shows it
+    renamed: dict[str, str] = field(default_factory=dict)  # new column name -> name in the data
 
     def read(self, call: Call, what: str) -> None:
         self.draft.read.append(f"{call} -> {what}")
 
     def set(self, call: Call, key: str, value: Any) -> None:
-        """A key of the run file; another call must not say otherwise."""
+        """Set a key of the run file; a call that sets another value is a gap."""
         if key in self.draft.keys and self.draft.keys[key] != value:
             self.draft.unclear(str(call), f"{key} is {self.draft.keys[key]} by an earlier line", key)
             return
         self.draft.set(key, value, f"{call.name}, line {call.line}")
 
     def check_inputs(self, draft: RunDraft) -> None:
-        """Once the data were looked at: a gap for an input that is made of the texts here, and left out there."""
-        if draft.keys.get("task.packing"):  # blocks have no padding
+        """After looking at the data, add a gap for each input that lockstep passes to the model and the script leaves
+        out."""
+        if draft.keys.get("task.packing"):  # packed blocks have no padding
             return
         if not self.side_named and self.tokenizer is not None and model_defaults.pads_left(draft):
             self.padded_left.append(f"{self.tokenizer[1]}: its padding_side is left, as it is saved")
@@ -79,16 +80,18 @@ class Reading:
             untyped(draft, where)
 
     def unknown(self, call: Call, arguments: Arguments, keys: dict[str, str] | None = None) -> None:
-        """Arguments whose values are not known."""
+        """Record arguments whose values are unknown."""
         for name, code in arguments.unknown.items():
             key = (keys or {}).get(name)
             self.draft.unclear(f"line {call.line}: {call.name}({name}={code})", RUNS, *((key,) if key else ()))
         for code in arguments.more:
-            self.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
+            self.draft.unclear(
+                f"line {call.line}: {call.name}({code})", "its content is known only when the script runs"
+            )
 
 
 def untyped(draft: RunDraft, where: str) -> None:
-    """A gap where a model is given pairs of texts without token_type_ids, which its tokenizer may make."""
+    """Add a gap if a model gets text pairs without token_type_ids that its tokenizer may produce."""
     pair = "task.text_pair" in draft.keys or draft.task == "question_answering"
     source = str(draft.keys.get("model.source", "")).lower()
     if pair and not any(kind in source for kind in NAMES["without_token_types"]):
@@ -97,7 +100,7 @@ def untyped(draft: RunDraft, where: str) -> None:
 
 
 def adapter(call: Call, at: Reading) -> None:
-    """LoraConfig and its kin."""
+    """Read LoraConfig and other adapter configs."""
     used = [c for c in at.script.calls if c.name in ("get_peft_model", "add_adapter")]
     used += [c for c in at.script.calls for word in c.node.keywords if word.arg == "peft_config"]
     if not used:
@@ -113,7 +116,7 @@ def adapter(call: Call, at: Reading) -> None:
 
 
 def bits(call: Call, at: Reading) -> None:
-    """BitsAndBytesConfig."""
+    """Read BitsAndBytesConfig."""
     arguments = at.script.arguments(call, ("load_in_8bit", "load_in_4bit"))
     compute = ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
     arguments.unknown = {name: code for name, code in arguments.unknown.items() if name not in compute}
@@ -127,7 +130,7 @@ def bits(call: Call, at: Reading) -> None:
 
 
 def pretrained(call: Call, at: Reading) -> None:
-    """`Class.from_pretrained(name, ...)`."""
+    """Read `Class.from_pretrained(name, ...)`."""
     holder = call.origin.rpartition(".")[0]
     arguments = at.script.arguments(call, ("pretrained_model_name_or_path",))
     names = ("model_name_or_path", "model_name", "pretrained_model_name_or_path")
@@ -135,7 +138,7 @@ def pretrained(call: Call, at: Reading) -> None:
         next((value for value in [part.pop(name, None) for name in names] if value is not None), None)
         for part in (arguments.known, arguments.unknown)
     )
-    if source is None and unknown is None:  # an option that the command line gives
+    if source is None and unknown is None:  # an option from the command line
         unknown = code_of(call.node.args[0]) if call.node.args else "the model's name"
     code = unknown or str(source)
     arguments.known = {
@@ -149,22 +152,22 @@ def pretrained(call: Call, at: Reading) -> None:
         _config(call, at, arguments)
         return
     if holder.rpartition(".")[2].startswith(("Peft", "AutoPeft")):
-        if at.models:  # after training: an adapter is read back, to be merged or tried
+        if at.models:  # after training: an adapter is loaded again, to be merged or tried
             at.draft.unclear(str(call), "an adapter is loaded: merged is the export here", decides=False)
         else:
-            at.draft.lacks(str(call), "to go on with an adapter, merge it first", "model.source")
+            at.draft.lacks(str(call), "to continue training an adapter, merge it first", "model.source")
         return
     task = next((task for ending, task in TASKS.items() if holder.endswith(ending)), None)
     if holder in at.script.classes:
-        at.draft.unclear(str(call), "a model's class of the script's own computes something else", "task.name")
+        at.draft.unclear(str(call), "the script's own model class computes something else", "task.name")
     elif task is None:
         at.draft.unclear(str(call), "which task a model of this class has", "task.name")
     if code in at.models:
-        return  # once more: a reference, or a model for inference
+        return  # a second load: a reference model, or one for inference
     at.models.append(code)
     if unknown is not None:
         at.draft.unclear(
-            f"line {call.line}: {unknown}", "the model's name is known when the script runs", "model.source"
+            f"line {call.line}: {unknown}", "the model's name is known only when the script runs", "model.source"
         )
     else:
         at.set(call, "model.source", source)
@@ -173,7 +176,7 @@ def pretrained(call: Call, at: Reading) -> None:
 
 
 def task_first(script: Script, draft: RunDraft) -> None:
-    """The task by the model's class, which decides how what stands before it is read."""
+    """Determine the task from the model's class, which decides how earlier lines are read."""
     for call in script.calls:
         holder = call.origin.rpartition(".")[0]
         task = next((task for ending, task in TASKS.items() if holder.endswith(ending)), None)
@@ -238,7 +241,7 @@ def _few_bits(call: Call, at: Reading, name: str, value: Any) -> None:
         at.draft.lacks(f"line {call.line}: load_in_8bit", EIGHT_BITS, "model.quantization", "model.dtype")
 
 
-# What reads an argument of a model's `from_pretrained`; all others are entries of its config.
+# Readers of arguments of a model's `from_pretrained`; all others are entries of its config.
 _OF_MODEL: dict[str, Callable[[Call, Reading, str, Any], None]] = {
     "torch_dtype": _dtype,
     "dtype": _dtype,
@@ -262,8 +265,8 @@ def _label_names(call: Call, at: Reading, task: str | None) -> None:
 
 
 def named_labels(at: Reading, name: str, node: ast.expr, where: str, task: str | None) -> None:
-    """`id2label` or `label2id`: the names of integer labels. Names that are made of the rows are those of the data;
-    others that are not known are a gap, as a model is exported with them."""
+    """Read `id2label` or `label2id`, the names of integer labels. Names computed from the rows are those of the data.
+    Other unknown names are a gap, because a model is exported with them."""
     value = at.script.known(node, Unknown)
     if value is None or _of_rows(at.script, node):
         return
@@ -273,12 +276,12 @@ def named_labels(at: Reading, name: str, node: ast.expr, where: str, task: str |
     if task == "classification" and ordered and all(isinstance(each, str) for each in ordered):
         at.draft.set("task.label_names", ordered, where.partition(": ")[2])
         return
-    decides = task == "classification"  # tags have the names and the order of the data, and no key
-    at.draft.unclear(where, "labels have the names and the order of the data", "task.label_names", decides=decides)
+    decides = task == "classification"  # for tags, the data have names and order; there is no key
+    at.draft.unclear(where, "labels have the data's names and order", "task.label_names", decides=decides)
 
 
 def _of_rows(script_: Script, node: ast.expr, depth: int = 0) -> bool:
-    """Whether an expression is made of rows, such as of the names of their features."""
+    """Return whether an expression is computed from rows, for example from the names of their features."""
     for each in ast.walk(node):
         if isinstance(each, ast.expr) and script.kind_of(script_, each) == "rows":
             return True
@@ -307,7 +310,7 @@ def _tokenizer(call: Call, at: Reading, arguments: Arguments, source: Any, code:
             pads(at, value, f"line {call.line}: {name}={value!r}")
         elif name not in ("trust_remote_code", "revision") and value not in (None, False):
             where = f"line {call.line}: {name}={value}"
-            at.draft.lacks(where, "a tokenizer is used as it is saved", "tokenizer.source")
+            at.draft.lacks(where, "tokenizers are used as saved", "tokenizer.source")
     arguments.known.clear()
     if (side := arguments.unknown.pop("padding_side", None)) is not None:
         pads(at, None, f"line {call.line}: padding_side={side}")
@@ -318,7 +321,7 @@ def _tokenizer(call: Call, at: Reading, arguments: Arguments, source: Any, code:
 
 
 def pads(at: Reading, side: Any, where: str) -> None:
-    """The side on which a tokenizer pads. TRL's collators pad on theirs, whatever the tokenizer says."""
+    """Record the side on which a tokenizer pads. TRL's collators ignore the tokenizer's side."""
     at.side_named = True
     if side == "right":
         return
@@ -329,18 +332,18 @@ def pads(at: Reading, side: Any, where: str) -> None:
 
 
 def without(why: str, *keys: str) -> Callable[[Call, Reading], None]:
-    """Make a handler of calls that have no counterpart. `keys`: of a run file, that stand in for them."""
+    """Make a handler for calls without a counterpart. `keys`: keys of a run file that replace them."""
     return lambda call, at: at.draft.lacks(str(call), why, *keys)
 
 
-_WHOLE = "save the rows as they are trained on (to_json), and give that file: --data FILE"
+_WHOLE = "save the final rows (to_json), and give that file: --data FILE"
 scratch = without("a model from scratch: model.type, with model.config", "model.type")  # `from_config`
 own_rows = without(_WHOLE, "data.source", "data.train")  # `Dataset.from_list` and its kin, `load_from_disk`
-_several = without("several sources are written by hand: data.sources", "data.source", "data.sources", "data.train")
+_several = without("write several sources by hand in data.sources", "data.source", "data.sources", "data.train")
 
 
 def load(call: Call, at: Reading) -> None:
-    """`load_dataset`."""
+    """Read `load_dataset`."""
     arguments = at.script.arguments(call, ("path", "name"))
     path, config, split = (arguments.known.get(name) for name in ("path", "name", "split"))
     at.unknown(call, arguments, {"path": "data.source", "name": "data.config", "split": "data.train"})
@@ -359,7 +362,7 @@ def load(call: Call, at: Reading) -> None:
             at.draft.lacks(f"line {call.line}: data_files={files}", "data.train names them", "data.train")
     if isinstance(split, str) and not split.isidentifier():
         at.draft.lacks(
-            f"line {call.line}: split={split!r}", "a split as a whole, or data.limit", "data.train", "data.limit"
+            f"line {call.line}: split={split!r}", "use a whole split, or data.limit", "data.train", "data.limit"
         )
     if arguments.known.get("revision"):
         at.set(call, "data.revision", arguments.known["revision"])
@@ -369,12 +372,12 @@ def load(call: Call, at: Reading) -> None:
     read += ("path", "name", "split", "data_files", "revision", "streaming", "trust_remote_code")
     for name, value in arguments.known.items():
         if name not in (*read, *NAMES["load_dataset"]) and value is not None:
-            at.draft.unclear(f"line {call.line}: {name}={value}", "not an argument that is known here")
+            at.draft.unclear(f"line {call.line}: {name}={value}", "unknown argument")
     at.read(call, "data.source")
 
 
 def _reading(builder: str, known: Mapping[str, Any], call: Call, at: Reading) -> tuple[str, ...]:
-    """Set the keys of how .csv and .json files are written. Returns the names of the arguments that say it."""
+    """Set the keys that describe .csv and .json files. Returns the names of the arguments used."""
     if builder == "json" and isinstance(known.get("field"), str):
         at.set(call, "data.layout", "records")
         return ("field",)
@@ -390,7 +393,7 @@ def _reading(builder: str, known: Mapping[str, Any], call: Call, at: Reading) ->
             read.append(name)
     if "header" in known and known["header"] is None and "data.columns" not in at.draft.keys:
         at.draft.unclear(f"line {call.line}: header=None", "name the columns", "data.columns")
-    if known.get("header") == 0 and "data.columns" not in at.draft.keys:  # as without it
+    if known.get("header") == 0 and "data.columns" not in at.draft.keys:  # same as without it
         read.append("header")
     return tuple(read)
 
@@ -410,7 +413,7 @@ def _files(call: Call, at: Reading, files: Any, unknown: bool) -> None:
 
 
 def cut(call: Call, at: Reading) -> None:
-    """`train_test_split`."""
+    """Read `train_test_split`."""
     arguments = at.script.arguments(call, ("test_size", "train_size"))
     share = arguments.known.get("test_size")
     at.unknown(call, arguments, {"test_size": "data.validation_fraction"})
@@ -423,7 +426,7 @@ def cut(call: Call, at: Reading) -> None:
 
 
 def fewer(call: Call, at: Reading) -> None:
-    """`select`, `take`, `filter`."""
+    """Read `select`, `take` and `filter`."""
     if call.name == "filter":
         at.draft.lacks(str(call), "data.filter chooses rows by their columns", "data.filter")
     else:
@@ -432,7 +435,7 @@ def fewer(call: Call, at: Reading) -> None:
 
 
 def renamed(call: Call, at: Reading) -> None:
-    """A column of another name: what a Trainer calls label."""
+    """Read a renamed column, such as Trainer's label."""
     names = [at.script.known(each) for each in call.node.args]
     pairs: Any = None
     if call.name == "rename_columns" and names:
@@ -450,7 +453,7 @@ def renamed(call: Call, at: Reading) -> None:
 
 
 def columns(call: Call, at: Reading) -> None:
-    """Columns that are kept or left out: those that the model is given."""
+    """Read columns that are kept or removed."""
     arguments = at.script.arguments(call, ("type", "columns") if call.name.endswith("format") else ("column_names",))
     names = arguments.known.get("columns", arguments.known.get("column_names"))
     if not isinstance(names, list | str):
@@ -463,13 +466,14 @@ def columns(call: Call, at: Reading) -> None:
 
 
 def mapped(call: Call, at: Reading) -> None:
-    """`map` and `set_transform`: of a function that tokenises, what it reads; others change the rows."""
+    """Read `map` and `set_transform`: for a tokenizing function, its columns and lengths; any other function changes
+    the rows."""
     node = next(
         (w.value for w in call.node.keywords if w.arg == "function"), call.node.args[0] if call.node.args else None
     )
     function = script.function_of(at.script, node)
     if function is None:
-        at.draft.unclear(str(call), f"what it makes of the rows is not known: {_WHOLE}", "data.source", "data.train")
+        at.draft.unclear(str(call), f"its effect on the rows is unknown: {_WHOLE}", "data.source", "data.train")
         return
     inside = script.calls_in(at.script, function)
     tokenising = [c for c in inside if script.kind_of(at.script, c.node.func) == "tokenizer"]
@@ -503,17 +507,17 @@ def _changed(at: Reading, node: ast.AST, why: str, *by: str) -> None:
 
 
 def _tokens(call: Call, function: Scope, at: Reading) -> None:
-    """A call of the tokenizer within a function that rows go through."""
+    """Read a tokenizer call within a mapped function."""
     arguments = at.script.arguments(call, ("text", "text_pair"))
     task = at.draft.task or "classification"
     _length(call, arguments.known, arguments.unknown, at, task)
     if arguments.known.get("add_special_tokens", True) is not True or "add_special_tokens" in arguments.unknown:
-        why = "texts get the special tokens that their tokenizer gives them"
+        why = "texts get the tokenizer's default special tokens"
         at.draft.lacks(f"line {call.line}: add_special_tokens", why, "tokenizer.source")
     at.padded = at.padded or "padding" in arguments.unknown or bool(arguments.known.get("padding"))
     for name, node in arguments.nodes.items():
         if name not in NAMES["tokenizer_arguments"]:
-            at.draft.lacks(f"line {call.line}: {name}={code_of(node)}", "a text's tokens are those of its tokenizer")
+            at.draft.lacks(f"line {call.line}: {name}={code_of(node)}", "tokens are the tokenizer's own")
     for each in ("attention_mask", "token_type_ids"):
         if arguments.known.get(f"return_{each}", True) is False:
             at.left_out[each] = f"line {call.line}: return_{each}=False"
@@ -523,7 +527,7 @@ def _tokens(call: Call, function: Scope, at: Reading) -> None:
     target = "text_target" in arguments.nodes or _is_target(call, function)
     if any(isinstance(each, ast.Starred) for each in call.node.args):
         names = tuple(f"task.{key}" for key in NAMES["text_keys"].get(task, ("text",)))
-        at.draft.unclear(str(call), "which columns it reads is known when the script runs", *names)
+        at.draft.unclear(str(call), "its columns are known only when the script runs", *names)
         return
     keys = NAMES["text_keys"].get(task, ("text", "text_pair"))
     nodes = [arguments.nodes[name] for name in ("text", "text_pair") if name in arguments.nodes]
@@ -536,15 +540,15 @@ def _tokens(call: Call, function: Scope, at: Reading) -> None:
     for key, node in zip(keys, nodes, strict=False):
         _column(call, at, key, node)
     if arguments.known.get("return_overflowing_tokens"):
-        at.draft.lacks(f"line {call.line}: return_overflowing_tokens", "what is too long is cut at its end")
+        at.draft.lacks(f"line {call.line}: return_overflowing_tokens", "long texts are truncated at their end")
 
 
 def _windows(call: Call, arguments: Arguments, function: QaFunction, at: Reading) -> None:
-    """Windows of questions and contexts."""
+    """Read windows of questions and contexts."""
     for key, which in (("question", "text"), ("context", "text_pair")):
         if (column := function.texts(arguments.nodes.get(which))) is None:
             code = code_of(arguments.nodes[which]) if which in arguments.nodes else "nothing"
-            why = f"which column's texts these are is not known: {_WHOLE}"
+            why = f"the column of these texts is unknown: {_WHOLE}"
             at.draft.unclear(f"line {call.line}: {call.name}({code})", why, f"task.{key}")
         else:
             at.set(call, f"task.{key}", at.renamed.get(column, column))
@@ -564,7 +568,7 @@ def _windows(call: Call, arguments: Arguments, function: QaFunction, at: Reading
 
 
 def _is_target(call: Call, function: Scope) -> bool:
-    """Whether the tokens are the labels: `labels = tokenizer(...)`."""
+    """Return whether the tokens become labels: `labels = tokenizer(...)`."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and node.value is call.node and isinstance(node.targets[0], ast.Name):
             return "label" in node.targets[0].id or "target" in node.targets[0].id
@@ -575,7 +579,7 @@ def _column(call: Call, at: Reading, key: str, node: ast.expr | None) -> None:
     column: text_columns.Column | None = text_columns.column_of(at.script, node)
     if column is None:
         code = code_of(node) if node is not None else "nothing"
-        why = f"which column's texts these are is not known: {_WHOLE}"
+        why = f"the column of these texts is unknown: {_WHOLE}"
         at.draft.unclear(f"line {call.line}: {call.name}({code})", why, f"task.{key}")
         return
     at.set(call, f"task.{key}", column.language or at.renamed.get(column.name, column.name))
@@ -587,7 +591,7 @@ def _column(call: Call, at: Reading, key: str, node: ast.expr | None) -> None:
 
 def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Reading, task: str) -> None:
     language = task in ("language_modeling", "masked_language_modeling")
-    if language:  # each text by itself, unless a later function lays them in blocks
+    if language:  # one text per row, unless a later function packs them into blocks
         at.draft.keys.setdefault("task.packing", False)
     key = (
         "task.target_length"
@@ -603,16 +607,16 @@ def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Read
     elif known.get("truncation") and (length := _own_length(at)) is not None:
         at.draft.set(key, length[0], length[1])
     elif known.get("truncation"):
-        why = "it cuts at a length that the tokenizer's files say: give data.max_length"
+        why = "it truncates at the length in the tokenizer's files: give data.max_length"
         at.draft.unclear(str(call), why, "data.max_length", "task.block_size")
     elif not language and "data.max_length" not in at.draft.keys:
-        at.draft.lacks(str(call), "no text is cut: give data.max_length", "data.max_length")
+        at.draft.lacks(str(call), "texts are not truncated: give data.max_length", "data.max_length")
     elif language:
         at.draft.at_end.append(lambda draft: _uncut(call, draft))
 
 
 def _own_length(at: Reading) -> tuple[int, str] | None:
-    """What the script sets as the length of its tokenizer, and where; None: that is not known."""
+    """Return the tokenizer's length set by the script, and where; None if unknown."""
     lengths = [
         each
         for each in at.script.assignments()
@@ -623,10 +627,10 @@ def _own_length(at: Reading) -> tuple[int, str] | None:
 
 
 def _uncut(call: Call, draft: RunDraft) -> None:
-    """Texts of a language model that no call cuts, and that are not laid in blocks."""
+    """Add a gap for texts of a language model that are neither truncated nor packed into blocks."""
     keys = ("task.block_size", "data.max_length")
     if not any(key in draft.keys for key in keys):
-        draft.lacks(str(call), "no text is cut: give task.block_size, as long as the longest", *keys)
+        draft.lacks(str(call), "texts are not truncated: give task.block_size, at least the longest text", *keys)
 
 
 def _labels(function: Scope, at: Reading) -> None:
@@ -644,11 +648,13 @@ def _labels(function: Scope, at: Reading) -> None:
             at.draft.set("task.label", names[0], f"line {node.lineno}")
             at.draft.read.append(f"line {node.lineno}: {code_of(node)} -> task.label")
         elif task == "classification":
-            at.draft.unclear(f"line {node.lineno}: {code_of(node)}", "which column holds the labels", "task.label")
+            at.draft.unclear(
+                f"line {node.lineno}: {code_of(node)}", "the column of the labels is unknown", "task.label"
+            )
         elif task == "language_modeling" and ("input_ids" not in (text := ast.unparse(node.value)) or "100" in text):
             where = f"line {node.lineno}: {code_of(node)}"
             names_ = ("task.prompt", "task.messages", "task.text")
-            at.draft.unclear(where, "labels of its own: which tokens are learned is not known", *names_)
+            at.draft.unclear(where, "custom labels: the learned tokens are unknown", *names_)
     if at.draft.task == "token_classification":
         tags = [n for n in ast.walk(function) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)]
         names = [name for n in tags if isinstance(name := at.script.known(n.slice), str) and "tag" in name]
@@ -657,7 +663,7 @@ def _labels(function: Scope, at: Reading) -> None:
 
 
 def of_trainer(call: Call, at: Reading) -> None:
-    """The splits that a Trainer is given."""
+    """Read the splits passed to a Trainer."""
     arguments = at.script.arguments(call, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
     train = script.split_of(at.script, arguments.nodes.get("train_dataset"))
     if train not in (None, "train", CUT) and str(train).isidentifier():
@@ -665,7 +671,7 @@ def of_trainer(call: Call, at: Reading) -> None:
     tested = script.split_of(at.script, arguments.nodes.get("eval_dataset"))
     if tested not in (None, CUT, "validation") and str(tested).isidentifier():
         if tested == (train or "train"):
-            at.draft.drop(f"line {call.line}: eval_dataset", None, "it is the split that is trained on", False)
+            at.draft.drop(f"line {call.line}: eval_dataset", None, "it is the training split", False)
         elif tested != "train" or "data.validation_fraction" not in at.draft.keys:
             at.set(call, "data.validation", tested)
 
@@ -691,8 +697,8 @@ METHODS = dict.fromkeys(("select", "take", "skip", "filter", "shard"), fewer) | 
 
 
 def method(call: Call, at: Reading) -> None:
-    """A method of rows."""
+    """Read a method of a dataset."""
     if call.name in METHODS:
         METHODS[call.name](call, at)
     elif call.name not in NAMES["rows_methods"]:
-        at.draft.unclear(str(call), "what it makes of the rows is not known", "data.source", "data.train")
+        at.draft.unclear(str(call), "its effect on the rows is unknown", "data.source", "data.train")

@@ -1,7 +1,7 @@
-"""A loop whose model, data set or loss are the script's own: `task: {name: module}` with their names.
+"""A loop with a model, dataset or loss of the script's own: `task: {name: module}` with their names.
 
-In: a `Script`, its optimizers and the DataLoader that it trains on. Out: `task.model`, `task.data` and `task.loss` with
-their arguments, as names that other processes can import; FILL-IN and a gap where one has no such name.
+In: a `Script`, its optimizers and the DataLoader of the training. Out: `task.model`, `task.data` and `task.loss` with
+their arguments, as names that other processes can import; FILL-IN and a gap for anything without such a name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _PAGE = "docs/how-to/own-module.md"
 def name_functions(script: Script, draft: RunDraft, optimizers: list[Call], loader: Call | None) -> None:
     draft.set("task.name", "module", "a loop of its own")
     for key in [key for key in draft.keys if key.startswith("model.")]:
-        draft.drop(draft.comments.pop(key, key), draft.keys.pop(key), "task.model makes the model, as it is trained")
+        draft.drop(
+            draft.comments.pop(key, key), draft.keys.pop(key), "task.model must create the model as it is trained"
+        )
     model = _model(script, optimizers)
     data = script.arguments(loader, ("dataset",)).nodes.get("dataset") if loader is not None else None
     more = [c for c in script.calls if c.name == "DataLoader" and c is not loader]
@@ -48,7 +50,7 @@ def name_functions(script: Script, draft: RunDraft, optimizers: list[Call], load
 
 
 def _batches(script: Script, draft: RunDraft, loader: Call) -> None:
-    """How the loader makes batches: by a function of the script's, in an order of its own."""
+    """Read how the loader makes batches: collate_fn, and a sampler or order of its own."""
     arguments = script.arguments(loader, ("dataset", "batch_size", "shuffle", "sampler"))
     collate, sampler = (
         arguments.nodes.get("collate_fn"),
@@ -62,14 +64,14 @@ def _batches(script: Script, draft: RunDraft, loader: Call) -> None:
     inner = sampler_value.body if isinstance(sampler_value, ast.IfExp) else sampler_value
     name = script.origin_of(inner.func).rpartition(".")[2] if isinstance(inner, ast.Call) else None
     if sampler is not None and name not in ("DistributedSampler", "RandomSampler"):
-        why = "every example is drawn once an epoch, in an order of the seed"
+        why = "every example is drawn once per epoch, in an order from the seed"
         draft.lacks(f"line {loader.line}: sampler={code_of(sampler)}", why)
 
 
 def _changed(script: Script, draft: RunDraft, model: ast.expr | None) -> None:
-    """What is done to the model after it was made, which `task.model` would have to do."""
+    """Add a gap for each change to the model after its creation; `task.model` would have to make them."""
     name = ast.unparse(model) if model is not None else "model"
-    why = "task.model is to give the model as it is trained"
+    why = "task.model must return the model as it is trained"
     for call in script.calls:
         receiver = ast.unparse(call.receiver) if call.receiver is not None else ""
         changes = call.name in ("load_state_dict", "requires_grad_", "apply", "half") or casts(script, call.node)
@@ -82,14 +84,14 @@ def _changed(script: Script, draft: RunDraft, model: ast.expr | None) -> None:
 
 
 def _missing(draft: RunDraft, key: str, what: str) -> None:
-    why = f"this is a loop of its own, and task.{key} is {what}: write one, see {_PAGE}"
+    why = f"the script has its own loop; task.{key} must be {what}: see {_PAGE}"
     draft.unclear(f"task.{key}", why, f"task.{key}")
     if f"task.{key}" not in draft.by_hand:
         draft.set(f"task.{key}", FILL_IN, f"(to be filled in: {what})")
 
 
 def _model(script: Script, optimizers: list[Call]) -> ast.expr | None:
-    """What the optimizer's weights are of: `model` of `model.parameters()`."""
+    """Return the model whose weights the optimizer has: `model` of `model.parameters()`."""
     for call in optimizers:
         node = script.arguments(call, ("params",)).nodes.get("params")
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -98,7 +100,7 @@ def _model(script: Script, optimizers: list[Call]) -> ast.expr | None:
 
 
 def _constructor(script: Script, node: ast.expr | None, depth: int = 0) -> tuple[str, dict[str, Any]] | None:
-    """The script's own class or function whose call makes something, and its arguments, all of them known."""
+    """Return the script's class or function that creates an object, and its arguments; all must be known."""
     if node is None or depth > 10:
         return None
     if isinstance(node, ast.Name):
@@ -134,7 +136,7 @@ def _names(function: Any) -> tuple[str, ...]:
 
 
 def _loss(script: Script) -> str | None:
-    """The function of (outputs, targets) whose value goes backward, by its dotted name."""
+    """Return the dotted name of the function of (outputs, targets) that computes the loss."""
     backward = [c for c in script.calls if c.name == "backward"]
     nodes = {ast.unparse(c.receiver if not c.node.args else c.node.args[0]) for c in backward if c.receiver is not None}
     if len(nodes) != 1 or not backward:
@@ -150,7 +152,7 @@ def _loss(script: Script) -> str | None:
 
 
 def _undivided(script: Script, node: ast.expr | None, depth: int = 0) -> ast.expr | None:
-    """What goes backward, without its division by the accumulation and the scale of fp16."""
+    """Return the loss without the division for gradient accumulation and without fp16's scale."""
     if depth > 10 or node is None:
         return node
     if isinstance(node, ast.Name):
@@ -178,13 +180,13 @@ def _function(script: Script, node: ast.expr) -> str | None:
 
 
 def _importable(script: Script, draft: RunDraft) -> None:
-    """Every process imports the file: what stands at its top, outside functions, would run there."""
+    """Add a gap for statements at the top level of the script, which would run in every process that imports it."""
     quiet = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for node in script.tree.body:
         guard = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
         plain = isinstance(node, ast.Assign | ast.AnnAssign) and script.known(node.value, Call) is not Call
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if not (isinstance(node, quiet) or guard or plain or text):
-            why = "every process imports the file, and would run this: put the loop below if __name__ == '__main__'"
+            why = "every process imports the file and would run this: put the loop under if __name__ == '__main__'"
             draft.lacks(f"line {node.lineno}: {code_of(node)}", why)
             return

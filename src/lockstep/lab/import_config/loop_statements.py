@@ -1,7 +1,7 @@
-"""The statements of a training loop and those around it: a closed list is understood, anything else is a gap.
+"""Statements in and around a training loop, checked against a closed list; any other statement is a gap.
 
-In: a `Script` with a loop of its own. Out: `Statements`: what the loop does at each step (accumulation, epochs), and a
-gap with its line for each statement that is not on the list, so that none is lost in silence.
+In: a `Script` with its own training loop. Out: `Statements`: the settings of each step (accumulation, epochs), and a
+gap with its line for each statement that is not on the list. No statement is skipped silently.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ Role = tuple[str, Any]  # ("batch", "whole" | "first" | "second" | key), ("out",
 
 @dataclass
 class ModelInputs:
-    """What the loop gives to a model of transformers by its names."""
+    """Named inputs that the loop passes to a transformers model."""
 
-    named: tuple[ast.Call, frozenset[str]] | None = None  # a call without **batch, and its keywords
+    named: tuple[ast.Call, frozenset[str]] | None = None  # a call without **batch, and its keyword arguments
     learned: ast.Call | None = None  # a call whose labels are its input_ids
 
     def check(self, draft: RunDraft) -> None:
-        """Once the data were looked at: a gap for an input that is made of the texts here, and not given there."""
-        if draft.keys.get("task.packing"):  # blocks have no padding
+        """After looking at the data, add a gap for each input that lockstep passes to the model and the script leaves
+        out."""
+        if draft.keys.get("task.packing"):  # packed blocks have no padding
             return
         if self.learned is not None:
             why = "padding is learned there, as labels are all of input_ids; here it is not"
@@ -58,22 +59,22 @@ class Statements:
 
     script: Script
     draft: RunDraft
-    transformers: bool  # the loss is that of a model of transformers
+    transformers: bool  # the loss is computed by a transformers model
     optimizers: list[ast.Call]
-    accumulated: int | None = None  # micro-batches a step, by a condition around optimizer.step()
+    accumulated: int | None = None  # micro-batches per step, from a condition around optimizer.step()
     epoch_loop: ast.For | None = None
     batch_loop: ast.For | None = None
     roles: dict[str, Role] = field(default_factory=dict)
-    events: list[tuple[str, int, int]] = field(default_factory=list)  # kind, line, depth of conditions
-    counters: dict[str, int] = field(default_factory=dict)  # index of a batch -> its first value
-    loaders: set[str] = field(default_factory=set)  # code of what the loop goes over
-    path: set[str] = field(default_factory=set)  # names that the loss is made of
+    events: list[tuple[str, int, int]] = field(default_factory=list)  # kind, line, nesting of conditions
+    counters: dict[str, int] = field(default_factory=dict)  # name of a batch index -> its first value
+    loaders: set[str] = field(default_factory=set)  # code of the iterated loaders
+    path: set[str] = field(default_factory=set)  # names that the loss depends on
     learned: set[int] = field(default_factory=set)  # ids of the calls of the model that the loss is made of
     inputs: ModelInputs = field(default_factory=ModelInputs)
-    contexts: list[ast.expr] = field(default_factory=list)  # those around what the loop does to a batch
-    walked: bool = False  # whether the loop over the batches was gone through
+    contexts: list[ast.expr] = field(default_factory=list)  # contexts around the processing of a batch
+    walked: bool = False  # whether the loop over batches was visited
     divisor: Any = None  # of the loss
-    guard: tuple[str, bool] | None = None  # the condition of a step, and whether the last batch of an epoch meets it
+    guard: tuple[str, bool] | None = None  # condition of a step, and whether the last batch of an epoch meets it
 
     def __post_init__(self) -> None:
         self.parents = {id(child): node for node in ast.walk(self.script.tree) for child in ast.iter_child_nodes(node)}
@@ -116,7 +117,7 @@ class Statements:
         self.draft.at_end.append(self.inputs.check)
 
     def _drivers(self, backward: ast.AST) -> None:
-        """The function that holds the loop, and those that call it."""
+        """Return the function that contains the loop, and its callers."""
         waiting = [self.script.scopes.get(id(backward))]
         while waiting:
             scope = waiting.pop()
@@ -138,7 +139,7 @@ class Statements:
         return enclosing
 
     def _trains(self, node: ast.AST) -> bool:
-        """Whether the loop is in this statement, or a call of the function that it is in."""
+        """Return whether a statement contains the loop, or calls the function that does."""
         names = {getattr(f, "name", "") for f in self.drivers.values()}
         return any(
             each is self.batch_loop
@@ -147,7 +148,7 @@ class Statements:
         )
 
     def _is_loader(self, node: ast.expr) -> bool:
-        """A DataLoader, through enumerate and tqdm."""
+        """Return whether an expression is a DataLoader, possibly in enumerate or tqdm."""
         if isinstance(node, ast.Call):
             name = self.script.origin_of(node.func)
             if name == "enumerate" or name.rpartition(".")[2] in ("tqdm", "track"):
@@ -156,14 +157,14 @@ class Statements:
         if not isinstance(node, ast.Name):
             return False
         value = self.script.bound(node, last=True)
-        if value is None:  # such as an argument of a function
+        if value is None:  # for example an argument of a function
             return True
         if isinstance(value, ast.Call) and value.args and self.script.origin_of(value.func).endswith(".prepare"):
             return True
         return self._is_loader(value)
 
     def _path(self, backward: ast.Call) -> None:
-        """The names that what goes backward is made of."""
+        """Return the names that the loss depends on."""
         self.path = names_in(backward)
         while True:
             before = len(self.path)
@@ -178,7 +179,7 @@ class Statements:
                 return
 
     def _is_read(self, call: ast.Call) -> bool:
-        """Calls that loops.py reads, or that start the training."""
+        """Return whether a call is read by loops.py, or starts the training."""
         origin = self.script.origin_of(call.func)
         name = origin.rpartition(".")[2]
         if isinstance(call.func, ast.Name) and call.func.id in {getattr(f, "name", "") for f in self.drivers.values()}:
@@ -209,11 +210,11 @@ class Statements:
                 self.quiet.statement(node, frozenset({getattr(f, "name", "") for f in self.drivers.values()}))
             else:
                 test = getattr(node, "test", node)
-                self._gap(test, "whether and how long it trains is decided here", "steps", "epochs")
+                self._gap(test, "it decides whether and how long training runs", "steps", "epochs")
 
     def _constant(self) -> frozenset[str]:
-        """Names that the loss is made of and that the loop over the batches does not assign: the model, the loss. After
-        it, what it goes over is one, too, unless each epoch makes it anew."""
+        """Return names that the loss depends on and the loop over batches does not assign: the model, the loss.
+        Afterwards the loader is one, too, unless each epoch creates it again."""
         loop: Any = self.batch_loop
         assigned = {n.id for n in ast.walk(loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         if not self.walked or self.epoch_loop is None:
@@ -294,7 +295,7 @@ class Statements:
         self._body(node.body, 0)
 
     def _loaders(self, node: ast.expr | None) -> set[str]:
-        """The code of a loop's source, without enumerate and tqdm."""
+        """Code of a loop's iterable, without enumerate and tqdm."""
         if isinstance(node, ast.Call) and node.args and not self.script.origin_of(node.func).endswith("DataLoader"):
             return self._loaders(node.args[0])
         value = self.script.bound(node, last=True) if isinstance(node, ast.Name) else None
@@ -303,7 +304,7 @@ class Statements:
         return own | (self._loaders(value) if wrapped else set())
 
     def _unpack(self, target: ast.expr, role: Role, where: ast.AST) -> None:
-        """Names that hold a batch or a part of it."""
+        """Record the names that hold a batch or a part of it."""
         if isinstance(target, ast.Name):
             self.roles[target.id] = role
         elif isinstance(target, ast.Tuple | ast.List) and role == ("batch", "whole"):
@@ -333,7 +334,7 @@ class Statements:
                 self.quiet.statement(node, frozenset(self.path))
 
     def _event(self, call: ast.Call) -> str | None:
-        """What a call does to the step."""
+        """Record the role of a call in the step."""
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
         kinds = {"backward": "backward", "zero_grad": "zero", "unscale_": "unscale", "clip_grad_norm_": "clip"}
         kinds |= {"clip_grad_norm": "clip", "clip_grad_value_": "clip", "update": "update"}
@@ -352,7 +353,7 @@ class Statements:
         self.events.append((str(kind), call.lineno, depth))
 
     def _is_optimizer(self, call: ast.Call) -> bool:
-        """`optimizer.step()` and `scaler.step(optimizer)`; a closure is not understood."""
+        """Return whether a call is `optimizer.step()` or `scaler.step(optimizer)`; a closure is not supported."""
         receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
         if not call.args and not call.keywords:
             return True
@@ -364,12 +365,14 @@ class Statements:
             node = node.args[0] if node.args else node
         role = self._role(node)
         if call.keywords or role is None or role[0] != "loss":
-            self._gap(call, "what goes backward is not the loss alone" if not call.keywords else _UNKNOWN, "task.loss")
+            self._gap(
+                call, "backward() is not called on the loss alone" if not call.keywords else _UNKNOWN, "task.loss"
+            )
         else:
             self.divisor = role[1]
 
     def _guard(self, node: ast.If, depth: int) -> None:
-        """`if (i + 1) % 4 == 0:` around the step, and Accelerate's own."""
+        """Read the condition around a step, `if (i + 1) % 4 == 0:`, or Accelerate's."""
         text = ast.unparse(node.test)
         if node.orelse:
             self._gap(node.orelse[0])
@@ -378,7 +381,7 @@ class Statements:
             return
         every = self._every(node.test)
         if every is None or self.accumulated not in (None, every):
-            self._gap(node.test, "how many batches make a step is not known", "micro_batches")
+            self._gap(node.test, "the batches per step are unknown", "micro_batches")
         else:
             self.accumulated = every
             self.guard = f"line {node.lineno}: if {code_of(node.test)}", isinstance(node.test, ast.BoolOp)
@@ -386,7 +389,8 @@ class Statements:
         self._body(node.body, depth + 1)
 
     def _every(self, test: ast.expr) -> int | None:
-        """N of `(i + 1) % N == 0`, or of that `or i + 1 == len(loader)`; a counter begins such that a step is whole."""
+        """Return N of `(i + 1) % N == 0`, optionally with `or i + 1 == len(loader)`. The counter must start so that the
+        first step is whole."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) and len(test.values) == 2:
             return self._every(test.values[0]) if self._is_last(test.values[1]) else None
         if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq) or len(test.ops) != 1:
@@ -403,7 +407,7 @@ class Statements:
         return every if every > 0 and first is not None and first + added == 1 else None
 
     def _is_last(self, test: ast.expr) -> bool:
-        """`i + 1 == len(loader)`: the last batch of an epoch."""
+        """Return whether a test is `i + 1 == len(loader)`: the last batch of an epoch."""
         if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
             return False
         sides = dict(self._shifted(each) for each in (test.left, test.comparators[0]))
@@ -415,7 +419,7 @@ class Statements:
         return sides[length] - sides[count] == self.counters[count] - 1 and ast.unparse(loader.args[0]) in self.loaders
 
     def _shifted(self, node: ast.expr) -> tuple[str, int]:
-        """An expression without a number that is added or taken away, and that number."""
+        """Split an expression into the part without an added or subtracted number, and that number."""
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
             for part, other in ((node.left, node.right), (node.right, node.left)):
                 value = self.script.known(other)
@@ -443,7 +447,7 @@ class Statements:
             self.roles.pop(name, None)
 
     def _role(self, node: ast.expr) -> Role | None:
-        """What an expression holds; None: it is not on the list."""
+        """Return the role of an expression, or None if it is not on the list."""
         if isinstance(node, ast.Name):
             return self.roles.get(node.id)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and self._role(node.left) == ("loss", None):
@@ -493,7 +497,7 @@ class Statements:
         return None
 
     def _before_move(self, node: ast.expr) -> ast.expr:
-        """What is moved to a device: `x` of `x.to(device, non_blocking=True)`."""
+        """Return `x` of `x.to(device, non_blocking=True)`."""
         while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self._moves(node):
             node = node.func.value
         return node
@@ -527,7 +531,7 @@ class Statements:
         return self._output(node, roles)
 
     def _output(self, node: ast.Call, roles: list[Role | None]) -> Role | None:
-        """The model's output. What is called must be the name whose weights the optimizer has."""
+        """Return the role of a model call. The called name must be the one whose weights the optimizer has."""
         if not isinstance(node.func, ast.Name) or node.func.id not in self._models():
             return None
         if not self.transformers:
@@ -553,7 +557,7 @@ class Statements:
         for call in self.optimizers:
             node = call.args[0] if call.args else next((w.value for w in call.keywords if w.arg == "params"), None)
             names |= {root_of(node.func)} if isinstance(node, ast.Call) else set()
-        while True:  # a name that is given such a model, moved to a device or wrapped
+        while True:  # follow a name to the model it is assigned from, moved to a device or wrapped
             values: dict[str, set[str]] = {}
             for (_, name), nodes in self.script.bindings.items():
                 values.setdefault(name, set()).update(map(self._wrapped, nodes))
@@ -563,7 +567,7 @@ class Statements:
             names |= more
 
     def _wrapped(self, node: ast.expr | None) -> str:
-        """The name of the model that an expression gives on another device, or in a wrapper; else nothing's."""
+        """Name of the model in an expression that moves or wraps it, or None."""
         if isinstance(node, ast.Call) and self._moves(node):
             return self._wrapped(node.func.value)  # type: ignore[attr-defined]
         if isinstance(node, ast.Call) and node.args:
@@ -586,7 +590,7 @@ class Statements:
             return
         depth = {kind: level for kind, _, level in self.events}
         if "zero" not in kinds:
-            self._gap(loop.iter, "no zero_grad() is in this loop: gradients of all steps add up")
+            self._gap(loop.iter, "no zero_grad() is in this loop: gradients accumulate over all steps")
             return
         back, step, zero = (kinds.index(kind) for kind in ("backward", "step", "zero"))
         line = self.events[step][1]
@@ -601,10 +605,10 @@ class Statements:
             self.draft.unclear(f"line {line}: step()", "gradients are clipped before they are unscaled")
         if depth["zero"] != depth["step"] and not accelerate:
             self.draft.unclear(
-                f"line {self.events[zero][1]}: zero_grad()", "gradients are cleared at another time than a step is made"
+                f"line {self.events[zero][1]}: zero_grad()", "gradients are cleared at another time than the step"
             )
         if "scheduler" in kinds and depth["scheduler"] != depth["step"]:
-            self.draft.unclear(f"line {line}: step()", "the schedule goes on at another time", "optim.schedule")
+            self.draft.unclear(f"line {line}: step()", "the schedule advances at another time", "optim.schedule")
         self._check_divisor(line)
 
     def _check_divisor(self, line: int) -> None:

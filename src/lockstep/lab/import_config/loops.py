@@ -1,8 +1,8 @@
-"""A script with a training loop of its own: plain PyTorch, DDP, Accelerate, Lightning.
+"""A script with its own training loop: plain PyTorch, DDP, Accelerate, Lightning.
 
-In: a `Script`. Out: what moves it: the loop's settings, and the task: the model's own loss where it is one of
-transformers', else `module` with the script's functions named (`task.model`, `task.data`, `task.loss` and their
-arguments). A function without a name of its own is a gap, and FILL-IN stands for it.
+In: a `Script`. Out: a mover: the loop's settings and the task. The task is the model's own loss for a transformers
+model, else `module` with the names of the script's functions (`task.model`, `task.data`, `task.loss` and their
+arguments). A function without an importable name is a gap, and FILL-IN takes its place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lockstep.lab.import_config.table import (
 
 
 def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] | None:
-    """None: it has no loop."""
+    """Return the mover of a script with a loop, or None if it has none."""
     if any("LightningModule" in ast.unparse(base) for kind in script.classes.values() for base in kind.bases):
         name = "a script of Lightning"
     elif any(c.origin.endswith("accelerate.Accelerator") or c.name == "Accelerator" for c in script.calls):
@@ -68,17 +68,17 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
 
 @dataclass
 class Loop(Reading):
-    """What a loop's calls say."""
+    """Settings found in a loop's calls."""
 
     processes: int | None = None
-    batch: int | None = None  # examples of a process and a forward pass
+    batch: int | None = None  # examples per process and forward pass
     accumulated: int = 1
     optimizers: list[Call] = field(default_factory=list)
     loader: Call | None = None
     scheduled: bool = False
-    schedule_end: tuple[str, ast.expr | None] | None = None  # where a schedule is made, its num_training_steps
-    dropped: str = ""  # the line that leaves out the last, smaller batch
-    every_at: str = ""  # the line that says how many batches make a step, where a library divides by them
+    schedule_end: tuple[str, ast.expr | None] | None = None  # line of its creation, num_training_steps
+    dropped: str = ""  # the line that drops the last, smaller batch
+    every_at: str = ""  # the line that sets the batches per step, if a library divides by them
 
     def call(self, call: Call) -> None:
         name = call.name
@@ -165,16 +165,16 @@ class Loop(Reading):
         node = arguments.nodes.get("params")
         if node is not None and not _all_weights(node):
             self.draft.unclear(
-                f"line {call.line}: {code_of(node)}", "weights with rates of their own: optim.groups", "optim.groups"
+                f"line {call.line}: {code_of(node)}", "separate rates per weight: optim.groups", "optim.groups"
             )
         rate, decay = NAMES["optimizer_defaults"][call.name]
-        if call.origin.startswith("transformers."):  # of older releases
+        if call.origin.startswith("transformers."):  # older releases of transformers
             decay = 0.0
             if call.name == "Adafactor":
                 self.draft.lacks(f"line {call.line}: the rate of adafactor", ADAFACTOR, "optim.learning_rate")
         decay = arguments.known.get("weight_decay", decay)
         if call.name in ("Adam", "Adam8bit") and decay:
-            why = "Adam adds the decay to the gradient; AdamW, which is here, does not"
+            why = "Adam adds the decay to the gradient; AdamW, lockstep's, does not"
             self.draft.lacks(str(call), why, "optim.name")
         self.draft.set("optim.name", NAMES["optimizers"][call.name], f"line {call.line}")
         self.draft.set("optim.learning_rate", arguments.known.get("lr", rate), f"lr, line {call.line}")
@@ -212,13 +212,13 @@ class Loop(Reading):
         self._unknown(call, arguments, {"batch_size": "batch_size"})
         for name, node in arguments.nodes.items():
             if name not in NAMES["loader_arguments"]:
-                self.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "not an argument that is known here")
+                self.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "unknown argument")
         last = arguments.known.get("drop_last", False)
         if "drop_last" in arguments.unknown or last:
             self.dropped = f"line {call.line}: {call.name}(drop_last={code_of(arguments.nodes['drop_last'])})"
         drawn = arguments.nodes.get("batch_sampler")
         if drawn is not None and not (isinstance(drawn, ast.Constant) and drawn.value is None):
-            why = "a step has batch_size examples, in an order of the seed"
+            why = "a step has batch_size examples, in an order from the seed"
             self.draft.lacks(f"line {call.line}: batch_sampler={code_of(drawn)}", why)
         self._split_of(call, arguments.nodes.get("dataset"))
         self._sampler_of(call, arguments.nodes.get("sampler"))
@@ -230,12 +230,12 @@ class Loop(Reading):
         if sampler is not None and not self.dropped and self.script.arguments(sampler).known.get("drop_last"):
             self.dropped = f"line {sampler.line}: {sampler.name}(drop_last=True)"
         if ordered:
-            why = "examples come in the data's order there, or in one that is not known; here every epoch has an order "
-            self.draft.lacks(f"{call}", f"{why}of the seed: give shuffle=True in the script, if that is meant")
+            why = "the script uses the data's order, or an unknown one; in lockstep every epoch has an order "
+            self.draft.lacks(f"{call}", f"{why}from the seed: set shuffle=True in the script if that is intended")
         self.read(call, "batch_size")
 
     def _split_of(self, call: Call, node: ast.expr | None) -> None:
-        """The rows of a loader: of a dictionary of splits, those of train."""
+        """Return the rows of a loader; from a dictionary of splits, those of train."""
         node = self._assigned_to(node)
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             split = node.slice.value
@@ -244,18 +244,18 @@ class Loop(Reading):
                 self.draft.unclear(f"line {call.line}: {code_of(node)}", why, "data.train", "data.source")
 
     def _sampler_of(self, call: Call, node: ast.expr | None) -> None:
-        """A sampler that gives each example once an epoch, in a random order."""
+        """Check for a sampler that yields each example once per epoch, in random order."""
         node = self._assigned_to(node)
         if node is None or (isinstance(node, ast.Constant) and node.value is None):
             return
         sampler = next((c for c in self.script.calls if c.node is node), None)
         once = sampler is not None and sampler.name == "RandomSampler" and not _draws_again(sampler.node)
         if not once and not (sampler is not None and sampler.name == "DistributedSampler"):
-            why = "in an epoch here each example comes once, in an order of the seed"
+            why = "in lockstep each epoch has every example once, in an order from the seed"
             self.draft.lacks(f"line {call.line}: sampler={code_of(node)}", why)
 
     def _assigned_to(self, node: ast.expr | None) -> ast.expr | None:
-        """What a name of the script holds, where it is assigned once; else the node itself."""
+        """Return the value of a name that the script assigns once; else the node itself."""
         if not isinstance(node, ast.Name):
             return node
         values = [
@@ -269,7 +269,7 @@ class Loop(Reading):
         arguments = self.script.arguments(call, ("device_type", "dtype") if call.name == "autocast" else ())
         kind = arguments.known.get("mixed_precision", arguments.known.get("dtype"))
         if call.name == "GradScaler" and any("dtype" in self.script.arguments(c).nodes for c in self._autocasts()):
-            return  # which scales the loss, by a power of two, and says no type
+            return  # it scales the loss by a power of two, and sets no type
         if call.name == "autocast" and arguments.known.get("enabled", True) is False:
             kind = "no"
         elif call.name == "GradScaler" or (call.name == "autocast" and "dtype" not in arguments.nodes):
@@ -286,12 +286,12 @@ class Loop(Reading):
             for name in ("split_batches", "gradient_accumulation_plugin", "dataloader_config"):
                 if name in arguments.nodes and arguments.known.get(name, True):
                     where = f"line {call.line}: {name}={code_of(arguments.nodes[name])}"
-                    why = "batch_size is all of a step, and micro_batches what it is cut into"
+                    why = "batch_size is a whole step's, micro_batches the number of its parts"
                     self.draft.lacks(where, why, "batch_size", "micro_batches")
             for name, node in arguments.nodes.items():
                 turned_off = name in ("step_scheduler_with_optimizer", "even_batches") and not arguments.known.get(name)
                 if turned_off or name not in NAMES["accelerator_arguments"]:
-                    self.draft.lacks(f"line {call.line}: {name}={code_of(node)}", "no such setting of a step is here")
+                    self.draft.lacks(f"line {call.line}: {name}={code_of(node)}", "lockstep has no such setting")
             if arguments.known.get("log_with"):
                 trackers(self.draft, "log_with", arguments.known["log_with"])
 
@@ -299,11 +299,11 @@ class Loop(Reading):
         return [call for call in self.script.calls if call.name == "autocast"]
 
     def contexts(self, statements: Statements) -> None:
-        """A context of mixed precision that is not one around the step."""
+        """Check that each mixed-precision context is around the step."""
         around = {id(each) for each in statements.contexts}
         autocasts = self._autocasts()
         if statements.walked and autocasts and not any(id(call.node) in around for call in autocasts):
-            why = "it is not a context around what the loop does to a batch, so where it holds is not known"
+            why = "it is not a context around what the loop does to a batch, so its scope is unknown"
             self.draft.unclear(str(autocasts[0]), why, "precision")
 
     def _lightning(self, call: Call) -> None:
@@ -354,7 +354,7 @@ class Loop(Reading):
             self.draft.lacks(str(call), why, "optim.schedule")
             return
         if not self._stepped(call):
-            why = "its step() is never called, so the rate stays at what it sets first"
+            why = "its step() is never called, so the rate stays at its first value"
             self.draft.lacks(str(call), why, "optim.schedule")
             return
         names = ("optimizer", "num_warmup_steps", "num_training_steps")
@@ -363,7 +363,7 @@ class Loop(Reading):
         if "constant" in call.name and "warmup" in call.name:
             name = "constant_with_warmup"
         if name not in NAMES["schedules"]:
-            self.draft.lacks(str(call), "optim.schedule has no such one", "optim.schedule")
+            self.draft.lacks(str(call), "optim.schedule has no such schedule", "optim.schedule")
             return
         self.draft.set("optim.schedule", NAMES["schedules"][name], f"line {call.line}")
         if name not in ("constant", "constant_with_warmup", "inverse_sqrt"):
@@ -375,8 +375,8 @@ class Loop(Reading):
             self.draft.set("optim.warmup_fraction", share, f"num_warmup_steps, line {call.line}")
             if (node := self._assigned(arguments.nodes["num_warmup_steps"])) and "ceil" not in code_of(node):
                 self.draft.notes.append(
-                    f"optim.warmup_fraction is rounded up, so the warm-up may be one step longer than that of line "
-                    f"{call.line}, which is not; optim.warmup_steps=N says it exactly"
+                    f"optim.warmup_fraction is rounded up, so the warm-up may be one step longer than in line "
+                    f"{call.line}, which does not round up; optim.warmup_steps=N is exact"
                 )
         elif name != "constant" and "num_warmup_steps" in arguments.unknown:
             code = f"line {call.line}: {call.name}(num_warmup_steps={arguments.unknown['num_warmup_steps']})"
@@ -390,7 +390,7 @@ class Loop(Reading):
         self.read(call, "optim.schedule")
 
     def _share(self, warmup: ast.expr | None, total: ast.expr | None) -> float | None:
-        """The share of `int(0.1 * total)`, where that is the total of the schedule."""
+        """Return the share of `int(0.1 * total)`, if `total` is the schedule's length."""
         node = self._assigned(warmup)
         while isinstance(node, ast.Call) and ast.unparse(node.func) in ("int", "round", "math.ceil") and node.args:
             node = self._assigned(node.args[0])
@@ -414,10 +414,11 @@ class Loop(Reading):
     def _assigned(self, node: ast.expr | None) -> ast.expr | None:
         return self.script.bound(node) if isinstance(node, ast.Name) else node
 
-    # -- what no call says ---------------------------------------------------------------------------------------------
+    # -- values outside of calls
+    # -------------------------------------------------------------------------------------------
 
     def constants(self, statements: Statements | None) -> None:
-        """`for epoch in range(3)`; names such as max_iters where no loop over a DataLoader was understood."""
+        """Read `for epoch in range(3)`, and names such as max_iters if no loop over a DataLoader was understood."""
         if statements is not None and statements.accumulated is not None:
             self.accumulated = statements.accumulated
         if statements is not None and statements.batch_loop is not None:
@@ -449,9 +450,9 @@ class Loop(Reading):
             self.batch = int(size)
 
     def _epochs(self, loop: ast.For | None) -> None:
-        """The loop around that over the batches; without one, the data are gone through once."""
+        """Read the loop around the one over batches; without one, training lasts one epoch."""
         if loop is None:
-            self.draft.set("epochs", 1, "the loop goes through the data once")
+            self.draft.set("epochs", 1, "the loop makes one pass over the data")
             return
         node: ast.expr = loop.iter
         while isinstance(node, ast.Call) and not ast.unparse(node.func).endswith("range") and node.args:
@@ -475,7 +476,7 @@ class Loop(Reading):
             self.draft.unclear(f"line {line}: range({code_of(node)})", loading.RUNS, "epochs", "steps")
 
     def _prepared(self, call: Call) -> bool:
-        """Whether Accelerate steps the scheduler that a call makes, or each batch is a step of one process."""
+        """Return whether Accelerate steps this scheduler, or each batch is one step of one process."""
         if self.accumulated == 1 and (self.processes or 1) == 1:
             return True
         names = {ast.unparse(t) for each in _assignments(self.script) if each.value is call.node for t in each.targets}
@@ -483,7 +484,7 @@ class Loop(Reading):
         return not names or any(ast.unparse(each) in names for node in prepared for each in node.args)
 
     def _stepped(self, call: Call) -> bool:
-        """Whether the scheduler that a call makes is stepped anywhere, by its name or one like it, or handed on."""
+        """Return whether this scheduler is stepped anywhere, by its name or an alias, or passed on."""
         names = {ast.unparse(t) for each in _assignments(self.script) if each.value is call.node for t in each.targets}
         receivers = [
             ast.unparse(node.func.value)
@@ -493,14 +494,14 @@ class Loop(Reading):
         return not names or any(each in names or "sched" in each.lower() for each in receivers)
 
     def settle(self) -> None:
-        """What a loop does where it says nothing."""
+        """Set the keys that the loop leaves at a default."""
         draft = self.draft
         if self.batch is not None:
             batches(draft, self.batch, self.accumulated, self.processes, ("batch_size", "accumulation"))
         else:
-            draft.unclear("the batch size", "no DataLoader with one was seen", "batch_size")
+            draft.unclear("the batch size", "no DataLoader with one was found", "batch_size")
         if "optim.max_grad_norm" not in draft.keys:
-            draft.set("optim.max_grad_norm", 0.0, "no gradient is clipped in the script")
+            draft.set("optim.max_grad_norm", 0.0, "the script does not clip gradients")
         if not self.scheduled:
             if any(
                 "lr" in ast.unparse(n.targets[0]) and "param_group" in ast.unparse(n.targets[0])
@@ -510,12 +511,12 @@ class Loop(Reading):
                 draft.unclear("param_group['lr'] = ...", why, "optim.schedule")
             draft.keys.setdefault("optim.schedule", "constant")
         if not self.optimizers:
-            draft.unclear("the optimizer", "none of torch's was seen", "optim.name")
+            draft.unclear("the optimizer", "no torch optimizer was found", "optim.name")
         if not {"epochs", "steps"} & draft.keys.keys():
-            draft.unclear("how long it trains", "no loop over epochs or steps was seen", "epochs", "steps")
+            draft.unclear("how long it trains", "no loop over epochs or steps was found", "epochs", "steps")
 
     def ends(self, statements: Statements | None) -> None:
-        """How an epoch ends, and the schedule: looked at once the data are."""
+        """Schedule checks of how an epoch and the schedule end, for when the data are known."""
         processes = self.processes or 1
         kinds: list[tuple[Any, str]] = [("dropped", self.dropped)] if self.dropped else []
         guard = statements.guard if statements is not None else None
@@ -530,7 +531,7 @@ class Loop(Reading):
             self.draft.at_end.append(lambda draft: end.check(draft, self.accumulated))
 
     def is_transformers(self) -> bool:
-        """Whether it learns by the loss of a model of transformers'."""
+        """Return whether the loss is computed by a transformers model."""
         endings = tuple(f"{ending}.from_pretrained" for ending in loading.TASKS)
         loaded = any(c.origin.startswith("transformers.") and c.origin.endswith(endings) for c in self.script.calls)
         has_loss = any(c.name in NAMES["losses"] or c.name.endswith("Loss") for c in self.script.calls)
@@ -538,30 +539,28 @@ class Loop(Reading):
         return loaded and by_model and not has_loss
 
     def library_task(self) -> None:
-        """The model, the tokenizer and the rows, as in a script with a Trainer."""
+        """Set model, tokenizer and rows, as for a script with a Trainer."""
         loading.task_first(self.script, self.draft)
         self._collator()
         for call in self.script.calls:
-            # Optimizers, schedules and seeds are read before.
+            # Optimizers, schedules and seeds are read elsewhere.
             if call.name not in (*NAMES["optimizers"], "set_seed") and "schedule" not in call.name:
                 trainer_script.read_call(call, self)
         attributes.read(self)
         trainer_script.own_tokenizer(self)
         self.draft.at_end.append(self.check_inputs)
         if not self.mapped:
-            why = "no function was seen that makes tokens of them"
-            self.draft.unclear(
-                "which texts are read, and where they are cut", why, "data.max_length", "task.block_size"
-            )
+            why = "no tokenizing function was found"
+            self.draft.unclear("columns and truncation are unknown", why, "data.max_length", "task.block_size")
 
     def _collator(self) -> None:
         node = None if self.loader is None else self.script.arguments(self.loader).nodes.get("collate_fn")
         if self.loader is not None and node is not None and (code := trainer_script.own_collator(self.script, node)):
-            self.draft.lacks(f"line {self.loader.line}: collate_fn={code}", "batches are made as the task says")
+            self.draft.lacks(f"line {self.loader.line}: collate_fn={code}", "the task makes the batches")
 
 
 def _all_weights(node: ast.expr | None) -> bool:
-    """Whether an argument is `model.parameters()`, also of a wrapped model."""
+    """Return whether an argument is `model.parameters()`, also of a wrapped model."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"):
         return False
     owner = node.func.value
@@ -569,7 +568,7 @@ def _all_weights(node: ast.expr | None) -> bool:
 
 
 def _draws_again(sampler: ast.Call) -> bool:
-    """Whether a RandomSampler may draw an example twice, or leave some out."""
+    """Return whether a RandomSampler may repeat or skip examples."""
     return len(sampler.args) > 1 or any(word.arg not in ("data_source", "generator") for word in sampler.keywords)
 
 

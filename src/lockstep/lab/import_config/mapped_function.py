@@ -1,7 +1,7 @@
-"""A function that rows go through before training, and that tokenises them: what it makes of them beside tokens.
+"""A tokenizing function passed to `map`: its effects on rows besides tokens.
 
-In: the function of a `map`. Out: a gap for each statement that is not on a closed list: texts that are changed before
-they are tokenised, tokens that are changed afterwards, labels that are computed.
+In: the function. Out: a gap for each statement that is not on a closed list: texts changed before tokenizing, tokens
+changed afterwards, computed labels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.lab.import_config import script, text_columns
 from lockstep.lab.import_config.script import Scope, Script, Unknown
 
-_WHOLE = "save the rows as they are trained on (to_json), and give that file: --data FILE"
+_WHOLE = "save the final rows (to_json), and give that file: --data FILE"
 _TEXTS = ("data.source", "data.train")
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "decoder_input_ids")
 _LABELS = ("label", "labels")
@@ -22,26 +22,26 @@ _COPIES = (
     *("list", "tuple", "int", "float", "copy.copy", "copy.deepcopy"),
     *("torch.tensor", "torch.LongTensor", "numpy.array", "numpy.asarray"),
 )
-_BY_WORDS = ("token_classification", "question_answering")  # whose labels belong to tokens
+_BY_WORDS = ("token_classification", "question_answering")  # tasks whose labels belong to tokens
 
-Gap = Callable[..., None]  # of a node, why, and the keys of a run file that stand in for it
+Gap = Callable[..., None]  # (node, reason, keys of a run file that replace it)
 
 
 @dataclass
 class MappedFunction:
-    """`read` looks at every statement of `function`; `gap` is told of what is not understood."""
+    """Checks every statement of `function` in `read`, and calls `gap` for those that are not understood."""
 
     script: Script
     function: Scope
     task: str
     gap: Gap
-    results: set[str] = field(default_factory=set)  # names that hold what the tokenizer gave
+    results: set[str] = field(default_factory=set)  # names that hold the tokenizer's output
 
     def read(self) -> None:
         if isinstance(self.function, ast.Lambda):
             self._returned(self.function.body)
             return
-        if self.task != "question_answering":  # whose windows and positions are the library's recipe
+        if self.task != "question_answering":  # its windows and positions are checked in qa_function.py
             for line in self.function.body:
                 self._statement(line)
 
@@ -82,7 +82,7 @@ class MappedFunction:
         self.gap(node, f"it changes the rows before they are tokenised: {_WHOLE}", *_TEXTS)
 
     def _is_used(self, name: str, node: ast.stmt) -> bool:
-        """Whether a name is read anywhere but where it is made."""
+        """Return whether a name is read anywhere besides its definition."""
         inside = {id(each) for each in ast.walk(node)}
         return any(
             isinstance(each, ast.Name) and each.id == name and id(each) not in inside
@@ -90,12 +90,12 @@ class MappedFunction:
         )
 
     def _entry(self, node: ast.stmt, name: Any, value: ast.expr) -> None:
-        """An entry of what the tokenizer gave."""
+        """Check an assignment to an entry of the tokenizer's output."""
         if name in _LABELS:
             if self.task not in _BY_WORDS and not self._is_labels(value):
                 self.gap(node, f"labels are computed, and here they are those of a column: {_WHOLE}", "task.label")
         elif (name in _INPUTS or not isinstance(name, str)) and not self._masks_padding(value):
-            self.gap(node, "tokens are changed after the tokenizer made them", "tokenizer.source")
+            self.gap(node, "tokens are changed after tokenizing", "tokenizer.source")
 
     def _returned(self, value: ast.expr | None) -> None:
         if isinstance(value, ast.Dict):
@@ -108,7 +108,7 @@ class MappedFunction:
             self.gap(value, f"it makes other rows: {_WHOLE}", *_TEXTS)
 
     def _is_tokens(self, node: ast.expr) -> bool:
-        """What the tokenizer gives, whole or an entry of it."""
+        """Return whether an expression is the tokenizer's output, or an entry of it."""
         if isinstance(node, ast.Name):
             return node.id in self.results
         if isinstance(node, ast.Subscript | ast.Attribute):
@@ -122,13 +122,13 @@ class MappedFunction:
         return False
 
     def _is_plain(self, node: ast.expr) -> bool:
-        """A column as it is, one behind a prefix, or a value that is known."""
+        """Return whether a value is an unchanged column, a column behind a prefix, or a known value."""
         if self.script.known(node, Unknown) is not Unknown:
             return True
         return text_columns.column_of(self.script, node) is not None or self._is_labels(node)
 
     def _is_labels(self, node: ast.expr) -> bool:
-        """The labels of a column, as they are or by a mapping that keeps different ones apart; or the tokens."""
+        """Return whether a value is a column of labels, unchanged or through a one-to-one mapping, or the tokens."""
         if self._is_tokens(node) or self._masks_padding(node):
             return True
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
@@ -144,7 +144,7 @@ class MappedFunction:
         return False
 
     def _is_element(self, node: ast.expr, target: ast.expr) -> bool:
-        """`x`, `int(x)`, `label2id[x]` of a comprehension over `x`."""
+        """Return whether an element is `x`, `int(x)` or `label2id[x]` of a comprehension over `x`."""
         if isinstance(node, ast.Call) and self.script.origin_of(node.func) in _COPIES and len(node.args) == 1:
             return self._is_element(node.args[0], target)
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
@@ -152,7 +152,7 @@ class MappedFunction:
         return isinstance(node, ast.Name) and isinstance(target, ast.Name) and node.id == target.id
 
     def _keeps_apart(self, name: ast.Name) -> bool:
-        """Whether a mapping of labels gives each a number of its own."""
+        """Return whether a label mapping is one-to-one."""
         values = self.script.known(name, Unknown)
         if isinstance(values, dict):
             return len({repr(each) for each in values.values()}) == len(values)
@@ -162,14 +162,14 @@ class MappedFunction:
         return False
 
     def _masks_padding(self, node: ast.expr) -> bool:
-        """`-100` in place of padding, as recipes of encoder-decoder models have it."""
+        """Return whether an expression replaces padding by `-100`, as recipes of encoder-decoder models do."""
         tests = [each.test for each in ast.walk(node) if isinstance(each, ast.IfExp)]
         return (
             bool(tests) and all("pad_token_id" in ast.unparse(test) for test in tests) and "-100" in ast.unparse(node)
         )
 
     def _aligned(self, node: ast.For) -> None:
-        """Tags of words for tokens: the first token of a word has its tag, and the others none."""
+        """Check that word tags are aligned to tokens: the first token of a word gets its tag, the others none."""
         appended = [
             each.args[0]
             for each in ast.walk(node)

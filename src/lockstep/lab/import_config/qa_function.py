@@ -1,8 +1,8 @@
-"""The function of a `map` that makes windows of questions and contexts: the recipe of transformers, or something else.
+"""A function passed to `map` that makes windows of questions and contexts: transformers' recipe, or something else.
 
-In: that function. Out: keys of the task `question_answering` (columns, stride), and a gap for each statement that makes
-other windows or other positions of answers than the recipe: a question beside a part of its context, contexts cut into
-windows that overlap, the first answer's first and last token, and the first token where a window does not hold it.
+In: that function. Out: keys of the task `question_answering` (columns, stride), and a gap for each statement that
+deviates from the recipe. The recipe: a window has the question and a part of its context; windows overlap; the labels
+are the first and last token of the first answer, or the first token if the window does not contain the answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.lab.import_config.script import Scope, Script, Unknown, kind_of
 from lockstep.lab.import_config.table import NAMES
 
-Gap = Callable[..., None]  # of a node, why, and the keys of a run file that stand in for it
+Gap = Callable[..., None]  # (node, reason, keys of a run file that replace it)
 _POSITIONS = ("start_positions", "end_positions")
 _OTHER = "windows and positions are those of transformers' recipe here"
 _STATEMENTS = (
@@ -26,7 +26,7 @@ _STATEMENTS = (
 
 @dataclass
 class QaFunction:
-    """`read` looks at every statement of `function`; `gap` is told of what is not the recipe."""
+    """Checks every statement of `function` in `read`, and calls `gap` for those that differ from the recipe."""
 
     script: Script
     function: Scope
@@ -39,8 +39,8 @@ class QaFunction:
                 self._node(node)
 
     def texts(self, node: ast.expr | None) -> str | None:
-        """The column of an argument of the tokenizer, as it is or without white space around its texts; of
-        `rows[question if pad_on_right else context]`, that of a tokenizer that pads on the right."""
+        """Return the column of a tokenizer argument: unchanged, stripped, or `rows[question if pad_on_right else
+        context]` for a tokenizer that pads on the right."""
         if isinstance(node, ast.Name):
             return self.texts(self.script.bound(node, last=True))
         if isinstance(node, ast.ListComp) and len(node.generators) == 1 and not node.generators[0].ifs:
@@ -56,7 +56,7 @@ class QaFunction:
         return name if isinstance(name, str) else None
 
     def answers(self) -> str | None:
-        """The column whose entries have `answer_start`; None: none, or several."""
+        """Return the column whose entries have `answer_start`; None unless there is exactly one."""
         names = set()
         for node in ast.walk(self.function):
             if isinstance(node, ast.Subscript) and self.script.known(node.slice) == "answer_start":
@@ -64,7 +64,7 @@ class QaFunction:
         return names.pop() if len(names) == 1 else None
 
     def truncates(self, node: ast.expr | None) -> bool:
-        """Whether contexts alone are cut: `"only_second"`, or by the side on which the tokenizer pads."""
+        """Return whether only contexts are truncated: `"only_second"`, or depending on the tokenizer's padding side."""
         if isinstance(node, ast.IfExp) and self._pads_right(node.test):
             node = node.body
         return self.script.known(node) == "only_second"
@@ -78,7 +78,7 @@ class QaFunction:
         return isinstance(node, ast.Name) and arguments is not None and node.id in {a.arg for a in arguments.args}
 
     def _column(self, node: ast.expr, depth: int = 0) -> str | None:
-        """`answers` of `rows["answers"][i]`, also by names."""
+        """Return `answers` of `rows["answers"][i]`, also through names."""
         if depth > 10:
             return None
         if isinstance(node, ast.Name):
@@ -137,7 +137,8 @@ class QaFunction:
             self.gap(node, _OTHER)
 
     def _compared(self, node: ast.Compare) -> None:
-        """`offset[i][0] <= start_char`, `offset[i][1] >= end_char`: a window holds an answer as a whole, or not."""
+        """Check `offset[i][0] <= start_char` and `offset[i][1] >= end_char`: a window contains an answer completely, or
+        not."""
         left, right = node.left, node.comparators[0]
         which = self.script.known(left.slice) if isinstance(left, ast.Subscript) else None
         if which not in (0, 1) or not isinstance(left, ast.Subscript) or not isinstance(left.value, ast.Subscript):
@@ -154,8 +155,8 @@ class QaFunction:
             )
 
     def _is_position(self, node: ast.expr, to: str) -> bool:
-        """0, the place of the first token (`cls_index`), or the place before or behind that which was counted to.
-        `to`: the list that it is put into."""
+        """Return whether a label is 0, the index of the first token (`cls_index`), or the index before or after a
+        counted one. `to`: the list it is appended to."""
         if (value := self.script.known(node, Unknown)) is not Unknown:
             return bool(value == 0) and not isinstance(value, bool)
         if isinstance(node, ast.BinOp) and isinstance(node.left, ast.Name) and self.script.known(node.right) == 1:
@@ -179,7 +180,7 @@ class QaFunction:
 
 
 def _is_of(node: ast.AST, name: str) -> bool:
-    """Whether a statement counts a name up or down."""
+    """Return whether a statement increments or decrements a name."""
     target: Any = getattr(node, "target", None)
     return isinstance(node, ast.AugAssign) and isinstance(target, ast.Name) and target.id == name
 

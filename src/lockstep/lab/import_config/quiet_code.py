@@ -1,7 +1,7 @@
-"""Code that changes nothing that is trained: logging, saving, timing, evaluation.
+"""Code without effect on training: logging, saving, timing, evaluation.
 
-In: a statement of a script. Out: a gap for each part that is not on a closed list: an assignment to something that is
-not a plain name, a call of a function that is not known to leave its arguments as they are.
+In: a statement of a script. Out: a gap for each part that is not on a closed list: an assignment to anything but a
+plain name, a call of a function that may change its arguments.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import Any
 from lockstep.lab.import_config.script import Script, Unknown, kind_of
 from lockstep.lab.import_config.table import NAMES
 
-_MODEL = "what it changes of the model, the data or the optimizer is not known"
+_MODEL = "its effect on model, data or optimizer is unknown"
 
 
 @dataclass
 class QuietCode:
-    """`gap`: is told of what is not understood. `is_read`: calls that others read."""
+    """Checks statements. `gap`: called for code that is not understood. `is_read`: whether another reader handles a
+    call."""
 
     script: Script
     gap: Callable[..., None]
     is_read: Callable[[ast.Call], bool]
     looked_at: dict[str, bool] = field(default_factory=dict)  # functions of the script -> whether they are quiet
-    itself: str | None = None  # in a method of the script's own: the name of its object, whose attributes may be set
+    itself: str | None = None  # in a method of the script: the name of its object, whose attributes may be set
 
     def statement(self, node: ast.AST, fixed: frozenset[str]) -> None:
-        """`fixed`: names that must not be assigned."""
+        """Check a statement. `fixed`: names that must not be assigned."""
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
             self._assigned(node, fixed)
             return
@@ -56,7 +57,7 @@ class QuietCode:
         if taken is not Unknown:
             body = node.body if taken else node.orelse
         body = [*body, *(line for handler in getattr(node, "handlers", ()) for line in handler.body)]
-        inner = isinstance(node, ast.For | ast.While)  # whose break is its own
+        inner = isinstance(node, ast.For | ast.While)  # their break ends only the inner loop
         for line in body:
             if inner and isinstance(line, ast.Break | ast.Continue):
                 continue
@@ -77,7 +78,7 @@ class QuietCode:
             self._expression(node.value)
 
     def _is_own_container(self, target: ast.expr, plain: bool) -> bool:
-        """A mapping or list of the script's own, or a switch that decides no weight."""
+        """Return whether a target is a container of the script's own, or a switch that affects no weight."""
         text = self.script.origin_of(target)
         if text.startswith(("os.environ[", "torch.backends.")):
             return True
@@ -86,7 +87,7 @@ class QuietCode:
             return self.itself is not None
         kind = kind_of(self.script, holder.value) if isinstance(holder, ast.Attribute) else None
         if plain and isinstance(target, ast.Attribute) and kind in ("tokenizer", "model", "config", "arguments"):
-            return True  # read, or said, by trainer_script
+            return True  # handled or reported by trainer_script
         while isinstance(holder, ast.Subscript):
             holder = holder.value
         if not isinstance(holder, ast.Name):
@@ -107,7 +108,7 @@ class QuietCode:
                 self.gap(each, _MODEL)
 
     def is_quiet(self, call: ast.Call) -> bool:
-        """Whether a call is on the list."""
+        """Return whether a call is on the list."""
         if self.is_read(call):
             return True
         origin = self.script.origin_of(call.func)
@@ -120,13 +121,13 @@ class QuietCode:
         if any(word.arg in ("out", "inplace") for word in call.keywords):
             return False
         if origin.startswith("torch.nn.") and not origin.startswith("torch.nn.functional."):
-            return name[:1].isupper() and origin.count(".") == 2  # a loss or a layer, and no pruning of a model
+            return name[:1].isupper() and origin.count(".") == 2  # a loss or a layer, not a pruning method
         if origin in NAMES["quiet_calls"] or origin.startswith(tuple(NAMES["quiet_modules"])):
             return not (
                 name.endswith("_") or (name.startswith(("set_", "use_")) and origin not in NAMES["quiet_calls"])
             )
         if origin.split(".")[0] in ("transformers", "datasets", "peft", "bitsandbytes"):
-            return True  # which trainer_script reads, or says that it does not know
+            return True  # handled or reported by trainer_script
         if isinstance(call.func, ast.Attribute):
             kind = kind_of(self.script, call.func.value)
             if kind in ("rows", "tokenizer", "model") and name not in ("train", "eval"):
@@ -139,7 +140,7 @@ class QuietCode:
         return self._is_value(call.func)
 
     def _is_of_others(self, holder: ast.expr) -> bool:
-        """Whether something may be changed: a list, a bar, a metric, and no data set or optimizer."""
+        """Return whether an object may be changed: a list, a progress bar, a metric, but not a dataset or optimizer."""
         if not isinstance(holder, ast.Name):
             return False
         value = self.script.bound(holder, last=True)
@@ -150,7 +151,7 @@ class QuietCode:
         return _last(value) not in (*self.script.classes, *self.script.functions, *NAMES["optimizers"])
 
     def _is_value(self, function: ast.expr) -> bool:
-        """A model or a loss that is called, or a value that the script has made."""
+        """Return whether a call is one of a model or loss, or of a value that the script has created."""
         if not isinstance(function, ast.Name):
             return False
         value = self.script.bound(function, last=True)
@@ -159,7 +160,7 @@ class QuietCode:
         return isinstance(value, ast.Call)
 
     def _own_method(self, function: ast.Attribute) -> ast.FunctionDef | None:
-        """The method of a class of the script's own that is called."""
+        """Return the called method of a class of the script."""
         holder: ast.expr | None = function.value
         while isinstance(holder, ast.Name):
             holder = self.script.bound(holder, last=True)
@@ -168,13 +169,13 @@ class QuietCode:
         return next((m for m in body if isinstance(m, ast.FunctionDef) and m.name == function.attr), None)
 
     def _function(self, name: str) -> bool:
-        """Whether a function of the script's own is quiet: each of its statements is."""
+        """Return whether all statements of a function of the script are quiet."""
         return self._quiet_body(name, self.script.functions[name])
 
     def _quiet_body(self, name: str, function: Any, itself: Sequence[ast.arg] = ()) -> bool:
-        """`itself`: the object that a method may set attributes of."""
+        """Check the statements of a function. `itself`: the object whose attributes a method may set."""
         if name not in self.looked_at:
-            self.looked_at[name] = True  # one that calls itself
+            self.looked_at[name] = True  # for recursive functions
             gaps: list[ast.AST] = []
             own = itself[0].arg if itself else None
             inner = QuietCode(self.script, lambda n, *more: gaps.append(n), self.is_read, self.looked_at, own)
@@ -197,7 +198,7 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def root_of(node: ast.AST) -> str:
-    """The first name of a dotted expression."""
+    """Return the first name of a dotted expression."""
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""

@@ -1,8 +1,9 @@
-"""A Python script as far as it can be read without running it: its calls, their arguments, what its names hold.
+"""A Python script, read without running it: its calls, their arguments, the values of its names.
 
-In: the text, and options of a command line. Out: a `Script`. A value is known where it is a literal, a name that is
-given one once, a default of argparse or of a dataclass, or made of such by operators and a few plain functions;
-everything else is `Unknown`. Of a piece of code: whether it holds a tokenizer, a model or rows, and of which split.
+In: the text, and options of a command line. Out: a `Script`. A value is known if it is a literal, a name that is
+assigned once, a default of argparse or of a dataclass, or computed from such values by operators and a few plain
+functions; anything else is `Unknown`. For an expression: whether it is a tokenizer, a model or rows, and of which
+split.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ LONGEST = 76  # characters of a piece of code in a message
 
 
 class Unknown(Exception):
-    """A value that is known when the script runs."""
+    """A value that is only known when the script runs."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call, at its place."""
+    """A call in the script."""
 
     node: ast.Call
-    name: str  # its last part: from_pretrained
-    origin: str  # as imported: transformers.AutoTokenizer.from_pretrained
-    condition: str | None = None  # code that decides whether it is called, where that is not known
+    name: str  # last part of its name: from_pretrained
+    origin: str  # imported name: transformers.AutoTokenizer.from_pretrained
+    condition: str | None = None  # code of the condition, if its value is unknown
 
     @property
     def line(self) -> int:
@@ -43,7 +44,7 @@ class Call:
 
     @property
     def receiver(self) -> ast.expr | None:
-        """What a method is called on."""
+        """The object that a method is called on."""
         return self.node.func.value if isinstance(self.node.func, ast.Attribute) else None
 
     def __str__(self) -> str:
@@ -52,12 +53,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One target of an assignment, and what it is given (None: a part of a value that is not taken apart)."""
+    """One target of an assignment and its value (None: an unknown part of a value)."""
 
     node: ast.Assign | ast.AnnAssign
     target: ast.expr
     value: ast.expr | None
-    condition: str | None  # code that decides whether it is made, where that is not known
+    condition: str | None  # code of the condition, if its value is unknown
 
     def __str__(self) -> str:
         return f"line {self.node.lineno}: {code_of(self.node)}"
@@ -65,16 +66,16 @@ class Assignment:
 
 @dataclass
 class Arguments:
-    """Those of a call: known ones by name, and the code of the others."""
+    """Arguments of a call: known values by name, and the code of the others."""
 
     known: dict[str, Any] = field(default_factory=dict)
     nodes: dict[str, ast.expr] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
-    more: list[str] = field(default_factory=list)  # **these, whose names are not known
+    more: list[str] = field(default_factory=list)  # **mappings with unknown keys
 
 
 class _AsWritten(ast.NodeTransformer):
-    """Names and calls that other code stands for, as the script has them."""
+    """Restores names and calls that inlining has replaced."""
 
     def visit(self, node: ast.AST) -> Any:
         written = getattr(node, "written", None)
@@ -82,7 +83,7 @@ class _AsWritten(ast.NodeTransformer):
 
 
 def code_of(node: ast.AST) -> str:
-    """In one line, as the script has it: names of a tree that is written out are those before."""
+    """Code of a node on one line, with the script's own names even in an inlined tree."""
     if any(getattr(each, "written", None) is not None for each in ast.walk(node)):
         names = isinstance(node, ast.Name | ast.Constant)
         node = _AsWritten().visit(deepcopy(node)) if names else _AsWritten().generic_visit(deepcopy(node))
@@ -91,8 +92,8 @@ def code_of(node: ast.AST) -> str:
 
 
 class Script:
-    """A script and its names. `options`: of its command line, by name. `tree`: the text's, where it is made already.
-    Errors: `RunError` for what is no Python."""
+    """A script and its names. `options`: command-line options by name. `tree`: the parsed text, if available. Errors:
+    `RunError` if the text is not valid Python."""
 
     def __init__(
         self, path: Path, text: str, options: Mapping[str, Any] | None = None, tree: ast.Module | None = None
@@ -102,31 +103,31 @@ class Script:
             self.tree = ast.parse(text) if tree is None else tree
         except SyntaxError as error:
             raise RunError("LS8230", f"--from: {path}, line {error.lineno}: {error.msg}") from None
-        except ValueError as error:  # such as a NUL
+        except ValueError as error:  # for example a NUL
             raise RunError("LS8551", f"--from: {path} cannot be parsed as Python: {error}") from None
         self.imports: dict[str, str] = {}
         self.functions: dict[str, Scope] = {}
         self.classes: dict[str, ast.ClassDef] = {}
-        self.bindings: dict[tuple[int, str], list[ast.expr | None]] = {}  # scope and name -> values; None: any
-        self.scopes: dict[int, Scope | None] = {}  # node -> the function that it stands in
-        self.order: dict[int, int] = {}  # node -> its place in the tree
-        self._set_later: set[str] = set()  # attributes that the script sets itself: args.lr
-        self.started: Scope | None = None  # the function that fire makes a command of
-        self._parsed: dict[str, Any] = {}  # argparse's options and their defaults
-        self._declared: set[str] = set()  # argparse's options as a command line has them
-        self._namespaces: set[str] = set()  # names that parse_known_args gives them to
-        self._dataclasses: set[str] = set()  # names that hold options that a parser of dataclasses has read
+        self.bindings: dict[tuple[int, str], list[ast.expr | None]] = {}  # scope and name -> values; None: unknown
+        self.scopes: dict[int, Scope | None] = {}  # node -> its enclosing function
+        self.order: dict[int, int] = {}  # node -> its position in the tree
+        self._set_later: set[str] = set()  # attributes that the script sets: args.lr
+        self.started: Scope | None = None  # the function that fire turns into a command
+        self._parsed: dict[str, Any] = {}  # options of argparse and their defaults
+        self._declared: set[str] = set()  # options as a command line spells them
+        self._namespaces: set[str] = set()  # names that hold parsed options
+        self._dataclasses: set[str] = set()  # names that hold options parsed into dataclasses
         self._evaluating: set[int] = set()
         self._values: dict[int, Any] = {}  # what was evaluated: a name that is used twice is not evaluated twice
         self._bind(self.tree, None, True)
         self._parse_options()
-        self._values.clear()  # before, options were not known yet
+        self._values.clear()  # values cached before the options were known
         self.calls: list[Call] = list(self._calls(self.tree.body, None))
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
     def _bind(self, node: ast.AST, scope: Scope | None, sure: bool) -> None:
-        """`sure`: it is no branch that might not be taken."""
+        """Record the bindings in a node. `sure`: not in a branch that may be skipped."""
         for child in ast.iter_child_nodes(node):
             self.scopes[id(child)] = scope
             self.order[id(child)] = len(self.order)
@@ -163,14 +164,14 @@ class Script:
         elif isinstance(node, ast.AugAssign | ast.For | ast.comprehension | ast.NamedExpr):
             self._target(node.target, None, scope, sure)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
-            self._target(node.func.value, None, scope, sure)  # a mapping or list that is not what it was
+            self._target(node.func.value, None, scope, sure)  # a mapping or list that is changed
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             self._target(node.optional_vars, node.context_expr, scope, sure)
 
     def _target(self, target: ast.expr, value: ast.expr | None, scope: Scope | None, sure: bool) -> None:
         if isinstance(target, ast.Name):
             self._add(target.id, scope, value)
-            if not sure:  # what it holds afterwards is not known
+            if not sure:  # its later value is unknown
                 self._add(target.id, scope, None)
         elif isinstance(target, ast.Tuple | ast.List):
             values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
@@ -184,11 +185,11 @@ class Script:
             self._set_later.add(ast.unparse(target))
 
     def _add(self, name: str, scope: Scope | None, value: ast.expr | None) -> None:
-        scope = None if "." in name else scope  # an attribute, where methods are written out
+        scope = None if "." in name else scope  # an attribute in inlined code
         self.bindings.setdefault((id(scope), name), []).append(value)
 
     def bound(self, node: ast.Name, last: bool = False) -> ast.expr | None:
-        """The one expression that a name stands for; `last`: the latest before this place. None: not known."""
+        """Return the only expression assigned to a name; `last`: the last one before this line. None if unknown."""
         scope = self.scopes.get(id(node))
         while True:
             values = self.bindings.get((id(scope), node.id))
@@ -209,7 +210,7 @@ class Script:
         )
 
     def origin_of(self, node: ast.expr) -> str:
-        """A dotted name with what it was imported from: transformers.Trainer."""
+        """Return a dotted name with its import: transformers.Trainer."""
         text = ast.unparse(node)
         first, dot, rest = text.partition(".")
         return f"{self.imports.get(first, first)}{dot}{rest}"
@@ -217,7 +218,7 @@ class Script:
     # -- values --------------------------------------------------------------------------------------------------------
 
     def value(self, node: ast.expr) -> Any:
-        """Errors: `Unknown`, also for a value that is larger than those of settings are."""
+        """Evaluate an expression. Errors: `Unknown`, also for a value larger than any setting."""
         if id(node) in self._evaluating:
             raise Unknown
         if id(node) not in self._values:
@@ -234,7 +235,7 @@ class Script:
         return copy(value)
 
     def known(self, node: ast.expr | None, otherwise: Any = None) -> Any:
-        """The value, or `otherwise` where it is not known."""
+        """Return the value of an expression, or `otherwise` if it is unknown."""
         try:
             return otherwise if node is None else self.value(node)
         except Unknown:
@@ -276,10 +277,10 @@ class Script:
         raise Unknown
 
     def _formatted(self, part: ast.expr) -> str:
-        """A part of an f-string."""
+        """Evaluate a part of an f-string."""
         if not isinstance(part, ast.FormattedValue):
             return str(self.value(part))
-        if part.conversion != -1:  # !r and its kin
+        if part.conversion != -1:  # !r, !s or !a
             raise Unknown
         form = "" if part.format_spec is None else self.value(part.format_spec)
         if any(len(digits) > 2 for digits in re.findall(r"\d+", form)):  # a width of millions
@@ -287,7 +288,7 @@ class Script:
         return format(self.value(part.value), form)
 
     def _of_several(self, node: ast.BoolOp) -> Any:
-        """`a and b` and `a or b`; one that decides it is enough."""
+        """Evaluate `a and b` or `a or b`; one deciding operand is enough."""
         decisive = isinstance(node.op, ast.Or)
         values = [self.known(each, Unknown) for each in node.values]
         for value in values:
@@ -343,7 +344,7 @@ class Script:
         raise Unknown
 
     def _of_dataclasses(self, name: str) -> Any:
-        """What the command line gives, else the default of the script's own dataclass."""
+        """Return an option from the command line, else the default in the script's dataclass."""
         if name in self.options:
             return self.options[name]
         for kind in self.classes.values():
@@ -352,11 +353,11 @@ class Script:
         raise Unknown
 
     def _is_options(self, name: ast.Name, holder: ast.expr | None) -> bool:
-        """Whether a name holds what argparse has read; a function's argument of such a name does, too."""
+        """Return whether a name holds options parsed by argparse; so does a function argument of the same name."""
         if name.id in self._namespaces:
             return True
         if isinstance(holder, ast.Call):
-            maker = self.functions.get(ast.unparse(holder.func))  # a function of the script's own that reads them
+            maker = self.functions.get(ast.unparse(holder.func))  # a function of the script that parses them
             inside = maker is not None and (
                 ".parse_args(" in (text := ast.unparse(maker)) or ".parse_known_args(" in text
             )
@@ -365,7 +366,7 @@ class Script:
         return len(scoped) == 1 and isinstance(scoped[0], ast.Call) and self._is_options(name, scoped[0])
 
     def _of_class(self, kind: ast.ClassDef, name: str, holder: ast.expr | None) -> Any:
-        """A default of a dataclass, or an attribute of a class."""
+        """Return a default of a dataclass, or an attribute of a class."""
         if isinstance(holder, ast.Call):
             arguments = {word.arg: word.value for word in holder.keywords}
             if name in arguments:
@@ -382,7 +383,8 @@ class Script:
         raise Unknown
 
     def _parse_options(self) -> None:
-        """Defaults of argparse, with what the command line gives instead; fire's are those of its function."""
+        """Collect the defaults of argparse, replaced by options of the command line; for fire, those of its
+        function."""
         for node in ast.walk(self.tree):
             if not isinstance(node, ast.Call):
                 continue
@@ -411,7 +413,7 @@ class Script:
                     continue
 
     def unread_options(self) -> list[str]:
-        """Options of the command line that no parser of the script's declares, where all of them are seen."""
+        """Return command-line options that the script's parsers do not declare, if all parsers are known."""
         if self.started is not None or self._dataclasses or self._namespaces:
             return []
         return [name for name in self.options if name not in self._declared]
@@ -419,7 +421,7 @@ class Script:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _calls(self, body: list[Any], condition: str | None) -> Iterator[Call]:
-        """In their order, without those of branches that are known not to be taken."""
+        """Collect calls in order, without branches that are known to be skipped."""
         for node in body:
             if isinstance(node, ast.If):
                 yield from self._calls([node.test], condition)
@@ -436,7 +438,7 @@ class Script:
                 yield Call(node, origin.rpartition(".")[2], origin, condition)
 
     def assignments(self, body: list[Any] | None = None, condition: str | None = None) -> Iterator[Assignment]:
-        """In their order, without those of branches that are known not to be taken."""
+        """Yield assignments in order, without branches that are known to be skipped."""
         for node in self.tree.body if body is None else body:
             if isinstance(node, ast.If):
                 taken = self.known(node.test, Unknown)
@@ -452,7 +454,7 @@ class Script:
                 yield from self.assignments(list(ast.iter_child_nodes(node)), unsure)
 
     def arguments(self, call: Call, names: tuple[str, ...] = ()) -> Arguments:
-        """`names`: of its positional arguments."""
+        """Return the arguments of a call. `names`: of its positional arguments."""
         arguments = Arguments()
         plain = [node for node in call.node.args if not isinstance(node, ast.Starred)]
         if names and (len(plain) > len(names) or len(plain) < len(call.node.args)):
@@ -477,11 +479,11 @@ class Script:
 
 
 _FAULTS = (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError, SyntaxError, MemoryError, OverflowError)
-_MOST = 10_000  # entries of a list or mapping, and all that they hold, characters of a text, bits of a number
+_MOST = 10_000  # entries of a list or mapping, including nested ones; characters of a text; bits of a number
 
 
 def _bounded(value: Any) -> Any:
-    """The value. Errors: `Unknown` where it holds more than `_MOST` entries, characters or bits."""
+    """Return the value. Errors: `Unknown` if it has more than `_MOST` entries, characters or bits."""
     count, waiting = 0, [value]
     while waiting:
         each = waiting.pop()
@@ -501,7 +503,7 @@ def _bounded(value: Any) -> Any:
 
 
 def _affordable(operator_: ast.operator, left: Any, right: Any) -> None:
-    """Errors: `Unknown` for a product or a power that would be larger than `_MOST`."""
+    """Check the size of a product or power before computing it. Errors: `Unknown` above `_MOST`."""
     whole = isinstance(left, int) and isinstance(right, int)
     if isinstance(operator_, ast.Pow) and whole and abs(right) * left.bit_length() > _MOST:
         raise Unknown
@@ -531,7 +533,7 @@ _UNARY: dict[type, Any] = {
 }
 FUNCTIONS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool, "len": len, "max": max, "min": min}
 FUNCTIONS |= {"Path": str, "pathlib.Path": str, "os.path.join": lambda *parts: "/".join(parts), "dict": dict}
-ENUMERATIONS = ("Strategy", "Type", "Names")  # IntervalStrategy.EPOCH is epoch
+ENUMERATIONS = ("Strategy", "Type", "Names")  # IntervalStrategy.EPOCH means epoch
 DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32"}
 COMPARISONS: dict[type, Any] = {
     ast.Eq: operator.eq,
@@ -548,14 +550,14 @@ COMPARISONS: dict[type, Any] = {
 
 
 Kind = Literal["tokenizer", "model", "config", "rows", "trainer", "arguments", "adapter"]
-CUT = "cut off train"  # the split that train_test_split makes
+CUT = "cut off train"  # the split from train_test_split
 TOKENIZERS = ("Tokenizer", "TokenizerFast", "Processor")
 _MAKERS = ("load_dataset", "load_from_disk", "concatenate_datasets", "interleave_datasets")
 _WRAPPED = ("get_peft_model", "prepare_model_for_kbit_training", "prepare_model_for_int8_training")
 
 
 def _parts(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """The targets of `a, b = 1, 2`, each with its own value."""
+    """Split `a, b = 1, 2` into its targets, each with its value."""
     if not isinstance(target, ast.Tuple | ast.List):
         yield target, value
         return
@@ -569,12 +571,12 @@ def _parts(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.ex
 
 
 def kind_of(script: Script, node: ast.expr | None, depth: int = 0) -> Kind | None:
-    """What an expression gives."""
+    """Return what an expression evaluates to: a tokenizer, a model, rows or something else."""
     if node is None or depth > 20:
         return None
     if isinstance(node, ast.Name):
         value = script.bound(node, last=True)
-        if value is None:  # such as an argument of a function
+        if value is None:  # for example an argument of a function
             if "tokenizer" in node.id.lower():
                 return "tokenizer"
             return "model" if node.id == "model" else None
@@ -617,7 +619,7 @@ def _of_call(script: Script, node: ast.Call, depth: int) -> Kind | None:
 
 
 def is_trainer(script: Script, name: str, depth: int = 0) -> bool:
-    """Whether a class is a Trainer of transformers' or TRL's, or one of the script's own that is made of one."""
+    """Return whether a class is a Trainer of transformers or TRL, or a subclass in the script."""
     if depth > 10:
         return False
     if (own := script.classes.get(name)) is None:
@@ -626,7 +628,7 @@ def is_trainer(script: Script, name: str, depth: int = 0) -> bool:
 
 
 def split_of(script: Script, node: ast.expr | None, depth: int = 0) -> str | None:
-    """The split that rows are of, as their source calls it; CUT: what `train_test_split` has cut off train."""
+    """Return the split of rows, by its source's name; CUT: the held-out part of `train_test_split`."""
     if node is None or depth > 30:
         return None
     if isinstance(node, ast.Name):
@@ -653,7 +655,7 @@ def split_of(script: Script, node: ast.expr | None, depth: int = 0) -> str | Non
 
 
 def function_of(script: Script, node: ast.expr | None) -> Scope | None:
-    """The function of the script that a name or a lambda is; through functools.partial."""
+    """Return the script's function behind a name, lambda or functools.partial."""
     if isinstance(node, ast.Lambda):
         return node
     if isinstance(node, ast.Name):
@@ -664,7 +666,7 @@ def function_of(script: Script, node: ast.expr | None) -> Scope | None:
 
 
 def casts(script: Script, node: ast.Call) -> bool:
-    """Whether `x.to(...)` makes other numbers of it, and does not only move it to a device."""
+    """Return whether `x.to(...)` changes the dtype and not only the device."""
     if not isinstance(node.func, ast.Attribute) or node.func.attr != "to":
         return False
     for each in (*node.args, *(word.value for word in node.keywords if word.arg in (None, "dtype", "other"))):

@@ -1,8 +1,8 @@
-"""A row for each key of another system, and what comes of a file of such keys.
+"""Conversion tables with a row per key of another system, and the draft of a run file that they fill.
 
-In: a table of `config/foreign_keys/` (their key -> `KeyTranslation`) and the keys of a file. Out: `RunDraft`: keys of
-a run file, what their comments say, and the gaps: what has no counterpart or is not understood, with why, and whether
-it decides what is trained. docs/reference/coming-from shows the same tables; a test compares them.
+In: a table in `config/foreign_keys/` (foreign key -> `KeyTranslation`) and the keys of a file. Out: `RunDraft`: keys of
+a run file, their comments, and the gaps: keys without a counterpart or not understood, with reasons, and whether they
+affect training. docs/reference/coming-from shows the same tables; a test compares them.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from lockstep.config.run import RunError
 from lockstep_trace.plurals import quantity
 
 EIGHT_BITS = "the base of an adapter can be in 4 bits (model.quantization: nf4 or fp4), and not in 8"
-FILL_IN = "FILL-IN"  # where nothing says what the data, the model or a function is
+FILL_IN = "FILL-IN"  # placeholder for an unknown data source, model or function
 _OFF = (None, False, "", "no", "none", "off", "NO", "None", 0, -1)
 
 
 @dataclass(frozen=True)
 class KeyTranslation:
-    """How one key is translated."""
+    """How one key is converted."""
 
-    here: str = ""  # dotted keys of a run file, with commas between them; none: it has no counterpart
-    how: str = ""  # what is done with the value, or why there is no counterpart
-    values: Mapping[Any, Any] | None = None  # their value -> ours; others have no counterpart
-    joined: bool = False  # taken together with others, by the source's own function
-    default: Any = None  # theirs: of a key without a counterpart, nothing is said of it
-    decides: bool = False  # without a counterpart, and another model is trained without it
-    by: tuple[str, ...] = ()  # keys of a run file, one of which given by hand stands in for it
+    here: str = ""  # dotted keys of a run file, separated by commas; empty: no counterpart
+    how: str = ""  # conversion of the value, or why there is no counterpart
+    values: Mapping[Any, Any] | None = None  # foreign value -> ours; other values have no counterpart
+    joined: bool = False  # combined with other keys by a function of the source
+    default: Any = None  # of a key without a counterpart: a value that is not reported
+    decides: bool = False  # for a key without a counterpart: whether another model would be trained
+    by: tuple[str, ...] = ()  # keys of a run file that replace it, any one of them given by hand
 
 
 Table = dict[str, KeyTranslation]
 
 
 def _with_enumeration(values: Mapping[str, str], name: str) -> dict[str, str]:
-    """Values also as an enumeration of transformers is written."""
+    """Add each value also in the spelling of transformers' enumeration."""
     return {**values, **{f"{name}.{theirs}": ours for theirs, ours in values.items()}}
 
 
@@ -54,7 +54,7 @@ _SHARED = {"schedules": SCHEDULES, "optimizers": OPTIMIZERS}
 
 
 def read_table(system: str) -> Table:
-    """The rows of `config/foreign_keys/SYSTEM.yaml`."""
+    """Read the rows of `config/foreign_keys/SYSTEM.yaml`."""
     return {
         name: KeyTranslation(
             here=row.get("to", ""),
@@ -68,7 +68,7 @@ def read_table(system: str) -> Table:
 
 
 def read_keys(path: Path, text: str) -> dict[str, Any]:
-    """The keys of a file of JSON or YAML. Errors: `RunError`."""
+    """Read the keys of a JSON or YAML file. Errors: `RunError`."""
     try:
         keys = json.loads(text) if path.suffix == ".json" else messages.read_yaml(text)
     except json.JSONDecodeError as error:
@@ -80,8 +80,8 @@ def read_keys(path: Path, text: str) -> dict[str, Any]:
     return {str(name): value for name, value in keys.items()}
 
 
-NAMES: Mapping[str, Any] = foreign_keys("scripts")  # those of scripts and command lines, by their part in a training
-# Keys of a run file that decide nothing about the weights that a run ends with, or only at which bits.
+NAMES: Mapping[str, Any] = foreign_keys("scripts")  # names in scripts and command lines, by their role in a training
+# Keys of a run file that never affect the final weights, or only their bits.
 _OUTWARD = (
     "name",
     "output",
@@ -102,7 +102,7 @@ _OUTWARD_KEYS = {
 
 
 def decides(key: str) -> bool:
-    """Whether a key of a run file decides what is trained."""
+    """Return whether a key of a run file affects training."""
     if key == "evaluate.patience":
         return True
     return key.partition(".")[0] not in _OUTWARD and key not in _OUTWARD_KEYS
@@ -110,13 +110,13 @@ def decides(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Gap:
-    """Something of the other system's that the run file does not have."""
+    """A setting of the other system that the run file does not have."""
 
     name: str
     why: str
     decides: bool = False  # without it, another model would be trained
-    by: tuple[str, ...] = ()  # keys of a run file, one of which given by hand stands in for it
-    understood: bool = True  # False: it could not be read, so whether there is a counterpart is not known
+    by: tuple[str, ...] = ()  # keys of a run file that replace it, any one of them given by hand
+    understood: bool = True  # False: could not be read, so a counterpart may exist
 
     def __str__(self) -> str:
         return f"{'no counterpart' if self.understood else 'not understood'}: {self.name} ({self.why})"
@@ -126,7 +126,7 @@ _NAMED = re.compile(r"(?P<keep>(?:.*\s)?(?P<name>-{0,2}[\w.-]+)(?:: | ))\S.*")
 
 
 def _without_secret(name: str) -> str:
-    """The name of a gap, which may end with a value: `hub_token: VALUE`, `line 3: --token VALUE`."""
+    """Return the name of a gap without a secret value: `hub_token: VALUE`, `line 3: --token VALUE`."""
     match = _NAMED.fullmatch(name)
     if match is not None and redaction.names_secret(match["name"].lstrip("-")):
         return f"{match['keep']}{redaction.STRUCK}"
@@ -135,17 +135,17 @@ def _without_secret(name: str) -> str:
 
 @dataclass
 class RunDraft:
-    """What a file says, in keys of a run file."""
+    """The content of a file as keys of a run file."""
 
     keys: dict[str, Any] = field(default_factory=dict)  # dotted
-    comments: dict[str, str] = field(default_factory=dict)  # dotted key -> what its comment says
+    comments: dict[str, str] = field(default_factory=dict)  # dotted key -> its comment
     gaps: list[Gap] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what was taken to be so
-    read: list[str] = field(default_factory=list)  # of a script: each line that was read, and what for
-    by_hand: dict[str, Any] = field(default_factory=dict)  # dotted keys that were given on the command line
-    folder: Path = Path()  # of the file that is read: other files are looked for there
-    rows: int | None = None  # of the split that the file trains on, where the data were looked at
-    deepspeed: Any = None  # a file of DeepSpeed's that it names, or its mapping
+    notes: list[str] = field(default_factory=list)  # assumptions
+    read: list[str] = field(default_factory=list)  # for scripts: each line that was read, and its meaning
+    by_hand: dict[str, Any] = field(default_factory=dict)  # dotted keys given on the command line
+    folder: Path = Path()  # folder of the file, searched for other files
+    rows: int | None = None  # number of rows of the training split, if the data were looked at
+    deepspeed: Any = None  # a DeepSpeed file that it names, or the settings themselves
     at_end: list[Callable[[RunDraft], object]] = field(default_factory=list)  # once the data were looked at
 
     def set(self, key: str, value: Any, comment: str) -> None:
@@ -153,16 +153,16 @@ class RunDraft:
         self.comments[key] = comment
 
     def drop(self, name: str, value: Any, why: str, decides: bool = False, by: tuple[str, ...] = ()) -> None:
-        """Has no counterpart. `value`: None where the name says it all."""
+        """Record a setting without a counterpart. `value`: None if the name is sufficient."""
         text = "" if value is None else f": {value}"
         self._gap(Gap(name + (text if len(text) <= 60 else f"{text[:57]}..."), why, decides, by))
 
     def lacks(self, name: str, why: str, *by: str) -> None:
-        """Has no counterpart, and another model would be trained without it."""
+        """Record a setting without a counterpart that would train another model."""
         self.drop(name, None, why, True, by)
 
     def unclear(self, name: str, why: str, *by: str, decides: bool = True) -> None:
-        """Not understood."""
+        """Record a setting that is not understood."""
         self._gap(Gap(name, why, decides, by, understood=False))
 
     def _gap(self, gap: Gap) -> None:
@@ -171,17 +171,17 @@ class RunDraft:
             self.gaps.append(gap)
 
     def file_named(self, name: str) -> Path | None:
-        """A file that the file names, from its own folder or from here; None: it is not there."""
+        """Find a file that the file names, relative to its folder or the current one; None if it does not exist."""
         places = (self.folder / Path(name).expanduser(), Path(name).expanduser())
         return next((place for place in places if place.is_file()), None)
 
     @property
     def task(self) -> str | None:
-        """The task, as far as it is known: what was given by hand goes first."""
+        """The task, if known; one given by hand comes first."""
         return self.by_hand.get("task.name") or self.keys.get("task.name")
 
     def deciding(self) -> list[Gap]:
-        """The gaps without which another model would be trained, but for those that a key given by hand closes."""
+        """The gaps that would train another model, except those closed by a key given by hand."""
         return [gap for gap in self.gaps if gap.decides and not any(map(self.is_given, gap.by))]
 
     def is_given(self, key: str) -> bool:
@@ -190,11 +190,11 @@ class RunDraft:
 
 
 def apply(table: Table, theirs: Mapping[str, Any], draft: RunDraft) -> None:
-    """Every row that stands for itself; rows that are `joined` are left to the source's own function."""
+    """Apply every row that converts a single key; rows marked `joined` are left to a function of the source."""
     for name, value in theirs.items():
         row = table.get(name)
         if row is None:
-            draft.drop(name, value, "not a key that is known here", decides=not _is_off(value))
+            draft.drop(name, value, "unknown key", decides=not _is_off(value))
         elif row.joined:
             continue
         elif not row.here:
@@ -210,12 +210,12 @@ def apply(table: Table, theirs: Mapping[str, Any], draft: RunDraft) -> None:
         elif not _is_off(value):
             choices = ", ".join(dict.fromkeys(str(v) for v in row.values.values() if v is not None))
             draft.drop(
-                name, value, f"{row.here} is one of {choices}; its default is taken", decides(row.here), (row.here,)
+                name, value, f"{row.here} is one of {choices}; the default is used", decides(row.here), (row.here,)
             )
 
 
 def number(value: Any) -> float | None:
-    """A number, also one that YAML has read as a text (1e-4)."""
+    """Convert a number, also one that YAML has read as text (1e-4)."""
     try:
         return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -235,11 +235,11 @@ def _is_off(value: Any) -> bool:
     return value in _OFF if not isinstance(value, list | dict) else not value
 
 
-# -- what several sources have in common -----------------------------------------------------------------------------
+# -- shared by several sources -----------------------------------------------------------------------------------------
 
 
 def batches(draft: RunDraft, each: int, accumulated: int, processes: int | None, names: tuple[str, str]) -> None:
-    """Examples a step: of each process and forward pass, times passes, times processes."""
+    """Set the examples per step: batch per process and forward pass, times passes, times processes."""
     comment = f"{names[0]} {each} x {names[1]} {accumulated} x {quantity(processes or 1, 'process')}"
     draft.set("batch_size", each * accumulated * (processes or 1), comment)
     draft.set(
@@ -255,8 +255,8 @@ def batches(draft: RunDraft, each: int, accumulated: int, processes: int | None,
 
 
 def schedule(draft: RunDraft, theirs: Mapping[str, Any], steps: str, share: str, kind: Any = None) -> None:
-    """A warm-up in steps, or as a share of all. `kind`: the schedule's name at transformers, where `constant` has no
-    warm-up, whatever is asked for; but an optimizer without a schedule is given the steps for one of its own."""
+    """Set a warm-up in steps or as a share. `kind`: name of the schedule in transformers; `constant` ignores a warm-up,
+    but an optimizer without a schedule uses the steps for its own."""
     fraction, count = number(theirs.get(share)), number(theirs.get(steps))
     kind, own = str(kind).rpartition(".")[2].lower(), draft.keys.get("optim.name") == "schedule_free"
     name, value = (steps, theirs.get(steps)) if count else (share, theirs.get(share))
@@ -266,7 +266,7 @@ def schedule(draft: RunDraft, theirs: Mapping[str, Any], steps: str, share: str,
             why = "Trainer hands a share to schedule_free as if it were a number of steps; give steps"
         draft.drop(name, value, why, True, ("optim.warmup_steps", "optim.warmup_fraction"))
     elif kind == "constant" and (count or fraction) and not own:
-        draft.drop(name, value, "transformers' schedule constant has no warm-up, and leaves it out, too")
+        draft.drop(name, value, "transformers' schedule constant ignores a warm-up, and so does the run file")
     elif count and count >= 1:
         draft.set("optim.warmup_steps", int(count), f"{steps} {int(count)}")
     elif count or fraction:
@@ -275,7 +275,7 @@ def schedule(draft: RunDraft, theirs: Mapping[str, Any], steps: str, share: str,
 
 
 def length(draft: RunDraft, epochs: Any, steps: Any, names: tuple[str, str]) -> None:
-    """Steps, where they are given, go before epochs."""
+    """Set the length of training: steps, if given, override epochs."""
     if (count := number(steps)) is not None and count > 0:
         draft.set("steps", int(count), names[1])
     elif (passes := number(epochs)) is not None:
@@ -283,7 +283,7 @@ def length(draft: RunDraft, epochs: Any, steps: Any, names: tuple[str, str]) -> 
 
 
 def only_its_own(draft: RunDraft) -> None:
-    """Leave out what is said of moments that the optimizer does not have."""
+    """Drop keys of moments that the optimizer does not have."""
     options: Any = plugins.find("optimizers", draft.keys.get("optim.name", "adamw"))
     for key in ("betas", "eps", "momentum"):
         if key not in options.Options.model_fields:
@@ -297,7 +297,7 @@ _ENDS = {key: key for key in ("min_lr_ratio", "power")} | {
 
 
 def schedule_ends(draft: RunDraft, kind: str, options: Mapping[str, Any], rate: float, name: str) -> None:
-    """How a schedule of transformers ends: what `lr_scheduler_kwargs` says, and its own defaults."""
+    """Set the end of a transformers schedule from `lr_scheduler_kwargs` and its defaults."""
     kind, options = kind.rpartition(".")[2], {key: value for key, value in options.items() if value is not None}
     if kind == "polynomial":
         options.setdefault("lr_end", 1e-7)
@@ -309,7 +309,7 @@ def schedule_ends(draft: RunDraft, kind: str, options: Mapping[str, Any], rate: 
             draft.set(f"optim.{_ENDS[key]}", value, f"{name}: {key}")
         elif key in ("min_lr", "lr_end") and (least := number(value)) is not None:
             draft.set("optim.min_lr_ratio", least / rate, f"{name}: {key} {least:g} of {rate:g}")
-        elif (kind, key, value) != ("cosine", "num_cycles", 0.5):  # half a wave, as it is anyway
+        elif (kind, key, value) != ("cosine", "num_cycles", 0.5):  # the default of half a wave
             draft.drop(f"{name}: {key}", value, "optim has no such key", True, ("optim.schedule",))
 
 
@@ -320,7 +320,7 @@ ADAFACTOR = (
 
 
 def optimizer(draft: RunDraft, name: str, value: Any) -> None:
-    """What Trainer's optimizer of the same name does otherwise, and defaults that it has and ours has not."""
+    """Record how Trainer's optimizer differs from ours of the same name, and defaults that only Trainer has."""
     kind = str(value).rpartition(".")[2].lower()
     if kind == "adafactor":
         draft.lacks(f"{name}: the rate of adafactor", ADAFACTOR, "optim.learning_rate")
@@ -331,7 +331,7 @@ def optimizer(draft: RunDraft, name: str, value: Any) -> None:
 
 
 def decays_all(draft: RunDraft, decay: float | None) -> None:
-    """Weight decay of an optimizer that is given all weights as they are."""
+    """Record the weight decay of an optimizer that decays all weights."""
     if decay:
         draft.notes.append(f"difference: the original decays biases and norms by {decay:g}, lockstep does not")
 
@@ -340,7 +340,7 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 def trackers(draft: RunDraft, name: str, value: Any) -> None:
-    """A list of trackers, or one."""
+    """Set one tracker or a list of them."""
     trackers_named = [str(each) for each in (value if isinstance(value, list) else [value]) if each]
     if supported := [each for each in trackers_named if each in TRACKERS]:
         draft.set("track.to", supported, f"{name} {', '.join(supported)}")
@@ -352,25 +352,25 @@ def trackers(draft: RunDraft, name: str, value: Any) -> None:
 
 
 def quantized(draft: RunDraft, kind: Any, nested: Any, origin: str) -> None:
-    """An adapter's base in 4 bits: nf4 or fp4."""
+    """Set the 4-bit quantization of an adapter's base: nf4 or fp4."""
     kind = str(kind).lower()
     if kind not in ("nf4", "fp4"):
         draft.drop(origin, kind, "model.quantization is nf4 or fp4", True, ("model.quantization",))
         return
     draft.set("model.quantization", kind, origin)
     if nested:
-        draft.notes.append("the scales of the 4-bit weights are in float32: they are not quantised a second time")
+        draft.notes.append("scales of the 4-bit weights stay in float32 (no double quantization)")
 
 
 def numbers(draft: RunDraft, theirs: Mapping[str, Any], names: Mapping[str, str]) -> None:
-    """Keys of a run file that are numbers of the file, as far as it has them. `names`: our key -> theirs."""
+    """Set keys that are plain numbers of the file, if it has them. `names`: our key -> theirs."""
     for key, name in names.items():
         if (value := number(theirs.get(name))) is not None:
             draft.set(key, value, name)
 
 
 def share(draft: RunDraft, theirs: Mapping[str, Any], name: str) -> None:
-    """The share of train that is cut off for validation."""
+    """Set the share of train that is held out for validation."""
     if value := number(theirs.get(name)):
         if value < 1:
             draft.set("data.validation_fraction", value, name)
@@ -380,12 +380,12 @@ def share(draft: RunDraft, theirs: Mapping[str, Any], name: str) -> None:
 
 
 def adapter_entries(table: Table, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of peft's config by its names, which rows of the table have as `how`."""
+    """Return entries of peft's config by peft's names, which the table has as `how`."""
     rows = ((name, row) for name, row in table.items() if row.here == "model.adapter" and row.how.isidentifier())
     return {row.how: theirs.get(name) for name, row in rows}
 
 
 def lora(draft: RunDraft, entries: Mapping[str, Any], origin: str) -> None:
-    """An adapter of peft; entries that were not given are left out."""
+    """Set an adapter of peft; entries that were not given are left out."""
     adapter = {key: value for key, value in entries.items() if value is not None}
     draft.set("model.adapter", {"type": "lora", **adapter}, origin)

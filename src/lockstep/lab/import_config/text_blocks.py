@@ -1,7 +1,7 @@
-"""A function that lays tokens of texts end to end and cuts them into blocks, as run_clm.py of transformers does.
+"""A function that concatenates tokens of texts and cuts them into blocks, as run_clm.py of transformers does.
 
-In: a function that rows go through. Out: the length of its blocks; None for a function that does anything else, such as
-keeping what is left over, or blocks that overlap.
+In: a function passed to `map`. Out: the length of its blocks; None for a function that does anything else, such as
+keeping the remainder, or making overlapping blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COPIES = ("copy", "deepcopy", "list")
 
 
 def block_length(script: Script, function: Scope) -> int | None:
-    """The tokens of each block."""
+    """Return the number of tokens per block."""
     spec = function.args
     if isinstance(function, ast.Lambda | ast.AsyncFunctionDef) or len(spec.args) != 1:
         return None
@@ -37,7 +37,7 @@ class _Reader:
     roles: dict[str, Role] = field(default_factory=dict)
 
     def statement(self, line: ast.stmt) -> bool:
-        """Whether a statement is one of the recipe's."""
+        """Return whether a statement belongs to the recipe."""
         if isinstance(line, ast.Expr):
             return isinstance(line.value, ast.Constant)
         if isinstance(line, ast.If):
@@ -52,7 +52,7 @@ class _Reader:
         return isinstance(target, ast.Subscript) and self._are_labels(target, line.value)
 
     def _is_enough(self, test: ast.expr) -> bool:
-        """`total >= N`, of which no more than a short rest of a few rows depends."""
+        """Return whether a test is `total >= N`, which affects only a short remainder of a few rows."""
         if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.GtE) or len(test.ops) != 1:
             return False
         return self.role(test.left) == ("total", None) and isinstance(self.script.known(test.comparators[0]), int)
@@ -62,7 +62,7 @@ class _Reader:
         return role is not None and role[0] == "whole" and self.statement(line)
 
     def _are_labels(self, target: ast.Subscript, value: ast.expr) -> bool:
-        """`blocks["labels"] = blocks["input_ids"].copy()`: the tokens themselves."""
+        """Return whether labels are the tokens: `blocks["labels"] = blocks["input_ids"].copy()`."""
         copied = value
         if isinstance(value, ast.Call) and self.script.origin_of(value.func).rpartition(".")[2] in _COPIES:
             if isinstance(value.func, ast.Attribute) and not value.args:
@@ -80,7 +80,7 @@ class _Reader:
         )
 
     def role(self, node: ast.expr | None) -> Role | None:
-        """What an expression holds; None: it is not the recipe's."""
+        """Return the role of an expression; None if it is not part of the recipe."""
         if isinstance(node, ast.Name):
             return self.roles.get(node.id)
         if isinstance(node, ast.DictComp) and len(node.generators) == 1 and not node.generators[0].ifs:
@@ -94,7 +94,7 @@ class _Reader:
         return None
 
     def _rounded(self, node: ast.BinOp) -> Role | None:
-        """`total // N * N`."""
+        """Return whether an expression is `total // N * N`."""
         for part, times in ((node.left, node.right), (node.right, node.left)):
             if not isinstance(node.op, ast.Mult) or not isinstance(part, ast.BinOp):
                 continue
@@ -120,7 +120,7 @@ class _Reader:
         return self._cut(node.value, column) if role[0] == "joined" else None
 
     def _is_joined(self, node: ast.expr, column: str) -> bool:
-        """`sum(column, [])`, `list(chain(*column))`, `list(chain.from_iterable(column))`."""
+        """Match `sum(column, [])`, `list(chain(*column))` and `list(chain.from_iterable(column))`."""
         if not isinstance(node, ast.Call) or node.keywords:
             return False
         name, parts = self.script.origin_of(node.func), [ast.unparse(each) for each in node.args]
@@ -131,7 +131,7 @@ class _Reader:
         return parts == (plain | {"itertools.chain.from_iterable": [column]}).get(name)
 
     def _cut(self, node: ast.expr, column: str) -> Role | None:
-        """`[column[i : i + N] for i in range(0, whole, N)]`."""
+        """Match `[column[i : i + N] for i in range(0, whole, N)]`."""
         if not isinstance(node, ast.ListComp) or len(node.generators) != 1 or node.generators[0].ifs:
             return None
         steps, each = node.generators[0].iter, ast.unparse(node.generators[0].target)

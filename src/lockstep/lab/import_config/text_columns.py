@@ -1,7 +1,7 @@
-"""Which column of the rows an expression of a script reads.
+"""The column that an expression of a script reads.
 
-In: an expression of a function that rows go through. Out: a `Column`, whose texts the expression gives as they are, or
-behind a prefix; None for anything else.
+In: an expression of a function passed to `map`. Out: a `Column` if the expression is its texts, unchanged or behind a
+prefix; None for anything else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lockstep.lab.import_config.script import Script
 
 @dataclass(frozen=True)
 class Column:
-    """A column that a function reads, what stands before its texts, and the language within it."""
+    """A column that a function reads, a prefix of its texts, and a language within it."""
 
     name: str
     prefix: str = ""
@@ -22,7 +22,7 @@ class Column:
 
 
 def column_of(script: Script, node: ast.expr | None, depth: int = 0) -> Column | None:
-    """The column whose texts an expression of a mapped function gives as they are, or behind a prefix."""
+    """Return the column whose texts an expression of a mapped function has, unchanged or behind a prefix."""
     if node is None or depth > 12:
         return None
     if isinstance(node, ast.Name):
@@ -42,7 +42,7 @@ def column_of(script: Script, node: ast.expr | None, depth: int = 0) -> Column |
 
 
 def _of_comprehension(script: Script, node: ast.ListComp, depth: int) -> Column | None:
-    """`[prefix + text for text in examples["text"]]`, `[row["en"] for row in examples["translation"]]`."""
+    """Match `[prefix + text for text in examples["text"]]` and `[row["en"] for row in examples["translation"]]`."""
     generator = node.generators[0]
     if not isinstance(generator.target, ast.Name):
         return None

@@ -1,8 +1,7 @@
 """transformers' `TrainingArguments` and TRL's `SFTConfig`, `DPOConfig`, `CPOConfig` and `RewardConfig`.
 
-In: their fields, from JSON (`args.to_json_string()`), YAML, a call in a Python file or a command line; those that the
-example scripts of transformers and TRL have beside them (`ModelConfig`, `ScriptArguments`) are among them. Out: keys
-of a run file.
+In: their fields, from JSON (`args.to_json_string()`), YAML, a call in a Python file or a command line, including the
+fields that the example scripts add (`ModelConfig`, `ScriptArguments`). Out: keys of a run file.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from lockstep.lab.import_config import model_defaults, table
 from lockstep.lab.import_config.table import RunDraft, Table
 
 TABLE = table.read_table("trainer")
-# What TrainingArguments takes where nothing is said, and lockstep otherwise.
+# Defaults of TrainingArguments that differ from lockstep's.
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -23,12 +22,12 @@ DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.0,
     "seed": 42,
 }
-_SMOOTHED = ("classification", "translation", "summarization")  # tasks whose label_smoothing is Trainer's
-_GROUPED = 50  # steps whose examples are sorted together, as Trainer does
+_SMOOTHED = ("classification", "translation", "summarization")  # tasks to which Trainer's label_smoothing applies
+_GROUPED = 50  # steps whose examples Trainer sorts together
 
 
 def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, rows: Table = TABLE) -> None:
-    """Fields that were given, and the defaults of those that were not."""
+    """Convert given fields, and the defaults of the others."""
     table.apply(rows, theirs, draft)
     full = DEFAULTS | {name: value for name, value in theirs.items() if value is not None}
     for name in ("weight_decay", "seed"):
@@ -87,7 +86,7 @@ def _intervals(full: Mapping[str, Any], draft: RunDraft) -> None:
 
 
 def _interval(draft: RunDraft, key: str, every: Any, name: str) -> None:
-    """Steps; a share of all steps has to wait until they are known."""
+    """Set an interval in steps; a share of all steps is converted once they are known."""
     if (count := table.number(every)) is not None and count >= 1:
         draft.set(key, int(count), f"{name} {int(count)}")
     elif count:
@@ -128,12 +127,12 @@ def _engine(full: Mapping[str, Any], draft: RunDraft) -> None:
 
 
 def _word(value: Any) -> str:
-    """Of an enumeration, as Python writes it or as JSON does."""
+    """Text of an enumeration value, in Python's or JSON's spelling."""
     return str(value).rpartition(".")[2].lower()
 
 
-TRL = table.read_table("trl")  # beside these, all keys of `TrainingArguments` are known
-# fields that one of TRL's trainers has and the others have not
+TRL = table.read_table("trl")  # in addition to all keys of `TrainingArguments`
+# fields that only one of TRL's trainers has
 MARKS = {
     "language_modeling": {f"{kind}_only_loss" for kind in ("assistant", "completion")}
     | {"packing", "dataset_text_field", "eval_packing"},
@@ -146,13 +145,13 @@ _DPO_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "hinge": "hinge"}
 
 
 def task_of(theirs: Mapping[str, Any]) -> str | None:
-    """The task whose own fields these are."""
+    """Return the task that these fields identify."""
     tasks = [task for task, marks in MARKS.items() if marks & theirs.keys()]
     return tasks[0] if len(tasks) == 1 else None
 
 
 def move_trl(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
-    """Errors: `RunError` where nothing says which of TRL's trainers it is."""
+    """Convert fields of a TRL config. Errors: `RunError` if its trainer is unknown."""
     task = draft.task or task_of(theirs)
     if task not in _RATES:
         raise RunError(
@@ -162,7 +161,7 @@ def move_trl(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) 
         )
     full = {"learning_rate": _RATES[task], "gradient_checkpointing": True} | dict(theirs)
     if theirs.get("bf16") is None and not theirs.get("fp16"):
-        full["bf16"] = True  # in TRL, unlike in transformers
+        full["bf16"] = True  # TRL's default, unlike transformers'
     if isinstance(full.get("model_init_kwargs"), Mapping):
         full |= {k: v for k, v in full.pop("model_init_kwargs").items() if k in TRL}
     draft.set("task.name", task, "TRL's trainer")
@@ -184,7 +183,7 @@ def move_trl(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) 
 
 
 def _lacking(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> str:
-    """What would be asked for next, by task, so that it can be given at once."""
+    """List, by task, what would be missing next, so that it can be given at once."""
     lines: dict[str, list[str]] = {}
     for task in _RATES:
         trial = RunDraft(by_hand={**draft.by_hand, "task.name": task}, keys=dict(draft.by_hand), folder=draft.folder)
@@ -217,8 +216,8 @@ def _texts(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         draft.set("task.packing", True, "packing")
         draft.set("task.attend_across_documents", strategy == "wrapped", f"packing_strategy {strategy}")
         if strategy != "wrapped":
-            note = f"packing: texts follow each other and are cut where a block ends; TRL's {strategy} sorts them"
-            cut = ", and leaves out what a text has beyond max_length" if strategy == "bfd" else ""
+            note = f"packing: texts are concatenated and cut at block ends; TRL's {strategy} sorts them"
+            cut = " and drops the rest of a text beyond max_length" if strategy == "bfd" else ""
             draft.notes.append(note + cut)
     else:
         draft.set("task.packing", False, "packing")
@@ -228,7 +227,7 @@ def _texts(theirs: Mapping[str, Any], draft: RunDraft) -> None:
 
 
 def _columns(draft: RunDraft, theirs: Mapping[str, Any]) -> None:
-    """Once the data were looked at: the columns, and which of their tokens TRL learns."""
+    """After looking at the data, set the columns, and check which of their tokens TRL learns."""
     if not any(f"task.{key}" in draft.keys for key in ("text", "prompt", "messages")):
         why = (
             "SFTTrainer takes text, messages, or prompt and completion, as the data have them: give --data or name them"
@@ -237,7 +236,7 @@ def _columns(draft: RunDraft, theirs: Mapping[str, Any]) -> None:
         return
     assistant, completion = (theirs.get(f"{kind}_only_loss") for kind in ("assistant", "completion"))
     if "task.messages" in draft.keys:
-        if not assistant:  # whatever completion_only_loss says, which TRL applies to prompts and completions alone
+        if not assistant:  # TRL applies completion_only_loss only to prompts and completions
             why = "of conversations the assistant's words alone are learned here: say task.messages=... if it is wanted"
             draft.drop("assistant_only_loss", "false", why, True, ("task.messages",))
         return
@@ -245,15 +244,13 @@ def _columns(draft: RunDraft, theirs: Mapping[str, Any]) -> None:
         why = "TRL takes it of conversations alone, and these are none: give task.messages=COLUMN, or take it out"
         draft.drop("assistant_only_loss", "true", why, True, ("task.messages",))
     if "task.prompt" in draft.keys and completion is False:
-        draft.drop("completion_only_loss", "false", "of a prompt and its response the response is learned", True)
+        draft.drop("completion_only_loss", "false", "of prompts and responses, only the response is learned", True)
     elif "task.prompt" not in draft.keys and completion:
-        draft.drop(
-            "completion_only_loss", "true", "texts have no completion: all of their tokens are learned, as there"
-        )
+        draft.drop("completion_only_loss", "true", "plain texts have no completion: all tokens are learned, as in TRL")
 
 
 def _pairs(theirs: Mapping[str, Any], draft: RunDraft) -> None:
-    """Errors: `RunError` for a loss that there is none of here."""
+    """Set the loss of preference pairs. Errors: `RunError` for an unsupported loss."""
     kind = theirs.get("loss_type", "sigmoid")
     kind = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
     simpo = kind == "simpo" and not table.number(theirs.get("cpo_alpha", 1.0))
@@ -292,7 +289,7 @@ def _disable_dropout(draft: RunDraft, theirs: Mapping[str, Any]) -> None:
 
 
 def set_dtype(draft: RunDraft, dtype: str, origin: str) -> None:
-    """What weights are kept in, by its name at torch."""
+    """Set the dtype of stored weights, by its name in torch."""
     name = dtype.rpartition(".")[2].lower()
     if name in ("bfloat16", "bf16"):
         draft.set("model.dtype", "bfloat16", f"{origin} {name}")

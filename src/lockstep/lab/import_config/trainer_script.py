@@ -1,8 +1,7 @@
-"""A script that trains by transformers' Trainer or one of TRL's.
+"""A script that trains with transformers' Trainer or one of TRL's.
 
-In: a `Script`. Out: what moves it: the calls of transformers, peft, bitsandbytes and TRL that decide what is trained,
-one by one, then the settings of its Trainer; what is not known is a gap. `loading.py` has the calls of models and data
-sets.
+In: a `Script`. Out: a mover: it reads each call of transformers, peft, bitsandbytes and TRL that affects training, then
+the settings of the Trainer; unknown values are gaps. `loading.py` reads calls of models and datasets.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from lockstep.lab.import_config.table import NAMES, RunDraft
 from lockstep.lab.import_config.trainer_statements import TrainerStatements, subclass_of_trainer
 
 Move = Callable[[RunDraft, int | None], None]
-LOOPS = ("lightning", "pytorch_lightning", "pl", "L", "composer", "ignite", "fastai")  # which have a Trainer, too
+LOOPS = ("lightning", "pytorch_lightning", "pl", "L", "composer", "ignite", "fastai")  # have a Trainer, too
 
 
 def read(script: Script) -> tuple[str, Move] | None:
-    """None: it has no Trainer. Errors: `RunError` where its settings are on its command line."""
+    """Return the mover of a script with a Trainer, or None if it has none. Errors: `RunError` if its settings are on
+    its command line."""
     calls = [c for c in script.calls if c.origin.partition(".")[0] not in LOOPS]
     settings = [c for c in calls if _is_settings(c.name)]
     trainers = [c for c in calls if is_trainer(script, c.name)]
@@ -71,9 +71,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     for call in script.calls:
         read_call(call, at)
         if _touches(call, script) and not quiet.is_quiet(call.node):
-            draft.unclear(
-                str(call), "what it changes of what it is given is not known: write it out where it is called"
-            )
+            draft.unclear(str(call), "its effect on its arguments is unknown: inline it where it is called")
     for kind in script.classes.values():
         _subclass(kind, at)
     attributes.read(at)
@@ -86,7 +84,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
 
 
 def _touches(call: Call, script: Script) -> bool:
-    """Whether a function of the script's own is given a model, rows or a Trainer."""
+    """Return whether a function of the script gets a model, rows or a Trainer."""
     if not isinstance(call.node.func, ast.Name) or call.node.func.id not in script.functions:
         return False
     nodes = [*call.node.args, *(word.value for word in call.node.keywords)]
@@ -101,13 +99,13 @@ def read_call(call: Call, at: Reading) -> None:
         moves = len(at.draft.gaps), dict(at.draft.keys), dict(at.arguments)
         handler(call, at)
         if (len(at.draft.gaps), at.draft.keys, at.arguments) != moves:
-            at.draft.unclear(str(call), f"it is called only {call.condition}, which is known when the script runs")
+            at.draft.unclear(str(call), f"it is called only {call.condition}, which is known only when the script runs")
         return
     handler(call, at)
 
 
 def _handler(call: Call, at: Reading) -> Callable[[Call, Reading], None] | None:
-    """What reads a call; None: it decides nothing."""
+    """Return the handler of a call; None if the call does not affect training."""
     kind = kind_of(at.script, call.receiver) if call.receiver is not None else None
     root, name = call.origin.partition(".")[0], call.name
     if _is_settings(name):
@@ -142,7 +140,7 @@ def _handler(call: Call, at: Reading) -> Callable[[Call, Reading], None] | None:
 
 
 def _is_read(node: ast.Call, at: Reading) -> bool:
-    """Whether a call is read, or said not to be understood."""
+    """Return whether a call is read, or reported as not understood."""
     origin = at.script.origin_of(node.func)
     return _handler(Call(node, origin.rpartition(".")[2], origin), at) is not None
 
@@ -152,13 +150,13 @@ def _quiet(call: Call) -> bool:
     return (
         "logging" in parts
         or call.name.startswith(("is_", "set_verbosity", "disable_", "enable_"))
-        or ("schedule" in call.name and call.name.startswith("get_"))  # see Trainer's optimizers
+        or ("schedule" in call.name and call.name.startswith("get_"))  # handled with Trainer's optimizers
         or (parts[-2] in ("datasets", "transformers") and call.name in ("Features", "Value", "ClassLabel", "Sequence"))
     )
 
 
 def _unknown(call: Call, at: Reading) -> None:
-    at.draft.unclear(str(call), "what it does to the training is not known here")
+    at.draft.unclear(str(call), "its effect on training is unknown")
 
 
 def _trainer(call: Call, at: Reading) -> None:
@@ -167,7 +165,7 @@ def _trainer(call: Call, at: Reading) -> None:
 
 
 def _subclass(kind: ast.ClassDef, at: Reading) -> None:
-    """A Trainer of the script's own, and rows that a class of its own makes."""
+    """Check subclasses of Trainer, and dataset classes of the script."""
     bases = [at.script.origin_of(base).rpartition(".")[2] for base in kind.bases]
     if is_trainer(at.script, kind.name):
         subclass_of_trainer(at.script, kind, at.draft)
@@ -196,12 +194,12 @@ def _settings(at: Reading, processes: int | None) -> None:
     trainer.move(at.arguments, draft, processes)
     if at.mapped:
         return
-    why = "no function was seen that makes tokens of them"
-    draft.unclear("which texts are read, and where they are cut", why, "data.max_length", "task.block_size")
+    why = "no tokenizing function was found"
+    draft.unclear("columns and truncation are unknown", why, "data.max_length", "task.block_size")
 
 
 def own_tokenizer(at: Reading) -> None:
-    """A tokenizer that is the model's own is not named."""
+    """Record the tokenizer, unless it is the model's own."""
     draft = at.draft
     source = draft.keys.get("tokenizer.source")
     if source is not None and source == draft.keys.get("model.source"):
@@ -213,19 +211,19 @@ def own_tokenizer(at: Reading) -> None:
 
 
 def arguments(call: Call, at: Reading) -> None:
-    """TrainingArguments, SFTConfig and their kin."""
+    """Read TrainingArguments, SFTConfig and similar classes."""
     at.kind = call.name
     arguments = at.script.arguments(call, ("output_dir",))
     at.arguments |= arguments.known
     for name, code in arguments.unknown.items():
         attributes.unknown_setting(at, name, f"line {call.line}: {name}={code}")
     for code in arguments.more:
-        at.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
+        at.draft.unclear(f"line {call.line}: {call.name}({code})", "its content is known only when the script runs")
     at.read(call, f"{len(arguments.known)} settings: see the comments of the run file")
 
 
 def stopping(call: Call, at: Reading) -> None:
-    """EarlyStoppingCallback."""
+    """Read EarlyStoppingCallback."""
     arguments = at.script.arguments(call, ("early_stopping_patience", "early_stopping_threshold"))
     at.unknown(call, arguments, {"early_stopping_patience": "evaluate.patience"})
     at.set(call, "evaluate.patience", arguments.known.get("early_stopping_patience", 1))
@@ -235,7 +233,7 @@ def stopping(call: Call, at: Reading) -> None:
 
 
 def collator(call: Call, at: Reading) -> None:
-    """DataCollatorForLanguageModeling: mlm is its default."""
+    """Read DataCollatorForLanguageModeling; its default is mlm=True."""
     arguments = at.script.arguments(call, ("tokenizer", "mlm", "mlm_probability"))
     mlm = arguments.known.get("mlm", "mlm" not in arguments.unknown)
     if call.name == "DataCollatorForWholeWordMask" or mlm:
@@ -251,12 +249,12 @@ def collator(call: Call, at: Reading) -> None:
 
 
 def padding_collator(call: Call, at: Reading) -> None:
-    """DataCollatorForSeq2Seq and its kin: labels of padding are ignored."""
+    """Read DataCollatorForSeq2Seq and similar collators: labels of padding are ignored."""
     arguments = at.script.arguments(call, ("tokenizer", "model"))
     node = arguments.nodes.get("label_pad_token_id")
     if node is not None and arguments.known.get("label_pad_token_id") != -100:
         where = f"line {call.line}: {call.name}(label_pad_token_id={code_of(node)})"
-        at.draft.lacks(where, "padding is no target here, as with -100")
+        at.draft.lacks(where, "padding is never a target, as with -100")
 
 
 completion_collator = loading.without(
@@ -266,7 +264,7 @@ completion_collator = loading.without(
 
 
 def trainer_call(call: Call, at: Reading) -> None:
-    """`Trainer(...)` and its kin: data, callbacks, a loss or an optimizer of the script's own."""
+    """Read `Trainer(...)` or a subclass: data, callbacks, custom losses and optimizers."""
     arguments = at.script.arguments(call, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
     for prefix, task in trainer.CONFIGS.items():
         if call.name.startswith(prefix):
@@ -290,49 +288,49 @@ def trainer_call(call: Call, at: Reading) -> None:
         elif name == "args" and kind_of(at.script, node) is None and not isinstance(node, ast.Constant):
             at.draft.unclear(
                 f"line {call.line}: args={code_of(node)}",
-                "where these are made was not seen",
+                "their creation was not found",
                 decides=not at.arguments or _is_other(at.script, node, "arguments"),
             )
         elif name not in NAMES["trainer_arguments"]:
             _own(call, at, name, node)
     for code in arguments.more:
-        at.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is known when the script runs")
+        at.draft.unclear(f"line {call.line}: {call.name}({code})", "its content is known only when the script runs")
     if "compute_metrics" in arguments.nodes:
-        why = "metrics takes functions of (predictions, labels); the task has scores of its own"
+        why = "metrics takes functions of (predictions, labels); the task has its own scores"
         at.draft.drop(f"line {call.line}: compute_metrics={code_of(arguments.nodes['compute_metrics'])}", None, why)
     collate = arguments.nodes.get("data_collator")
     if collate is not None and (collator := own_collator(at.script, collate)):
-        at.draft.lacks(f"line {call.line}: data_collator={collator}", "batches are made as the task says")
+        at.draft.lacks(f"line {call.line}: data_collator={collator}", "the task makes the batches")
     callbacks(call, at, arguments.nodes.get("callbacks"))
     at.read(call, "the task and its data")
 
 
 def _own(call: Call, at: Reading, name: str, node: ast.expr) -> None:
-    """An argument that makes another training of it."""
+    """Read an argument that changes the training."""
     if isinstance(node, ast.Constant) and not node.value:
         return
     if name == "optimizers" and isinstance(node, ast.Tuple) and all(at.script.known(e, 0) is None for e in node.elts):
         return
     whys = {
         "optimizers": (
-            "optim.name, optim.learning_rate and optim.schedule say it",
+            "set optim.name, optim.learning_rate and optim.schedule",
             ("optim.name", "optim.learning_rate"),
         ),
-        "formatting_func": ("columns are read as they are", ("task.text", "task.prompt", "task.messages")),
+        "formatting_func": ("columns are read unchanged", ("task.text", "task.prompt", "task.messages")),
         "compute_loss_func": ("the loss is the task's own, or that of task.name=module", ("task.loss",)),
     }
-    why, by = whys.get(name, ("not an argument that is known here", ()))
+    why, by = whys.get(name, ("unknown argument", ()))
     at.draft.lacks(f"line {call.line}: {name}={code_of(node)}", why, *by)
 
 
 def _is_other(script: Script, node: ast.expr, kind: str) -> bool:
-    """Whether an expression is made in the script, and is nothing of this kind."""
+    """Return whether the script creates an object that is not of this kind."""
     value = script.bound(node, last=True) if isinstance(node, ast.Name) else node
     return value is not None and not isinstance(value, ast.Constant) and kind_of(script, node) != kind
 
 
 def own_collator(script: Script, node: ast.expr) -> str | None:
-    """The code of a collator that is none of the libraries'."""
+    """Return the code of a collator that is not from a known library."""
     value = script.bound(node, last=True) if isinstance(node, ast.Name) else node
     if isinstance(value, ast.Constant) and value.value is None:
         return None
@@ -346,7 +344,7 @@ def own_collator(script: Script, node: ast.expr) -> str | None:
 def callbacks(call: Call, at: Reading, node: ast.expr | None) -> None:
     value = at.script.bound(node, last=True) if isinstance(node, ast.Name) else node
     if isinstance(node, ast.Name) and (value is None or at.script.bound(node) is None):
-        at.draft.unclear(f"line {call.line}: the callbacks {node.id}", "which they are is known when the script runs")
+        at.draft.unclear(f"line {call.line}: the callbacks {node.id}", "which ones is known only when the script runs")
     if value is None:
         return
     each = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
@@ -355,7 +353,7 @@ def callbacks(call: Call, at: Reading, node: ast.expr | None) -> None:
         name = at.script.origin_of(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2]
         known = name in NAMES["callbacks"] and name not in at.script.classes
         if not known and not (isinstance(one, ast.Constant) and one.value is None):
-            at.draft.unclear(f"line {call.line}: the callback {code_of(one)}", "what it does is not known")
+            at.draft.unclear(f"line {call.line}: the callback {code_of(one)}", "its effect is unknown")
 
 
 def add_callback(call: Call, at: Reading) -> None:
@@ -380,16 +378,16 @@ def compiled(call: Call, at: Reading) -> None:
 
 
 def added_tokens(call: Call, at: Reading) -> None:
-    """`add_special_tokens`, `add_tokens`: one for padding alone is never learned."""
+    """Read `add_special_tokens` and `add_tokens`; a token only for padding is never learned."""
     tokens = at.script.known(call.node.args[0]) if call.node.args else None
     if call.name == "add_special_tokens" and isinstance(tokens, dict) and set(tokens) <= {"pad_token"}:
         at.read(call, "nothing: padding is not learned")
         return
-    at.draft.lacks(str(call), "a tokenizer is used as it is saved", "tokenizer.source")
+    at.draft.lacks(str(call), "tokenizers are used as saved", "tokenizer.source")
 
 
 def resized(call: Call, at: Reading) -> None:
-    why = "embeddings grow with a tokenizer that is saved with its tokens"
+    why = "save the tokenizer with its tokens: embeddings are resized"
     at.draft.drop(str(call), None, why, any(c.name == "add_tokens" for c in at.script.calls), ("tokenizer.source",))
 
 
@@ -414,9 +412,9 @@ HANDLERS: dict[str, Handler] = {
 
 
 def model_method(call: Call, at: Reading) -> None:
-    """A method of a model that none of the above knows."""
+    """Record a method of a model that no other handler knows."""
     if call.name not in NAMES["model_methods"] and call.name not in HANDLERS:
-        at.draft.unclear(str(call), "what it changes of the model is not known")
+        at.draft.unclear(str(call), "its effect on the model is unknown")
     elif casts(at.script, call.node):
         at.draft.lacks(str(call), "model.dtype is the type of the weights", "model.dtype")
     elif call.name == "requires_grad_":

@@ -1,7 +1,7 @@
-"""The statements of a script with a Trainer, beside the calls that are read: those that change what is trained.
+"""Statements of a script with a Trainer that may change the training, besides the calls that are read.
 
-In: a `Script`. Out: a gap for each statement that touches a model, rows, settings or a Trainer and is not on the closed
-list of quiet code (`quiet_code.py`), for classes of the script's own that take part, and for training several times.
+In: a `Script`. Out: a gap for each statement that touches a model, rows, settings or a Trainer and is not quiet code
+(`quiet_code.py`), for classes of the script that take part, and for training several times.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from lockstep.lab.import_config.quiet_code import QuietCode, root_of
 from lockstep.lab.import_config.script import Call, Script, Unknown, code_of, is_trainer, kind_of, split_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
 
-_SEVERAL = "it trains several times: keep the training that is meant"
+_SEVERAL = "it trains several times: keep only one training"
 _LIBRARIES = (*NAMES["libraries"], "torch")
 
 
 @dataclass
 class TrainerStatements:
-    """`is_read`: calls that others read, or say that they do not know."""
+    """Checks the statements of a script. `is_read`: whether another reader handles or reports a call."""
 
     script: Script
     draft: RunDraft
     is_read: Callable[[ast.Call], bool]
-    touched: set[str] = field(default_factory=set)  # names that hold a part of a model, rows, settings or a Trainer
-    looked_at: set[str] = field(default_factory=set)  # functions of the script
+    touched: set[str] = field(default_factory=set)  # names of a model, rows, settings, a Trainer or their parts
+    looked_at: set[str] = field(default_factory=set)  # functions of the script that were checked
 
     def read(self) -> None:
         self._body(self.script.tree.body)
@@ -75,22 +75,22 @@ class TrainerStatements:
         if isinstance(line, ast.Assign) and all(self._replaces_rows(t, line.value) for t in line.targets):
             return
         if isinstance(line, ast.Assign) and any(self._is_of_a_library(target) for target in line.targets):
-            self._unclear(line, "what it changes of the library is not known")
+            self._unclear(line, "its effect on the library is unknown")
             return
         if isinstance(line, ast.Assign) and not any(map(self._touches, line.targets)):
-            line = ast.copy_location(ast.Expr(line.value), line)  # what a name, or something else, is given
+            line = ast.copy_location(ast.Expr(line.value), line)  # check only the assigned value
         if self._touches(line):
             quiet = QuietCode(self.script, lambda node, why, *by: self._unclear(node, why, *by), self._is_quiet)
             quiet.statement(line, frozenset())
 
     def _taint(self, line: ast.stmt) -> None:
-        """Names that are given a part of something that is touched; no numbers, and no results of a Trainer."""
+        """Record names assigned from something touched, except numbers and results of a Trainer."""
         if isinstance(line, ast.Assign) and self._touches(line.value) and not self._is_result(line.value):
             names = (each for target in line.targets for each in ast.walk(target))
             self.touched |= {each.id for each in names if isinstance(each, ast.Name)}
 
     def _called(self, line: ast.stmt) -> None:
-        """Functions that hold a part of the training: their statements are looked at as if they stood here."""
+        """Check functions that contain a part of the training, as if their statements stood here."""
         for call in ast.walk(line):
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
                 continue
@@ -117,14 +117,14 @@ class TrainerStatements:
         return origin in NAMES["quiet_draws"]
 
     def _replaces_rows(self, target: ast.expr, value: ast.expr) -> bool:
-        """`data["train"] = data["train"].shuffle()`: a split by rows of its own."""
+        """Return whether a split is replaced by its own rows: `data["train"] = data["train"].shuffle()`."""
         if not isinstance(target, ast.Subscript) or kind_of(self.script, target.value) != "rows":
             return False
         split = split_of(self.script, value)
         return kind_of(self.script, value) == "rows" and split in (None, self.script.known(target.slice))
 
     def _is_of_a_library(self, target: ast.expr) -> bool:
-        """An attribute of a class or module of a library that trains."""
+        """Return whether a target is an attribute of a class or module of a training library."""
         if not isinstance(target, ast.Attribute):
             return False
         origin = self.script.origin_of(target)
@@ -153,7 +153,7 @@ class TrainerStatements:
 
 
 def subclass_of_trainer(script: Script, kind: ast.ClassDef, draft: RunDraft) -> None:
-    """A Trainer of the script's own: methods that are on no list decide what is trained."""
+    """Check a subclass of Trainer: any method that is not on a list affects training."""
     for line in kind.body:
         if isinstance(line, ast.FunctionDef | ast.AsyncFunctionDef):
             where = f"line {line.lineno}: {kind.name}.{line.name}"
@@ -163,13 +163,13 @@ def subclass_of_trainer(script: Script, kind: ast.ClassDef, draft: RunDraft) -> 
             elif line.name == "__init__" and _is_plain_init(line):
                 continue
             elif line.name not in NAMES["trainer_quiet_overrides"]:
-                draft.unclear(where, "what this method changes of the training is not known")
+                draft.unclear(where, "the effect of this method on training is unknown")
         elif isinstance(line, ast.Assign) and not isinstance(line.value, ast.Constant):
-            draft.unclear(f"line {line.lineno}: {code_of(line)}", "what it changes of the Trainer is not known")
+            draft.unclear(f"line {line.lineno}: {code_of(line)}", "its effect on the Trainer is unknown")
 
 
 def _is_plain_init(function: Any) -> bool:
-    """Whether it only hands on what it is given, and keeps values that are no part of a Trainer."""
+    """Return whether an `__init__` only passes its arguments on, and stores values that are not part of a Trainer."""
     for line in function.body:
         text = ast.unparse(line)
         plain = isinstance(line, ast.Expr) and (isinstance(line.value, ast.Constant) or text.startswith("super("))

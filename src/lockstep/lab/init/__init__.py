@@ -1,1 +1,1 @@
-"""`lockstep init`: a run file from what the data holds."""
+"""`lockstep init`: write a run file for the user's data."""

@@ -1,8 +1,8 @@
-"""Which task a data set is for, and which column is what.
+"""Infer the task of a dataset, and its columns.
 
-In: a data source (Hub id, folder, file or the built-in set). Out: a `Look` at its columns (texts, labels, numbers,
-conversations, and how much of each), and from it a `Fit`: the task's keys, and of each that might as well be another
-column why; or what stands in the way. A fit without doubts follows from names and values that leave one reading.
+In: a data source (Hub id, folder, file or the built-in set). Out: a `Look` at its columns (types, sizes, lengths), and
+a `Fit`: the task's keys, with a doubt for each key that could also name another column; or an error that says what is
+missing. A fit without doubts means that names and values allow only one reading.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-_ROWS = 1000  # looked at of the training split, from its beginning to its end
-_NO_SEMICOLON = "LS2225"  # lines of text that are not `text;label`
-_FEW = 200  # different values that a column of labels may have, at most
+_ROWS = 1000  # sampled evenly from the training split
+_NO_SEMICOLON = "LS2225"  # code of text lines that are not `text;label`
+_FEW = 200  # most distinct values of a label column
 _SPLIT_NAMES = {*chain.from_iterable(source.USUAL.values())}
-_COUNTED = ("text", "label", "number", "decimal", "true/false")  # kinds whose values are counted
+_COUNTED = ("text", "label", "number", "decimal", "true/false")  # kinds whose distinct values are counted
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a data set holds, from rows of its training split."""
+    """The columns of a dataset, from rows of its training split."""
 
     source: str
     sizes: dict[str, int]  # split -> examples
-    # column -> text, texts, label, labels, number, decimal, true/false, messages, image or another
+    # column -> text, texts, label, labels, number, decimal, true/false, messages, image or another kind
     kinds: dict[str, str]
-    few: dict[str, int]  # column of few different values -> how many
-    characters: dict[str, int]  # text column -> the 99th percentile of its characters
-    languages: tuple[str, ...] = ()  # of a column of pairs
+    few: dict[str, int]  # column -> its number of distinct values, if small
+    characters: dict[str, int]  # text column -> 99th percentile of its length in characters
+    languages: tuple[str, ...] = ()  # of a translation column
     plain: bool = False  # a .txt file without labels
-    binary: tuple[str, ...] = ()  # columns of 0 and 1
-    aligned: frozenset[tuple[str, str]] = frozenset()  # columns of lists that are as long as each other in every row
-    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # split -> columns of train it has not
-    same: tuple[str, ...] = ()  # columns that hold the same in every row
-    joined: tuple[str, ...] = ()  # columns of few texts that are lists of each other's: "a", "b", "a,b"
-    split_column: str | None = None  # the column that says which split each row belongs to
-    ends: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # of numbers, the least and the greatest
-    deep: bool = False  # whether columns hold others, which were not looked at
-    nearly_apart: tuple[str, tuple[str, ...]] | None = None  # a column that says it of most rows, and what else it says
+    binary: tuple[str, ...] = ()  # columns with values 0 and 1
+    aligned: frozenset[tuple[str, str]] = frozenset()  # list columns with equal lengths in every row
+    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # split -> columns of train that it lacks
+    same: tuple[str, ...] = ()  # columns with one value in all rows
+    joined: tuple[str, ...] = ()  # text columns of separator-joined lists of their own values: "a", "b", "a,b"
+    split_column: str | None = None  # column with the split of each row
+    ends: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # numeric column -> minimum and maximum
+    deep: bool = False  # whether there are nested columns, which were not looked at
+    nearly_apart: tuple[str, tuple[str, ...]] | None = None  # a column of split names, and its other values
 
-    hollow: tuple[str, ...] = ()  # columns of mappings that hold nothing in some rows, as answers of questions without
+    hollow: tuple[str, ...] = ()  # mapping columns that are empty in some rows, as answers of unanswerable questions
 
     @property
     def texts(self) -> list[str]:
         return [name for name, kind in self.kinds.items() if kind == "text"]
 
     def described(self) -> str:
-        """The columns for a person: `text (text), label (label)`."""
+        """List the columns in one line: `text (text), label (label)`."""
         return ", ".join(f"{name} ({kind})" for name, kind in self.kinds.items())
 
 
 def look(data: DataSection, seed: int = 0, deep: bool = False) -> Look:
-    """Read a data set's training split. `deep`: also the columns within its columns, by dotted paths. Errors:
-    `RunError`, as `source.load`."""
+    """Read a dataset's training split. `deep`: also nested columns, by dotted paths. Errors: `RunError`, as
+    `source.load`."""
     loaded, plain = _read(data, seed)
     inner = {path: path for path in _within(loaded.splits["train"])}
     if deep:
@@ -88,7 +88,7 @@ def look(data: DataSection, seed: int = 0, deep: bool = False) -> Look:
     values = {name: [v for v in train[name] if v is not None] for name in kinds if kinds[name] in _COUNTED}
     for name, there in values.items():
         if kinds[name] == "decimal" and all(v != v or v == int(v) for v in there):
-            kinds[name] = "number"  # 1.0, 2.0: as tables have whole numbers where some are missing
+            kinds[name] = "number"  # 1.0, 2.0: integers of a table with missing values
     counts = {name: len(set(there)) for name, there in values.items() if kinds[name] != "decimal"}
     lists = [name for name, kind in kinds.items() if kind in ("texts", "labels")]
     return Look(
@@ -117,7 +117,8 @@ def _is_hollow(members: Mapping[str, Any] | None) -> bool:
 
 
 def _check_texts(whole: Dataset, train: Dataset, name: str, source: str) -> None:
-    """Errors: `RunError` for a column of texts, but for some rows: no task reads it so. `train`: some of its rows."""
+    """Check that a column is not text in only some rows, which no task can read. `train`: some of its rows. Errors:
+    `RunError` if it is."""
     if type(whole.features[name]).__name__ != "Json":
         return
     texts = [isinstance(value, str) for value in train[name] if value is not None]
@@ -134,14 +135,14 @@ def _check_texts(whole: Dataset, train: Dataset, name: str, source: str) -> None
 
 
 def _read(data: DataSection, seed: int) -> tuple[source.Source, bool]:
-    """The data, and whether they are lines of text and nothing else."""
+    """Read the data, and whether they are plain lines of text."""
     lines = data.layout == "rows" and any(row_files.format_of(file) == ".txt" for file in source.files_of(data))
     try:
         loaded = source.load(data, seed)
     except RunError as error:
         if error.code != _NO_SEMICOLON:
             raise
-    else:  # a book has semicolons, too
+    else:  # semicolons also occur in plain text
         labels = loaded.splits["train"]["label"] if lines else ()
         if not lines or _is_few(len(set(labels)), len(labels)):
             return loaded, False
@@ -149,7 +150,7 @@ def _read(data: DataSection, seed: int) -> tuple[source.Source, bool]:
 
 
 def _within(rows: Dataset) -> Iterator[str]:
-    """The paths of texts, numbers and the like within columns that are mappings; of lists of them, the first."""
+    """Paths of texts, numbers and other values within mappings; within lists of mappings, the first element."""
     for name, feature in rows.features.items():
         if isinstance(feature, dict) and _kind(rows, name) == "mapping":
             yield from _leaves(name, feature)
@@ -166,13 +167,13 @@ def _leaves(path: str, feature: Any) -> Iterator[str]:
 
 
 def _are_splits(values: set[str]) -> bool:
-    """Whether all values are what splits are called."""
+    """Return whether all values are names of splits."""
     words = {value.strip().lower() for value in values}
     return len(words) > 1 and words <= _SPLIT_NAMES and bool(words & set(source.USUAL["train"]))
 
 
 def _no_splits(values: set[str]) -> tuple[str, ...]:
-    """What else is said where train and another split are named."""
+    """Return other values beside train and another split name."""
     words = {value.strip().lower() for value in values}
     odd = tuple(sorted(value for value in values if value.strip().lower() not in _SPLIT_NAMES))
     near = len(words & _SPLIT_NAMES) > 1 and words & set(source.USUAL["train"])
@@ -180,7 +181,7 @@ def _no_splits(values: set[str]) -> tuple[str, ...]:
 
 
 def _kind(rows: Dataset, name: str) -> str:
-    """What a column holds, from its type."""
+    """Return the kind of a column from its values."""
     feature: Any = rows.features[name]
     if type(feature).__name__ == "Image" or getattr(feature, "dtype", "") == "binary":
         return "image"
@@ -216,12 +217,12 @@ def _kind(rows: Dataset, name: str) -> str:
 
 
 def _is_few(values: int, rows: int) -> bool:
-    """Whether a column repeats a few values, as labels do."""
+    """Return whether a column repeats a few values, as labels do."""
     return 2 <= values <= min(_FEW, max(2, rows // 2))
 
 
 def _are_lists(values: set[str]) -> bool:
-    """Whether texts with a separator are put together of others of them."""
+    """Return whether some values are separator-joined lists of other values in the column."""
     if len(values) > _FEW or any(len(value) > 100 for value in values):
         return False
     for mark in (",", ";", "|"):
@@ -237,40 +238,39 @@ def _as_long(rows: Dataset, a: str, b: str) -> bool:
 
 
 def _most(lengths: Iterable[int]) -> int:
-    """The length that 99 of 100 do not exceed."""
+    """Return the 99th percentile."""
     ordered = sorted(lengths)
     return ordered[int(0.99 * (len(ordered) - 1))] if ordered else 0
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A task of a data set."""
+    """A task for a dataset."""
 
-    keys: dict[str, Any]  # of the run file's `task` section, name left out
-    doubts: dict[str, str] = field(default_factory=dict)  # key -> what else it might be
+    keys: dict[str, Any]  # of the run file's `task` section, without name
+    doubts: dict[str, str] = field(default_factory=dict)  # key -> other possible columns
 
 
 def tasks() -> list[str]:
-    """Those that a data set may be for: the built-in ones in the order in which they are tried, then plug-ins that say
-    what columns are called."""
+    """Candidate tasks: the built-in ones in the order of trial, then plug-ins that define column names."""
     kinds: dict[str, Any] = {name: kind for name, kind in plugins.loadable("tasks") if name not in _FITS}
     return [*_FITS, *(name for name, kind in kinds.items() if kind.column_aliases)]
 
 
 def fit(task: str, look: Look) -> Fit | None:
-    """The task's keys that name columns of this data set, or None when it has none for it."""
+    """Return the task's keys for this dataset, or None if the task does not fit."""
     return _FITS[task](look) if task in _FITS else _by_aliases(plugins.find("tasks", task), look)
 
 
 def _by_aliases(kind: Any, look: Look) -> Fit | None:
-    """Columns of a task by the names that it has for them."""
+    """Find the columns of a task by the names it defines for them."""
     columns = {key: called(kind.column_aliases.get(key, ()), list(look.kinds)) for key in kind.column_keys}
     return Fit({key: names[0] for key, names in columns.items()}) if columns and all(columns.values()) else None
 
 
 def guess(look: Look) -> tuple[str, Fit]:
-    """The task that fits the columns, and its keys. Errors: `RunError` when none does, or when what they seem to be for
-    is no task here."""
+    """Return the task that fits the columns, and its keys. Errors: `RunError` if none does, or if the data seem to be
+    for an unsupported task."""
     if look.sizes.get("train") == 1 and not look.plain:
         raise RunError(
             "LS8271",
@@ -283,7 +283,7 @@ def guess(look: Look) -> tuple[str, Fit]:
         return "preference", answers
     if (messages := _messages(look)) is not None:
         return "language_modeling", messages
-    for task in ("question_answering", "embedding"):  # whose columns have names that say it
+    for task in ("question_answering", "embedding"):  # tasks with characteristic column names
         if (fitted := fit(task, look)) is not None:
             return task, fitted
     if _are_instructions(look) and (instructions := _language_modeling(look)) is not None:
@@ -291,7 +291,7 @@ def guess(look: Look) -> tuple[str, Fit]:
     if (why := unfit(look)) is not None:
         raise RunError("LS8273", why)
     for task in tasks():
-        if task == "masked_language_modeling":  # for those who ask for it
+        if task == "masked_language_modeling":  # only on request
             continue
         if (fitted := fit(task, look)) is not None and not _is_a_shot(task, fitted):
             return task, fitted
@@ -303,21 +303,21 @@ def guess(look: Look) -> tuple[str, Fit]:
 
 
 def _are_instructions(look: Look) -> bool:
-    """Whether names say that a column answers another one, and none that there is a label."""
+    """Return whether names show that one column answers another, and none is a label."""
     names = {c.lower() for c in look.texts}
     return any({*pair} <= names for pair in INSTRUCTIONS) and not {c.lower() for c in look.kinds} & {"label", "labels"}
 
 
 def _is_a_shot(task: str, fitted: Fit) -> bool:
-    """Whether one of several texts was taken whose name says nothing."""
+    """Return whether the text column is a guess among several without telling names."""
     return task == "language_modeling" and "text" in fitted.doubts and fitted.keys["text"].lower() not in TEXT
 
 
 def unfit(look: Look) -> str | None:
-    """What a data set seems to be for that no task here is, with what to do; None where nothing seems so."""
+    """Say which unsupported task a dataset seems to be for, and what to do; None if there is no sign of one."""
     advice = (
-        "None of the tasks for texts learns that. Make it a column of one label (an integer or a text) a row; or bring "
-        "a model and a loss of your own (task: {name: module, ...}: docs/how-to/recipes.md); or leave it out: --task "
+        "No text task supports that. Make it a column of one label (an integer or a text) a row; or use your own "
+        "model and loss (task: {name: module, ...}: docs/how-to/recipes.md); or leave it out: --task "
         "language_modeling"
     )
     one = _of_one_label(look)
@@ -329,12 +329,12 @@ def unfit(look: Look) -> str | None:
         )
     odd = [c for c, kind in look.kinds.items() if kind == "list" and is_label(c)]
     if odd and look.texts and not one:
-        return f"column {odd[0]!r} of {look.source} holds lists of what is no label. {advice}"
+        return f"column {odd[0]!r} of {look.source} holds lists of values that are not labels. {advice}"
     many = [c for c, kind in look.kinds.items() if kind == "number" and c.lower() in LABEL and c not in look.few]
     if many and look.texts and not one:
         return (
-            f"column {many[0]!r} of {look.source} holds one number only, or nearly as many as rows: no classes to "
-            "learn. Is it a number to be foretold? Then --task classification "
+            f"column {many[0]!r} of {look.source} holds one distinct number, or nearly one per row, so "
+            "it has no classes. Is it a number to predict? Then use --task classification "
             f"task.label={many[0]} task.regression=true. {advice}"
         )
     return None
@@ -344,12 +344,12 @@ def unfit(look: Look) -> str | None:
 
 
 def _of_one_label(look: Look) -> list[str]:
-    """Columns that are called labels, and hold one each."""
+    """Label columns with one label per row."""
     return [c for c in look.few if is_label(c) and c not in look.binary]
 
 
 def _several_labels(look: Look) -> dict[str, Any] | None:
-    """The keys of a column of lists of labels, or of columns of 0 and 1."""
+    """Return the keys of a multi-label column, or of several 0/1 columns."""
     pairs = {name for pair in look.aligned for name in pair}
     lists = [c for c, k in look.kinds.items() if k in ("texts", "labels") and is_label(c) and c not in pairs]
     if lists:
@@ -360,19 +360,19 @@ def _several_labels(look: Look) -> dict[str, Any] | None:
 
 
 def _numbers(look: Look) -> tuple[dict[str, Any], dict[str, str]] | None:
-    """The keys of a column of numbers that are foretold, and why it might be another, if it might."""
+    """Return the keys of a numeric target column, and other possible targets."""
     decimal = [c for c, kind in look.kinds.items() if kind == "decimal" and _might_be_read(c, look)]
     called = [c for c in decimal if c.lower() in SCORE]
     if called:
         return {"label": called[0], "regression": True}, _doubts("label", unlike(called[0], called), "the number")
     if len(decimal) == 1:
-        doubt = "its name does not say that it is to be foretold"
+        doubt = "its name does not mark it as the target"
         return {"label": decimal[0], "regression": True}, {"label": doubt}
     return None
 
 
 def _doubts(key: str, columns: list[str], what: str) -> dict[str, str]:
-    """Why a key might name another column: one of these."""
+    """Why a key might name another of these columns."""
     return {key: f"{', '.join(columns)} might be {what} as well"} if columns else {}
 
 
@@ -399,7 +399,7 @@ def _classification(look: Look) -> Fit | None:
 
 
 def _read_fit(texts: list[str], look: Look) -> tuple[dict[str, Any], dict[str, str]]:
-    """The keys of the columns that are read, one or two, and why each might be another."""
+    """Return the keys of one or two text columns, and other possible columns for each."""
     if pair := pair_of(texts):
         rest = [c for c in texts if _might_be_read(c, look) and c not in (*pair, *look.few)]
         return {"text": pair[0], "text_pair": pair[1]}, _doubts("text", rest, "a text")
@@ -444,7 +444,7 @@ def _translation(look: Look) -> Fit | None:
 
 
 def _sides(languages: list[str]) -> Fit:
-    """From the first to the second; nothing says that it is not the other way round."""
+    """Direction of a translation: first language to second, with a doubt, because nothing says otherwise."""
     source, target = languages[:2]
     return Fit(
         {"source": source, "target": target},
@@ -458,7 +458,7 @@ def _summarization(look: Look) -> Fit | None:
 
 
 def _embedding(look: Look) -> Fit | None:
-    """Texts called anchor and positive; or two texts and how near they are, a number with decimals."""
+    """Columns named anchor and positive; or two texts and a decimal similarity score."""
     anchor = first(c for name in ANCHORS for c in look.texts if c.lower() == name)
     positive = first(c for name in POSITIVES for c in look.texts if c.lower() == name)
     if anchor and positive:
@@ -472,12 +472,12 @@ def _embedding(look: Look) -> Fit | None:
     least, most = look.ends[score]
     high = next((each for each in (1, 5, 10, 100) if most <= each), most)
     ends = [0 if least >= 0 else -high, high]
-    doubt = f"scores from {least:g} to {most:g} were seen, from which task.score_range {ends} is guessed"
+    doubt = f"the scores range from {least:g} to {most:g}, so task.score_range {ends} is a guess"
     return Fit({"anchor": pair[0], "positive": pair[1], "score": score, "score_range": ends}, {"score": doubt})
 
 
 def _question_answering(look: Look) -> Fit | None:
-    """SQuAD's columns: of texts a question and its context, and answers that say where they begin."""
+    """SQuAD's columns: a question, its context, and answers with their start."""
     if not {"question", "context"} <= set(look.texts) or look.kinds.get("answers") not in ("mapping", "list"):
         return None
     keys = {"question": "question", "context": "context", "answers": "answers"}
@@ -515,13 +515,13 @@ def _language_modeling(look: Look) -> Fit | None:
 
 
 def _answer_pairs(look: Look) -> Fit | None:
-    """A prompt with two answers, as data of preferences have them."""
+    """A prompt with two answers, as in preference data."""
     spoken = ("messages", "turns", "turn")
     readable = {c for c in look.kinds if c in look.texts or look.kinds[c] in spoken}
     if not {"chosen", "rejected"} <= readable:
         return None
     answers = {look.kinds["chosen"], look.kinds["rejected"]}
-    names = (*PROMPT, *MESSAGES) if answers == {"turn"} else PROMPT  # lists may hold the whole conversation
+    names = (*PROMPT, *MESSAGES) if answers == {"turn"} else PROMPT  # lists may hold whole conversations
     prompt = first(c for c in names if c in readable)
     return Fit({"prompt": prompt} | ({"conversations": True} if answers != {"text"} else {}))
 
@@ -536,7 +536,7 @@ def _messages(look: Look) -> Fit | None:
 
 
 def _might_be_read(column: str, look: Look) -> bool:
-    """Not what tells rows apart, nor what is the same in all of them."""
+    """Return whether a column may be read: neither an id nor constant."""
     return not is_name(column) and column not in look.same
 
 
@@ -561,10 +561,10 @@ PROMPT, RESPONSE, MESSAGES = LanguageModeling.column_aliases.values()
 ANCHORS, POSITIVES, NEAR = Embedding.column_aliases.values()
 SCORE = (*LABEL, "score", "similarity", "relatedness", "value", "price")
 FIRSTS = [("premise", "hypothesis"), ("question", "passage"), ("question", "sentence"), ("query", "passage")]
-INSTRUCTIONS = [  # pairs that say it by themselves, whatever else there is
+INSTRUCTIONS = [  # pairs of names that identify instruction data
     (prompt, response) for prompt in ("instruction", "prompt") for response in ("response", "completion", "output")
 ]
-CLASSES = 50  # that a column without a telling name has, at most, where it might be the label
+CLASSES = 50  # most classes of a label column without a telling name
 NEGATIVES = re.compile(r"(hard_)?neg(ative)?(_passage)?(_\d+)?")
 SUMMARIES = (
     *((text, "summary") for text in ("document", "article", "dialogue", "text", "content")),
@@ -572,33 +572,33 @@ SUMMARIES = (
     ("document", "abstract"),
 )
 _IDENTIFYING = {"id", "idx", "index", "url", "link", "uuid", "guid", "hash", "date", "time", "timestamp", "file"}
-SECOND = {"1": "2", "a": "b", "A": "B"}  # what the second column of a pair ends in
+SECOND = {"1": "2", "a": "b", "A": "B"}  # suffixes of the first and the second column of a pair
 
 
 def is_known(column: str) -> bool:
-    """Whether a name is one that columns have, and texts are not."""
+    """Return whether a text is a usual column name."""
     names = {*TEXT, *SCORE, *WORDS, *TAGS, *PROMPT, *RESPONSE, *MESSAGES, *chain.from_iterable(FIRSTS)}
     return column.strip().lower() in names or is_name(column)
 
 
 def is_label(column: str) -> bool:
-    """Whether a name says that a column is a label: label, airline_sentiment, is_spam, classLabel."""
+    """Return whether a name denotes a label: label, airline_sentiment, is_spam, classLabel."""
     parts = _parts(column)
     return parts[0] == "is" or any(part in LABEL for part in parts)
 
 
 def is_name(column: str) -> bool:
-    """Whether a name says that a column tells rows apart, and is not read."""
+    """Return whether a name denotes an id, which is not read."""
     return not _IDENTIFYING.isdisjoint(_parts(column))
 
 
 def _parts(column: str) -> list[str]:
-    """The words of a name: airline_sentiment, classLabel."""
+    """Words of a name: airline_sentiment, classLabel."""
     return [part.lower() for part in re.split(r"[_\W]+|(?<=[a-z])(?=[A-Z])", column)]
 
 
 def pair_of(texts: list[str]) -> tuple[str, str] | None:
-    """Two columns whose names make them a pair: premise and hypothesis, sentence1 and sentence2, text_a and text_b."""
+    """Find two columns that form a pair by name: premise and hypothesis, sentence1 and sentence2, text_a and text_b."""
     for pair in FIRSTS:
         if set(pair) <= set(texts):
             return pair
@@ -614,10 +614,10 @@ def unlike(name: str | None, columns: Iterable[str]) -> list[str]:
 
 
 def called(names: Iterable[str], columns: list[str]) -> list[str]:
-    """Columns of these names, in their order; then those within columns of these names: answers.text.0."""
+    """Columns with these names, in their order; then columns nested in them: answers.text.0."""
     return [n for n in names if n in columns] + [c for n in names for c in columns if n in c.split(".")[:-1]]
 
 
 def first(*choices: Iterable[str]) -> str | None:
-    """The first of the first list that has one."""
+    """Return the first element of the first non-empty list."""
     return next((each for choice in choices for each in choice), None)

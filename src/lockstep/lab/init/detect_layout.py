@@ -1,9 +1,8 @@
-"""What local files are, before they are read, and how several sources become one `data` section.
+"""Detect the layout of local files, and merge several sources into one `data` section.
 
-In: the `data` section as a person gave it. Out: `layout` and `columns` as the files have them: rows with or without a
-header, folders of labels, files side by side. What can be read in two ways is asked, or noted where nobody can be
-asked. Several sources, each with a look at its columns, become one `data.sources` in which columns of other names are
-renamed, or a `RunError` that names the source.
+In: the `data` section given by the user. Out: `layout` and `columns` of the files: rows with or without a header,
+folders of labels, parallel files. An ambiguity is a question, or a note without a terminal. Several sources, each with
+a look at its columns, become one `data.sources` with renamed columns, or a `RunError` that names the source.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _ANNOTATED = {
     "columns": "a list of values for each column",
     "records": "a document with a list of rows",
 }
-_ROWS = 500  # looked at of a file
-_WORDS = {word for words in source.USUAL.values() for word in words}  # what folders of splits are called
+_ROWS = 500  # rows sampled per file
+_WORDS = {word for words in source.USUAL.values() for word in words}  # names of split folders
 
 
 def recognised(data: DataSection, talk: Prompter) -> DataSection:
-    """Errors: `RunError` for what is not there, or cannot be told."""
+    """Detect layout and format. Errors: `RunError` if files are missing or ambiguous."""
     if data.source == source.BUILTIN:
         return data
     if data.layout == "rows" and "layout" not in data.model_fields_set:
@@ -54,12 +53,12 @@ def recognised(data: DataSection, talk: Prompter) -> DataSection:
 
 
 def looked(data: DataSection, talk: Prompter) -> tuple[DataSection, Look]:
-    """What the rows hold; with `split_column`, where a column says which split they belong to, and with the columns
-    within columns, where those alone fit no task. Errors: `RunError`."""
+    """Look at the rows. Sets `split_column` if a column names the split, and looks at nested columns if the others fit
+    no task. Errors: `RunError`."""
     look = columns.look(data)
     if look.split_column is not None and list(look.sizes) == ["train"] and data.split_column is None:
         talk.console.say(
-            f"column {look.split_column} says which split a row belongs to: data.split_column={look.split_column}"
+            f"column {look.split_column} names the split of each row: data.split_column={look.split_column}"
         )
         data = data.model_copy(update={"split_column": look.split_column})
         look = columns.look(data)
@@ -67,8 +66,8 @@ def looked(data: DataSection, talk: Prompter) -> tuple[DataSection, Look]:
         column, odd = look.nearly_apart
         words = ", ".join(odd)
         talk.note(
-            f"column {column} says which split a row belongs to, but for rows that say {words}: all are used as train. "
-            f"To leave these out: data.split_column={column}, and data.filter: {{{column}: {{none_of: [{words}]}}}}"
+            f"column {column} names the split, except in rows with {words}: all are used as train. "
+            f"To leave those out: data.split_column={column}, and data.filter: {{{column}: {{none_of: [{words}]}}}}"
         )
     if look.deep:
         deep = columns.look(data, deep=True)
@@ -78,7 +77,7 @@ def looked(data: DataSection, talk: Prompter) -> tuple[DataSection, Look]:
 
 
 def _fits(look: Look) -> int:
-    """How well columns fit a task: not at all, as texts to read, or as what is to be learned from texts."""
+    """Rate how well columns fit a task: 0 not at all, 1 as texts only, 2 with labels or answers."""
     try:
         return 1 if set(columns.guess(look)[1].keys) == {"text"} else 2
     except RunError:
@@ -86,7 +85,7 @@ def _fits(look: Look) -> int:
 
 
 def _annotated(data: DataSection, root: Path, talk: Prompter) -> DataSection | None:
-    """With the layout that its first file seems to have, if that is none of rows."""
+    """Set the layout that the first file seems to have, unless it is plain rows."""
     for layout in annotated.ENDINGS:
         files = [root] if root.is_file() else []
         if root.is_dir():
@@ -99,7 +98,7 @@ def _annotated(data: DataSection, root: Path, talk: Prompter) -> DataSection | N
 
 
 def _layout(data: DataSection, root: Path, talk: Prompter) -> DataSection:
-    """Folders of labels and files side by side are recognised by their names."""
+    """Detect folders of labels and parallel files by name."""
     if root.is_file() and row_files.format_of(root) is None:
         stem, _ = row_files.named(root)
         files = row_files.parallel_in(root.parent).get(stem, [])
@@ -122,7 +121,7 @@ def _layout(data: DataSection, root: Path, talk: Prompter) -> DataSection:
 
 
 def _is_rows(file: Path) -> bool:
-    """Whether a file of a folder says that the folder holds rows: train.jsonl, any.csv, test.txt."""
+    """Return whether a file in a folder shows that the folder holds rows: train.jsonl, any.csv, test.txt."""
     ending = row_files.format_of(file) if file.is_file() else None
     return ending is not None and (ending != ".txt" or file_formats.plain(file).stem in _WORDS)
 
@@ -146,14 +145,14 @@ def _say_classes(splits: dict[str, Path], root: Path, talk: Prompter) -> None:
 
 
 def _header(data: DataSection, local: dict[str, list[Path]], talk: Prompter) -> DataSection:
-    """Whether the first row of a table names its columns."""
+    """Detect whether the first row of a table names its columns."""
     file = local["train"][0]
     file_formats.check(file, "data.source", data.encoding)
     data = _dialect(data, file, talk)
     table = file_formats.scanned(file, "data.train", data)
     rows = [row for _, row in itertools.islice(file_formats.rows(file, data.encoding, table.dialect), _ROWS)]
     if not rows:
-        return data  # its reader says that it is empty
+        return data  # its reader reports an empty file
     first = rows[0]
     with_header = has_header(rows)
     first_cells = " | ".join(cell if len(cell) <= 40 else f"{cell[:37]}..." for cell in first)
@@ -161,8 +160,8 @@ def _header(data: DataSection, local: dict[str, list[Path]], talk: Prompter) -> 
         with_header = talk.sure(f"The first row of {file.name} is: {first_cells}. Does it name the columns?", True)
         if talk.ask is None:
             talk.note(
-                f"the first row of {file.name} ({first_cells}) is taken for the names of its columns; if it is an "
-                f"example, give them: data.columns=[{', '.join(_numbered(len(first)))}]"
+                f"the first row of {file.name} ({first_cells}) is taken as column names; if it is an example, "
+                f"name the columns: data.columns=[{', '.join(_numbered(len(first)))}]"
             )
     if with_header:
         return data
@@ -174,7 +173,7 @@ def _header(data: DataSection, local: dict[str, list[Path]], talk: Prompter) -> 
 
 
 def without_test(data: DataSection, talk: Prompter) -> DataSection:
-    """Name the files of the data, those of the test split left out: they lack a column."""
+    """Return `data` with the files of all splits but test, which lacks a column."""
     local = source.local_splits(data) or {}
     talk.note(
         f"the test split ({', '.join(map(str, local['test']))}) lacks a column: it is not scored, and left out here; "
@@ -185,7 +184,7 @@ def without_test(data: DataSection, talk: Prompter) -> DataSection:
 
 
 def has_header(rows: list[list[str]]) -> bool | None:
-    """Whether the first row names columns; None where it may or may not."""
+    """Return whether the first row names columns; None if unclear."""
     first, rest = [cell.strip() for cell in rows[0]], rows[1:]
     below = [[row[i].strip() for row in rest if i < len(row)] for i in range(len(first))]
     names = sum(is_known(cell) or row_files.is_language(cell) for cell in first)
@@ -202,7 +201,7 @@ def has_header(rows: list[list[str]]) -> bool | None:
 
 
 def _dialect(data: DataSection, file: Path, talk: Prompter) -> DataSection:
-    """With `separator` and `quote`, where they are not what the file's ending says."""
+    """Set `separator` and `quote` if they differ from the default for the file's extension."""
     if data.separator is not None and data.quote is not None:
         return data
     ways = file_formats.detected(file, data, lambda name: is_known(name) or row_files.is_language(name))
@@ -218,7 +217,7 @@ def _dialect(data: DataSection, file: Path, talk: Prompter) -> DataSection:
 
 
 def _names(data: DataSection, count: int, talk: Prompter) -> list[str]:
-    """Names for columns without any, from what they hold. Errors: `RunError` when that leaves it open."""
+    """Name unnamed columns by their content. Errors: `RunError` if it is ambiguous."""
     numbered = _numbered(count)
     look = columns.look(data.model_copy(update={"columns": numbered, "limit": None}))
     labels = sorted(
@@ -272,9 +271,9 @@ _BY_HAND = "write it by hand: data.sources: [{source: ..., rename: {...}}, ...] 
 def together(
     parts: Sequence[tuple[DataSection, Look]], task: dict[str, Any], talk: Prompter
 ) -> tuple[DataSection, Look, dict[str, Any]]:
-    """The `data` section, a look at all of them, and the task. Errors: `RunError`."""
+    """Merge sources into one `data` section, a look at all of them, and the task. Errors: `RunError`."""
     first = parts[0][1]
-    for _, look_of in parts:  # of files of lines, wherever among them they are
+    for _, look_of in parts:  # text lines, in any of the files
         if task["name"] == "language_modeling" and look_of.plain and "document" not in task:
             task = task | {"document": "line" if look_of.sizes["train"] > 1 else "file"}
     columns = _columns(task, first)
@@ -296,7 +295,7 @@ def together(
 
 
 def _columns(task: dict[str, Any], first: Look) -> list[str]:
-    """Those that the task reads, as the first source calls them."""
+    """Columns that the task reads, by the first source's names."""
     if first.plain:
         return ["text"]
     there = {*first.kinds, *first.languages}
@@ -304,7 +303,7 @@ def _columns(task: dict[str, Any], first: Look) -> list[str]:
 
 
 def _rename(columns: list[str], task: dict[str, Any], look: Look, talk: Prompter) -> dict[str, str]:
-    """What the task's columns are called here, where otherwise. Errors: `RunError`."""
+    """Return the renamed columns of a source. Errors: `RunError` if one is missing."""
     there = {"text"} if look.plain else {*look.kinds, *look.languages}
     if not (missing := [column for column in columns if column not in there]):
         return {}
@@ -315,7 +314,7 @@ def _rename(columns: list[str], task: dict[str, Any], look: Look, talk: Prompter
         theirs = "text" if look.plain else fitted.keys.get(key_of.get(ours, "text"))
         if theirs is not None and theirs not in columns:
             known[ours] = theirs
-    # of two languages nothing says which is which
+    # the direction of a translation cannot be inferred
     if task["name"] == "translation" or len(known) < len(missing):
         raise RunError(
             "LS8282",
@@ -330,7 +329,7 @@ def _rename(columns: list[str], task: dict[str, Any], look: Look, talk: Prompter
 
 
 def _names_multi_source(sections: Sequence[DataSection]) -> list[str]:
-    """What metrics call them: their files, with the folder where that is not enough to tell them apart."""
+    """Names of sources in metrics: file names, with folders if needed to distinguish them."""
     places = []
     for section in sections:
         train = section.train[0] if isinstance(section.train, list) else section.train

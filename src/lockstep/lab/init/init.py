@@ -1,9 +1,8 @@
-"""`lockstep init`: a commented run file for a person's own data, after a few questions.
+"""`lockstep init`: write a commented run file for the user's data, after a few questions.
 
-In: a data source, and answers or flags. Out: a run file that loads, plans and trains as it is: the data were prepared
-with it, as training will. What is not asked follows from the data and from this machine; what might be otherwise is
-asked, or said where nobody can be asked. The text has a header, then each key on a line of its own with a comment that
-explains it.
+In: a data source, and answers or flags. Out: a run file that loads, plans and trains unchanged: its data were prepared
+as in training. Other values follow from the data and this machine; an uncertain one is a question, or a note without a
+terminal. The file has a header, then one key per line with an explaining comment.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from lockstep.lab.init.questions import CHAT, SCRATCH, Ask, MachineInfo, NoAnswe
 from lockstep.strategies.job import Job
 from lockstep.track.console import Console
 
-_RETRIES = 5  # remedies tried on one run file
+_RETRIES = 5  # fixes tried on one run file
 _LACKS_VALUES, _NO_CHAT_TEMPLATE = "LS2323", "LS3351"
-_LOADS_MODEL = ("LS2303", "LS3131")  # its tokenizer, its config
+_LOADS_MODEL = ("LS2303", "LS3131")  # loading the tokenizer, or the config
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of preparing the data with a run file."""
+    """Result of preparing the data with a run file."""
 
-    examples: int  # of the training split, as training will have them
-    held_out: bool  # whether validation examples were cut off them
-    exact: bool  # False: with another tokenizer than the run's, whose blocks may be more or fewer
-    warnings: tuple[str, ...] = ()  # of the data, that training will say
+    examples: int  # size of the training split in training
+    held_out: bool  # whether validation examples were taken from it
+    exact: bool  # False: with another tokenizer than the run's, which may give another number of blocks
+    warnings: tuple[str, ...] = ()  # data warnings that training will print
 
 
 def init(
@@ -55,8 +54,8 @@ def init(
     ask: Ask | None,
     more: Sequence[str] = (),
 ) -> int:
-    """The whole command. `flags`: data, task and model from the command line; `ask`: asks a person, None without a
-    terminal; `more`: data sources besides the first.
+    """Run the whole command. `flags`: data, task and model from the command line. `ask`: asks the user, None without a
+    terminal. `more`: data sources besides the first.
 
     Errors: `RunError`; then nothing was written."""
     free(path, force)
@@ -84,7 +83,7 @@ def init(
 
 
 def keys_of(overrides: list[str]) -> dict[str, Any]:
-    """Overrides as dotted key -> value; a text that stands for a section is its main key. Errors: `RunError`."""
+    """Overrides as dotted key -> value; a text for a section sets its main key. Errors: `RunError`."""
     keys: dict[str, Any] = {}
     for key, value in overrides_of(overrides).items():
         whole = at_length(key, value)
@@ -93,7 +92,7 @@ def keys_of(overrides: list[str]) -> dict[str, Any]:
 
 
 def free(path: Path, force: bool) -> None:
-    """Errors: `RunError` when the run file is there already, or cannot be."""
+    """Check that the run file can be created. Errors: `RunError` if it exists, or its folder does not."""
     if path.exists() and not force:
         raise RunError("LS8290", f"{path} exists; choose another name, or add --force to replace it")
     if not path.absolute().parent.is_dir():
@@ -102,7 +101,7 @@ def free(path: Path, force: bool) -> None:
 
 @contextmanager
 def _aside(path: Path, text: str) -> Iterator[Path]:
-    """A run file beside `path`, gone afterwards. Errors: `RunError`, which cite no line of it: it is not there."""
+    """Context with a temporary run file beside `path`. Errors raised inside cite no line, as the file is gone."""
     aside = path.with_name(f".{path.name}.partial")
     try:
         aside.write_text(text, encoding="utf-8")
@@ -117,7 +116,7 @@ def _aside(path: Path, text: str) -> Iterator[Path]:
 
 
 def checked(path: Path, text: str, planned: bool = True) -> Run:
-    """Write the file, if what it says can be loaded, and `planned`. Errors: `RunError`; then nothing was written."""
+    """Write the file if its content can be loaded and `planned`. Errors: `RunError`; then nothing was written."""
     with _aside(path, text) as aside:
         run = load(aside, [])
         if planned:
@@ -127,12 +126,12 @@ def checked(path: Path, text: str, planned: bool = True) -> Run:
 
 
 def loaded(path: Path, text: str) -> Run:
-    """The run of a file of this text at this place, which is not written. Errors: `RunError`."""
+    """Load a run file of this text at this path, without writing it. Errors: `RunError`."""
     with _aside(path, text) as aside:
         return load(aside, [])
 
 
-# -- what is asked ---------------------------------------------------------------------------------------------------
+# -- questions ---------------------------------------------------------------------------------------------------------
 
 
 def _data(given_source: str | None, overridden: dict[str, Any], talk: Prompter) -> tuple[DataSection, Look]:
@@ -141,7 +140,7 @@ def _data(given_source: str | None, overridden: dict[str, Any], talk: Prompter) 
     def read(source: str | None) -> tuple[DataSection, Look]:
         try:
             section = DataSection(**({**more, "source": source} if source is not None else more))
-        except ValueError:  # what is wrong with a key is said in the run file's words
+        except ValueError:  # errors in a key's value are reported as for a run file
             load(None, {f"data.{key}": value for key, value in more.items()}, {"model": {"type": "gpt2"}, "data": {}})
             raise
         return detect_layout.looked(detect_layout.recognised(section, talk), talk)
@@ -155,7 +154,7 @@ def _data(given_source: str | None, overridden: dict[str, Any], talk: Prompter) 
 
 
 def _task(look: Look, name: str | None, overridden: dict[str, Any], talk: Prompter) -> dict[str, Any]:
-    """The `task` section: the guess, or what was asked for, with the columns that fit it."""
+    """The `task` section: the guessed or requested task, with the columns that fit it."""
     task_keys = {
         key.partition(".")[2]: value
         for key, value in overridden.items()
@@ -173,7 +172,7 @@ def _task(look: Look, name: str | None, overridden: dict[str, Any], talk: Prompt
         if talk.ask is not None:
             name = talk.answer(f"Task ({', '.join(columns.tasks())})", default, one_of(columns.tasks(), "task"))
     name = name or default
-    if name not in columns.tasks() and "." not in name:  # a class of the user's
+    if name not in columns.tasks() and "." not in name:  # a class of the user
         raise RunError("LS8294", f"--task: invalid value {name!r}; expected one of {', '.join(columns.tasks())}")
     fitted = columns.fit(name, look)
     if fitted is None and not task_keys and talk.ask is None:
@@ -191,7 +190,7 @@ def _task(look: Look, name: str | None, overridden: dict[str, Any], talk: Prompt
 
 
 def _column(key: str, why: str, keys: dict[str, Any], look: Look, talk: Prompter) -> dict[str, Any]:
-    """A column that might be another one. Of a translation, the other side follows where there are two."""
+    """Choose a column that might be another one. In a translation with two languages, the other side follows."""
     there = list(look.languages or look.kinds)
     if talk.ask is None:
         talk.note(f"task.{key}: {keys.get(key)}; {why}")
@@ -204,13 +203,13 @@ def _column(key: str, why: str, keys: dict[str, Any], look: Look, talk: Prompter
 
 
 def _without_test(data: DataSection, task: dict[str, Any], look: Look, talk: Prompter) -> DataSection:
-    """A test split without what is to be learned is not scored."""
+    """Leave out a test split that lacks labels."""
     learned = task.get("label")
     labels = {*learned} if isinstance(learned, list) else {learned}
     lacking = set(look.lacking.get("test", ())) & {str(value) for value in (*task.values(), *labels)}
     if not lacking or data.test is not None or data.split_column is not None or local_splits(data) is None:
         return data
-    if task["name"] == "classification" and lacking == labels:  # training leaves it out by itself
+    if task["name"] == "classification" and lacking == labels:  # training leaves it out itself
         talk.note(f"the test split has no column {learned}: it is not scored; `lockstep predict` reads it")
         return data
     return detect_layout.without_test(data, talk)
@@ -226,7 +225,7 @@ def _tried_with_model(
     overridden: dict[str, Any],
     talk: Prompter,
 ) -> tuple[dict[str, Any], Trial]:
-    """The keys with a model that the data can be prepared for."""
+    """Return the keys with a model for which the data can be prepared."""
     given_model = flag or overridden.get("model.source") or (SCRATCH if "model.type" in overridden else None)
     default = questions.model_for(task["name"], look, here)
 
@@ -254,11 +253,11 @@ def _tried_with_model(
     return talk.answer(f"Model (Hub id, folder, or {SCRATCH})", default, tried)
 
 
-# -- a trial ---------------------------------------------------------------------------------------------------------
+# -- trial preparation -------------------------------------------------------------------------------------------------
 
 
 def _trial(path: Path, filled: dict[str, Any], look: Look, here: MachineInfo, talk: Prompter) -> Trial:
-    """Prepare the data as training will; `filled` gets what that takes. Errors: `RunError`, as training's."""
+    """Prepare the data as training will; `filled` gets the keys needed for that. Errors: `RunError`, as in training."""
     for _ in range(_RETRIES):
         try:
             return _prepared(path, filled, look, True)
@@ -272,8 +271,8 @@ def _trial(path: Path, filled: dict[str, Any], look: Look, here: MachineInfo, ta
                 filled["task"]["chat_template"] = CHAT
             elif error.code in _LOADS_MODEL and not _is_folder(filled) and (not here.hub or unreached(error)):
                 talk.note(
-                    f"the model {filled['model'].get('source')} cannot be fetched from here, so whether there is one "
-                    "of that name, and what it wants, was not tried"
+                    f"the model {filled['model'].get('source')} cannot be downloaded from here, so its existence and "
+                    "requirements were not checked"
                 )
                 small = filled | {"task": {key: value for key, value in filled["task"].items() if key != "prefix"}}
                 exact = filled["task"]["name"] != "language_modeling"
@@ -288,13 +287,13 @@ def _trial(path: Path, filled: dict[str, Any], look: Look, here: MachineInfo, ta
 
 
 def _is_folder(filled: dict[str, Any]) -> bool:
-    """Whether the model is one on this machine, or meant to be."""
+    """Return whether the model is, or is meant to be, a local folder."""
     source = str(filled["model"].get("source") or "")
     return source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).is_dir()
 
 
 def _prepared(path: Path, filled: dict[str, Any], look: Look, exact: bool) -> Trial:
-    """Errors: `RunError`."""
+    """Prepare the data of a run. Errors: `RunError`."""
     from lockstep.data.arrow_cache import examples_in
 
     with _aside(path, write(filled, [], {})) as aside:
@@ -307,7 +306,7 @@ def _prepared(path: Path, filled: dict[str, Any], look: Look, exact: bool) -> Tr
 
 
 def _from(path: Path, section: str, values: DataSection) -> DataSection:
-    """Write local paths as the run file has to have them: from its own folder."""
+    """Write local paths relative to the run file's folder."""
 
     def local_paths(entry: Any) -> dict[str, Any]:
         return {key: local(path, value) for key in PATHS[section] if (value := getattr(entry, key)) is not None}
@@ -320,7 +319,7 @@ def _from(path: Path, section: str, values: DataSection) -> DataSection:
 
 
 def local(path: Path, value: Any) -> Any:
-    """A path from the folder of the run file, where it is one from here."""
+    """Rewrite a path relative to the run file's folder, if it exists from the current one."""
     if isinstance(value, list):
         return [local(path, each) for each in value]
     folder = path.absolute().parent
@@ -337,7 +336,7 @@ def local(path: Path, value: Any) -> Any:
 def _header(
     filled: dict[str, Any], name: str, look: Look, here: MachineInfo, trial: Trial, talk: Prompter
 ) -> list[str]:
-    """What the file begins with: where it comes from, its arithmetic, and what was taken to be so."""
+    """Header of the file: origin, arithmetic and assumptions."""
     epoch, total = questions.steps_of(filled, trial.examples)
     micro, about = filled["micro_batches"], "" if trial.exact else "about "
     cut = f" (after {filled['data'].get('validation_fraction', 0.1):.0%} for validation)" if trial.held_out else ""
@@ -354,7 +353,7 @@ def _header(
         f"Arithmetic: {about}{trial.examples:,} {blocks}{cut} / {filled['batch_size']} a step = {about}{epoch:,} steps "
         f"an epoch, {about}{total:,} in all; a step is cut into {micro} micro-batches.",
         f"Written for {here.described()}; any number of processes up to {micro} gives the same weights.",
-        "Paths are found from this file's folder. All keys: `lockstep schema`.",
+        "Paths are relative to this file's folder. All keys: `lockstep schema`.",
     ]
 
 
@@ -363,7 +362,7 @@ def _sizes(look: Look) -> str:
 
 
 def _unread(look: Look, task: dict[str, Any]) -> str:
-    """The columns that no key of the task names, nor what is read where a key is left out."""
+    """Columns that the task does not read, by its keys or their defaults."""
     values = [task.get(key, field.default) for key, field in _kind(task["name"]).Options.model_fields.items()]
     used = {str(one) for value in values for one in (value if isinstance(value, list) else [value])}
     rest = [] if look.plain or look.languages else [name for name in look.kinds if name not in used]
@@ -371,12 +370,12 @@ def _unread(look: Look, task: dict[str, Any]) -> str:
 
 
 def _kind(task: str) -> Any:
-    """The class of a task."""
+    """Return the class of a task."""
     return plugins.find("tasks", task)
 
 
 def set_key(filled: dict[str, Any], key: str, value: Any) -> None:
-    """A key that was given, instead of what was guessed."""
+    """Set a key given by the user in place of the guess."""
     *sections, last = key.split(".")
     for section in sections:
         if not isinstance(filled.get(section), dict):
@@ -389,7 +388,7 @@ def set_key(filled: dict[str, Any], key: str, value: Any) -> None:
     filled[last] = value
 
 
-# Where the key's own description leans on a key that is not in the file.
+# Comments for keys whose description refers to a key that is not in the file.
 _ABOUT = {
     "task.name": "what is trained; the other keys of this section are the task's",
     "model.config": "entries of the model's config: a small model, to begin with",
@@ -397,15 +396,16 @@ _ABOUT = {
     "strategy.name": "how processes share a step; `lockstep list` says what there is",
     "data.layout": "what the files are: docs/reference/run-file.md",
 }
-_WIDTH = 44  # of keys, where comments begin
+_WIDTH = 44  # column at which comments begin
 
 
 def write(filled: Mapping[str, Any], header: list[str], comments: Mapping[str, str]) -> str:
-    """`comments`: dotted key -> what its comment says instead of, or (with a `+`) after, the key's description."""
+    """Format the run file. `comments`: dotted key -> text that replaces the key's description, or (with a leading `+`)
+    follows it."""
     rows: list[tuple[str, str]] = []
     for key, value in filled.items():
         if not isinstance(value, dict):
-            # A key that a run file does not have is refused with the whole.
+            # The whole is refused if a key is unknown.
             about = Run.model_fields[key].description if key in Run.model_fields else ""
             rows.append((f"{key}: {scalar(value)}", _comment(key, comments, about)))
             continue
@@ -417,11 +417,11 @@ def write(filled: Mapping[str, Any], header: list[str], comments: Mapping[str, s
     width = min(_WIDTH, max(len(left) for left, _ in rows))
     lines = [f"# {line}".rstrip() for text in header for line in _wrapped(text)]
     text = "\n".join([*lines, *(f"{left:<{width}}  # {about}" if about else left for left, about in rows)]) + "\n"
-    return visible(text)  # comments may quote the data; values hold no such characters (`dump_yaml`)
+    return visible(text)  # comments may quote the data; `dump_yaml` has escaped values
 
 
 def _known(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a section, those of its plug-in among them."""
+    """Fields of a section, including those of its plug-in."""
     base: Any = Run.model_fields[section].annotation
     fields = dict(base.model_fields)
     if (kind := {"task": "tasks", "launch": "launchers"}.get(section)) is not None:
@@ -438,13 +438,13 @@ def _comment(key: str, comments: Mapping[str, str], about: str | None) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    """A line of the header on lines that fit; what is indented goes on below its text."""
+    """Wrap a header line; indented text continues at its indentation."""
     indent = " " * (len(text) - len(text.lstrip()))
     return textwrap.wrap(text, 108, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def scalar(value: Any) -> str:
-    """A value on one line of YAML."""
+    """Format a value on one line of YAML."""
     if isinstance(value, float) and 0 < abs(value) < 1e-3:
         digits, _, power = f"{value:.15g}".partition("e")
         if not power:
@@ -454,14 +454,14 @@ def scalar(value: Any) -> str:
     return dumped.removesuffix("...\n").strip()
 
 
-# what `plan` says of a machine that lacks something, and not of a run file: packages, GPUs
+# messages of `plan` about this machine (packages, GPUs) rather than the run file
 _OF_MACHINE = {"LS0500", "LS1120", "LS2139", "LS3070", "LS3129", "LS3171", "LS3373", "LS4045", "LS7202"}
 _OF_MACHINE |= {"LS7215", "LS7361", "LS3127", "LS7070", "LS7290", "LS4041"}
 
 
 def plan(run: Run) -> list[str]:
-    """Make the checks of `lockstep plan`, but for those of the data. Returns what this machine lacks for the run; then
-    a small model stands in for its own, so that the rest is checked. Errors: `RunError` for a fault of the run file."""
+    """Run the checks of `lockstep plan`, except those of the data. Returns what this machine lacks for the run; the
+    rest is then checked with a small model in place of its own. Errors: `RunError` for a fault of the run file."""
     from lockstep.launchers import start
 
     lacking: list[str] = []
@@ -477,7 +477,7 @@ def plan(run: Run) -> list[str]:
 
 
 def with_small_model(run: Run) -> Run:
-    """The run with a small model from scratch in place of its own; a model of the user's stays."""
+    """Replace the model of a run by a small one from scratch; a user's own model stays."""
     task = Job.of(run).task
     if task.own_model or not task.built_in():
         return run

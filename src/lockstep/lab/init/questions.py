@@ -1,9 +1,9 @@
-"""What `lockstep init` asks, and what it fills in where nobody said it: a model, lengths, sizes, rates.
+"""Questions of `lockstep init`, and defaults for everything else: model, lengths, sizes, rates.
 
-In: the data, the task and the machine. Out: the keys of a run file as nested mappings, in the order in which it is
-written. Steps and intervals follow once it is known how many examples training will have: `with_steps`. A question has
-the answer that an empty line stands for, and a check of answers: a person is asked again until the answer is good;
-where nobody can be asked, the default is taken, and a note says so.
+In: the data, the task and the machine. Out: the keys of a run file as nested mappings, in the order of the file. Steps
+and intervals are filled in by `with_steps`, once the number of training examples is known. Each question has a default
+(an empty answer) and a check, and is repeated until the answer is valid. Without a terminal the default is used, and a
+note says so.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lockstep.lab.init.columns import Look
 from lockstep.track.console import Console
 from lockstep_trace.plurals import quantity
 
-SCRATCH = "scratch"  # instead of a model's name: a small one, trained from nothing
-# Of conversations, for tokenizers that have no template of their own.
+SCRATCH = "scratch"  # the answer for a small model, trained from scratch
+# Chat template for tokenizers without one.
 CHAT = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-_T5 = {"en": "English", "de": "German", "fr": "French", "ro": "Romanian"}  # what it was trained to be asked
+_T5 = {"en": "English", "de": "German", "fr": "French", "ro": "Romanian"}  # languages of its pretrained prompts
 _SMALL_GPT2 = {"n_layer": 3, "n_head": 4, "n_embd": 128}
 _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 _SMALL_MARIAN = {"d_model": 128}
@@ -48,22 +48,22 @@ _SMALL_OTHERS = {
     "num_heads": 4,
     "d_ff": 512,
     "d_kv": 32,
-}  # T5's, and others'
-_SMALL_OTHERS |= {"dim": 128, "n_layers": 2, "n_heads": 4, "hidden_dim": 512}  # DistilBERT's
+}  # names in T5's config, and others'
+_SMALL_OTHERS |= {"dim": 128, "n_layers": 2, "n_heads": 4, "hidden_dim": 512}  # names in DistilBERT's config
 
 
 @dataclass(frozen=True)
 class MachineInfo:
-    """What of this machine decides a run file."""
+    """Properties of this machine that affect a run file."""
 
     cores: int
     gpus: int
-    bf16: bool  # whether its GPUs compute in it
-    hub: bool  # whether the Hub can be reached
+    bf16: bool  # whether its GPUs support bf16
+    hub: bool  # whether the Hub is reachable
 
     @staticmethod
     def look() -> MachineInfo:
-        """Bounded in time; what cannot be found is not there."""
+        """Probe this machine in limited time; what a probe cannot find counts as missing."""
         facts = machine_info.bounded(lambda: machine_info.gpu_facts(60), 65)
         reached = machine_info.bounded(machine_info.network, 8)
         online = bool(reached.get("hub_reachable")) and reached.get("offline") in (None, "", "0")
@@ -79,7 +79,7 @@ class MachineInfo:
 
 
 def model_for(task: str, look: Look, here: MachineInfo) -> str:
-    """The pretrained one that the task names, where the Hub can be reached."""
+    """Return the task's pretrained model if the Hub is reachable, else a small one from scratch."""
     kind: Any = plugins.find("tasks", task)
     return kind.default_model or SCRATCH if here.hub and look.source != BUILTIN else SCRATCH
 
@@ -87,8 +87,7 @@ def model_for(task: str, look: Look, here: MachineInfo) -> str:
 def values(
     path: Path, data: DataSection, task: dict[str, Any], model: str, look: Look, here: MachineInfo
 ) -> dict[str, Any]:
-    """The run file as nested mappings, in the order in which it is written; steps are those of about as many examples
-    as rows."""
+    """The run file as nested mappings, in the order of the file; steps assume about as many examples as rows."""
     small, length, lm = model == SCRATCH, _length(look, task), task["name"] == "language_modeling"
     called = path.stem if path.stem != "run" else Path(look.source).stem or "run"
     filled: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9._-]", "-", called).lstrip("._-") or "run"}
@@ -117,16 +116,16 @@ def values(
 
 
 def with_steps(filled: dict[str, Any], examples: int, here: MachineInfo) -> dict[str, Any]:
-    """Fill in the sizes of steps, and intervals that come due within the run."""
+    """Fill in batch sizes, and intervals that occur within the run."""
     batch = filled["batch_size"] if filled["batch_size"] > 1 else _batch(examples)
-    in_batch_negatives = filled["task"]["name"] == "embedding"  # the larger a micro-batch, the more is told apart
+    in_batch_negatives = filled["task"]["name"] == "embedding"  # larger micro-batches give more negatives
     if in_batch_negatives and filled["batch_size"] == 1:
         batch = max(batch, min(32, examples))
     micro = filled["micro_batches"] if filled["micro_batches"] > 1 else _micro_batches(batch, here)
     if in_batch_negatives and filled["micro_batches"] == 1:
         micro = max(1, min(2 ** math.ceil(math.log2(max(1, here.processes))), batch // 8))
     epoch, total = steps_of(filled | {"batch_size": batch}, examples)
-    each = max(1, min(epoch, total // 2))  # the end is evaluated and saved anyway
+    each = max(1, min(epoch, total // 2))  # the end always has an evaluation and a checkpoint
     evaluate = {"every": "epoch" if epoch < total else each} | filled.get("evaluate", {})
     checkpoint = {"every": min(200, each)} | filled.get("checkpoint", {})
     track = filled.get("track", {}) | ({} if total >= 30 else {"every": max(1, total // 10)})
@@ -135,13 +134,13 @@ def with_steps(filled: dict[str, Any], examples: int, here: MachineInfo) -> dict
 
 
 def steps_of(filled: dict[str, Any], examples: int) -> tuple[int, int]:
-    """Steps of an epoch and of the run, as training counts them."""
+    """Steps per epoch and in total, counted as in training."""
     epoch = Order(examples, filled["batch_size"], 0).steps_per_epoch
     return epoch, total_steps(filled.get("epochs"), filled.get("steps"), epoch)
 
 
 def scratch(task: str, length: int, rows: int) -> dict[str, dict[str, Any]]:
-    """Sections of a small model, and its tokenizer where it reads texts, that trains on a laptop."""
+    """Sections of a small model, with a tokenizer if it reads texts, that trains on a laptop."""
     kind: str = plugins.find("tasks", task).small_model  # type: ignore[attr-defined]
     if kind == "vit":
         return {"model": {"type": kind, "config": {**_SMALL_BERT, "image_size": 64, "patch_size": 8}}}
@@ -157,8 +156,8 @@ def scratch(task: str, length: int, rows: int) -> dict[str, dict[str, Any]]:
 
 
 def small_config(kind: str, length: int) -> dict[str, Any]:
-    """Entries that make a small model of a type of transformers', for texts of `length` tokens; none of a type that it
-    does not know."""
+    """Config entries of a small model of a transformers type, for texts of `length` tokens; empty for an unknown
+    type."""
     from transformers import CONFIG_MAPPING
 
     if kind not in CONFIG_MAPPING:
@@ -170,53 +169,54 @@ def small_config(kind: str, length: int) -> dict[str, Any]:
 
 
 def _length(look: Look, task: dict[str, Any]) -> int:
-    """Tokens that hold nearly every text: some four characters each in words, fewer in small vocabularies."""
+    """Length in tokens that covers nearly all texts: about four characters per token, fewer with a small vocabulary."""
     used = [look.characters[value] for value in map(str, task.values()) if value in look.characters]
     tokens = sum(used) / 3 if used else 128
     return next((each for each in (32, 64, 128, 256) if each >= tokens), 256 if not used else 512)
 
 
 def _batch(examples: int) -> int:
-    """Examples a step: a power of two with at least 30 steps an epoch where the data allow that, and at least 8."""
+    """Examples per step: a power of two of at least 8, with at least 30 steps per epoch if the data allow."""
     return int(min(64, examples, max(8, 2 ** math.floor(math.log2(max(1, examples / 30))))))
 
 
 def _micro_batches(batch: int, here: MachineInfo) -> int:
-    """A power of two that leaves room for twice the processes, and eight where a step has as many examples; one a
-    process where it has not."""
+    """Micro-batches per step: a power of two that allows twice the processes, and eight for a large batch; one per
+    process for a small batch."""
     goal = max(8, 2 ** (math.ceil(math.log2(max(1, here.processes))) + 1))
     return max(2 ** math.floor(math.log2(min(batch, goal))), min(batch, here.processes))
 
 
-Ask = Callable[[str, str], str]  # a question and its default answer
-MOST = 10  # wrong answers to a question, after which a person gave up, or is none
+Ask = Callable[[str, str], str]  # (question, default) -> answer
+MOST = 10  # maximum attempts; also ends a non-interactive input
 
 Answer = TypeVar("Answer")
 
 
 class NoAnswerMends(RunError):
-    """Something else is wrong than the answer: it is not asked for again."""
+    """An error that a different answer cannot fix; the question is not repeated."""
 
 
 @dataclass
 class Prompter:
-    """With a person, or with nobody (`ask` is None)."""
+    """Asks questions on a terminal, or takes defaults if `ask` is None."""
 
     ask: Ask | None
     console: Console
-    notes: list[str] = field(default_factory=list)  # for the file's header
+    notes: list[str] = field(default_factory=list)  # for the header of the file
 
     def note(self, text: str) -> None:
-        """Something that was taken to be so, and what to do if it is not."""
+        """Note an assumption, and how to change it."""
         if text not in self.notes:
             self.notes.append(text)
             self.console.note(text)
 
     def answer(self, question: str, default: str, check: Callable[[str], Answer]) -> Answer:
-        """What `check` makes of the answer; it raises `RunError` for one that is wrong, which is said, and asked again.
+        """Return the result of `check` for the user's answer. An invalid answer (`RunError`) is reported, and the
+        question repeated.
 
-        Errors: `RunError` of the default where nobody is asked, when the answers end, and of the last of many that
-        were wrong."""
+        Errors: `RunError` of the default without a terminal, at the end of input, and for the last of `MOST` invalid
+        answers."""
         if self.ask is None:
             return check(default)
         for tries in range(MOST):
@@ -239,7 +239,7 @@ class Prompter:
         raise AssertionError
 
     def sure(self, question: str, default: bool) -> bool:
-        """Yes or no."""
+        """Ask a yes-or-no question."""
         return self.answer(f"{question} (yes/no)", "yes" if default else "no", _yes)
 
 
@@ -250,7 +250,7 @@ def _yes(text: str) -> bool:
 
 
 def one_of(names: list[str], what: str) -> Callable[[str], str]:
-    """A check of answers that have to be one of these."""
+    """Make a check for answers from a list."""
 
     def check(answer: str) -> str:
         if answer not in names:
@@ -261,10 +261,10 @@ def one_of(names: list[str], what: str) -> Callable[[str], str]:
 
 
 def terminal(question: str, default: str) -> str:
-    """Ask a person on the terminal; an empty line takes the default. Errors: `EOFError` when the answers end."""
+    """Ask on the terminal; an empty line means the default. Errors: `EOFError` at the end of input."""
     return input(f"{question} [{default}]: " if default else f"{question}: ").strip() or default
 
 
 def can_ask() -> bool:
-    """Whether a person sits at the terminal."""
+    """Return whether standard input is a terminal."""
     return sys.stdin.isatty() and sys.stdout.isatty()

@@ -1,1 +1,1 @@
-"""`lockstep sweep`: trials over values of a run file's keys."""
+"""`lockstep sweep`: train a run file with several values of its keys."""

@@ -1,11 +1,11 @@
-"""`lockstep sweep`: several trials of a run, one after another or some at once; what is finished is not run again.
+"""`lockstep sweep`: run several trials, in sequence or in parallel; finished trials are not repeated.
 
-In: a `Sweep`. Out: a folder with a folder for each trial (a plain run file in it: `lockstep train FOLDER/run.yaml` is
-the trial), `sweep.json`, `comparison.html`, and a table on the terminal.
+In: a `Sweep`. Out: a folder with a subfolder per trial (with a plain run file: `lockstep train FOLDER/run.yaml` is the
+trial), `sweep.json`, `comparison.html`, and a table on the terminal.
 
-Trials run in slots, which share this machine's processes and GPUs out (`local`), or as one SLURM array job, a task
-each. Steps that several trials begin with are computed once: trials are a tree of stretches, and one that others begin
-with keeps a checkpoint where they leave it (`checkpoint.at`).
+Trials run in slots that share the processes and GPUs of this machine (`local`), or as one SLURM array job with a task
+per trial. Steps that several trials have in common are computed once: a trial keeps a checkpoint where others branch
+off (`checkpoint.at`).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class SweepTrial:
     keys: Mapping[str, Any]
     run: Run
     state: str = "to do"  # to do, begun, waiting, running, done, submitted, stopped, failed
-    reason: str = ""  # why it failed
-    seconds: float = 0.0  # that this sweep has spent on it
-    scores: dict[str, float] = field(default_factory=dict)  # the last of the sweep's split
+    reason: str = ""  # of a failure
+    seconds: float = 0.0  # spent on it by this sweep
+    scores: dict[str, float] = field(default_factory=dict)  # latest scores on the sweep's split
 
     def look(self, split: str) -> None:
-        """Read what its folder holds. Errors: `RunError` when that is another run's."""
+        """Read the trial's folder. Errors: `RunError` if it belongs to another run."""
         newest = next((manifest for _, manifest in newest_first(self.run)), None)
         if newest is not None:
             now = self.run.arithmetic()
@@ -77,7 +77,7 @@ class SweepTrial:
                 self.scores = {k: v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
         if finished(self.run, newest):
             self.state = "done"
-            # What was exported may not be the last model.
+            # The exported model may not be the last one.
             exported = history.scores_of(self.run.folder).get("splits", {}).get(split)
             self.scores = exported if isinstance(exported, dict) else self.scores
         elif newest is not None:
@@ -85,20 +85,20 @@ class SweepTrial:
 
 
 class Leaderboard:
-    """The trials of a sweep, as far as they are known; a search adds to them."""
+    """The known trials of a sweep; a search adds more."""
 
     def __init__(self, sweep: Sweep, console: Console) -> None:
         self.sweep, self.console = sweep, console
         self.slots = Slots(sweep)
         self.trials: list[SweepTrial] = []
-        self.tree: Tree | None = None  # of the steps that trials have in common
-        self._tried: set[str] = set()  # by this sweep: what fails is not tried twice
+        self.tree: Tree | None = None  # of steps that trials have in common
+        self._tried: set[str] = set()  # trials of this sweep; a failed one is not retried
         listed = sweep.combinations() if sweep.search is None else _known(sweep)
         for keys in listed:
             self.add(keys)
 
     def add(self, keys: Mapping[str, Any]) -> SweepTrial:
-        """A trial, loaded and planned. Errors: `RunError`."""
+        """Add a trial: load and plan its run. Errors: `RunError`."""
         name = name_of(keys, {trial.name for trial in self.trials})
         run = planned(self.sweep, {**keys, **self.slots.keys(keys)}, name)
         trial = SweepTrial(name, keys, run)
@@ -107,7 +107,7 @@ class Leaderboard:
         return trial
 
     def next(self) -> SweepTrial | None:
-        """The trial to start now: interrupted ones first."""
+        """Return the next trial to start, interrupted ones first."""
         for state in ("begun", "to do"):
             for trial in self.trials:
                 if trial.state == state and trial.name not in self._tried and not self._waits(trial):
@@ -123,10 +123,10 @@ class Leaderboard:
                 trial = self.add(keys)
                 self._tried.add(trial.name)
                 return trial
-        return None  # of few values all were tried
+        return None  # all of a few values were tried
 
     def share(self) -> None:
-        """Find out which trials begin with the same steps, and have those that others begin with keep checkpoints."""
+        """Find trials with common first steps, and make the shared ones keep checkpoints."""
         submits = start.launcher_of(self.sweep.base).submits
         if not self.sweep.share or self.sweep.search is not None or submits or len(self.trials) < 2:
             return
@@ -140,7 +140,7 @@ class Leaderboard:
             self.console.say(f"shared     {self.tree.summary}")
 
     def begin(self, trial: SweepTrial) -> str:
-        """Give a trial the steps that another one has computed, if it begins with such. Returns what is told."""
+        """Copy the steps that another trial has computed, if any. Returns a text for the user."""
         if self.tree is None or trial.state != "to do" or trial.name not in self.tree.begins:
             return ""
         try:
@@ -150,7 +150,7 @@ class Leaderboard:
             return ""
 
     def _waits(self, trial: SweepTrial) -> bool:
-        """Whether another trial is still to compute, or computing, what this one begins with."""
+        """Return whether this trial waits for another one that computes its first steps."""
         if self.tree is None or trial.state != "to do" or trial.name not in self.tree.begins:
             return False
         name, step = self.tree.begins[trial.name]
@@ -159,12 +159,12 @@ class Leaderboard:
         return other.state in ("to do", "begun", "running") and isinstance(read_manifest(there), str)
 
     def metric(self, trial: SweepTrial) -> float | None:
-        """The trial's score by the sweep's metric as it is in the log; None where there is none or it is not finite."""
+        """The trial's logged score by the sweep's metric; None if missing or not finite."""
         value = trial.scores.get(self.sweep.metric.removeprefix("-"))
         return value if trial.state == "done" and value is not None and math.isfinite(value) else None
 
     def ranked(self) -> list[SweepTrial]:
-        """The best first; trials without a score last."""
+        """Trials, best first; those without a score last."""
         sign = -1 if not self.sweep.metric.startswith("-") else 1
 
         def place(trial: SweepTrial) -> tuple[bool, float]:
@@ -174,7 +174,7 @@ class Leaderboard:
         return sorted(self.trials, key=place)
 
     def check_metric(self, trial: SweepTrial) -> None:
-        """Errors: `RunError` when a finished trial has no such metric."""
+        """Check that a finished trial has the sweep's metric. Errors: `RunError` if not."""
         name = self.sweep.metric.removeprefix("-")
         if trial.state == "done" and name not in trial.scores:
             there = ", ".join(sorted(k for k in trial.scores if k != "examples")) or "none"
@@ -185,7 +185,7 @@ class Leaderboard:
             )
 
     def write(self) -> None:
-        """`sweep.json`. Errors: `RunError` when the folder cannot be written."""
+        """Write `sweep.json`. Errors: `RunError` if the folder cannot be written."""
         rows = [
             {
                 "name": t.name,
@@ -195,9 +195,11 @@ class Leaderboard:
                 "reason": t.reason,
                 "metric": self.metric(t),
                 "scores": t.scores,
-                "begins_with": self.tree.begins.get(t.name) if self.tree else None,  # a trial, and steps of it
+                "begins_with": self.tree.begins.get(t.name)
+                if self.tree
+                else None,  # a trial, and a number of its steps
             }
-            for t in self.trials  # in the order they were tried, from which a search continues
+            for t in self.trials  # in the order of trial: a search continues from it
         ]
         values = {"metric": self.sweep.metric, "split": self.sweep.split, "trials": rows}
         try:
@@ -207,7 +209,7 @@ class Leaderboard:
             raise RunError("LS8353", f"--out: cannot write to {self.sweep.folder}: {error.strerror}") from error
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Columns and cells, the best trial first."""
+        """Columns and cells of the table, best trial first."""
         keys = list(dict.fromkeys(key for trial in self.trials for key in trial.keys))
         first = self.sweep.metric.removeprefix("-")
         others = dict.fromkeys(k for t in self.trials for k in t.scores if k not in (first, "examples"))
@@ -224,15 +226,15 @@ class Leaderboard:
 
 
 def planned(sweep: Sweep, keys: Mapping[str, Any], name: str) -> Run:
-    """A trial's run, checked as far as can be before data are read. Errors: `RunError`."""
+    """Load a trial's run and make all checks that need no data. Errors: `RunError`."""
     run = sweep.load(keys)
     folder = sweep.folder / name
-    hub = run.hub.model_copy(update={"push_to": None})  # not every trial: `lockstep push` sends the best
+    hub = run.hub.model_copy(update={"push_to": None})  # do not push every trial: `lockstep push` uploads the best
     entries = {"name": f"{run.name}-{name}", "output": str(folder), "hub": hub}
     run = run.model_copy(update=entries | {"remote_dir": run.remote_dir and f"{run.remote_dir}/{folder.name}"})
     try:
         launcher = start.launcher_of(run)
-        if not launcher.submits or importlib.util.find_spec("torch") is not None:  # else the ranks check
+        if not launcher.submits or importlib.util.find_spec("torch") is not None:  # without torch here, the ranks check
             start.resolve_options(run)
             run = fitted(run)
         else:
@@ -243,7 +245,7 @@ def planned(sweep: Sweep, keys: Mapping[str, Any], name: str) -> Run:
 
 
 def _known(sweep: Sweep) -> list[Mapping[str, Any]]:
-    """The trials that a search has begun with before, after trying whether all it may propose makes a run file. Errors:
+    """Return the trials of an interrupted search, after checking that all values it may propose are valid. Errors:
     `RunError`."""
     sweep_file.check()
     for keys in sweep_file.corners(sweep.over):
@@ -268,7 +270,7 @@ def _known(sweep: Sweep) -> list[Mapping[str, Any]]:
 
 
 def prepare_trials(sweep: Sweep) -> int:
-    """Write the run file of every trial and start none: for a job array, or to start them by hand."""
+    """Write the run file of every trial without starting any, for a job array or manual starts."""
     if sweep.search is not None:
         raise RunError(
             "LS8356", "--prepare: not supported for a search, whose trials are not known in advance; remove it"
@@ -283,8 +285,8 @@ def prepare_trials(sweep: Sweep) -> int:
 
 
 def sweep(request: Sweep) -> int:
-    """Run what is not finished; then the table and the comparison. Returns 0, 1 when a trial failed, 75 when the sweep
-    was stopped. Errors: `RunError`, before anything starts where that can be."""
+    """Run the unfinished trials, then print the table and write the comparison. Returns 0, 1 if a trial failed, 75 if
+    the sweep was stopped. Errors: `RunError`, if possible before anything starts."""
     if start.joining():
         raise RunError("LS8357", "sweep starts the processes of each trial itself; run it outside of torchrun and srun")
     console = Console(True)
@@ -316,13 +318,13 @@ def sweep(request: Sweep) -> int:
     if endless := [t.name for t in board.trials if t.state == "done" and board.metric(t) is None]:
         console.say(f"{request.metric.removeprefix('-')} is not a finite number in {', '.join(endless)}")
     if stopped or any(trial.state == "stopped" for trial in board.trials):
-        console.say("stopped: the same command goes on from there")
+        console.say("stopped; the same command continues")
         return STOPPED
     return int(bool(endless) or any(trial.state == "failed" for trial in board.trials))
 
 
 def _array(board: Leaderboard) -> bool:
-    """Queue what is not finished, as one array job, and do not wait for it. Errors: `RunError`."""
+    """Submit unfinished trials as one array job, without waiting for it. Errors: `RunError`."""
 
     request = board.sweep
     check([key for trial in board.trials for key in trial.keys])
@@ -345,7 +347,7 @@ def _array(board: Leaderboard) -> bool:
 
 
 def _run_all(board: Leaderboard, count: int) -> bool:
-    """Every trial to its end. Returns whether it was asked to stop before."""
+    """Run every trial to its end. Returns whether the sweep was asked to stop earlier."""
     running: dict[int, tuple[SweepTrial, Child, float]] = {}
     ended = sum(trial.state == "done" for trial in board.trials)
     with asked_to_stop() as stop_event:
@@ -373,7 +375,7 @@ def _run_all(board: Leaderboard, count: int) -> bool:
 
 
 def _start(board: Leaderboard, trial: SweepTrial, slot: int) -> Child:
-    """Its run file is in its folder already, whatever becomes of this process."""
+    """Start a trial. Its folder already has its run file, so it can be resumed even if this process dies."""
     goes_on = " goes on" if trial.state == "begun" else board.begin(trial)
     keep(trial.run)
     trial.state = "running"
@@ -384,7 +386,7 @@ def _start(board: Leaderboard, trial: SweepTrial, slot: int) -> Child:
 
 
 def _ended(board: Leaderboard, trial: SweepTrial, child: Child, seconds: float, place: str) -> None:
-    """Take in what a trial left. Errors: `RunError` when it has no such metric as the sweep is sorted by."""
+    """Record the result of a trial. Errors: `RunError` if it lacks the metric that sorts the sweep."""
     child.wait()
     trial.seconds += seconds
     status, trial.state = child.status, "failed"
@@ -404,19 +406,19 @@ def _ended(board: Leaderboard, trial: SweepTrial, child: Child, seconds: float, 
 
 
 class Slots:
-    """The places of one sweep, numbered from 0."""
+    """Slots for parallel trials, numbered from 0."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
         self._devices = visible(sweep.base) if sweep.parallel > 1 else []
 
     def free(self, taken: Container[int]) -> int | None:
-        """A place that is not taken, or None."""
+        """Return a free slot, or None."""
         return next((i for i in range(self._sweep.parallel) if i not in taken), None)
 
     def keys(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """What a trial with these keys is given besides: with several at once, its share of the processes where their
-        number is left open. Errors: `RunError` when there are not enough GPUs."""
+        """Extra keys for a trial: with parallel trials and `launch.processes` left open, its share of the processes.
+        Errors: `RunError` if there are too few GPUs."""
         if self._sweep.parallel == 1:
             return {}
         run = self._sweep.load(keys)
@@ -434,7 +436,7 @@ class Slots:
         return {}
 
     def variables(self, slot: int) -> dict[str, str]:
-        """For the processes of the trial in a place: the GPUs that are its own."""
+        """Environment of the trial in a slot: its GPUs."""
         if not self._devices:
             return {}
         mine = self._devices[slot * self._each : (slot + 1) * self._each]
@@ -442,17 +444,17 @@ class Slots:
 
     @property
     def _each(self) -> int:
-        """GPUs of a place."""
+        """GPUs per slot."""
         return len(self._devices) // self._sweep.parallel
 
 
 def visible(run: Run) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none under `launch.device: cpu`."""
+    """GPUs available to this process, as in CUDA_VISIBLE_DEVICES; none with `launch.device: cpu`."""
     if run.launch.device == "cpu":
         return []
     try:
         import torch
-    except ImportError:  # a machine that only submits
+    except ImportError:  # a machine that only submits jobs
         return []
     count = torch.cuda.device_count()
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
@@ -460,7 +462,7 @@ def visible(run: Run) -> list[str]:
 
 
 def check(keys: Sequence[str]) -> None:
-    """Errors: `RunError` for a key that all tasks of an array have in common."""
+    """Check that a key may differ between tasks of an array. Errors: `RunError` if not."""
     if common := [key for key in keys if key.startswith("launch.")]:
         raise RunError(
             "LS8359", f"{common[0]}: cannot be varied, because all trials of an array job share one launch section"
@@ -468,7 +470,7 @@ def check(keys: Sequence[str]) -> None:
 
 
 def live(folder: Path) -> str | None:
-    """What a trial's task is doing, if SLURM still has it. Errors: `RunError` when SLURM does not answer."""
+    """State of a trial's task, if SLURM still has it. Errors: `RunError` if SLURM does not answer."""
     record = job_record.read(folder)
     if record is None or record.launcher != "slurm":
         return None
@@ -477,8 +479,8 @@ def live(folder: Path) -> str | None:
 
 
 def submit(run: Run, runs: Sequence[Run], folder: Path, at_most: int | None) -> str:
-    """Queue `runs`, whose run files are in their folders, with what `run.launch` asks for. Returns the job's id.
-    Errors: `RunError`, and nothing is queued."""
+    """Submit `runs`, whose run files are in their folders, with the resources of `run.launch`. Returns the job's id.
+    Errors: `RunError`; then nothing is queued."""
     plan = slurm.array_plan(run, [each.folder / "run.yaml" for each in runs], folder, at_most)
     job = slurm.submit(plan)
     for task, each in enumerate(runs):
@@ -486,23 +488,23 @@ def submit(run: Run, runs: Sequence[Run], folder: Path, at_most: int | None) -> 
     return job
 
 
-WORTH = 0.05  # of a trial's steps: fewer (a warm-up from 0 has its first step in common with any) are computed again
+WORTH = 0.05  # of a trial's steps; sharing less is not worth it: warm-ups from 0 have their first step in common
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Trials by name."""
+    """Trials by name, with their common first steps."""
 
-    begins: dict[str, tuple[str, int]] = field(default_factory=dict)  # trial -> an earlier one, and steps of it
-    courses: dict[str, Course] = field(default_factory=dict)  # of those that are alike in all but their steps
+    begins: dict[str, tuple[str, int]] = field(default_factory=dict)  # trial -> an earlier one, shared steps
+    courses: dict[str, Course] = field(default_factory=dict)  # of trials that differ only in per-step keys
 
     def left_at(self, name: str) -> list[int]:
-        """After which steps of a trial others leave it."""
+        """Steps of a trial after which others branch off."""
         return sorted({step for other, step in self.begins.values() if other == name})
 
     @property
     def summary(self) -> str:
-        """The steps that it saves; empty where nothing is shared."""
+        """Say how many steps are saved; empty if none."""
         if not self.begins:
             return ""
         alone = sum(len(each.rates) for each in self.courses.values())
@@ -513,8 +515,8 @@ class Tree:
         )
 
     def begin(self, name: str, runs: Mapping[str, Run]) -> str:
-        """Give a trial the checkpoint that it begins with. Returns what is told. Errors: `RunError`, where the other
-        trial has left none; then it is computed from the start."""
+        """Copy the checkpoint from which a trial starts. Returns a text for the user. Errors: `RunError` if the other
+        trial left none; the trial then starts from the beginning."""
         from lockstep.lab.branch import place, take
 
         other, step = self.begins[name]
@@ -524,8 +526,8 @@ class Tree:
 
 
 def shared_steps(runs: Mapping[str, Run]) -> Tree:
-    """The tree of these trials. Prepares their data where any two may share. Data that cannot be prepared are told of
-    by the trial that wants them."""
+    """Find the common steps of trials. Prepares the data of trials that may share any; errors in the data are left to
+    the trial that uses them."""
     tree = Tree()
     for names in _alike(runs):
         try:
@@ -545,7 +547,7 @@ def shared_steps(runs: Mapping[str, Run]) -> Tree:
 
 
 def _alike(runs: Mapping[str, Run]) -> list[Sequence[str]]:
-    """Names of trials that differ in nothing but keys that are about single steps, where there are several."""
+    """Names of trials that differ only in per-step keys, in groups of two or more."""
     groups: dict[str, list[str]] = {}
     for name, run in runs.items():
         values = run.arithmetic()
@@ -556,7 +558,7 @@ def _alike(runs: Mapping[str, Run]) -> list[Sequence[str]]:
 
 
 def _read(sources: Any) -> Any:
-    """What a mixture is read from, without how much of each."""
+    """Sources of a mixture, without their proportions."""
     return [{k: v for k, v in each.items() if k != "weight"} for each in sources or ()]
 
 

@@ -1,9 +1,9 @@
-"""What a sweep is asked to try: a sweep file, or a run file and options.
+"""The request of a sweep: a sweep file, or a run file and options.
 
-In: a SWEEP.yaml or RUN.yaml, and the words of the command line. Out: one frozen `Sweep`, or a `RunError` that names
-the key, before anything starts; the combinations of its values (`lockstep bench --over` compares them, too); the next
-trial of a search by optuna, a function of the finished trials alone; and a trial's name, which is its folder's.
-Imports no torch.
+In: a SWEEP.yaml or RUN.yaml, and the words of the command line. Out: a frozen `Sweep`, or a `RunError` that names the
+key, before anything starts; the combinations of its values (also for `lockstep bench --over`); the next trial of an
+optuna search, which depends only on the finished trials; and a trial's name, which is also its folder's. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RANGE = re.compile(r"(?P<low>[-+.\de]+?)\.\.(?P<high>[-+.\de]+?)(?P<log>:log)?"
 
 
 class Range(Section):
-    """All numbers between two, for a search: whole numbers where both ends are."""
+    """A range of a search: integers if both ends are, else real numbers."""
 
     low: int | float
     high: int | float
@@ -51,7 +51,7 @@ class SearchSection(Section):
 
 
 class SweepFile(Section):
-    """A SWEEP.yaml."""
+    """Schema of a SWEEP.yaml."""
 
     run: str = Field(description="the run file, beside this file")
     output: str | None = Field(None, description="folder of the trials; default: the run's OUTPUT-sweep")
@@ -71,11 +71,11 @@ class SweepFile(Section):
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep, complete."""
+    """A complete sweep."""
 
     path: str | None  # the run file
-    defaults: Mapping[str, Any]  # where there is none
-    overrides: Mapping[str, Any]  # the same in every trial
+    defaults: Mapping[str, Any]  # if there is none
+    overrides: Mapping[str, Any]  # for every trial
     over: Mapping[str, Sequence[Any] | Range]
     trials: Sequence[Mapping[str, Any]]
     metric: str
@@ -87,11 +87,11 @@ class Sweep:
     base: Run
 
     def load(self, keys: Mapping[str, Any]) -> Run:
-        """The run of a trial's keys. Errors: `RunError`."""
+        """Load the run with a trial's keys. Errors: `RunError`."""
         return load(self.path, {**self.overrides, **keys}, self.defaults)
 
     def combinations(self) -> list[Overrides]:
-        """What is tried without a search: every listed trial with every combination."""
+        """All trials of a sweep without a search: each listed trial with each combination."""
         listed = self.trials or [{}]
         lists = {key: values for key, values in self.over.items() if not isinstance(values, Range)}
         trials = [{**dict(one), **combined} for one in listed for combined in product(lists)]
@@ -99,9 +99,9 @@ class Sweep:
 
 
 def read(path: str | None, defaults: Mapping[str, Any], words: Sequence[str], options: Mapping[str, Any]) -> Sweep:
-    """The sweep of a file (either kind; None: `defaults` as the run), overrides, and options: `over` words, and
-    `metric`, `split`, `parallel`, `share`, `search` (number of trials), `out`, each None where it is not given. Errors:
-    `RunError`."""
+    """Read a sweep from a file (a sweep file or a run file; None: the run is `defaults`), overrides and options: `over`
+    words, `metric`, `split`, `parallel`, `share`, `search` (number of trials) and `out`, each None if not given.
+    Errors: `RunError`."""
     section = _sweep_file(path) if path is not None else None
     run = str(Path(str(path)).parent / section.run) if section is not None else path
     overrides = {**overrides_of(section.set if section is not None else {}), **overrides_of(words)}
@@ -133,7 +133,7 @@ def read(path: str | None, defaults: Mapping[str, Any], words: Sequence[str], op
 
 
 def _sweep_file(path: str) -> SweepFile | None:
-    """The sweep file, or None where it is a run file."""
+    """Return the sweep file, or None if the file is a run file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         values, lines = messages.read_yaml_with_lines(text)
@@ -151,7 +151,7 @@ def _sweep_file(path: str) -> SweepFile | None:
 
 
 def _range(key: str, values: Any) -> Any:
-    """`low..high` and `low..high:log` as a range; anything else as it is."""
+    """Parse `low..high` and `low..high:log` as a range; return anything else unchanged."""
     text = values[0] if isinstance(values, list) and len(values) == 1 else values
     match = _RANGE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
@@ -184,8 +184,8 @@ Overrides = dict[str, Any]  # dotted key of the run file -> value
 
 
 def parse(words: Sequence[str]) -> dict[str, list[Any]]:
-    """`optim.learning_rate=1e-5,3e-5` words as key -> values. A value is YAML; a comma inside brackets or quotes does
-    not separate. Errors: `RunError`."""
+    """Parse words such as `optim.learning_rate=1e-5,3e-5`. Values are YAML; a comma in brackets or quotes does not
+    separate. Errors: `RunError`."""
     lists: dict[str, list[Any]] = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -209,12 +209,12 @@ def parse(words: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def product(over: Mapping[str, Sequence[Any]]) -> list[Overrides]:
-    """Every combination, the last key's values changing fastest; one empty combination of no keys."""
+    """All combinations, the last key's values changing fastest; one empty combination without keys."""
     return [dict(zip(over, values, strict=True)) for values in itertools.product(*over.values())]
 
 
 def format_value(value: Any) -> str:
-    """A value as one would write it on the command line."""
+    """Format a value for a command line."""
     if isinstance(value, str):
         return value
     if isinstance(value, float):
@@ -226,13 +226,13 @@ TrialResult = tuple[Mapping[str, Any], float | None]  # keys of a trial -> its m
 
 
 def check() -> None:
-    """Errors: `RunError` when optuna is not installed."""
+    """Check that optuna is installed. Errors: `RunError` if not."""
     if importlib.util.find_spec("optuna") is None:
         raise RunError("LS8384", "search needs optuna, which is not installed: pip install 'lockstep-train[optuna]'")
 
 
 def corners(over: Mapping[str, Sequence[Any] | Range]) -> list[Overrides]:
-    """Keys that have to make a run file if all do: both ends of every range, and every value."""
+    """Key combinations that are valid if all are: both ends of every range, and every value."""
     ends = {k: [v.low, v.high] if isinstance(v, Range) else list(v) for k, v in over.items()}
     first = {key: values[0] for key, values in ends.items()}
     return [{**first, key: value} for key, values in ends.items() for value in values]
@@ -241,8 +241,8 @@ def corners(over: Mapping[str, Sequence[Any] | Range]) -> list[Overrides]:
 def propose(
     over: Mapping[str, Sequence[Any] | Range], results: Sequence[TrialResult], seed: int, more_is_better: bool
 ) -> Overrides:
-    """The keys of the trial after `found`, by optuna's tree-structured Parzen estimator (Bergstra et al., "Algorithms
-    for hyper-parameter optimization", NeurIPS 2011); the first ten are drawn at random."""
+    """Propose the next trial's keys with optuna's tree-structured Parzen estimator (Bergstra et al., "Algorithms for
+    hyper-parameter optimization", NeurIPS 2011); the first ten are random."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -251,7 +251,7 @@ def propose(
     study = optuna.create_study(direction="maximize" if more_is_better else "minimize", sampler=sampler)
     known = [value for _, value in results if value is not None]
     for keys, value in results:
-        if value is None:  # one that runs: taken as the worst so far, so that the next one looks elsewhere
+        if value is None:  # a running trial counts as the worst so far, so that the next one is tried elsewhere
             if not known:
                 continue
             value = min(known) if more_is_better else max(known)
@@ -274,7 +274,7 @@ def _distribution(values: Sequence[Any] | Range) -> Any:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if not isinstance(values, Range):
-        return CategoricalDistribution(range(len(values)))  # their places: a value may be a mapping
+        return CategoricalDistribution(range(len(values)))  # indices, because a value may be a mapping
     if isinstance(values.low, int) and isinstance(values.high, int):
         return IntDistribution(values.low, values.high, log=values.log)
     return FloatDistribution(values.low, values.high, log=values.log)
@@ -288,8 +288,7 @@ LONGEST = 80
 
 
 def name_of(keys: Mapping[str, Any], taken: Container[str]) -> str:
-    """`learning_rate-3e-05_source-gpt2`; with a few digits of its hash where another trial has that name, or where it
-    would be long."""
+    """Name a trial: `learning_rate-3e-05_source-gpt2`; a long or used name gets a few digits of its hash."""
     lasts = [key.rpartition(".")[2] for key in keys]
     parts = []
     for key, value in keys.items():
