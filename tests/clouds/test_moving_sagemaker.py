@@ -83,9 +83,10 @@ def test_arguments_of_an_estimator_become_keys_of_launch() -> None:
     told = left(found)
     for part in (
         "environment: HF_TOKEN (a secret",
-        "security_group_ids (its value is known when the script runs; set launch.extra.VpcConfig.SecurityGroupIds)",
-        "more=elsewhere (its value is known when the script runs; set launch.inputs)",
-        "sagemaker_session=session (its value is known when the script runs",
+        "security_group_ids (its value is known only when the script runs; "
+        "set launch.extra.VpcConfig.SecurityGroupIds)",
+        "more=elsewhere (its value is known only when the script runs; set launch.inputs)",
+        "sagemaker_session=session (its value is known only when the script runs",
         "hyperparameters: text-column: text (it is 'task.text' here",
         "hyperparameters: seed: unknown()",
         "entry_point: train.py",
@@ -124,7 +125,7 @@ def test_older_containers_and_other_ways_of_working_together_are_listed() -> Non
     for part in (
         "framework_version: 1.13.1 (launch.pytorch is one of 2.",
         "distribution: ",
-        "nonsense: 1 (not an argument that is known here)",
+        "nonsense: 1 (unknown argument)",
         "instance_count: 1 (of jobs in the cloud)",
     ):
         assert part in left(found)

@@ -144,7 +144,7 @@ def test_what_fits_comes_first_then_what_is_quick() -> None:
         (["--simulate", "--processes", "0"], "--processes: invalid value 0"),
         (["--simulate", "--price", "-1"], "--price: invalid value -1"),
         (["--simulate", "--out", "page"], "--out: invalid file page"),
-        (["--processes", "4"], "--processes: says something to --simulate only"),
+        (["--processes", "4"], "--processes: has an effect only with --simulate"),
         (["--suggest", "--processes", "64"], "64 micro-batches or more, but a step has batch_size=22"),
         (["--simulate", "--processes", "2", "strategy=single"], "single supports one process only"),
         (["--simulate", "model.compile=true", "strategy=ddp", "--processes", "2"], "cannot be simulated"),
@@ -192,4 +192,4 @@ def test_a_plan_on_the_terminal_and_as_a_page(
     assert "sent by a rank in a step, GB" in grown
     monkeypatch.setattr(planner, "simulate", lambda *_: [simulated(ops=ops, peak=79 * 10**9)])
     assert main(words) == 1
-    assert "NO: it will run out of memory" in capsys.readouterr().out
+    assert "NO: out of memory" in capsys.readouterr().out

@@ -80,7 +80,7 @@ def test_a_plan_says_what_a_rank_takes(case: str, ranks: int) -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_casts_of_float32_weights_are_counted(again: bool) -> None:
     """Autocast keeps a bf16 copy of every matrix, which FSDP does not cut: until backward has used it, and where layers
-    are computed again until forward is over."""
+    are recomputed until forward is over."""
     wide = {"n_layer": 6, "n_head": 4, "n_embd": 256, "n_positions": 32}
     model = {"type": "gpt2", "config": wide, "checkpoint_activations": again}
     run = of("fsdp2 micro_batch", model=model, precision="bf16")

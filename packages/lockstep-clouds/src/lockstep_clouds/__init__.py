@@ -1,1 +1,1 @@
-"""Launchers of lockstep for machines that others keep: Kubernetes, Amazon SageMaker and Ray. Found by entry points."""
+"""Launchers for managed machines: Kubernetes, Amazon SageMaker and Ray. Found by entry points."""

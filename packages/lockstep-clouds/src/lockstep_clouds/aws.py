@@ -1,7 +1,7 @@
-"""Amazon Web Services, as far as the SageMaker launcher needs them: regions, container images, connecting, S3.
+"""AWS functions for the SageMaker launcher: regions, container images, sessions, S3.
 
-In: what the run file says. Out: boto3 clients and addresses, or a `RunError` that says what to set. boto3 is imported
-only when something is asked of AWS.
+In: values from the run file. Out: boto3 clients and addresses, or a `RunError` that says what to set. boto3 is imported
+only when AWS is contacted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.config.run import RunError
 
-# Who keeps AWS's PyTorch containers in a region, as in the image tables of the sagemaker package (sagemaker-core 2.20,
+# Region -> AWS account of its PyTorch containers, as in the image tables of the sagemaker package (sagemaker-core 2.20,
 # image_uri_config/pytorch.json). Most regions share one account.
 _COMMON = "763104351884"
 _ACCOUNTS = {
@@ -58,7 +58,7 @@ _ACCOUNTS = {
     "us-west-1": _COMMON,
     "us-west-2": _COMMON,
 }
-# Version -> tag of the GPU and of the CPU image, from the container release notes of aws/deep-learning-containers.
+# Version -> tags of the GPU and the CPU image, from the release notes of aws/deep-learning-containers.
 TAGS = {
     "2.11": ("2.11-cu130-amzn2023-sagemaker", "2.11-cpu-amzn2023-sagemaker"),
     "2.12": ("2.12-cu130-amzn2023-sagemaker", "2.12-cpu-amzn2023-sagemaker"),
@@ -67,7 +67,7 @@ TAGS = {
 
 
 def region_of(region_option: str | None) -> str:
-    """`launch.region`, else what the AWS tools use here. Errors: `RunError`."""
+    """Return `launch.region`, else the region that AWS tools use on this machine. Errors: `RunError`."""
     region = region_option or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if region is None:
         try:
@@ -90,7 +90,7 @@ def region_of(region_option: str | None) -> str:
 
 
 def image(version: str, region: str, gpu: bool) -> str:
-    """The address of AWS's PyTorch container for SageMaker. Errors: `RunError`."""
+    """Return the address of AWS's PyTorch container for SageMaker. Errors: `RunError`."""
     if version not in TAGS:
         raise RunError(
             "LS7212",
@@ -102,12 +102,12 @@ def image(version: str, region: str, gpu: bool) -> str:
     return f"{_ACCOUNTS[region]}.dkr.ecr.{region}.amazonaws.com{ending}/pytorch:{tag}"
 
 
-OLDEST = {"PyTorch": (2, 11), "Python": (3, 11)}  # that lockstep runs on, as pyproject.toml says
+OLDEST = {"PyTorch": (2, 11), "Python": (3, 11)}  # oldest versions that lockstep supports, as in pyproject.toml
 
 
 def check_image(address: str | None) -> None:
-    """Refuse an image of AWS's naming (`pytorch-training:2.1.0-gpu-py310-...`) whose tag tells that it is too old; what
-    another tag stands for is not known. Errors: `RunError`."""
+    """Check an image in AWS's naming scheme (`pytorch-training:2.1.0-gpu-py310-...`) for versions that are too old;
+    other tags are not checked. Errors: `RunError`."""
     _, _, tag = (address or "").rpartition("/")[2].partition(":")
     torch, python = re.match(r"(\d+)\.(\d+)[.\d]*-(?:cpu|gpu|cu\d)", tag), re.search(r"-py(\d)(\d+)\b", tag)
     for what, version_match in (("PyTorch", torch), ("Python", python)):
@@ -121,27 +121,27 @@ def check_image(address: str | None) -> None:
 
 
 def check_instance(instance: str, own_image: str | None) -> None:
-    """Refuse types of instances that no rank could compute on. Errors: `RunError`."""
+    """Check that lockstep can compute on an instance type. Errors: `RunError` if not."""
     family = instance.removeprefix("ml.").partition(".")[0]
     if re.match(r"(trn|inf)\d", family):
-        why = "it has AWS's own chips; lockstep computes on CPUs and on GPUs of NVIDIA"
+        why = "it has AWS's own chips; lockstep supports CPUs and NVIDIA GPUs"
     elif family == "p2":
-        why = "no CUDA of these years knows its GPUs (K80)"
+        why = "no current CUDA version supports its GPUs (K80)"
     elif family in ("p3", "p3dn") and own_image is None:
-        why = "CUDA 13, which AWS's container has, knows its GPUs (V100) no more; give a launch.image with CUDA 12"
+        why = "CUDA 13 in AWS's container does not support its GPUs (V100); set launch.image to an image with CUDA 12"
     elif family.startswith("p6e-gb") and own_image is None:
-        why = "its processors are Arm's, and AWS's container is for x86; give a launch.image for Arm"
+        why = "it has Arm processors, and AWS's container is for x86; set launch.image to an Arm image"
     else:
         return
     raise RunError("LS7214", f"launch.instance: {instance} cannot be used: {why}")
 
 
 def has_gpu(instance: str) -> bool:
-    """Whether an instance type of SageMaker (ml.g5.xlarge) is of a family with NVIDIA GPUs."""
+    """Return whether a SageMaker instance type (ml.g5.xlarge) belongs to a family with NVIDIA GPUs."""
     return re.match(r"ml\.(g|p)\d", instance) is not None
 
 
-_GPUS = {  # of types whose number does not follow from their size
+_GPUS = {  # types whose number of GPUs does not follow from their size
     "p2": {"xlarge": 1, "8xlarge": 8, "16xlarge": 16},
     "p3": {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8},
     "p3dn": {"24xlarge": 8},
@@ -152,12 +152,12 @@ _GPUS = {  # of types whose number does not follow from their size
     "p5en": {"48xlarge": 8},
 }
 _GPUS_OF_SIZE = {"xlarge": 1, "2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
-_BY_SIZE = ("g4dn", "g5", "g6", "g6e")  # whose 16xlarge has one
+_BY_SIZE = ("g4dn", "g5", "g6", "g6e")  # families whose 16xlarge has one GPU
 
 
 def gpus_of(instance: str) -> int | None:
-    """The GPUs of an instance type of SageMaker (ml.g5.12xlarge: 4); 0: it has none; None: its number is not known
-    here."""
+    """Return the number of GPUs of a SageMaker instance type (ml.g5.12xlarge: 4), 0 without GPUs, or None if
+    unknown."""
     if not has_gpu(instance):
         return 0
     family, _, size = instance.removeprefix("ml.").partition(".")
@@ -167,8 +167,8 @@ def gpus_of(instance: str) -> int | None:
 
 
 def session(region: str) -> Any:
-    """A boto3 session that AWS knows who asks. Errors: `RunError` without boto3, without credentials, or with some
-    that AWS refuses."""
+    """Return an authenticated boto3 session. Errors: `RunError` if boto3 or credentials are missing, or AWS rejects
+    them."""
     try:
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError
@@ -192,12 +192,12 @@ def session(region: str) -> Any:
 
 
 def explained(caught: Exception) -> str:
-    """What AWS said, on one line, without request ids."""
+    """Return AWS's error message on one line, without request ids."""
     return re.sub(r"\(?RequestID: [^)]*\)?", "", " ".join(str(caught).split())).strip()
 
 
 def split_s3(address: str) -> tuple[str, str]:
-    """`s3://bucket/prefix` -> bucket, prefix without a slash at its ends. Errors: `RunError`."""
+    """Split `s3://bucket/prefix` into bucket and prefix, without slashes at its ends. Errors: `RunError`."""
     match = re.fullmatch(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*))?", address)
     if match is None:
         raise RunError("LS7218", f"launch.s3: {address!r} is not an S3 address; expected s3://BUCKET/PREFIX")
@@ -205,7 +205,7 @@ def split_s3(address: str) -> tuple[str, str]:
 
 
 def upload(client: Any, prefix: str, contents: Mapping[str, bytes | Path]) -> None:
-    """Put each content below the address `prefix`. Errors: `RunError`."""
+    """Upload each content below the address `prefix`. Errors: `RunError`."""
     from boto3.exceptions import S3UploadFailedError
     from botocore.exceptions import BotoCoreError, ClientError
 

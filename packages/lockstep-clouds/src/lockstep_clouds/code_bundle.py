@@ -1,7 +1,7 @@
-"""What of a run lies on this machine and has to travel to machines that do not see its files.
+"""Bundle a run's local files for machines without access to them.
 
-In: a run. Out: files with the names they get there, the run with its paths as they are there, and an archive of
-lockstep itself with the user's own modules. Nothing here imports torch.
+In: a run. Out: files with their remote names, the run with remote paths, and an archive of lockstep with the user's own
+modules. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ DISTRIBUTION = "lockstep-train"
 
 @dataclass(frozen=True)
 class Parcel:
-    """A run made ready to travel."""
+    """A run packed for other machines."""
 
-    run: Run  # as it is there
-    data: Mapping[str, Path]  # name below the data folder there -> file here: examples, a local model, a tokenizer
-    modules: Mapping[str, Path]  # name below the code folder there -> file here
+    run: Run  # with remote paths
+    data: Mapping[str, Path]  # name below the remote data folder -> local file: examples, a local model, a tokenizer
+    modules: Mapping[str, Path]  # name below the remote code folder -> local file
 
 
 def packed(run: Run, output: str, data: str) -> Parcel:
-    """`output` and `data` are the folders there. Errors: `RunError` for local files that are not there."""
+    """Pack a run. `output` and `data`: remote folders. Errors: `RunError` for missing local files."""
     files: dict[str, Path] = {}
     changes: dict[str, Any] = {"output": output}
     if run.data.sources is not None:
@@ -62,8 +62,8 @@ def packed(run: Run, output: str, data: str) -> Parcel:
 
 
 def _data_there(section: DataSection, data: str, below: str = "") -> tuple[dict[str, Path], dict[str, Any]]:
-    """The local files of one source by the names that they get `below` the folder `data` there, and the keys that name
-    them there. Nothing of what is on the Hub, or built in. Errors: `RunError`."""
+    """Map the local files of one source to their names below the remote folder `data`/`below`, and return the keys with
+    remote paths. Empty for data on the Hub or built-in data. Errors: `RunError`."""
     files: dict[str, Path] = {}
     keys: dict[str, Any] = {}
     for split, local_files in (local_splits(section) or {}).items():
@@ -78,14 +78,14 @@ def _data_there(section: DataSection, data: str, below: str = "") -> tuple[dict[
 
 
 def _row_names(local_files: list[Path], split: str) -> list[str]:
-    """Each file keeps its ending."""
+    """Name files of rows; each keeps its extension."""
     if len(local_files) == 1:
         return [split + file_formats.ending(local_files[0])]
     return [f"{split}-{i:03d}{file_formats.ending(file)}" for i, file in enumerate(local_files)]
 
 
 def _side_names(local_files: list[Path], split: str) -> list[str]:
-    """Files that are read beside each other keep what they share of their names, and their sides."""
+    """Name parallel files; they keep the common part of their names, and their sides."""
     stems = list(dict.fromkeys(file.parent / row_files.named(file)[0] for file in local_files))
     names = []
     for file in local_files:
@@ -96,8 +96,8 @@ def _side_names(local_files: list[Path], split: str) -> list[str]:
 
 
 def _class_names(local_files: list[Path], split: str) -> tuple[list[str], list[str]]:
-    """Files keep their names and their folders, which are labels; and the folders, in order. Those of one label may
-    have come from several folders."""
+    """Name files of label folders: folders are labels and stay, as does their order. Files of one label may come from
+    several folders."""
     folders = list(dict.fromkeys(file.parent for file in local_files))
     places = {folder: f"{split}/{i:03d}/{folder.name}" for i, folder in enumerate(folders)}
     return [f"{places[file.parent]}/{file.name}" for file in local_files], [
@@ -106,8 +106,8 @@ def _class_names(local_files: list[Path], split: str) -> tuple[list[str], list[s
 
 
 def inside(run: Run, machines: int, meet: str) -> LaunchSection:
-    """How a container starts its ranks: `local`, or `torchrun` where several machines meet at `meet`, host:port. Each
-    is told its `launch.node_rank` on its command line."""
+    """Return the launch keys inside a container: `local`, or `torchrun` if several machines meet at `meet`, host:port.
+    Each gets its `launch.node_rank` on its command line."""
     own: dict[str, Any] = {name: getattr(run.launch, name) for name in type(run.launch).model_fields if name != "name"}
     if machines > 1:
         return LaunchSection(name="torchrun", **own, machines=machines, rendezvous=meet)  # type: ignore[call-arg]
@@ -115,7 +115,7 @@ def inside(run: Run, machines: int, meet: str) -> LaunchSection:
 
 
 def pairs(key: str, entries: list[str], what: str = "VARIABLE=value") -> dict[str, str]:
-    """`NAME=text` entries as a mapping. Errors: `RunError`."""
+    """Parse `NAME=text` entries. Errors: `RunError`."""
     mapping = {}
     for entry in entries:
         name, equals, value = entry.partition("=")
@@ -126,10 +126,10 @@ def pairs(key: str, entries: list[str], what: str = "VARIABLE=value") -> dict[st
 
 
 def modules_of(run: Run) -> dict[str, Path]:
-    """The files of modules that the run file names by a dotted path or an entry point and that lie beside it or on
-    PYTHONPATH, not among installed packages, and of all modules of that kind that they import: they are found there
-    under the same name. Of a package everything, of an entry point its distribution's metadata. Errors: `RunError`
-    where there is no such module."""
+    """Files of all user modules of a run: modules that the run file names by dotted path or entry point, and their
+    imports, if they are beside it or on PYTHONPATH and not among installed packages. They keep their names. A package
+    is included completely, with the distribution's metadata for an entry point. Errors: `RunError` for a missing
+    module."""
     modules: dict[str, Path] = {}
     trackers = {f"track.to ({name})": plugins.path_of("track", name) for name in run.track.to}
     keys = user_code.named(run) | {key: name for key, name in trackers.items() if user_code.is_own(name)}
@@ -140,11 +140,11 @@ def modules_of(run: Run) -> dict[str, Path]:
         if not any(name.startswith((f"{file}.", f"{file}/__init__.")) for name in files):
             raise RunError(
                 "LS7232",
-                f"{key}: module {module} is neither beside the run file nor on PYTHONPATH, so it cannot be sent along",
+                f"{key}: module {module} is neither beside the run file nor on PYTHONPATH, so it cannot be bundled",
             )
         for name, path in files.items():
             if {"site-packages", "dist-packages"} & set(path.parts):
-                continue  # a requirement, to be installed there
+                continue  # installed there as a requirement
             modules[name] = path
             if name.endswith("/__init__.py") and name.count("/") == 1:
                 modules |= {f"{path.parent.name}/{f.relative_to(path.parent)}": f for f in _sources(path.parent)}
@@ -156,13 +156,12 @@ def modules_of(run: Run) -> dict[str, Path]:
 
 
 def distributions_of(run: Run) -> list[str]:
-    """The distributions that are installed here and whose plug-ins the run file names, as requirements: what is not
-    sent along."""
+    """Requirements for installed distributions whose plug-ins the run file names and which are not bundled."""
     return sorted({f"{entry.dist.name}=={entry.dist.version}" for entry in _entry_points(run) if _installed(entry)})
 
 
 def _entry_points(run: Run) -> list[Any]:
-    """Those behind the names of a run file: of its task, strategy, optimizer and trackers, which a rank looks for."""
+    """Entry points of the run file's task, strategy, optimizer and trackers, which a rank looks up."""
     names = [("tasks", run.task.name), ("strategies", run.strategy.name), ("optimizers", run.optim.name)]
     names += [("track", name) for name in run.track.to]
     entries = (entry for kind, name in names for entry in entry_points.named(kind).get(name, []))
@@ -175,11 +174,11 @@ def _installed(entry: Any) -> bool:
 
 
 def requirements(extra: list[str]) -> str:
-    """What lockstep needs, a requirement a line, as its own installation says, and what the user adds. The library
-    versions that decide bits are pinned to those here, where they are installed here."""
+    """lockstep's requirements, one per line, from its installed metadata, and the user's. Libraries that affect bits
+    are pinned to the versions installed here."""
     try:
         needed = [r for r in importlib.metadata.requires(DISTRIBUTION) or [] if "extra ==" not in r]
-        needed = [r for r in needed if not r.startswith("lockstep-trace")]  # `archive` holds it
+        needed = [r for r in needed if not r.startswith("lockstep-trace")]  # `archive` contains it
     except importlib.metadata.PackageNotFoundError:
         raise RunError(
             "LS7233",
@@ -198,7 +197,7 @@ def requirements(extra: list[str]) -> str:
 
 
 def archive(texts: Mapping[str, str], modules: Mapping[str, Path]) -> bytes:
-    """A gzipped tar of lockstep, lockstep_trace, this package, `modules` and `texts`; the same content gives the same
+    """Create a gzipped tar of lockstep, lockstep_trace, this package, `modules` and `texts`; equal content gives equal
     bytes."""
     packages = [Path(str(module.__file__)).parent for module in (lockstep, lockstep_trace)] + [Path(__file__).parent]
     files = {f"{each.name}/{f.relative_to(each)}": f for each in packages for f in _sources(each)} | dict(modules)

@@ -1,11 +1,11 @@
 """Kubernetes: an Indexed Job and a headless Service, or a TrainJob of Kubeflow Trainer, applied with kubectl.
 
-In: `launch: {name: kubernetes, image: ..., claim: ..., machines: ..., gpus: ...}`. Out: an exit status; the manifests
-are in OUTPUT/launch, as `lockstep plan` shows them, and can be applied by hand. Checkpoints and the model are on the
+In: `launch: {name: kubernetes, image: ..., pvc: ..., machines: ..., gpus: ...}`. Out: an exit status. `lockstep plan`
+shows the manifests, OUTPUT/launch holds them, and they can be applied by hand. Checkpoints and the model are on the
 claim's volume.
 
-kubectl and not the Python client: it is there where a cluster is used, finds the credentials that its user has set up,
-and what it does can be done again by hand.
+It uses kubectl rather than the Python client: cluster users have it, it finds their credentials, and its commands can
+be repeated by hand.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from lockstep_clouds.kubernetes_manifests import dump, manifests, name_of, outpu
 
 
 class Kubernetes(SubmittedJob):
-    """Pods of a cluster, one a machine."""
+    """Pods of a cluster, one per machine."""
 
     shares_files = False
 
     class Options(Section):
-        """What the pods need."""
+        """Resources and settings of the pods."""
 
         image: str | None = Field(None, description="container image that holds lockstep (docker/Dockerfile)")
         pvc: str | None = Field(
@@ -47,19 +47,19 @@ class Kubernetes(SubmittedJob):
         kubeflow: bool = Field(False, description="a TrainJob of Kubeflow Trainer 2 instead of a plain Job")
         machines: Positive = Field(1, description="pods")
         gpus: Steps = Field(0, description="NVIDIA GPUs of each pod")
-        cpus: Positive = Field(4, description="CPU cores that each pod asks for")
+        cpus: Positive = Field(4, description="CPU cores per pod")
         memory: str = Field(
             "16Gi", pattern=r"^[1-9]\d*(\.\d+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$", description="memory of each pod"
         )
         volumes: list[str] = Field(default_factory=list, description="CLAIM=/path of further volumes, for data")
         environment: list[str] = Field(default_factory=list, description="VARIABLE=value in the pods")
         secrets: list[str] = Field(default_factory=list, description="VARIABLE=SECRET/KEY of a Secret of the cluster")
-        grace_s: Positive = Field(120, description="seconds that a pod has to write its checkpoint when it must go")
+        grace_s: Positive = Field(120, description="seconds for a pod to write its checkpoint before it is evicted")
         stuck_minutes: Steps = Field(
-            120, description="minutes without a line of metrics.jsonl after which a pod is started anew; 0: never"
+            120, description="minutes without a new line in metrics.jsonl after which a pod is restarted; 0: never"
         )
         context: str | None = Field(None, description="of kubectl; default: its current one")
-        wait: bool = Field(True, description="stay and show the log; false: return once submitted")
+        wait: bool = Field(True, description="follow the log; false: return once submitted")
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class Kubernetes(SubmittedJob):
             self.complete(run, record)
             return None
         write_files(plan)
-        if state.word != "gone":  # of an earlier try: it cannot be changed, and what it wrote is on the volume
+        if state.word != "gone":  # an earlier attempt: it cannot be changed, and its results are on the volume
             kubectl(facts, "delete", kind, name, "--wait=true", "--ignore-not-found")
         kubectl(facts, "apply", "-f", *plan.files)
         return record
@@ -121,7 +121,7 @@ class Kubernetes(SubmittedJob):
         return state_from(json.loads(description))
 
     def logs(self, run: Run, record: JobRecord, follow: bool) -> Iterator[str]:
-        """All pods' lines, each with its pod's name in front, as far as the cluster still has them."""
+        """Lines of all pods that the cluster still has, each prefixed with the pod's name."""
         while follow and (state := self.state(run, record)).word == "waiting":
             if state.text:
                 yield f"waiting: {state.text}"
@@ -158,7 +158,7 @@ def kind_of(kubeflow: bool) -> str:
 
 
 def command(facts: Any) -> list[str]:
-    """kubectl for this namespace and context. Errors: `RunError` where it is missing."""
+    """Return the kubectl command for this namespace and context. Errors: `RunError` if it is not installed."""
     if shutil.which("kubectl") is None:
         raise RunError(
             "LS7282",
@@ -170,7 +170,7 @@ def command(facts: Any) -> list[str]:
 
 
 def kubectl(facts: Any, *words: str) -> str:
-    """Standard output. Errors: `RunError` with what kubectl said."""
+    """Run kubectl and return its standard output. Errors: `RunError` with kubectl's message."""
     done = subprocess.run([*command(facts), *words], capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode:
         reason = one_line(done.stderr or done.stdout, 500)
@@ -179,7 +179,7 @@ def kubectl(facts: Any, *words: str) -> str:
 
 
 def allowed(facts: Any) -> None:
-    """A cluster answers, and lets this user make jobs. Errors: `RunError`."""
+    """Check that the cluster answers and that this user may create jobs. Errors: `RunError`."""
     what = "trainjobs.trainer.kubeflow.org" if facts["kind"] == "trainjob" else "jobs.batch"
     done = subprocess.run(
         [*command(facts), "--request-timeout=20s", "auth", "can-i", "create", what],
@@ -199,7 +199,7 @@ def allowed(facts: Any) -> None:
 
 
 def state_from(resource: dict[str, Any]) -> State:
-    """What a Job or TrainJob says of itself."""
+    """Return the state of a Job or TrainJob."""
     status, jobs = resource.get("status", {}), resource.get("status", {}).get("jobsStatus", [])
     true = {c["type"]: c for c in status.get("conditions", []) if c.get("status") == "True"}
     for word, code in (("Complete", 0), ("Failed", 1)):
@@ -210,7 +210,7 @@ def state_from(resource: dict[str, Any]) -> State:
     if "Suspended" in true or resource.get("spec", {}).get("suspend"):
         return State("stopped" if not active else "running", "suspended", None if active else STOPPED)
     if resource["kind"] == "TrainJob":
-        waits = "its pods start" if active else "its pods are being made"
+        waits = "its pods start" if active else "its pods are being created"
         return State("running") if ready else State("waiting", waits)
     completions = resource.get("spec", {}).get("completions", 1)
-    return State("running" if ready else "waiting", f"{ready} of {completions} pods run, {active} are there")
+    return State("running" if ready else "waiting", f"{ready} of {completions} pods ready, {active} active")

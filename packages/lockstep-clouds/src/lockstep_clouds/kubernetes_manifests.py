@@ -1,10 +1,10 @@
-"""What a run is on Kubernetes, as data: an Indexed Job and a headless Service, or a TrainJob of Kubeflow.
+"""Kubernetes manifests of a run: an Indexed Job and a headless Service, or a TrainJob of Kubeflow.
 
-In: a run and the launcher's options. Out: manifests that `kubectl apply` takes. Nothing is asked of a cluster.
+In: a run and the launcher's options. Out: manifests for `kubectl apply`. No cluster is contacted.
 
-Every machine is a pod of its own. Pods meet at the name of the first one. What their exit statuses mean is in the
-pod failure policy: 2 (a bad run file) fails the job at once, 75 (stopped, with a checkpoint) starts the pod anew and
-counts for nothing, as does an eviction; anything else counts up to `launch.max_restarts`.
+Each machine is one pod; pods rendezvous at the name of the first. The pod failure policy interprets exit statuses: 2
+(an invalid run file) fails the job at once; 75 (stopped, with a checkpoint) and evictions restart the pod without
+counting; any other status counts towards `launch.max_restarts`.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from lockstep_clouds.code_bundle import inside, modules_of, pairs
 OUTPUTS, RUN_FOLDER, CACHE = "/lockstep", "/etc/lockstep", "/cache"
 PORT = 29400
 GROUP = "trainer.kubeflow.org"
-# Where Kubernetes itself says which pod of an Indexed Job this is; Kubeflow's JobSet makes Indexed Jobs too.
+# Annotation with a pod's index in an Indexed Job; Kubeflow's JobSet creates Indexed Jobs, too.
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def name_of(run: Run) -> str:
-    """The name of all that belongs to a run in a namespace; the same for every try."""
+    """Name of all objects of a run in a namespace, the same for every attempt."""
     slug = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")[:30].strip("-")
     digest = hashlib.sha256(f"{run.name} {run.folder}".encode()).hexdigest()[:6]
     return f"lockstep-{slug or 'run'}-{digest}"
 
 
 def output_of(run: Run) -> str:
-    """OUTPUT as the pods see it, on the volume of `launch.pvc`."""
+    """OUTPUT in the pods, on the volume of `launch.pvc`."""
     return f"{OUTPUTS}/{name_of(run).removeprefix('lockstep-')}"
 
 
 def manifests(run: Run, options: Any) -> list[dict[str, Any]]:
-    """All of them, in the order in which they are applied. Errors: `RunError`, naming the key."""
+    """Return all manifests in the order of application. Errors: `RunError`, naming the key."""
     check(run, options)
     name = name_of(run)
     modules = modules_of(run)
-    # the Service of an Indexed Job is this one; Kubeflow's JobSet makes its own, of the TrainJob's name
+    # the Service of an Indexed Job; Kubeflow's JobSet creates one with the TrainJob's name
     first = f"{name}-node-0-0.{name}" if options.kubeflow else f"{name}-0.{name}"
     there = run.model_copy(
         update={"output": output_of(run), "launch": inside(run, options.machines, f"{first}:{PORT}")}
@@ -67,7 +67,7 @@ def manifests(run: Run, options: Any) -> list[dict[str, Any]]:
 
 
 def _key(module: str) -> str:
-    """A file's name in a ConfigMap, which has no folders; no module has two dots in its name."""
+    """Key of a file in a ConfigMap, which has no folders; no module has two dots in its name."""
     return module.replace("/", "..")
 
 
@@ -76,17 +76,17 @@ def _text(module: str, path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise RunError(
-            "LS7241", f"{module} is not a text file, so it cannot be sent along; put its package into the image"
+            "LS7241", f"{module} is not a text file, so it cannot be bundled; put its package into the image"
         ) from None
 
 
 def dump(objects: list[dict[str, Any]]) -> str:
-    """As one YAML file."""
+    """Format objects as one YAML file."""
     return "---\n".join(messages.dump_yaml(m, sort_keys=False, width=110) for m in objects)
 
 
 def check(run: Run, options: Any) -> None:
-    """Errors: `RunError` for what no pod could use."""
+    """Check options that no pod could use. Errors: `RunError`."""
     for key, what in (
         ("image", "a container image that holds lockstep; docker/Dockerfile builds one"),
         ("pvc", "the name of a PersistentVolumeClaim for OUTPUT (checkpoints and the model)"),
@@ -122,10 +122,10 @@ def check(run: Run, options: Any) -> None:
 
 
 def _named_paths(run: Run) -> Iterator[tuple[str, str]]:
-    """What the run file names that may be a local path, by its key."""
+    """Values of the run file that may be local paths, by key."""
     several = {f"data.sources: {entry.name}: ": entry for entry in run.data.sources or ()}
     for place, entry in several.items() if several else [("data.", run.data)]:
-        # beside a source the others name splits of it, or files in it
+        # beside a source, these keys name its splits or files in it
         for key in ("source",) if entry.source is not None else ("train", "validation", "test"):
             value = getattr(entry, key)
             yield from ((place + key, path) for path in (value if isinstance(value, list) else [value]) if path)
@@ -135,7 +135,7 @@ def _named_paths(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def volumes_of(options: Any) -> dict[str, str]:
-    """Claim -> path in the pods. Errors: `RunError`."""
+    """Map claims to paths in the pods. Errors: `RunError`."""
     claims = pairs("volumes", options.volumes, "CLAIM=/path")
     for claim, path in claims.items():
         if not path.startswith("/"):
@@ -150,7 +150,7 @@ def metadata(run: Run, options: Any) -> dict[str, Any]:
 
 
 def service(run: Run, options: Any) -> dict[str, Any]:
-    """Gives each pod of the Job a name that the others resolve, before it is ready too."""
+    """Service that gives each pod of the Job a resolvable name, even before it is ready."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -165,7 +165,7 @@ def service(run: Run, options: Any) -> dict[str, Any]:
 
 
 def job(run: Run, options: Any) -> dict[str, Any]:
-    """For a cluster without anything else."""
+    """Job for a cluster without Kubeflow."""
     spec = {"completionMode": "Indexed", "completions": options.machines, "parallelism": options.machines}
     template = {"metadata": {"labels": metadata(run, options)["labels"]}, "spec": pod(run, options, "lockstep")}
     template["spec"]["subdomain"] = name_of(run)
@@ -178,7 +178,7 @@ def job(run: Run, options: Any) -> dict[str, Any]:
 
 
 def training_runtime(run: Run, options: Any) -> dict[str, Any]:
-    """Everything about the pods; a TrainJob only names it."""
+    """Kubeflow runtime with all pod settings; a TrainJob only refers to it."""
     template = {"spec": pod(run, options, "node")}
     node = {
         "name": "node",
@@ -199,7 +199,7 @@ def training_runtime(run: Run, options: Any) -> dict[str, Any]:
 
 
 def train_job(run: Run, options: Any) -> dict[str, Any]:
-    """For a cluster with Kubeflow Trainer 2."""
+    """TrainJob for a cluster with Kubeflow Trainer 2."""
     return {
         "apiVersion": f"{GROUP}/v1alpha1",
         "kind": "TrainJob",
@@ -212,7 +212,7 @@ def train_job(run: Run, options: Any) -> dict[str, Any]:
 
 
 def processes_of(run: Run, options: Any) -> int:
-    """Processes in a pod: `launch.processes`; auto: `launch.processes_per_gpu` a GPU. Errors: `RunError`."""
+    """Processes per pod: `launch.processes`; auto: `launch.processes_per_gpu` per GPU. Errors: `RunError`."""
     if run.launch.processes != "auto":
         return int(run.launch.processes)
     if options.gpus:
@@ -221,14 +221,14 @@ def processes_of(run: Run, options: Any) -> int:
 
 
 def failure_policy(run: Run, options: Any, container: str) -> dict[str, Any]:
-    """What exit statuses mean; see the top of this file."""
+    """Pod failure policy for exit statuses; see the module's docstring."""
 
     def on(status: int) -> dict[str, Any]:
         return {"containerName": container, "operator": "In", "values": [status]}
 
     return {
-        "backoffLimit": run.launch.max_restarts * options.machines,  # every machine's pod fails
-        "podReplacementPolicy": "Failed",  # a pod anew once the old one is gone: two would write the same files
+        "backoffLimit": run.launch.max_restarts * options.machines,  # the pods of all machines fail together
+        "podReplacementPolicy": "Failed",  # replace a pod only after it has ended: two would write the same files
         "podFailurePolicy": {
             "rules": [
                 {"action": "FailJob", "onExitCodes": on(2)},
@@ -240,7 +240,7 @@ def failure_policy(run: Run, options: Any, container: str) -> dict[str, Any]:
 
 
 def _folders(run: Run) -> dict[str, Any]:
-    """Which file of the ConfigMap goes where, if any belongs into a folder: a package of the user's own."""
+    """Map files of the ConfigMap to folders; None if no file is in one (a package of the user)."""
     modules = modules_of(run)
     if not any("/" in module for module in modules):
         return {}
@@ -248,7 +248,7 @@ def _folders(run: Run) -> dict[str, Any]:
 
 
 def pod(run: Run, options: Any, container: str) -> dict[str, Any]:
-    """One machine. SIGTERM reaches `lockstep` itself, which saves and ends with 75 within the grace period."""
+    """Pod of one machine. SIGTERM reaches `lockstep`, which saves and ends with 75 within the grace period."""
     amounts = {"cpu": str(options.cpus), "memory": options.memory}
     limits = {"memory": options.memory} | ({"nvidia.com/gpu": str(options.gpus)} if options.gpus else {})
     words = ["python", "-m", "lockstep", "train", f"{RUN_FOLDER}/run.yaml"]
@@ -290,11 +290,10 @@ def pod(run: Run, options: Any, container: str) -> dict[str, Any]:
 
 
 def probes(run: Run, options: Any) -> dict[str, Any]:
-    """A pod whose job writes nothing for `launch.stuck_minutes` is started anew. All pods look at the same file, which
-    rank 0 writes; the first probe waits until it is newer than the mounted run file, which was put there with the pod.
+    """Probes that restart a pod whose job writes nothing for `launch.stuck_minutes`. All pods watch the same file,
+    written by rank 0; the first probe waits until it is newer than the mounted run file.
 
-    Ranks that wait for each other are found much sooner by `launch.hang_timeout_s`; this is for whatever that does not
-    see.
+    `launch.hang_timeout_s` detects ranks that wait for each other much sooner; this probe is for any other hang.
     """
     if not options.stuck_minutes:
         return {}
@@ -308,7 +307,7 @@ def probes(run: Run, options: Any) -> dict[str, Any]:
 
 
 def environment(options: Any) -> list[dict[str, Any]]:
-    """Variables of the container; secrets by reference. Errors: `RunError`."""
+    """Environment variables of the container; secrets by reference. Errors: `RunError`."""
     plain = {
         "LOCKSTEP_CACHE": f"{CACHE}/lockstep",
         "HF_HOME": f"{CACHE}/huggingface",

@@ -1,11 +1,11 @@
-"""Ray: workers of Ray Train, on a cluster that is there or on this machine. `launch.name` is `ray`.
+"""Ray: workers of Ray Train, on an existing cluster or on this machine. `launch.name` is `ray`.
 
-In: `launch: {name: ray, workers: 8, address: auto, ...}`. Out: an exit status. Ray places the workers, notices one that
-is lost and starts all of them again, `launch.max_restarts` times; each resumes from the newest checkpoint in OUTPUT,
-which all nodes must see.
+In: `launch: {name: ray, workers: 8, address: auto, ...}`. Out: an exit status. Ray places the workers, detects a failed
+one and restarts all of them, `launch.max_restarts` times; they resume from the newest checkpoint in OUTPUT, which all
+nodes must see.
 
-A Ray worker runs its function in a thread, where Python hears no signals. So each one starts its rank as a process of
-its own and sees it to its end. Ray's TorchTrainer is told to form no process group: the rank does that.
+A Ray worker runs its function in a thread, where Python receives no signals. So each worker starts its rank as a child
+process and waits for it. Ray's TorchTrainer forms no process group: the rank does that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.local import processes_of
 from lockstep.track.console import Console, error
 
-# Ends with the Ray worker, whatever ended that (PR_SET_PDEATHSIG), so that no rank goes on alone.
+# Dies with the Ray worker (PR_SET_PDEATHSIG), so that no rank continues alone.
 RANK = (
     "import sys; sys.platform == 'linux' and __import__('ctypes').CDLL(None).prctl(1, 9); "
     "from lockstep.training.rank import main_of_file; main_of_file(sys.argv[1], sys.argv[2:])"
@@ -41,18 +41,18 @@ RANK = (
 
 
 class Ray(Launcher):
-    """Ray Train."""
+    """Launcher for Ray Train."""
 
     class Options(Section):
-        """What is asked of Ray."""
+        """Settings of Ray."""
 
         address: str | None = Field(
             None, description="auto or host:port of a cluster; default: Ray starts on this machine"
         )
         workers: Positive | None = Field(None, description="processes in all; default: launch.processes")
-        cpus: Positive = Field(1, description="CPU cores that each worker asks for")
+        cpus: Positive = Field(1, description="CPU cores per worker")
         placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
-            "PACK", description="fill nodes one after another, or spread the workers over them"
+            "PACK", description="fill nodes in sequence, or spread the workers over them"
         )
 
     def plan(self, run: Run) -> LaunchPlan:
@@ -69,7 +69,7 @@ class Ray(Launcher):
         return LaunchPlan(workers, [sys.executable, "-c", RANK, str(run.folder / "run.yaml")], notes=notes)
 
     def check(self, run: Run, plan: LaunchPlan) -> None:
-        """Something listens at the address: Ray itself would ask it for minutes."""
+        """Check that the address accepts connections: Ray itself would retry for minutes."""
         address = self.options(run).address
         if address in (None, "auto", "local"):
             return
@@ -109,7 +109,7 @@ class Ray(Launcher):
 
 
 def ray_arguments(run: Run, options: Any) -> dict[str, dict[str, Any]]:
-    """What Ray Train is asked for: the arguments of its classes."""
+    """Arguments of Ray Train's classes."""
     gpu = run.launch.device == "cuda"
     return {
         "ScalingConfig": {
@@ -133,7 +133,7 @@ def connect(address: str | None) -> bool:
         return False
     try:
         ray.init(address=address or "local", logging_level=logging.ERROR)
-    except Exception as caught:  # ConnectionError, RuntimeError, what gRPC raises
+    except Exception as caught:  # ConnectionError, RuntimeError, errors of gRPC
         reason = one_line(caught, 300)
         if address is None:
             raise RunError("LS7362", f"launch.name: ray: Ray did not start on this machine: {reason}") from None
@@ -150,13 +150,13 @@ def unanswered(address: str, why: str) -> RunError:
 
 
 def fit(arguments: dict[str, dict[str, Any]], config: dict[str, Any]) -> int | None:
-    """Run the workers to their end, in a thread, so that this one hears signals. Returns a status if Ray gives up."""
+    """Run the workers in a thread, so that this thread receives signals. Returns a status if Ray gives up."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.backend import Backend
     from ray.train.torch import TorchConfig, TorchTrainer
 
     class NoGroup(TorchConfig):
-        """The ranks form their own process group."""
+        """A backend without a process group: ranks form their own."""
 
         @property
         def backend_cls(self) -> type[Backend]:
@@ -189,26 +189,27 @@ def fit(arguments: dict[str, dict[str, Any]], config: dict[str, Any]) -> int | N
 
 
 def outcome(statuses: list[int]) -> int:
-    """The job's exit status from those of its ranks."""
+    """Return the job's exit status from those of its ranks."""
     return BAD if BAD in statuses else max(statuses, default=FAILED)
 
 
 def _asking(board: Any) -> Any:
     def ask(number: int, frame: FrameType | None) -> None:
         board.tell.remote("stop")
-        Console(True).say("asked to stop: the ranks save and end")
+        Console(True).say("stop requested: the ranks save and end")
 
     return ask
 
 
 class RayBoard:
-    """An actor of Ray that all workers and this process see: what they are asked to do, and how each rank ended."""
+    """Ray actor shared by all workers and this process: requests to the ranks, and their exit statuses."""
 
     def __init__(self) -> None:
         self.word, self.ended = "", dict[int, int]()
 
     def tell(self, word: str) -> None:
-        """`stop`: save and end. `bad`: a rank found the run file to be bad, and the others wait for it in vain."""
+        """Set a request. `stop`: save and end. `bad`: a rank rejected the run file, so the others must not wait for
+        it."""
         self.word = self.word if self.word == "bad" else word
 
     def status_word(self) -> str:
@@ -225,8 +226,8 @@ class RayBoard:
 
 
 def work(config: dict[str, Any]) -> None:
-    """One worker: start its rank with the six variables, pass on a request to stop, and tell how it ended. Raises where
-    Ray shall start all workers again."""
+    """Run one worker: start its rank with torchrun's environment variables, pass on a stop request, and report its
+    exit. Raises to make Ray restart all workers."""
     import ray
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
@@ -272,7 +273,7 @@ def work(config: dict[str, Any]) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses now."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -1,11 +1,11 @@
-"""SageMaker: a training job on instances that AWS starts, watches and ends.
+"""SageMaker: a training job on instances that AWS starts, monitors and ends.
 
-In: `launch: {name: sagemaker, role: ..., s3: ..., instance: ..., ...}`. Out: an exit status, and OUTPUT/export. What is
-asked of AWS is in OUTPUT/launch/create_training_job.json, as `lockstep plan` shows it. What happens in the containers
-is in `sagemaker_entry.py`.
+In: `launch: {name: sagemaker, role: ..., s3: ..., instance: ..., ...}`. Out: an exit status, and OUTPUT/export. The
+request to AWS is in OUTPUT/launch/create_training_job.json, as `lockstep plan` shows it. `sagemaker_entry.py` runs in
+the containers.
 
-boto3 and not the sagemaker package: 62 MB in 3 s against 1 GB in 149 s. One call makes the job, and botocore checks its
-arguments against AWS's own model of the interface.
+It uses boto3 rather than the sagemaker package: 62 MB in 3 s instead of 1 GB in 149 s. One call creates the job, and
+botocore validates its arguments against AWS's API model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lockstep_clouds.sagemaker_request import (
 from lockstep_clouds.sagemaker_request import check as check_keys
 from lockstep_trace.plurals import quantity
 
-FIRST, PORT = "algo-1", 29400  # SageMaker names its instances algo-1, algo-2, ...; they meet at the first
+FIRST, PORT = "algo-1", 29400  # SageMaker names its instances algo-1, algo-2, ...; ranks rendezvous at the first
 
 
 class Sagemaker(SubmittedJob):
@@ -52,13 +52,13 @@ class Sagemaker(SubmittedJob):
 
     @staticmethod
     def read_script(script: Any) -> Any:
-        """What moves a script of the sagemaker package in (`lockstep init --from`)."""
+        """Return the converter for a script of the sagemaker package (`lockstep init --from`)."""
         from lockstep_clouds import sagemaker_script
 
         return sagemaker_script.read(script)
 
     class Options(Section):
-        """What a training job needs."""
+        """Settings of a training job."""
 
         role: str | None = Field(None, description="ARN of the IAM role that the job runs under")
         s3: str | None = Field(None, description="s3://BUCKET/PREFIX for code, data, checkpoints and the model")
@@ -67,10 +67,10 @@ class Sagemaker(SubmittedJob):
         region: str | None = Field(None, description="default: AWS_REGION, or what `aws configure` has set")
         image: str | None = Field(None, description="address of a container image; default: AWS's own for PyTorch")
         pytorch: str = Field("2.13", description="version of AWS's PyTorch container")
-        spot: bool = Field(False, description="cheaper instances that AWS may take back; the job goes on with others")
+        spot: bool = Field(False, description="cheaper instances that AWS may reclaim; the job continues on others")
         max_hours: float = Field(24.0, gt=0, le=672, description="hours after which AWS ends the job")
         wait_hours: float = Field(24.0, ge=0, description="spot: hours more that the job may wait for instances")
-        volume_gb: Positive = Field(50, description="disk of each instance, in GB")
+        volume_gb: Positive = Field(50, description="disk size per instance, in GB")
         inputs: list[str] = Field(
             default_factory=list, description="CHANNEL=s3://..., found in the containers as /opt/ml/input/data/CHANNEL"
         )
@@ -78,11 +78,11 @@ class Sagemaker(SubmittedJob):
         secrets: list[str] = Field(
             default_factory=list, description="VARIABLE=NAME of a secret of AWS Secrets Manager, read in the containers"
         )
-        requirements: list[str] = Field(default_factory=list, description="further packages that pip installs there")
+        requirements: list[str] = Field(default_factory=list, description="further packages to install with pip")
         extra: dict[str, Any] = Field(
             default_factory=dict, description="further fields of CreateTrainingJob: VpcConfig, Tags, ..."
         )
-        wait: bool = Field(True, description="stay, show the log and fetch the model; false: return once submitted")
+        wait: bool = Field(True, description="follow the log and fetch the model; false: return once submitted")
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 
@@ -110,8 +110,8 @@ class Sagemaker(SubmittedJob):
             notes.append(f"{sent[-1]} will be uploaded to {prefix_of(run, options)}/data")
         if options.machines > 1:
             notes.append(
-                "the instances share no disk: rank 0 alone writes checkpoints, so the strategy must not cut "
-                "the model up over instances"
+                "the instances share no disk: only rank 0 writes checkpoints, so the strategy must not "
+                "shard the model over instances"
             )
         files = {
             str(run.folder / "launch/create_training_job.json"): json.dumps(request, indent=1) + "\n",
@@ -157,7 +157,7 @@ class Sagemaker(SubmittedJob):
         Console(True).say(f"{self.label(record)} is complete; the model is in {run.folder}/export")
 
     def _former(self, client: Any, request: dict[str, Any]) -> str | None:
-        """The last job of this run, if it is complete; else the name of `request` becomes that of its next try."""
+        """Return the last job of this run if it is complete; else set the name of the next attempt in `request`."""
         base, tries = request["TrainingJobName"], 1
         while (description := describe(client, request["TrainingJobName"])) is not None:
             if description["TrainingJobStatus"] == "Completed":
@@ -191,7 +191,7 @@ class Sagemaker(SubmittedJob):
         client = aws.session(record.facts["region"]).client("sagemaker")
         description = describe(client, str(record.job))
         if description is None:
-            return State("gone", f"AWS knows no training job {record.job} in {record.facts['region']}")
+            return State("gone", f"AWS has no training job {record.job} in {record.facts['region']}")
         return state_from(description)
 
     def logs(self, run: Run, record: JobRecord, follow: bool) -> Iterator[str]:
@@ -200,7 +200,8 @@ class Sagemaker(SubmittedJob):
         next_tokens: dict[str, str] = {}
         while True:
             live = follow and self.state(run, record).live
-            yield from new_lines(client, str(record.job), next_tokens)  # asked after the state: the last lines are read
+            # read after the state, so that the last lines are included
+            yield from new_lines(client, str(record.job), next_tokens)
             if not live:
                 return
             time.sleep(self.every_s)

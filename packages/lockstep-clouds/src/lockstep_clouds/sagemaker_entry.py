@@ -1,8 +1,8 @@
-"""What runs in each container of a SageMaker training job: from SageMaker's folders to `lockstep train`, and back.
+"""Entry point in each container of a SageMaker training job: from SageMaker's folders to `lockstep train`, and back.
 
-In: /opt/ml/code (lockstep, run.yaml, requirements.txt), /opt/ml/input (data, hyperparameters, who the hosts are).
-Out: /opt/ml/checkpoints while training, /opt/ml/model at the end, /opt/ml/output/failure if it fails, and the exit
-status. The top of this file imports nothing but the standard library: what lockstep needs is installed first.
+In: /opt/ml/code (lockstep, run.yaml, requirements.txt), /opt/ml/input (data, hyperparameters, host names). Out:
+/opt/ml/checkpoints during training, /opt/ml/model at the end, /opt/ml/output/failure on failure, and the exit status.
+Only the standard library is imported at the top: lockstep's requirements are installed first.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ STOPPED, RESUMABLE = "lockstep: stopped on request", 75
 
 @dataclass(frozen=True)
 class Hosts:
-    """The instances of the job, and which one this is."""
+    """The instances of the job, and this one."""
 
-    names: tuple[str, ...]  # algo-1, algo-2, ...: the first one is where they meet
+    names: tuple[str, ...]  # algo-1, algo-2, ...: ranks rendezvous at the first
     mine: str
-    interface: str | None  # of the network between them
+    interface: str | None  # network interface between them
 
     @classmethod
     def read(cls, folder: Path, variables: Mapping[str, str]) -> Hosts:
-        """From resourceconfig.json, which SageMaker writes; else from SM_HOSTS and its like, which its toolkit sets."""
+        """Read resourceconfig.json, which SageMaker writes; else SM_HOSTS and similar variables of its toolkit."""
         try:
             config = json.loads((folder / "resourceconfig.json").read_text())
         except OSError:
@@ -48,7 +48,7 @@ class Hosts:
 
 
 def main() -> int:
-    """One host. Returns the exit status of the container."""
+    """Run one host. Returns the exit status of the container."""
     tail = Tail()
     try:
         status = run(Hosts.read(ML / "input/config", os.environ))
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def run(hosts: Hosts) -> int:
-    """Install, set up, train, and put the results where SageMaker looks for them."""
+    """Install, set up, train, and put the results where SageMaker expects them."""
     code = Path.cwd()
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if done := subprocess.run([*install, "-r", str(code / "requirements.txt")]).returncode:
@@ -80,7 +80,7 @@ def run(hosts: Hosts) -> int:
         words.append(f"launch.rendezvous={hosts.names[0]}:{os.environ.get('LOCKSTEP_PORT', '29400')}")
         if hosts.interface is not None:
             words.append(f"launch.interface={hosts.interface}")
-    # this file is an entry of the program, as `python -m lockstep` is: the whole of it runs inside
+    # as in `python -m lockstep`, this file is the program's entry point and runs completely inside
     status = int(importlib.import_module("lockstep.cli").main(words))
     if status == 0:
         keep(ML / "checkpoints")
@@ -88,14 +88,14 @@ def run(hosts: Hosts) -> int:
 
 
 def overrides(path: Path) -> list[str]:
-    """The job's hyperparameters as `key=value`: those of run.yaml, unless the job was copied with others or is one of a
-    tuning job."""
+    """Overrides `key=value` from the job's hyperparameters. They equal run.yaml, unless the job is a modified copy or
+    part of a tuning job."""
     values: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
     return [f"{key}={value}" for key, value in sorted(values.items()) if not key.startswith(("sagemaker_", "_"))]
 
 
 def set_secrets() -> None:
-    """Put secrets of AWS Secrets Manager into this process's environment; the job holds their names only."""
+    """Set environment variables from secrets of AWS Secrets Manager; the job contains only their names."""
     names: dict[str, str] = json.loads(os.environ.get("LOCKSTEP_SECRETS", "{}"))
     if names:
         import boto3
@@ -105,7 +105,7 @@ def set_secrets() -> None:
 
 
 def keep(output: Path) -> None:
-    """The export becomes the job's model, with the curves and the report beside it; on the host of rank 0."""
+    """Save the export, curves and report as the job's model; only on rank 0's host."""
     if (output / "export").is_dir():
         shutil.copytree(output / "export", ML / "model", dirs_exist_ok=True)
         for name in ("run.yaml", "metrics.jsonl", "report.html"):
@@ -115,7 +115,7 @@ def keep(output: Path) -> None:
 
 
 class Tail:
-    """Passes on what this process and its children write to standard error, and remembers the last of it."""
+    """Forwards standard error of this process and its children, and remembers its end."""
 
     def __init__(self, characters: int = 4000) -> None:
         self._tail: deque[bytes] = deque(maxlen=characters)
@@ -128,15 +128,15 @@ class Tail:
 
     def _pass_on(self, read: int) -> None:
         while block := os.read(read, 4096):
-            with suppress(OSError):  # nobody reads it; the pipe must not fill up
+            with suppress(OSError):  # nothing reads it any more; the pipe must not fill up
                 os.write(self._real, block)
             self._tail.extend(block[i : i + 1] for i in range(len(block)))
 
     def text(self) -> str:
-        """The last characters, once nobody writes any more; standard error is as it was before."""
+        """Return the last characters, and restore standard error. Call it when all writers have ended."""
         sys.stderr.flush()
         os.dup2(self._real, 2)
-        self._thread.join(2)  # children that still hold the pipe are not waited for
+        self._thread.join(2)  # do not wait for children that still hold the pipe
         return b"".join(self._tail).decode(errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""A training job of SageMaker that was started: what it is doing, what it says, and its model.
+"""A started SageMaker training job: its state, log and model.
 
 In: boto3 clients and the job's name. Out: states, lines of CloudWatch's log, OUTPUT/export.
 """
@@ -19,7 +19,8 @@ from lockstep.distributed.job_record import State
 from lockstep_clouds import aws
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
-STOPPED = "lockstep: stopped on request"  # how `sagemaker_entry` begins its /opt/ml/output/failure for status 75
+# first words of /opt/ml/output/failure for status 75, written by `sagemaker_entry`
+STOPPED = "lockstep: stopped on request"
 _WAITING = (
     *("Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack"),
     *("Downloading", "DownloadingTrainingImage"),
@@ -27,7 +28,7 @@ _WAITING = (
 
 
 def describe(client: Any, name: str) -> dict[str, Any] | None:
-    """What AWS says of a training job; None where there is none of this name. Errors: `RunError`."""
+    """Describe a training job; None if there is none with this name. Errors: `RunError`."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -46,7 +47,7 @@ def describe(client: Any, name: str) -> dict[str, Any] | None:
 
 
 def state_from(description: dict[str, Any]) -> State:
-    """AWS's words in ours."""
+    """Convert AWS's status to a job state."""
     status, second = description["TrainingJobStatus"], str(description.get("SecondaryStatus", ""))
     text = str(description.get("FailureReason") or second)
     if status in ("InProgress", "Stopping"):
@@ -59,12 +60,12 @@ def state_from(description: dict[str, Any]) -> State:
 
 
 def new_lines(client: Any, job: str, next_tokens: dict[str, str]) -> Iterator[str]:
-    """Lines of a job's CloudWatch streams (one a machine) not read before; `next_tokens`: stream -> where to go on."""
+    """Yield new lines of a job's CloudWatch streams (one per machine). `next_tokens`: stream -> position."""
     from botocore.exceptions import ClientError
 
     try:
         streams = client.describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job}/")["logStreams"]
-    except ClientError:  # the group is made with the first line of the first job
+    except ClientError:  # the log group is created with the first line of the first job
         return
     names = sorted(stream["logStreamName"] for stream in streams)
     for name in names:
@@ -79,7 +80,7 @@ def new_lines(client: Any, job: str, next_tokens: dict[str, str]) -> Iterator[st
 
 
 def fetch(client: Any, address: str, folder: Path) -> None:
-    """Bring a job's model to `folder`/export, and what it wrote beside it to `folder`. Errors: `RunError`."""
+    """Download a job's model to `folder`/export, and its other results to `folder`. Errors: `RunError`."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     bucket, key = aws.split_s3(address)

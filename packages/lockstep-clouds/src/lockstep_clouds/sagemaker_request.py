@@ -1,7 +1,6 @@
-"""The arguments of `create_training_job`: what a training job of SageMaker is, as data.
+"""Arguments of `create_training_job` for a run.
 
-In: a run and the launcher's options. Out: a mapping that botocore's model of the interface accepts. Nothing is asked of
-AWS.
+In: a run and the launcher's options. Out: a mapping that is valid for botocore's API model. AWS is not contacted.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ COMMAND = (
 )
 
 
-# Field of the request -> the run file's key that it is made of.
+# Field of the request -> key of the run file.
 _KEYS = {
     "TrainingJobName": "name",
     "RoleArn": "launch.role",
@@ -46,7 +45,7 @@ _KEYS = {
 
 
 def name_of(run: Run) -> str:
-    """The name of a run's first training job. Names are used once in a region, so it depends on what is trained."""
+    """Name of a run's first training job. Names can be used once per region, so it depends on what is trained."""
     code = user_code.hashes_of(user_code.named(run).values())
     identity = json.dumps([run.arithmetic(), str(run.folder), *filter(None, [code])], sort_keys=True, default=str)
     slug = re.sub(r"[^a-zA-Z0-9]+", "-", run.name).strip("-")[:40].strip("-") or "run"
@@ -54,13 +53,13 @@ def name_of(run: Run) -> str:
 
 
 def prefix_of(run: Run, options: Any) -> str:
-    """Where all that belongs to the run lies in S3; the same for every try, so that checkpoints are found again."""
+    """S3 prefix of a run, the same for every attempt, so that checkpoints are found again."""
     bucket, folder = aws.split_s3(options.s3)
     return "/".join(part for part in (f"s3://{bucket}", folder, name_of(run)) if part)
 
 
 def request_of(run: Run, options: Any, parcel: Parcel) -> dict[str, Any]:
-    """The arguments of `create_training_job`. Errors: `RunError`, naming the key."""
+    """Return the arguments of `create_training_job`. Errors: `RunError`, naming the key."""
     prefix = prefix_of(run, options)
     channels = {"source": f"{prefix}/source"} | ({"data": f"{prefix}/data"} if parcel.data else {})
     channels |= pairs("inputs", options.inputs, "CHANNEL=s3://...")
@@ -109,7 +108,7 @@ def request_of(run: Run, options: Any, parcel: Parcel) -> dict[str, Any]:
 
 
 def check(run: Run, options: Any) -> None:
-    """Refuse keys that are missing, or that name what no rank could compute on. Errors: `RunError`."""
+    """Check for missing keys and unusable values. Errors: `RunError`."""
     for key, what in (
         ("role", "the ARN of an IAM role that SageMaker may assume and that may use the bucket: "
          "arn:aws:iam::ACCOUNT:role/NAME"),
@@ -133,8 +132,8 @@ def check(run: Run, options: Any) -> None:
 
 
 def processes_of(run: Run, instance: str) -> int:
-    """Processes on each instance: `launch.processes`; auto: `launch.processes_per_gpu` a GPU of its type, or 1 without
-    GPUs. Errors: `RunError` for a type whose number of GPUs is not known here."""
+    """Processes per instance: `launch.processes`; auto: `launch.processes_per_gpu` per GPU, or 1 without GPUs. Errors:
+    `RunError` if the number of GPUs of its type is unknown."""
     if run.launch.processes != "auto":
         return int(run.launch.processes)
     if run.strategy.alone or run.launch.device == "cpu":
@@ -150,7 +149,8 @@ def processes_of(run: Run, instance: str) -> int:
 
 
 def _environment(options: Any) -> dict[str, str]:
-    """Variables of the containers; of secrets their names. Errors: `RunError` for a value that looks like one."""
+    """Environment variables of the containers; for secrets their names. Errors: `RunError` for a value that looks like
+    a secret."""
     secrets = pairs("secrets", options.secrets, "VARIABLE=NAME of a secret")
     environment = pairs("environment", options.environment)
     if (hidden := messages.secret({"launch": {"environment": environment}})) is not None:
@@ -163,16 +163,15 @@ def _environment(options: Any) -> dict[str, str]:
 
 
 def hyperparameters(run: Run) -> dict[str, str]:
-    """The run's keys that decide the weights, flat, each as JSON. The containers apply them on top of run.yaml, so that
-    a copy of the job with other values, or a tuning job of SageMaker, trains with those."""
+    """Keys of the run that affect the weights, flattened, each as JSON. Containers apply them on top of run.yaml, so a
+    modified copy of the job, or a SageMaker tuning job, trains with its own values."""
     values = messages.flat(run.model_dump(mode="json", include={
         "seed", "epochs", "steps", "batch_size", "micro_batches", "precision", "optim", "strategy"}))  # fmt: skip
     return {key: json.dumps(value) for key, value in values.items() if value not in (None, {}, [])}
 
 
 def with_extra(request: dict[str, Any], extra: Mapping[str, Any], where: str = "launch.extra") -> dict[str, Any]:
-    """The request with further fields of the interface, nested as it has them. Errors: `RunError` for a field that
-    lockstep sets."""
+    """Add further fields to the request, merging nested ones. Errors: `RunError` for a field that lockstep sets."""
     extended = dict(request)
     for name, value in extra.items():
         path = f"{where}.{name}"
@@ -189,8 +188,7 @@ def with_extra(request: dict[str, Any], extra: Mapping[str, Any], where: str = "
 
 
 def check_request(request: dict[str, Any]) -> None:
-    """Compare a request with AWS's own model of the interface, which needs botocore and no network. Errors:
-    `RunError`."""
+    """Validate a request against botocore's API model, without a network. Errors: `RunError`."""
     import botocore.session
     from botocore.validate import ParamValidator
 

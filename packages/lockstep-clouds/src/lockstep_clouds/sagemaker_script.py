@@ -1,8 +1,8 @@
-"""Calls of the sagemaker package's estimators -> keys of `launch`.
+"""Convert calls of the sagemaker package's estimators to keys of `launch`.
 
-In: a Python file that calls `HuggingFace`, `PyTorch`, `Estimator` or `ModelTrainer` with literals; it is parsed, and
-never run. Out: where and how the job runs, with what has no counterpart. What is trained stands in the script that the
-estimator names: of its hyperparameters those that TrainingArguments has are read.
+In: a Python file that calls `HuggingFace`, `PyTorch`, `Estimator` or `ModelTrainer` with literals; it is parsed, never
+run. Out: launch settings, and what has no counterpart. The training itself is in the script that the estimator names;
+of its hyperparameters, fields of TrainingArguments are converted.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from lockstep_trace.plurals import quantity
 CALLED = "an estimator of SageMaker"
 TABLE = read_table("sagemaker")
 
-# Where ModelTrainer has it in its configs -> the argument of the older estimators.
+# Path in ModelTrainer's configs -> argument of older estimators.
 NEWER = {path: name for name, row in foreign_keys("sagemaker").items() for path in row.get("newer", ())}
-# Names that scripts for these estimators usually have -> the field of TrainingArguments that they are given to.
+# Usual argument names of scripts for these estimators -> field of TrainingArguments.
 _USUAL = {
     "epochs": "num_train_epochs",
     "train_batch_size": "per_device_train_batch_size",
@@ -41,7 +41,7 @@ _DDP = ("torch_distributed", "pytorchddp", "Torchrun", "dataparallel")
 
 @dataclass(frozen=True)
 class Unread:
-    """A value that is known when the script runs."""
+    """A value that is only known when the script runs."""
 
     text: str
 
@@ -50,7 +50,7 @@ class Unread:
 
 
 def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] | None:
-    """None: it makes no estimator of sagemaker's. Errors: `RunError` for several."""
+    """Return the converter, or None if the script creates no estimator. Errors: `RunError` if it creates several."""
     values = arguments(script)
     if values is None:
         return None
@@ -58,8 +58,8 @@ def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] |
 
 
 def arguments(script: Script) -> dict[str, Any] | None:
-    """The arguments of the one estimator that a script makes, by their names in `TABLE` (others by their own), and
-    `inputs`, what it is fitted to; None: it makes none of sagemaker's. Errors: `RunError` for several."""
+    """Return the arguments of a script's one estimator by their names in `TABLE` (others by their own), with `inputs`
+    from `fit`; None if it creates none. Errors: `RunError` if it creates several."""
     makers = [
         call for call in script.calls if call.name in NAMES["estimators"] and call.origin.startswith("sagemaker.")
     ]
@@ -86,8 +86,8 @@ def arguments(script: Script) -> dict[str, Any] | None:
 
 
 def _read(script: Script, node: ast.expr, depth: int = 0) -> Any:
-    """A value; of a mapping, a list, or a config that is made in place, what it is made of (a config's class is at the
-    key ""). Else `Unread`."""
+    """Evaluate a literal, including mappings, lists and config objects created in place (a config's class has the key
+    ""); else `Unread`."""
     if isinstance(node, ast.Name) and depth < 20 and (value := script.bound(node)) is not None:
         return _read(script, value, depth + 1)
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
@@ -107,16 +107,16 @@ def _read(script: Script, node: ast.expr, depth: int = 0) -> Any:
 
 
 def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
-    """What `arguments` gives. All of `launch`, and what the hyperparameters say."""
+    """Convert the result of `arguments`: all of `launch`, and known hyperparameters."""
     draft.set("launch.name", "sagemaker", "the estimator")
     read = {}
     for name, value in theirs.items():
         row = TABLE.get(name)
         if isinstance(value, Unread):
             here = f"; set {row.here}" if row is not None and row.here else ""
-            draft.drop(f"{name}={value.text}", None, f"its value is known when the script runs{here}")
+            draft.drop(f"{name}={value.text}", None, f"its value is known only when the script runs{here}")
         elif row is None:
-            draft.drop(name, _plain(value), "not an argument that is known here")
+            draft.drop(name, _plain(value), "unknown argument")
         elif row.joined:
             read[name] = value
         elif row.here:
@@ -131,7 +131,7 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> N
 
 
 def _where(theirs: Mapping[str, Any], draft: RunDraft) -> None:
-    """The instance, its container, and what is in it."""
+    """Convert the instance, its container and its packages."""
     instance = theirs.get("instance_type")
     if instance in ("local", "local_gpu"):
         draft.set("launch.name", "local", f"instance_type {instance}")
@@ -144,7 +144,7 @@ def _where(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         if version in aws.TAGS:
             draft.set("launch.pytorch", version, name)
         elif version:
-            draft.drop(name, theirs[name], f"launch.pytorch is one of {', '.join(aws.TAGS)}; its default is taken")
+            draft.drop(name, theirs[name], f"launch.pytorch is one of {', '.join(aws.TAGS)}; the default is used")
     for name, key in (("environment", "launch.environment"), ("inputs", "launch.inputs")):
         pairs, unread = _pairs(name, theirs.get(name))
         for left in [left for left, right in pairs.items() if secret({"launch": {name: [f"{left}={right}"]}})]:
@@ -153,13 +153,13 @@ def _where(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         if pairs:
             draft.set(key, [f"{left}={right}" for left, right in pairs.items()], name)
         for text in unread:
-            draft.drop(f"{name}: {text}", None, f"its value is known when the script runs; set {key}")
+            draft.drop(f"{name}: {text}", None, f"its value is known only when the script runs; set {key}")
 
 
 def _pairs(name: str, value: Any) -> tuple[dict[str, str], list[str]]:
-    """Name -> text, of a mapping, of channels, or of one address; and what could not be read."""
+    """Parse a mapping, channels or one address as name -> text; also return what could not be read."""
     if isinstance(value, str):
-        value = {"training": value}  # as fit has it
+        value = {"training": value}  # as `fit` interprets it
     elif isinstance(value, list):
         value = {
             str(each.get("channel_name")): each.get("data_source") if isinstance(each, dict) else each
@@ -178,7 +178,7 @@ def _pairs(name: str, value: Any) -> tuple[dict[str, str], list[str]]:
 
 
 def _times(theirs: Mapping[str, Any], draft: RunDraft) -> None:
-    """Theirs are seconds, and waiting counts the training with it."""
+    """Convert time limits: AWS uses seconds, and its waiting time includes the training."""
     seconds = number(theirs.get("max_run"))
     if seconds is not None:
         draft.set("launch.max_hours", seconds / 3600, f"max_run {seconds:g} s")
@@ -188,7 +188,7 @@ def _times(theirs: Mapping[str, Any], draft: RunDraft) -> None:
 
 
 def _extra(theirs: Mapping[str, Any], draft: RunDraft) -> None:
-    """Fields that pass to AWS's interface as they are."""
+    """Pass fields to AWS's API unchanged."""
     extra: dict[str, Any] = {}
     names = []
     for name, row in TABLE.items():
@@ -196,7 +196,7 @@ def _extra(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         if row.here != "launch.extra" or value in (None, [], {}, False):
             continue
         if _has_unread(value):
-            draft.drop(name, None, f"its value is known when the script runs; set launch.extra.{'.'.join(path)}")
+            draft.drop(name, None, f"its value is known only when the script runs; set launch.extra.{'.'.join(path)}")
             continue
         if name == "tags":
             value = [{part.capitalize(): text for part, text in tag.items() if part} for tag in value]
@@ -216,7 +216,7 @@ def _has_unread(value: Any) -> bool:
 
 
 def _distribution(value: Any, draft: RunDraft) -> None:
-    """How the ranks work together: each file of ours starts its own."""
+    """Convert the distribution setting: lockstep starts its own ranks."""
     if not value:
         return
     kinds = str(_plain(value))
@@ -245,7 +245,7 @@ def _hyperparameters(value: Any, draft: RunDraft, processes: int | None) -> None
 
 
 def _plain(value: Any) -> Any:
-    """A value as a person reads it."""
+    """Format a value for a message."""
     if isinstance(value, Unread):
         return value.text
     if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""Plans of jobs without their machines: simulated ranks, and rates of a machine. Found by entry points."""
+"""Plan jobs without their machines: simulated ranks, and measured rates of a machine. Found by entry points."""

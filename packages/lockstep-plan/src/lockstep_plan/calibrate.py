@@ -1,11 +1,11 @@
-"""`lockstep bench --calibrate`: what this machine can do, as a device file that `lockstep plan --simulate` reads.
+"""`lockstep bench --calibrate`: measure this machine, and write a device file for `lockstep plan --simulate`.
 
-In: a run, and numbers of processes. Out: a YAML file with rates by size, and by how much ranks that share the machine
-slow each other down. Every job runs in processes of its own, through the run's launcher (`rates.py`).
+In: a run, and numbers of processes. Out: a YAML file with rates by size, and the slowdown of ranks that share the
+machine. Each job runs in its own processes, through the run's launcher (`rates.py`).
 
-What is in the file was measured on the run's own model with one process under `single`, and on messages without it;
-of the `STRATEGIES` with two processes, what a rank computes besides its operations, and what a message is waited for
-besides. Other numbers of processes and micro-batches are what a plan foretells.
+The file holds measurements of the run's own model with one process under `single`, of messages alone, and, for each of
+the `STRATEGIES` with two processes, of its computing besides operations and its waiting besides messages. Plans
+extrapolate to other numbers of processes and micro-batches.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from lockstep_plan.fake_world import Simulated
 from lockstep_plan.rates import ENGINES, NOT_THE_ENGINES, STRATEGIES, STRATEGIES_ON, Rates, read, with_strategy
 from lockstep_trace.plurals import quantity
 
-MEASURE = "lockstep_plan.rates.measure"  # the job that every rank does
-FASTEST = 1e15  # bytes/s, of what is not slower than what is measured beside it
+MEASURE = "lockstep_plan.rates.measure"  # the job of every rank
+FASTEST = 1e15  # bytes/s, if no slowdown could be measured
 
 Say = Callable[[str], None]
 
 
 def calibrate(run: Run, processes: Sequence[int], steps: int, rounds: int, folder: Path, say: Say) -> Device:
-    """Measure in turns, and write `FOLDER/device.yaml`. Errors: `RunError` before anything starts where it cannot be
-    measured, and for a job that failed."""
+    """Measure in rounds, and write `FOLDER/device.yaml`. Errors: `RunError` before anything starts if the run cannot be
+    measured, and for a failed job."""
     jobs = jobs_of(run, processes, folder)
     rates_of_rounds = []
     for number in range(rounds):
@@ -54,7 +54,7 @@ def calibrate(run: Run, processes: Sequence[int], steps: int, rounds: int, folde
 
 
 def jobs_of(run: Run, processes: Sequence[int], folder: Path) -> dict[int, Run]:
-    """What is measured, by the number of processes: one, and those that are asked for. Errors: `RunError`."""
+    """Return the jobs to measure, by number of processes: one, and the requested numbers. Errors: `RunError`."""
     if run.model.compiled or run.model.quantization is not None:
         key = "model.compile" if run.model.compiled else "model.quantization"
         raise RunError("LS8040", f"{key}: cannot be simulated or planned; calibrate without it")
@@ -65,7 +65,7 @@ def jobs_of(run: Run, processes: Sequence[int], folder: Path) -> dict[int, Run]:
 
 
 def measured(jobs: Mapping[int, Run], steps: int, say: Say) -> dict[int, Rates]:
-    """One round. Errors: `RunError` for a job that failed."""
+    """Run one round. Errors: `RunError` for a failed job."""
     rates = {}
     for count, job in jobs.items():
         rates[count] = one(job, steps)
@@ -76,8 +76,7 @@ def measured(jobs: Mapping[int, Run], steps: int, say: Say) -> dict[int, Rates]:
 def simulated(
     jobs: Mapping[int, Run], rates_of_rounds: Sequence[Mapping[int, Rates]], say: Say
 ) -> dict[str, list[Simulated]]:
-    """What a step of `single` is made of, and of each of the `STRATEGIES` that was measured, on its ranks. Errors:
-    `RunError`."""
+    """Compose the device file from the steps of `single` and of the measured `STRATEGIES`. Errors: `RunError`."""
     device = shape_of(rates_of_rounds)
     of = {"single": planner.simulate(Job.of(jobs[1], 1), device, say)}
     for name, way in STRATEGIES.items() if STRATEGIES_ON in jobs else ():
@@ -87,7 +86,7 @@ def simulated(
 
 
 def job_of(run: Run, count: int, folder: Path) -> Run:
-    """The run as so many processes measure it. Errors: `RunError`."""
+    """Return the run with `count` processes. Errors: `RunError`."""
     if run.launch.device == "cuda":
         raise RunError(
             "LS8041",
@@ -106,7 +105,7 @@ def job_of(run: Run, count: int, folder: Path) -> Run:
 
 
 def one(run: Run, steps: int) -> Rates:
-    """One job of one round. Errors: `RunError` with what it said."""
+    """Run one job of one round. Errors: `RunError` with its message."""
     shutil.rmtree(run.folder, ignore_errors=True)
     keep(run)
     child = Child("lockstep_plan.calibrate.job", [str(run.folder / "run.yaml"), str(steps)], run.folder, "job")
@@ -123,7 +122,7 @@ def one(run: Run, steps: int) -> Rates:
 
 
 def job(words: list[str]) -> int:
-    """In the child: start the ranks through the run's launcher. Returns their exit status."""
+    """Child process: start the ranks through the run's launcher. Returns their exit status."""
     from lockstep.config.run import load
 
     run = load(words[0], [])
@@ -131,13 +130,13 @@ def job(words: list[str]) -> int:
     return launcher.start(run, launcher.plan(run), (MEASURE, words[1]))
 
 
-# -- what it comes to ------------------------------------------------------------------------------------------------
+# -- device file -------------------------------------------------------------------------------------------------------
 
 
 def shape_of(
     rates_of_rounds: Sequence[Mapping[int, Rates]], scale: float | dict[str, float] = 1.0, besides: float = 0.0
 ) -> Device:
-    """The device file, medians over rounds, with what a step takes beside the sum of its operations."""
+    """Return the device file: medians over rounds, with the time of a step beyond the sum of its operations."""
     alone, most = [each[1] for each in rates_of_rounds], max(rates_of_rounds[0])
     shared = {n: link_of([each[n] for each in rates_of_rounds]) for n in sorted(rates_of_rounds[0]) if n > 1}
     nothing = {"bytes_per_s": FASTEST, "latency_s": 0.0}
@@ -185,8 +184,8 @@ def shape_of(
 def device_of(
     run: Run, rates_of_rounds: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]]
 ) -> Device:
-    """With what the phases of a step of one process took, beside the sum of what they are made of. What belongs to no
-    phase is a micro-batch's, whatever it is made of; so is what a step of an engine took beyond that."""
+    """Add the measured phases of a step of one process, relative to the sum of their operations. Time outside of any
+    phase counts per micro-batch, as does an engine's extra time."""
     of = every["single"][0]
     plain = shape_of(rates_of_rounds).model_copy(update={"crowding": {}})
     summed = computed(Job.of(run, 1), of, plain)
@@ -194,7 +193,8 @@ def device_of(
     took = {name: median(each[1].phases.get(name, 0.0) for each in rates_of_rounds) for name in names}
     besides = max(0.0, took.pop("other", 0.0) - summed.pop("other", 0.0)) / max(1, rates_of_rounds[0][1].micro_batches)
     both = [each.get(name, 0.0) for each in (took, summed) for name in ("forward", "backward")]
-    took["forward+backward"], summed["forward+backward"] = sum(both[:2]), sum(both[2:])  # as stages of a pipeline mix
+    # a pipeline's stages mix both
+    took["forward+backward"], summed["forward+backward"] = sum(both[:2]), sum(both[2:])
     scale = {name: took[name] / s for name, s in summed.items() if s and took.get(name, 0.0) > 0}
     device = shape_of(rates_of_rounds, scale, besides)
     device = device.model_copy(update={"engine_s": engines(run, rates_of_rounds, every, device)})
@@ -204,8 +204,7 @@ def device_of(
 def engines(
     run: Run, rates_of_rounds: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]], device: Device
 ) -> dict[str, float]:
-    """Seconds of a micro-batch that each engine took beyond what its ranks' operations come to, where ranks slow each
-    other down by so much."""
+    """Return each engine's extra seconds per micro-batch, beyond the operations of ranks with the measured slowdown."""
     beyond, alone = {}, device.model_copy(update={"crowding": {}})
     for name in (name for name in ENGINES if name in every):
         job, count = Job.of(with_strategy(run, ENGINES[name]), STRATEGIES_ON), STRATEGIES_ON
@@ -223,7 +222,7 @@ def engines(
 def waits(
     run: Run, rates_of_rounds: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]], device: Device
 ) -> dict[str, float]:
-    """Seconds of a message that a step of each strategy took by the clock beyond its plan."""
+    """Return the seconds per message by which each strategy's step exceeds its plan, in wall-clock time."""
     beyond = {}
     for name in (name for name in STRATEGIES if name in every):
         job = Job.of(with_strategy(run, STRATEGIES[name]), STRATEGIES_ON).with_data()
@@ -234,7 +233,7 @@ def waits(
 
 
 def points(rounds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """A rate by size, the median over rounds of each."""
+    """Return a rate by size: at each size the median over rounds."""
     by_size: dict[float, list[float]] = {}
     for each in rounds:
         for size, rate in each:
@@ -243,13 +242,13 @@ def points(rounds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float,
 
 
 def link_of(rounds: Sequence[Rates]) -> dict[str, Any]:
-    """Of so many ranks that send at once."""
+    """Return the link of ranks that send at the same time."""
     latency = median(each.latency_s for each in rounds)
     return {"bytes_per_s": points([each.messages for each in rounds]), "latency_s": latency}
 
 
 def write(device: Device, path: Path) -> None:
-    """Errors: `RunError` when it cannot be written, or holds a figure that is not finite."""
+    """Write the device file. Errors: `RunError` if it cannot be written, or a figure is not finite."""
     check_finite(device.model_dump(mode="python"))
     content = _short(device.model_dump(mode="json", exclude_none=True))
     sources = {"sources": content.pop("sources")}
@@ -263,7 +262,7 @@ def write(device: Device, path: Path) -> None:
 
 
 def check_finite(figures: Mapping[str, Any]) -> None:
-    """Errors: `RunError` for a figure that is not."""
+    """Check that all figures are finite. Errors: `RunError` for the first that is not."""
     if bad := [key for key, value in flat(figures).items() if not math.isfinite(value)]:
         raise RunError(
             "LS8045", f"--calibrate: the measured {bad[0]} is not finite, so nothing is written; run it again"
@@ -271,7 +270,7 @@ def check_finite(figures: Mapping[str, Any]) -> None:
 
 
 def flat(thing: Any, at: str = "") -> dict[str, float]:
-    """Every number within, by its place."""
+    """Yield every nested number with its path."""
     if isinstance(thing, dict):
         parts = thing.items()
     elif isinstance(thing, list | tuple):
@@ -282,7 +281,7 @@ def flat(thing: Any, at: str = "") -> dict[str, float]:
 
 
 def _short(thing: Any) -> Any:
-    """Four digits are more than was measured."""
+    """Round to the measured precision of four digits."""
     if isinstance(thing, dict):
         return {key: _short(value) for key, value in thing.items()}
     if isinstance(thing, list | tuple):

@@ -1,6 +1,7 @@
-"""What this distribution adds to commands: `lockstep plan --simulate` and `--suggest`, `lockstep bench --calibrate`.
+"""Options that this distribution adds to commands: `lockstep plan --simulate` and `--suggest`, `lockstep bench
+--calibrate`.
 
-In: the parser of a command, then its parsed command line. Out: an exit status; None where none of these was asked for.
+In: the parser of a command, then its parsed command line. Out: an exit status; None if none of these options was given.
 """
 
 from __future__ import annotations
@@ -14,21 +15,29 @@ from lockstep.track.console import Console
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--simulate", action="store_true", help="memory, messages and time, without the machines")
     parser.add_argument(
-        "--processes", type=int, nargs="+", metavar="N", help="simulate so many, one plan each; default: the run file's"
+        "--simulate", action="store_true", help="simulate memory, messages and time without the machines"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="numbers of processes to simulate, one plan each; default: the run file's",
     )
     parser.add_argument("--device", default="h100", help="h100, a100, or a YAML file of rates (default h100)")
-    parser.add_argument("--suggest", action="store_true", help="simulate strategies and micro_batches, and rank them")
-    parser.add_argument("--price", type=float, metavar="P", help="of an hour of one device")
-    parser.add_argument("--out", metavar="FILE", help="also as a page: FILE.html")
+    parser.add_argument(
+        "--suggest", action="store_true", help="simulate strategies and numbers of micro-batches, and rank them"
+    )
+    parser.add_argument("--price", type=float, metavar="P", help="price of one device-hour")
+    parser.add_argument("--out", metavar="FILE", help="also write a page, FILE.html")
 
 
 def run_plan(args: argparse.Namespace) -> int | None:
     if not args.simulate and not args.suggest:
         for name in ("processes", "price", "out"):
             if getattr(args, name) is not None:
-                text = f"--{name}: says something to --simulate only; for this plan set launch.processes"
+                text = f"--{name}: has an effect only with --simulate; for this plan set launch.processes"
                 raise RunError("LS8081", text)
         return None
     if args.offline:
@@ -47,7 +56,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(args: argparse.Namespace) -> int | None:
-    """Write down what the machine can do. Errors: `RunError`."""
+    """Measure this machine and write its device file. Errors: `RunError`."""
     if not args.calibrate:
         return None
     from lockstep.launchers.start import joining

@@ -1,7 +1,7 @@
-"""What a machine can do: rates of a device and of the links between ranks, each with where the figure is from.
+"""Rates of a device and of the links between ranks, each with its source.
 
-In: `h100`, `a100` or a YAML file. Out: a `Device`. `h100` and `a100` are in `devices/`; what another machine can do is
-for its owner to say, in a file with the same keys.
+In: `h100`, `a100` or a YAML file. Out: a `Device`. `devices/` holds `h100` and `a100`; owners of other machines write a
+file with the same keys.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from lockstep.config.errors import InvalidValue
 from lockstep.config.run import RunError
 
 FOLDER = Path(__file__).parent / "devices"
-Rate = float | list[tuple[float, float]]  # a second; or (size of one operation, rate) at several sizes
+Rate = float | list[tuple[float, float]]  # per second; or pairs (size of one operation, rate)
 FIGURES = ("memory_bytes", "flops", "memory_bytes_per_s", "operation_s", "links.inside", "links.between")
 
 
 class Link(BaseModel):
-    """Between two ranks, one way."""
+    """Link between two ranks, in one direction."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    bytes_per_s: Rate  # of one message, by its bytes
+    bytes_per_s: Rate  # by the bytes of one message
     latency_s: float = Field(ge=0)
 
     def seconds(self, messages: float, size: float) -> float:
-        """So many messages, one after the other, of so many bytes in all."""
+        """Seconds of `messages` messages in sequence, with `size` bytes in total."""
         return messages * self.latency_s + (size / at(self.bytes_per_s, size / messages) if messages else 0.0)
 
 
 class DeviceLinks(BaseModel):
-    """Within a machine, and from one machine to another; for each rank."""
+    """Links within a machine and between machines, per rank."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     inside: Link
     between: Link
-    shared: dict[int, Link] = {}  # ranks of a machine that send at once -> what each then has inside of it
+    shared: dict[int, Link] = {}  # ranks of a machine that send at once -> link of each within the machine
 
 
 class Device(BaseModel):
-    """What one rank has."""
+    """Rates and memory of one rank's device."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str
@@ -52,27 +52,27 @@ class Device(BaseModel):
     memory_bytes: float = Field(gt=0)
     ranks_per_node: int = Field(ge=1)
     flops: dict[Literal["fp32", "bf16", "fp16"], Rate]
-    reaches: float = Field(1.0, gt=0)  # of `flops`, in training
+    reaches: float = Field(1.0, gt=0)  # fraction of `flops` reached in training
     memory_bytes_per_s: Rate
-    operation_s: float = Field(ge=0)  # of one that does nothing
+    operation_s: float = Field(ge=0)  # of an operation that touches no memory
     view_s: float = Field(0.0, ge=0)  # of one that touches no memory
     links: DeviceLinks
     overlaps: bool  # whether messages travel while it computes
-    crowding: dict[int, float] = {}  # ranks of a machine that compute at once -> how much longer each takes
+    crowding: dict[int, float] = {}  # ranks of a machine that compute at once -> slowdown of each
     cores: int | None = Field(
         None, ge=1
-    )  # of a machine: where ranks are more, one that waits leaves its turn to others
-    step_scale: float | dict[str, float] = 1.0  # how much longer it takes than the sum of its operations; by phase
-    micro_batch_s: float = Field(0.0, ge=0)  # of one besides its operations: what a loop in Python takes
-    # by strategy, `fsdp2` with a gather for each micro-batch, `fsdp2_step` with one for each step:
-    engine_s: dict[str, float] = {}  # of a micro-batch, what the strategy's own code takes besides
-    wait_s: dict[str, float] = {}  # of a message, what its ranks wait besides
+    )  # per machine: with more ranks than cores, a waiting rank frees its core for another
+    step_scale: float | dict[str, float] = 1.0  # time of a step relative to the sum of its operations; by phase
+    micro_batch_s: float = Field(0.0, ge=0)  # overhead per micro-batch: Python code of the loop
+    # by strategy; `fsdp2` gathers per micro-batch, `fsdp2_step` per step:
+    engine_s: dict[str, float] = {}  # per micro-batch: extra time of the strategy's own code
+    wait_s: dict[str, float] = {}  # per message: extra waiting time
     sources: dict[str, str]
 
     @field_validator("flops", "memory_bytes_per_s", "crowding", "step_scale")
     @classmethod
     def positive(cls, rates: Any) -> Any:
-        """Every rate, and every factor."""
+        """Check that every rate and factor is positive."""
         each = rates.values() if isinstance(rates, dict) else [rates]
         if not all(rate > 0 for one in each for rate in ([r for _, r in one] if isinstance(one, list) else [one])):
             raise InvalidValue("LS8310", "is not positive")
@@ -85,37 +85,38 @@ class Device(BaseModel):
         return self
 
     def seconds(self, precision: str, flops: int, size: int) -> float:
-        """One operation of so many FLOP that reads and writes so many bytes (the roofline of Williams et al. 2009)."""
+        """Seconds of one operation of `flops` FLOP that reads and writes `size` bytes (the roofline model of Williams
+        et al. 2009)."""
         if not flops and not size:
             return self.view_s
         computing = flops / (at(self.flops[precision], flops) * self.reaches) if flops else 0.0  # type: ignore[index]
         return self.operation_s + max(computing, size / at(self.memory_bytes_per_s, size) if size else 0.0)
 
     def slower(self, ranks: int) -> float:
-        """By how much, with so many ranks in all, a machine's share of which computes at once."""
+        """Slowdown with `ranks` ranks in total, of which a machine's share compute at the same time."""
         here = min(ranks, self.ranks_per_node)
         return at(sorted(self.crowding.items()), here) if self.crowding else 1.0
 
     def take_turns(self, ranks: int) -> bool:
-        """Whether a machine has fewer cores than ranks: then what one rank does not compute others do."""
+        """Return whether a machine has fewer cores than ranks, so that waiting ranks free their core for others."""
         return self.cores is not None and min(ranks, self.ranks_per_node) > self.cores
 
     def scale(self, phase: str) -> float:
-        """What its operations take in a step, beside what they take by themselves. Backward is told for the one that
-        overlaps; a phase that is not told takes what they do by themselves."""
+        """Time of a phase relative to the sum of its operations. The overlapped phase uses backward's factor; an
+        unknown phase has factor 1."""
         if not isinstance(self.step_scale, dict):
             return self.step_scale
         return self.step_scale.get("backward" if phase == "overlapped" else phase, 1.0)
 
     def inside(self, ranks: int) -> Link:
-        """What a rank has to others of its machine: of the numbers of ranks that are told, the nearest one."""
+        """Link to other ranks of the same machine, for the nearest measured number of ranks."""
         here = min(ranks, self.ranks_per_node)
         links = self.links.shared
         return links[min(links, key=lambda n: (abs(math.log(n / here)), n))] if links else self.links.inside
 
 
 def at(rate: Rate, size: float) -> float:
-    """A rate at a size: between two that are known on a straight line in logarithms, beyond them the nearest."""
+    """Rate at a size: log-log interpolation between known sizes, the nearest value outside of them."""
     if isinstance(rate, float | int):
         return float(rate)
     points = sorted(rate)
@@ -129,7 +130,7 @@ def at(rate: Rate, size: float) -> float:
 
 
 def load(name: str) -> Device:
-    """Errors: `RunError` for a name or file that is none."""
+    """Load a device by name or file. Errors: `RunError` if there is none."""
     shipped = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
     path = shipped.get(name, Path(name).expanduser())
     if not path.is_file():

@@ -1,7 +1,8 @@
-"""What simulated ranks amount to: seconds of a step by phase, what travels over which links, who waits, what it costs.
+"""Time, communication, waiting and cost of a step, from simulated ranks.
 
-In: `Simulated` ranks, and a `Device`. Out: an `Estimate`. The model is simple on purpose: an operation takes the longer
-of its arithmetic and its memory traffic (a roofline) and a fixed part; a message a latency and its bytes.
+In: `Simulated` ranks, and a `Device`. Out: an `Estimate`. The model is deliberately simple: an operation takes the
+longer of its arithmetic and its memory traffic (a roofline) plus a fixed part; a message takes a latency plus its bytes
+over the bandwidth.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from lockstep.training.data_loader import StepLoader
 from lockstep_plan.devices import Device
 from lockstep_plan.fake_world import Simulated
 
-HIDDEN = ("forward", "backward", "overlapped", "forward+backward")  # phases in which messages may travel meanwhile
-LOOKED_AT = 16  # steps, evenly spread, of whose lengths the waiting is told
-RESERVED = 0.06  # of a device's memory: what its driver, its libraries and holes between tensors take
+HIDDEN = ("forward", "backward", "overlapped", "forward+backward")  # phases that messages may overlap
+LOOKED_AT = 16  # evenly spaced steps from which waiting is estimated
+RESERVED = 0.06  # fraction of a device's memory for driver, libraries and fragmentation
 
 
 @dataclass(frozen=True)
 class Wire:
-    """What one rank sends in a step by one kind of collective, over one level of links."""
+    """Traffic of one rank in a step: one kind of collective over one level of links."""
 
     collective: str
-    inside: bool  # a machine; else between machines
+    inside: bool  # within a machine; else between machines
     messages: float
     bytes: float
     seconds: float
@@ -37,9 +38,9 @@ class Wire:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step of the whole job."""
+    """Estimate of a step of the whole job."""
 
-    seconds: dict[str, float]  # by phase, what is computed; `messages`: what they add; `waiting`: for slower ranks
+    seconds: dict[str, float]  # computing by phase; `messages`: added by communication; `waiting`: for slower ranks
     wire: list[Wire]
     peak: int  # of the rank that needs most
     fits: bool
@@ -51,12 +52,12 @@ class Estimate:
 
     @property
     def waiting(self) -> float:
-        """Share of a step in which a rank computes nothing."""
+        """Share of a step in which a rank does not compute."""
         return (self.seconds["waiting"] + self.seconds["messages"]) / self.step_s if self.step_s else 0.0
 
 
 def estimate(job: Job, simulated: Sequence[Simulated], device: Device, feed: StepLoader) -> Estimate:
-    """Of the ranks that were simulated the slowest and the largest stand for all."""
+    """Estimate a step; the slowest and the largest of the simulated ranks stand for all."""
     largest = max(simulated, key=lambda each: each.peak)
     run, ranks = job.run, job.processes
     computing = [computed(job, each, device) for each in simulated]
@@ -65,9 +66,7 @@ def estimate(job: Job, simulated: Sequence[Simulated], device: Device, feed: Ste
     seconds = dict(computing[slowest])
     level, stands_for = levels(job, feed)
     bubble = bubbles(job) * sum(seconds.values())
-    if (
-        device.take_turns(ranks) and device.cores
-    ):  # who waits leaves its core to others: only what no turn fills is left
+    if device.take_turns(ranks) and device.cores:  # a waiting rank frees its core, so only idle cores count
         alone = sum(seconds.values()) * device.slower(device.cores) / device.slower(ranks)
         bubble = max(0.0, alone * (1 + bubbles(job)) - sum(seconds.values()))
     if job.strategy.stages_of(run, ranks) == 1:
@@ -82,12 +81,12 @@ def estimate(job: Job, simulated: Sequence[Simulated], device: Device, feed: Ste
 
 
 def computed(job: Job, of: Simulated, device: Device) -> dict[str, float]:
-    """Seconds by phase."""
+    """Seconds of computing by phase."""
     run, ranks = job.run, job.processes
     precision = "bf16" if run.precision == "fp32" and run.model.trained_in_bfloat16 else run.precision
     slower = device.slower(ranks)
     besides = device.micro_batch_s + device.engine_s.get(strategy_key(job), 0.0)
-    mixed = any(phase == "forward+backward" for phase, *_ in of.ops)  # and so is what overlaps
+    mixed = any(phase == "forward+backward" for phase, *_ in of.ops)  # then overlapping is mixed, too
     seconds = {"other": of.micro_batches * slower * besides} if besides else {}
     for phase, flops, size, count in of.ops:
         like = "forward+backward" if mixed and phase == "overlapped" else phase
@@ -97,13 +96,13 @@ def computed(job: Job, of: Simulated, device: Device) -> dict[str, float]:
 
 
 def strategy_key(job: Job) -> str:
-    """As device files name it: a key of `rates.STRATEGIES`, or the name in the run file."""
+    """The strategy's key in device files: a key of `rates.STRATEGIES`, or the name in the run file."""
     return f"{job.run.strategy.name}_step" if job.strategy is ShardedOptimizer else job.run.strategy.name
 
 
 def travelling(of: Simulated, computing: dict[str, float], device: Device, ranks: int) -> tuple[list[Wire], float]:
-    """What travels, and the seconds that it adds to a step: where messages travel while the device computes, only what
-    is left when that is done."""
+    """Return the traffic of a step, and the seconds that it adds: all of it, or the part that computing does not hide
+    if the device overlaps both."""
     wires: dict[tuple[str, bool], Wire] = {}
     by_phase: dict[str, float] = {}
     for phase, name, group, size, to, count in of.sent:
@@ -124,8 +123,8 @@ def travelling(of: Simulated, computing: dict[str, float], device: Device, ranks
 def parts(
     name: str, group: tuple[int, ...], size: int, to: int | None, rank: int, per_node: int
 ) -> list[tuple[bool, float, float]]:
-    """(inside a machine?, messages, bytes) that this rank sends in one collective of a group. Gathers, scatters and
-    sums go round a ring, whose slowest link they wait for; an all-to-all goes to each rank by itself."""
+    """Split one collective of a group into this rank's traffic: (within a machine?, messages, bytes). Gathers, scatters
+    and sums use a ring, limited by its slowest link; an all-to-all sends to each rank separately."""
     count, node = len(group), rank // per_node
     if to is not None:
         return [(to // per_node == node, 1, float(size))]
@@ -141,9 +140,8 @@ def parts(
 
 
 def levels(job: Job, feed: StepLoader) -> tuple[float, dict[int, float]]:
-    """From the real lengths of evenly spread steps: the work of a mean rank beside that of the slowest one; and for
-    each rank its own, in the step that was simulated, beside that of the slowest. Ranks of a pipeline wait in another
-    way: `bubbles`."""
+    """Estimate load imbalance from real lengths: the mean rank's work relative to the slowest one's, over evenly spaced
+    steps; and each rank's in the simulated step. Ranks of a pipeline wait differently: see `bubbles`."""
     run, ranks = job.run, job.processes
     if job.strategy.stages_of(run, ranks) > 1 or ranks == 1:
         return 1.0, dict.fromkeys(range(ranks), 1.0)
@@ -166,8 +164,8 @@ def levels(job: Job, feed: StepLoader) -> tuple[float, dict[int, float]]:
 
 
 def turns(run: Run, ranks: int) -> list[list[range]]:
-    """Of FSDP, whose ranks gather together for every micro-batch: the micro-batches (one, or none) of each rank in each
-    turn, as the strategy deals them out."""
+    """For FSDP, whose ranks gather together for every micro-batch: the micro-batch (or none) of each rank in each turn,
+    as the strategy assigns them."""
     copies, tensor = (int(run.strategy.options.get(key, 1)) for key in ("replicate", "tensor_parallel"))
     shards = ranks // (copies * tensor)
     blocks = [share(run.micro_batches, copy, copies) for copy in range(copies)]
@@ -182,8 +180,8 @@ def turns(run: Run, ranks: int) -> list[list[range]]:
 
 
 def beside_slowest(work: Sequence[float], together: list[list[range]] | None, ranks: int) -> list[float]:
-    """Each rank's work in a step beside the time that the step takes: that of the rank with most, or where ranks wait
-    for each other in turns, of the one with most in each of them."""
+    """Each rank's work relative to the time of a step: the work of the busiest rank, or, if ranks wait for each other
+    in turns, the sum over turns of the busiest rank's work."""
     dealt = together or [[share(len(work), rank, ranks) for rank in range(ranks)]]
     of_turns = np.array([[sum(work[k] for k in own if k < len(work)) for own in turn] for turn in dealt])  # [turns, W]
     shares: list[float] = (of_turns.sum(0) / (of_turns.max(1).sum() or 1.0)).tolist()
@@ -191,8 +189,7 @@ def beside_slowest(work: Sequence[float], together: list[list[range]] | None, ra
 
 
 def bubbles(job: Job) -> float:
-    """Of a pipeline: time in which a stage has nothing to do, beside that in which it has (Narayanan et al. 2021,
-    arXiv:2104.04473)."""
+    """Idle time of a pipeline stage relative to its busy time (Narayanan et al. 2021, arXiv:2104.04473)."""
     run, ranks, options = job.run, job.processes, job.run.strategy.options
     if (stages := job.strategy.stages_of(run, ranks)) == 1:
         return 0.0
@@ -201,9 +198,8 @@ def bubbles(job: Job) -> float:
 
 
 def on_the_way(job: Job, wire: Sequence[Wire]) -> float:
-    """Of a pipeline of S stages: seconds in which a stage waits for hidden states or gradients that travel. S
-    micro-batches are on their way at once, down and up again; under gpipe the first and the last alone are waited
-    for."""
+    """Seconds in which a stage of a pipeline of S stages waits for hidden states or gradients. S micro-batches are in
+    flight in both directions; with gpipe only the first and the last are waited for."""
     run, ranks = job.run, job.processes
     if (stages := job.strategy.stages_of(run, ranks)) == 1:
         return 0.0
@@ -213,7 +209,7 @@ def on_the_way(job: Job, wire: Sequence[Wire]) -> float:
 
 
 def padding(feed: StepLoader) -> float:
-    """Tokens that are computed for each real one, in evenly spread steps."""
+    """Computed tokens per real token, over evenly spaced steps."""
     steps = np.unique(np.linspace(0, feed.total - 1, min(LOOKED_AT, feed.total)).astype(int))
     real = padded = 0.0
     for step in steps:
@@ -226,5 +222,5 @@ def padding(feed: StepLoader) -> float:
 
 
 def power_of_two(ranks: int) -> int:
-    """The least power of two that is as many."""
+    """The smallest power of two that is at least `ranks`."""
     return 1 << max(0, ranks - 1).bit_length()

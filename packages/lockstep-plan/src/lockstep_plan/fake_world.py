@@ -1,8 +1,7 @@
-"""One rank of a job of any size, simulated: its memory, its work and its messages in a step.
+"""Simulate one rank of a job of any size: its memory, work and messages in a step.
 
-In: a run, how many ranks there are and which one this is. Out: a `Simulated`. The strategy itself runs, its code and
-its engine's, on tensors without numbers (`simulated.py`); so each simulation is a process of its
-own, which `lockstep plan` starts.
+In: a run, the number of ranks and this rank. Out: a `Simulated`. The strategy and its engine run their real code on
+tensors without data (`simulated.py`), so `lockstep plan` starts each simulation in its own process.
 """
 
 from __future__ import annotations
@@ -34,39 +33,39 @@ from lockstep.training.model_stats import counts
 from lockstep_plan import simulated
 from lockstep_plan.simulated import ENGINE, GRADIENTS, Ledger, Peak
 
-MOST = 8  # micro-batches of a rank that are run; what more of them hold is added by formula
-MOST_OF_LARGE = 2  # the same of a model of more than LARGE parameters, each of which takes long
+MOST = 8  # most micro-batches simulated per rank; the memory of more is added by formula
+MOST_OF_LARGE = 2  # same for a model of more than LARGE parameters, whose micro-batches are slow to simulate
 LARGE = 1_000_000_000
 PARTIAL = "partial sums"
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What one rank takes in a step. Bytes, unless said otherwise."""
+    """Resources of one rank in a step, in bytes unless noted."""
 
     rank: int
     at_rest: dict[str, int]  # between steps, by kind
     peak: int  # in a step with the longest examples
     kinds: dict[str, int]  # of the peak
     where: str
-    ops: list[tuple[str, int, int, float]]  # phase, FLOP, bytes, how many: of a step as most are
-    sent: list[tuple[str, str, tuple[int, ...], int, int | None, float]]  # phase, name, ranks, bytes, to, how many
+    ops: list[tuple[str, int, int, float]]  # (phase, FLOP, bytes, count) of a typical step
+    sent: list[tuple[str, str, tuple[int, ...], int, int | None, float]]  # (phase, name, ranks, bytes, to, count)
     micro_batches: int  # of this rank
-    tokens: float  # of those, with padding that is computed
+    tokens: float  # in these micro-batches, including computed padding
     parameters: int
     trained: int
 
     @property
     def messages(self) -> float:
-        """Collectives and sends of a step."""
+        """Number of collectives and sends in a step."""
         return sum(count for *_, count in self.sent)
 
 
 class FakeWorld(World):
-    """A rank whose others are not there: what it asks them for is what it has itself."""
+    """A rank without peers: a collective returns this rank's own values."""
 
     def on_machines(self, each: int) -> World:
-        """Join, with so many ranks on each machine: sums travel within a machine first."""
+        """Join with `each` ranks per machine: sums are reduced within a machine first."""
         self.hosts = [f"machine-{rank // each}" for rank in range(self.size)]
         if self.size > 1:
             simulated.join(self.rank, self.size)
@@ -83,7 +82,7 @@ class FakeWorld(World):
 
 
 class Watched(StepTimer):
-    """Tells the ledger which phase a step is in, and at each change what gradients there are."""
+    """Tells the ledger the phase of a step, and at each change the existing gradients."""
 
     def __init__(self, ledger: Ledger, strategy: Strategy) -> None:
         super().__init__(torch.device("cpu"))
@@ -99,18 +98,18 @@ class Watched(StepTimer):
 
 
 def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | None = None) -> Simulated:
-    """Build this rank's strategy and run it for three steps. In a process of its own: engines keep what they learn of
-    the others. `on_gpus`: leave out what is done on processors only. `per_node`: ranks of a machine; default: all."""
+    """Build this rank's strategy and run three steps. Needs its own process, because engines cache facts about the
+    other ranks. `on_gpus`: leave out work that is done only on CPUs. `per_node`: ranks per machine; default: all."""
     job = Job.of(run, ranks).with_data()
     every, trained = counts(freeze(run, job.make_task().model(empty=True)))
     less = fewer(job, MOST if every <= LARGE else MOST_OF_LARGE)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for by engines, used by nobody
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # required by engines, never used
     simulated_job = job.having(less)
     task = simulated_job.make_task()
     if on_gpus:
         replicated.row_sparse = lambda *_: set()
-    pipelining.set_random_state = lambda *_: None  # what travels from stage to stage is nothing
+    pipelining.set_random_state = lambda *_: None  # there is no data to travel between stages
     world = FakeWorld(less).on_machines(per_node or ranks)
     strategy = make_strategy(simulated_job, world)
     feed = StepLoader(less, task, strategy.own_micro_batches(), world.device)
@@ -128,7 +127,7 @@ def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | Non
     overlapped = any(op.phase == "overlapped" for op in ledger.ops)
 
     def scale(phase: str) -> float:
-        """The last micro-batch of a step has a backward of its own name where messages travel during it."""
+        """Factor of a phase. The last backward of a step has its own phase if messages travel during it."""
         if phase == "backward" and overlapped and share > 1:
             return (share * more - 1) / (share - 1)
         return more if phase in ("forward", "backward", "forward+backward", "other") else 1.0
@@ -152,8 +151,8 @@ def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | Non
 
 
 def fewer(job: Job, most: int = MOST) -> Run:
-    """The run with at most `most` micro-batches a rank, each of as many examples. A schedule that keeps all of them
-    alive, and one that they fill in turns, get what they need."""
+    """Limit the run to `most` micro-batches per rank, with equal numbers of examples. A schedule that keeps all
+    micro-batches alive, or fills them in turns, gets as many as it needs."""
     run, ranks = job.run, job.processes
     if (stages := job.strategy.stages_of(run, ranks)) > 1:
         each = ranks // stages * max(most, 2 * stages * int(run.strategy.options.get("stages_per_rank", 2)))
@@ -174,8 +173,7 @@ def own(run: Run, strategy: Strategy, ranks: int) -> Iterable[int]:
 
 
 def _without_numbers(strategy: Any, task: Task, run: Run, share: int) -> None:
-    """What a step asks of numbers that are not there: that they are finite, and that all ranks used the same
-    weights."""
+    """Replace checks that need data: that values are finite, and that all ranks used the same weights."""
     leaves = strategy.run.micro_batches
     model = task.model
 
@@ -195,7 +193,7 @@ def _without_numbers(strategy: Any, task: Task, run: Run, share: int) -> None:
 
 
 def built(strategy: Strategy, task: Task, ledger: Ledger) -> None:
-    """Build it, and tell the weights from what else there is."""
+    """Build the strategy, and mark its weights in the ledger."""
     ledger.kind = ENGINE
     strategy.build(task)
     for kind, tensor in simulated.kept_by(strategy):
@@ -213,8 +211,8 @@ def _gradient(parameter: Tensor, ledger: Ledger) -> None:
 
 
 def stepped(strategy: Strategy, feed: StepLoader, ledger: Ledger) -> dict[str, int]:
-    """A first step, after which the optimizer has its state; one as most are, whose work is written down; and one with
-    the longest examples, whose peak is left in the ledger. Returns what is held between steps."""
+    """Run three steps: a first one that creates the optimizer state, a typical one whose work is recorded, and one with
+    the longest examples whose peak stays in the ledger. Returns the bytes held between steps."""
     usual = feed.make(middle(feed))
     strategy.train_step(usual, 1e-3)
     for kind, tensor in simulated.kept_by(strategy):
@@ -230,7 +228,7 @@ def stepped(strategy: Strategy, feed: StepLoader, ledger: Ledger) -> dict[str, i
 
 
 def middle(feed: StepLoader) -> int:
-    """The step whose number of tokens is the median of the first few."""
+    """Return the step with the median number of tokens among the first few."""
     steps = range(min(feed.total, 9))
     cost = {step: _tokens(feed, step) for step in steps}
     return sorted(steps, key=lambda step: cost[step])[len(steps) // 2]
@@ -245,7 +243,7 @@ def _tokens(feed: StepLoader, step: int) -> float:
 
 
 def divided(peak: Peak, strategy: Strategy) -> dict[str, int]:
-    """The kinds of a peak, with what waits to be added up told from one gradient of what this rank has."""
+    """Split the kinds of a peak: partial sums are told apart from the one gradient of this rank's parameters."""
     kinds = {kind: size for kind, size in peak.kinds.items() if size}
     one = 4 * sum(local(p).numel() for p in strategy.named.values()) if hasattr(strategy, "named") else 0
     waiting = kinds.get(GRADIENTS, 0) - one
@@ -253,8 +251,7 @@ def divided(peak: Peak, strategy: Strategy) -> dict[str, int]:
 
 
 def main(words: list[str]) -> int:
-    """In the child: `RUN.yaml RANKS RANK cpu|gpu`, ranks of a machine, and where the answer goes. Returns the exit
-    status."""
+    """Child process: `RUN.yaml RANKS RANK cpu|gpu`, ranks per machine, and the output file. Returns the exit status."""
     path, ranks, rank, kind, per_node, answer = words
     run = load(path, [])
     result = simulate(run, int(ranks), int(rank), kind == "gpu", int(per_node))
@@ -263,7 +260,7 @@ def main(words: list[str]) -> int:
 
 
 def read(path: Path) -> Simulated:
-    """What a child wrote."""
+    """Read the result of a child."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     ops = [tuple(op) for op in fields.pop("ops")]
     sent = [(phase, name, tuple(group), size, to, n) for phase, name, group, size, to, n in fields.pop("sent")]

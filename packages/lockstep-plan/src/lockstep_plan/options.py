@@ -1,6 +1,6 @@
-"""`lockstep plan --simulate` and `--suggest`: what was asked for, and the answer on the terminal.
+"""`lockstep plan --simulate` and `--suggest`: check the request, and print the plans.
 
-In: a run and the words of the command line. Out: an exit status: 0, or 1 where nothing fits.
+In: a run and the words of the command line. Out: an exit status: 0, or 1 if no plan fits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep_trace.plurals import quantity
 def answered(
     run: Run, processes: Sequence[int] | None, device: str, suggest: bool, price: float | None, out: str | None
 ) -> int:
-    """Simulate, and say what was found. Errors: `RunError`."""
+    """Simulate and print the result. Errors: `RunError`."""
     device_rates = devices.load(device)
     counts = sorted(set(processes or [start.launcher_of(run).plan(run).processes]))
     if counts[0] < 1:
@@ -44,7 +44,7 @@ def answered(
         for plan in plans:
             if plan.refused is not None:
                 console.say(
-                    f"cannot be: {render.name_of(plan)}, micro_batches={plan.run.micro_batches}: {plan.refused}"
+                    f"cannot run: {render.name_of(plan)}, micro_batches={plan.run.micro_batches}: {plan.refused}"
                 )
     else:
         console.facts(render.facts(plans[0], device_rates, price))
@@ -58,12 +58,9 @@ def answered(
 
 
 def chosen(count: int, plans: Sequence[planner.Plan]) -> str:
-    """The first of those that fit, as words of a command line."""
+    """Return the first plan that fits, as words of a command line."""
     best = next((p for p in plans if p.fits), None)
     if best is None:
-        return (
-            f"nothing of this fits on {quantity(count, 'process')}: use more of them, or "
-            f"checkpoint_activations, bf16, LoRA"
-        )
+        return f"no plan fits on {quantity(count, 'process')}: use more, or checkpoint_activations, bf16 or LoRA"
     options = "".join(f" strategy.options.{key}={value}" for key, value in best.run.strategy.options.items())
     return f"choose     strategy.name={best.run.strategy.name}{options} micro_batches={best.run.micro_batches}"

@@ -1,6 +1,6 @@
-"""Plans of a job on so many processes, each of whose ranks that differ is simulated in a process of its own.
+"""Plan a job by simulating each distinct rank in its own process.
 
-In: a run, processes and a device. Out: `Plan`s. Nothing of the run is started.
+In: a run, numbers of processes and a device. Out: `Plan`s. Nothing of the run is started.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lockstep_plan import fake_world as ranks_of
 from lockstep_plan.devices import Device
 from lockstep_plan.estimate import Estimate, estimate, padding, power_of_two
 
-AT_ONCE = 2  # simulations
+AT_ONCE = 2  # parallel simulations
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job takes, or why it cannot be."""
+    """Resources of a job, or the reason why it cannot run."""
 
     run: Run
     processes: int
@@ -49,7 +49,7 @@ class Plan:
 
 
 def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None) -> Plan:
-    """Simulate. Errors: `RunError` for what cannot run, with the micro_batches that so many processes need."""
+    """Simulate a job. Errors: `RunError` if it cannot run, with the micro_batches that this many processes need."""
     if processes > run.micro_batches:
         least = power_of_two(processes)
         raise RunError(
@@ -84,8 +84,8 @@ def feed_of(job: Job) -> StepLoader:
 
 
 def looked_at(job: Job) -> list[int]:
-    """The ranks that differ: of a pipeline those of its first, second and last stage; else the first one, which has
-    the longest examples, and where shares are uneven the last."""
+    """Return the ranks that differ: for a pipeline the first, second and last stage; else the first, which has the
+    longest examples, and with uneven shares the last."""
     run, processes = job.run, job.processes
     if (stages := job.strategy.stages_of(run, processes)) > 1:
         return [stage * (processes // stages) for stage in sorted({0, 1, stages - 1})]
@@ -93,7 +93,7 @@ def looked_at(job: Job) -> list[int]:
 
 
 def simulate(job: Job, device: Device, say: Say) -> list[ranks_of.Simulated]:
-    """One child for each rank that is looked at. Errors: `RunError` with what a child said."""
+    """Simulate each distinct rank in a child process. Errors: `RunError` with a child's message."""
     run, processes, ranks = job.run, job.processes, looked_at(job)
     simulated: list[ranks_of.Simulated] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
@@ -125,12 +125,12 @@ def _child(folder: Path, rank: int, processes: int, device: Device) -> Child:
     return Child("lockstep_plan.fake_world.main", words, folder, f"rank-{rank}", {"OMP_NUM_THREADS": "1"})
 
 
-# -- which one -------------------------------------------------------------------------------------------------------
+# -- choosing a plan --------------------------------------------------------------------------------------------------
 
 
 def candidates(run: Run, processes: int) -> list[Run]:
-    """What `--suggest` compares: strategies that give bits, at powers of two of micro-batches, as many as the processes
-    need, twice and four times as many, where a step has the examples."""
+    """Candidates of `--suggest`: reproducible strategies with as many micro-batches as processes (rounded up to a power
+    of two), twice, and four times as many, if a step has enough examples."""
     least = power_of_two(processes)
     sizes = sorted({n for n in (least, 2 * least, 4 * least) if n <= run.batch_size})
     ways: list[dict[str, Any]] = [
@@ -145,8 +145,8 @@ def candidates(run: Run, processes: int) -> list[Run]:
 
 
 def suggest(run: Run, processes: int, device: Device, say: Say) -> list[Plan]:
-    """All candidates: what fits first, the quickest first; then what does not fit; then what is refused. Errors:
-    `RunError` where a step has too few examples for so many processes."""
+    """Plan all candidates: first those that fit, fastest first; then those that do not fit; then refused ones. Errors:
+    `RunError` if a step has too few examples."""
     runs = candidates(run, processes)
     if not runs:
         raise RunError(
@@ -164,7 +164,8 @@ def suggest(run: Run, processes: int, device: Device, say: Say) -> list[Plan]:
 
 
 def ranked(plans: Sequence[Plan]) -> list[Plan]:
-    """Of two that fit and are within 2 % of each other the one with more micro-batches, which leaves room to grow."""
+    """Sort key. Of two fitting plans within 2 % of each other, the one with more micro-batches is better: it leaves
+    room to grow."""
     quick = min((p.estimate.step_s for p in plans if p.estimate is not None and p.fits), default=0.0)
 
     def order(plan: Plan) -> tuple[bool, bool, float, int]:

@@ -1,13 +1,12 @@
-"""The rates of this machine at a run's own sizes: the job that `lockstep bench --calibrate` starts in every rank.
+"""Measure this machine's rates at a run's own sizes: the job of every rank in `lockstep bench --calibrate`.
 
-In: a run, in every rank of a job. Out: `OUTPUT/rates.json`, written by rank 0: matrix products of the sizes that the
-run's model has, memory traffic by size, what an operation costs that does nothing; seconds of a step of one process by
-phase; the same step on all ranks at once; messages between all ranks; of two ranks a step of every strategy
-(`STRATEGIES`), and what is computed in those that have code of their own for each layer, bucket or stage (`ENGINES`).
+In: a run, in every rank. Out: `OUTPUT/rates.json`, written by rank 0: matrix products of the model's sizes, memory
+traffic by size, the fixed cost of an operation; phases of a step of one process; the same step on all ranks at once;
+messages between all ranks; with two ranks a step of every strategy (`STRATEGIES`), and the computing time of those with
+their own code per layer, bucket or stage (`ENGINES`).
 
-Where a process computes with one thread, what is computed is measured by that thread's processor time, in which other
-programs' turns are not. What ranks do at once is measured by the clock. Memory that a step frees is kept for the next
-one, as in training.
+With one thread per process, computing is measured as that thread's CPU time, which excludes other programs. Concurrent
+ranks are measured in wall-clock time. Memory freed by a step is kept for the next one, as in training.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from lockstep_plan.fake_world import middle
 from lockstep_plan.simulated import Product, Products
 
 FILE = "rates.json"
-PRODUCTS = 16  # sizes of matrix products that are measured: half an octave apart, those with most work in a step
-SIZES = (2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes that an operation reads and writes
-MESSAGES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)  # bytes that all ranks exchange or gather
-LEAST_S = 0.02  # of a sample
+PRODUCTS = 16  # most sizes of matrix products: half an octave apart, those with the most work in a step
+SIZES = (2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes read and written by an operation
+MESSAGES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)  # bytes exchanged or gathered by all ranks
+LEAST_S = 0.02  # shortest duration of a sample
 ENGINES: Mapping[str, dict[str, Any]] = {
     "fsdp2": {"name": "fsdp2", "options": {"gather": fsdp.MICRO_BATCH}},
     **{
@@ -60,33 +59,34 @@ STRATEGIES: Mapping[str, dict[str, Any]] = {
 STRATEGIES_ON = 2  # processes
 NOT_THE_ENGINES = ("reduction", "optimizer")  # phases
 
-Point = tuple[float, float]  # size, rate a second
+Point = tuple[float, float]  # size, rate per second
 
 
 @dataclass
 class Rates:
-    """What one job found."""
+    """Measurements of one job."""
 
     processes: int
     threads: int
     precision: str
     memory_bytes: int  # of the machine
-    products: list[Point] = field(default_factory=list)  # FLOP of one -> FLOP/s; of one process alone
-    memory: list[Point] = field(default_factory=list)  # bytes of one operation -> bytes/s; of one process alone
+    products: list[Point] = field(default_factory=list)  # FLOP of one product -> FLOP/s; one process alone
+    memory: list[Point] = field(default_factory=list)  # bytes of one operation -> bytes/s; one process alone
     operation_s: float = 0.0
     view_s: float = 0.0
-    micro_batches: int = 0  # of a step of one process
-    phases: dict[str, float] = field(default_factory=dict)  # its seconds, not by the clock
-    at_once_s: float = 0.0  # by the clock: the same step on every rank at once, of the slowest
+    micro_batches: int = 0  # in a step of one process
+    phases: dict[str, float] = field(default_factory=dict)  # its seconds of CPU time
+    at_once_s: float = 0.0  # wall-clock seconds of the same step on all ranks at once, slowest rank
     latency_s: float = 0.0  # of one message
     messages: list[Point] = field(default_factory=list)  # bytes of one message -> bytes/s
-    engines: dict[str, float] = field(default_factory=dict)  # of `ENGINES` -> as `busy_s`
-    busy_s: float = 0.0  # not by the clock: `single` on every rank at once, but for reduction and update
-    steps: dict[str, float] = field(default_factory=dict)  # of `STRATEGIES` -> seconds by the clock, of the slowest
+    engines: dict[str, float] = field(default_factory=dict)  # each of `ENGINES` -> its `busy_s`
+    busy_s: float = 0.0  # CPU seconds of `single` on all ranks at once, without reduction and update
+    # each of `STRATEGIES` -> wall-clock seconds of the slowest rank
+    steps: dict[str, float] = field(default_factory=dict)
 
 
 class Alone(World):
-    """A rank that works for itself, whoever else is there."""
+    """A world of one rank, whatever other ranks exist."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -94,7 +94,7 @@ class Alone(World):
 
 
 class Clock(StepTimer):
-    """Seconds by phase, by a clock of one's choice."""
+    """Seconds by phase, measured with any clock."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         super().__init__(torch.device("cpu"))
@@ -109,12 +109,12 @@ class Clock(StepTimer):
 
 
 def clock(threads: int) -> Callable[[], float]:
-    """Seconds that this process computes: of one thread its own, of several those on the clock."""
+    """Return the clock for computing: CPU time for one thread, wall-clock time for several."""
     return time.thread_time if threads == 1 else time.perf_counter
 
 
 def seconds_of(work: Callable[[], Any], now: Callable[[], float], samples: int = 5) -> float:
-    """Of one call: the median of samples that last a while."""
+    """Seconds of one call: the median of samples of a minimum duration."""
     work()
     began = now()
     work()
@@ -129,7 +129,7 @@ def seconds_of(work: Callable[[], Any], now: Callable[[], float], samples: int =
 
 
 def measure(job: Job, world: World, steps: str) -> int:
-    """The job. Collective. Returns the exit status."""
+    """Run the job. Collective. Returns the exit status."""
     run = job.run
     join_ranks(job, world)
     rates = Rates(world.size, world.threads, run.precision, memory_bytes())
@@ -143,7 +143,7 @@ def measure(job: Job, world: World, steps: str) -> int:
     feed = StepLoader(own, task, strategy.own_micro_batches(), world.device)
     batch = feed.make(middle(feed))
     keep_freed_memory()
-    for _ in range(2):  # the optimizer has its state, and the allocator its memory
+    for _ in range(2):  # warm up: optimizer state, and the allocator's memory
         strategy.train_step(batch, 1e-6)
     if world.size == 1:
         operations(rates, strategy, batch, now)
@@ -168,8 +168,8 @@ def with_strategy(run: Run, way: Mapping[str, Any]) -> Run:
 
 
 def measure_strategy(name: str, job: Job, task: Task, world: World, steps: int, rates: Rates) -> None:
-    """Seconds of a step by the clock, and of the `ENGINES` those that a rank computes; none where the model or the run
-    does not allow the strategy. Collective."""
+    """Record wall-clock seconds of a step, and for `ENGINES` the computing seconds per rank; nothing if the model or
+    the run does not allow the strategy. Collective."""
     run = job.run
     try:
         job.strategy.check(job)
@@ -189,7 +189,7 @@ def measure_strategy(name: str, job: Job, task: Task, world: World, steps: int, 
 
 
 def computing(world: World, strategy: Strategy, batch: Any, steps: int, now: Callable[[], float]) -> float:
-    """Seconds of a step, but for reduction and update, the mean over ranks that begin at once. Collective."""
+    """Computing seconds of a step without reduction and update: mean over ranks that start together. Collective."""
     world.barrier()
     phases = phases_of(strategy, batch, steps, now)
     mine = sum(seconds for name, seconds in phases.items() if name not in NOT_THE_ENGINES)
@@ -197,7 +197,7 @@ def computing(world: World, strategy: Strategy, batch: Any, steps: int, now: Cal
 
 
 def phases_of(strategy: Strategy, batch: Any, steps: int, now: Callable[[], float]) -> dict[str, float]:
-    """Medians of several steps."""
+    """Seconds by phase, medians over several steps."""
     seconds_by_phase: dict[str, list[float]] = {}
     for _ in range(steps):
         strategy.phases = clock = Clock(now)
@@ -210,7 +210,7 @@ def phases_of(strategy: Strategy, batch: Any, steps: int, now: Callable[[], floa
 
 
 def operations(rates: Rates, strategy: Strategy, batch: Any, now: Callable[[], float]) -> None:
-    """Products of the model's sizes; additions of many; what does nothing."""
+    """Measure the model's matrix products, additions by size, and an operation without work."""
     with Products() as products:
         strategy.train_step(batch, 1e-6)
     with torch.no_grad():
@@ -230,7 +230,8 @@ def operations(rates: Rates, strategy: Strategy, batch: Any, now: Callable[[], f
 
 
 def spread(products: Iterable[Product]) -> list[Product]:
-    """Of each half octave of FLOP the one with most work, and of those the ones with most work."""
+    """Select one product per half octave of FLOP, the one with most work, and of those the `PRODUCTS` with most
+    work."""
     most: dict[int, Product] = {}
     for each in products:
         place = round(2 * math.log2(max(1, each.flops)))
@@ -240,7 +241,7 @@ def spread(products: Iterable[Product]) -> list[Product]:
 
 
 def at_once(world: World, step: Callable[[], Any], steps: int) -> float:
-    """By the clock: a step that every rank begins at once, of the slowest; the median of several."""
+    """Wall-clock seconds of a step that all ranks start together: the slowest rank, median of several."""
     durations = []
     for _ in range(steps):
         world.barrier()
@@ -251,8 +252,8 @@ def at_once(world: World, step: Callable[[], Any], steps: int) -> float:
 
 
 def between_ranks(world: World, repeats: int) -> tuple[float, list[Point]]:
-    """All-to-all and all-gather of all ranks, whose rounds are as many and as long: the latency of a message, and bytes
-    a second by its size. By the clock, of the slowest rank."""
+    """Measure all-to-all and all-gather over all ranks, in equal rounds: latency of a message, and bytes per second by
+    size. Wall-clock time of the slowest rank."""
     ranks, durations = world.size, []
     for size in MESSAGES:
         count = size // 4 // ranks
@@ -267,7 +268,7 @@ def between_ranks(world: World, repeats: int) -> tuple[float, list[Point]]:
 
 
 def memory_bytes() -> int:
-    """Of this machine, or what its container may use; 0 where the system does not tell."""
+    """Memory of this machine or of its container; 0 if unknown."""
     limits = []
     for path, unit in (("/proc/meminfo", 1024), ("/sys/fs/cgroup/memory.max", 1)):
         try:
@@ -279,7 +280,7 @@ def memory_bytes() -> int:
 
 
 def read(folder: Path) -> Rates | None:
-    """What a job wrote, or None when it wrote nothing."""
+    """Read a job's result, or None if there is none."""
     path = folder / FILE
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""What a plan says, in a terminal and on a page.
+"""Format plans for a terminal and as a page.
 
 In: `Plan`s. Out: rows of a table, and `plan.html`.
 """
@@ -19,7 +19,7 @@ from lockstep_trace.plurals import quantity
 
 KINDS = ("weights", "gradients", "partial sums", "optimizer", "activations", "on the way", "buffers")
 Lines = dict[str, list[tuple[float, float]]]  # of a chart, by name
-LEAST_SHARE = 0.0005  # of a whole: what is less is not told
+LEAST_SHARE = 0.0005  # parts below this share of the whole are left out
 COLOUR = {kind: i for i, kind in enumerate(KINDS)}
 COLLECTIVES = {
     "allgather_base": "gather",
@@ -34,13 +34,13 @@ COLLECTIVES = {
 
 
 def name_of(plan: Plan) -> str:
-    """`fsdp2, gather: step`."""
+    """Name of a plan's strategy: `fsdp2, gather: step`."""
     options = plan.run.strategy.options
     return ", ".join([plan.run.strategy.name, *(f"{key}: {value}" for key, value in options.items())])
 
 
 def facts(plan: Plan, device: Device, price: float | None) -> dict[str, str]:
-    """One plan."""
+    """Facts of one plan."""
     assert plan.estimate is not None
     estimate, of = plan.estimate, plan.estimate.at
     machines = -(-plan.processes // device.ranks_per_node)
@@ -52,7 +52,7 @@ def facts(plan: Plan, device: Device, price: float | None) -> dict[str, str]:
         "model": f"{of.parameters / 1e6:,.1f}M parameters, {of.trained / 1e6:,.1f}M trained",
         "at rest": memory_line(of.at_rest),
         "peak": f"{size(estimate.peak)} of {size(device.memory_bytes)} in {of.where}: {memory_line(of.kinds)}",
-        "fits": "yes" if estimate.fits else "NO: it will run out of memory",
+        "fits": "yes" if estimate.fits else "NO: out of memory",
     }
     for wire in estimate.wire[:6]:
         where = "inside a machine" if wire.inside else "between machines"
@@ -72,20 +72,20 @@ def facts(plan: Plan, device: Device, price: float | None) -> dict[str, str]:
 
 
 def memory_line(kinds: dict[str, int]) -> str:
-    """Kinds of memory, the usual order, without what is nothing beside the rest."""
+    """Kinds of memory in the usual order, without negligible ones."""
     whole = sum(kinds.values()) or 1
     return ", ".join(f"{k} {size(kinds[k])}" for k in KINDS if kinds.get(k, 0) / whole >= LEAST_SHARE)
 
 
 def cost(plan: Plan, price: float | None) -> str:
-    """Device-hours, and money where an hour has a price."""
+    """Device-hours, and their price if given."""
     hours = plan.device_hours
     money = "" if price is None else f", {hours * price:,.2f} at {price:g} an hour"
     return f"{hours:,.4g} device-hours{money}"
 
 
 def table(plans: Sequence[Plan], price: float | None) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells of what was compared: of strategy, micro-batches and processes those that differ."""
+    """Columns and cells of a comparison: those of strategy, micro-batches and processes that differ."""
     drawn = [plan for plan in plans if plan.estimate is not None]
     rows = [
         {
@@ -108,7 +108,7 @@ def table(plans: Sequence[Plan], price: float | None) -> tuple[list[str], list[l
 
 
 def page(path: Path, title: str, plans: Sequence[Plan], device: Device, price: float | None) -> None:
-    """Errors: `RunError` when it cannot be written."""
+    """Write the page. Errors: `RunError` if it cannot be written."""
     drawn = [p for p in plans if p.estimate is not None]
     several = len({p.processes for p in drawn}) > 1
     alike = len({name_of(p) for p in drawn}) == 1
@@ -132,7 +132,7 @@ def page(path: Path, title: str, plans: Sequence[Plan], device: Device, price: f
 
 
 def plots(plans: Sequence[Plan], names: Sequence[str], device: Device) -> list[str]:
-    """Memory by kind and time by phase, a bar each."""
+    """Memory by kind and time by phase, one bar per plan."""
     estimates = [(name, plan.estimate) for name, plan in zip(names, plans, strict=True) if plan.estimate is not None]
     kinds = {kind: f"c{COLOUR[kind]}" for kind in KINDS}
     times = {name: each.seconds for name, each in estimates}
@@ -156,13 +156,13 @@ def plots(plans: Sequence[Plan], names: Sequence[str], device: Device) -> list[s
 
 
 def by_kind(estimates: Sequence[tuple[str, Estimate]], peak: bool) -> dict[str, dict[str, float]]:
-    """Bytes of each plan's rank, in the usual order."""
+    """Bytes of each plan's largest rank, in the usual order."""
     rows = ((name, each.at.kinds if peak else each.at.at_rest) for name, each in estimates)
     return {name: {kind: float(kinds[kind]) for kind in KINDS if kind in kinds} for name, kinds in rows}
 
 
 def growth(plans: Sequence[Plan]) -> list[str]:
-    """What grows or shrinks with the number of processes, a chart each."""
+    """Charts of quantities that grow or shrink with the number of processes."""
     estimates = [(plan, plan.estimate) for plan in plans if plan.estimate is not None]
     kinds: Lines = {kind: [] for kind in KINDS}
     sent: Lines = {"inside a machine": [], "between machines": []}
@@ -193,7 +193,7 @@ def growth(plans: Sequence[Plan]) -> list[str]:
 
 
 def label(plan: Plan, several: bool, alike: bool) -> str:
-    """What tells a plan from the others on its page."""
+    """Label that distinguishes a plan from the others on its page."""
     parts: list[str] = []
     if several:
         parts.append(quantity(plan.processes, "process"))

@@ -1,10 +1,10 @@
-"""A step without the hardware: tensors that have sizes and no numbers, and a process group of which only this rank is
-there. Every operation is written down.
+"""Simulate a step without hardware: tensors with shapes but no data, and a process group with only this rank. Every
+operation is recorded.
 
-In: a strategy that is built and runs a step inside of `without_numbers`. Out: a `Ledger`: the bytes that are alive, by
-kind, at most and where; the work of every operation; what would have been sent. Small whole numbers (texts, masks,
-lengths, the rows of an embedding that are used) are computed as they are, since they decide shapes. `Products` does it
-for real steps: each kind of matrix product and attention, with a way to compute it once more by itself.
+In: a strategy, built and stepped inside of `without_numbers`. Out: a `Ledger`: live bytes by kind, their peak and its
+place; the work of every operation; the messages that would have been sent. Small integer tensors (token ids, masks,
+lengths, used rows of an embedding) keep their data, because they determine shapes. `Products` records real steps: each
+kind of matrix product and attention, with a way to repeat it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # collectives of tensors without numbers
+import torch.distributed._tools.fake_collectives  # collectives on tensors without data
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
@@ -39,72 +39,71 @@ _PRIVATE_SDPA = "_scaled_dot_product_flash_attention_for_cpu"
 
 @dataclass(frozen=True)
 class Op:
-    """Operations that are alike: how long one takes follows from these."""
+    """A group of identical operations, with the same duration."""
 
     phase: str
-    flops: int  # of a matrix product or attention; 0 of others
+    flops: int  # of matrix products and attention; else 0
     bytes: int  # read and written
 
 
 @dataclass(frozen=True)
 class SimulatedSend:
-    """Collectives that are alike, as this rank meets them."""
+    """A group of identical collectives on this rank."""
 
     phase: str
     name: str
-    group: tuple[int, ...]  # the ranks that take part
-    bytes: int  # of what is exchanged: the whole of a gathered or summed tensor, what this rank sends otherwise
-    to: int | None = None  # the rank it goes to, of a message between two
+    group: tuple[int, ...]  # participating ranks
+    bytes: int  # size of the whole gathered or summed tensor; else the bytes that this rank sends
+    to: int | None = None  # destination rank of a point-to-point message
 
 
 @dataclass
 class Peak:
-    """The most that was alive."""
+    """The peak of live memory."""
 
     bytes: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     phase: str = ""
-    micro_batch: int = 0  # of this rank, from 1; 0 where a schedule mixes them
+    micro_batch: int = 0  # of this rank, from 1; 0 if a schedule mixes them
     op: str = ""
 
 
 class Storages(TorchDispatchMode):
-    """Counts the storages that operations make while they are alive, each once and by its size now. Of tensors that are
-    there in memory it counts what a real run takes."""
+    """Counts live storages created by operations, each once at its current size. For tensors with data it counts the
+    memory of a real run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kinds: Counter[str] = Counter()  # bytes alive
+        self.kinds: Counter[str] = Counter()  # live bytes
         self.peak = Peak()
         self.phase, self.micro_batch, self.kind = "build", 0, ACTIVATIONS
         self._alive: dict[int, tuple[int, str]] = {}  # storage -> bytes, kind
 
     @property
     def alive(self) -> int:
-        """Bytes."""
+        """Live bytes."""
         return sum(self.kinds.values())
 
     def restart(self) -> None:
-        """Look for the most from here on."""
+        """Restart the search for the peak."""
         self.peak, self.micro_batch = Peak(self.alive, dict(self.kinds), self.phase, 0), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if DTensor in types:  # its own operations on local tensors come by here
+        if DTensor in types:  # its operations on local tensors are dispatched separately
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         self.note(func, args, kwargs or {}, out)
         return out
 
     def note(self, func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> None:
-        """After an operation."""
+        """Record an operation."""
         travelling = func.namespace == "c10d"
         for tensor in tree_leaves((args, kwargs, out) if travelling else out):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self.count(tensor, TRAVELLING if travelling else None, func._schema.name)
 
     def count(self, tensor: Tensor, kind: str | None = None, op: str = "") -> None:
-        """A storage that is there. `kind`: what it is now known to be, unless it is known to be something that is
-        kept."""
+        """Count a live storage. `kind`: its kind as now known, unless it is known to be kept."""
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         if tensor.is_sparse:
@@ -133,7 +132,7 @@ class Storages(TorchDispatchMode):
         self.kinds[kind] -= size
 
     def resized(self, storage: Any) -> None:
-        """FSDP lets go of gathered weights by giving their storage no size."""
+        """Update a resized storage: FSDP frees gathered weights by resizing their storage to 0."""
         if storage._cdata in self._alive:
             self._put(storage._cdata, storage.nbytes(), self._alive[storage._cdata][1], "resize_")
 
@@ -155,7 +154,7 @@ class Storages(TorchDispatchMode):
 
 
 class Ledger(Storages):
-    """Records tensors without numbers, with the work and the messages while `recording`."""
+    """Records the memory of tensors without data, and work and messages while `recording`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +168,7 @@ class Ledger(Storages):
         kwargs = _on_the_cpu(kwargs or {})
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         fake = any(isinstance(t, FakeTensor) for t in tensors)
-        if fake and func is torch.ops.aten._local_scalar_dense.default:  # "is it finite?" and the like
+        if fake and func is torch.ops.aten._local_scalar_dense.default:  # checks such as "is it finite?"
             if tensors[0].dtype is torch.bool:
                 return False
             return 0.0 if tensors[0].is_floating_point() else 0
@@ -185,13 +184,13 @@ class Ledger(Storages):
             if sent is not None:
                 self.sent[sent] += 1
             return
-        if func.namespace == "prim":  # asks a tensor where it is
+        if func.namespace == "prim":  # queries of a tensor's device
             return
         results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
             size = 0  # a view
         elif "empty" in func._schema.name:
-            size = 0  # room, which nothing is written to
+            size = 0  # uninitialized memory
         else:
             size = sum(_size(t) for t in tensors) + sum(_size(t) for t in results)
         self.ops[Op(self.phase, _flops(func, args, kwargs, out), size)] += 1
@@ -202,7 +201,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _flops(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
-    """As torch counts them; of attention on a CPU the same."""
+    """FLOP as torch counts them; attention on a CPU is counted the same way."""
     name = func._schema.name.partition("::")[2]
     if name.startswith(_PRIVATE_SDPA):
         backward = name.endswith("backward")
@@ -213,7 +212,7 @@ def _flops(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
 
 
 def _on_the_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Accelerate calls the processor `cpu:0`, which torch takes for another device where tensors have no numbers."""
+    """Replace `cpu:0`, Accelerate's name of the CPU, which is another device than `cpu` for tensors without data."""
     device = kwargs.get("device")
     if device is None or torch.device(device).type != "cpu":
         return dict(kwargs)
@@ -221,16 +220,17 @@ def _on_the_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _computed(func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor], fake: bool) -> Any:
-    """What an operation gives: with numbers where all it is given has them."""
+    """Compute an operation's result, with data if all its inputs have data."""
     name = func._schema.name
-    if fake and func is torch.ops.aten.nonzero.default:  # where a loss is not finite: nowhere
+    if fake and func is torch.ops.aten.nonzero.default:  # positions of non-finite losses: none
         with unset_fake_temporarily():
             return torch.empty(0, tensors[0].dim(), dtype=torch.int64)
-    if fake and "sparse_coo" in name:  # which rows it has is known, and decides sizes
+    if fake and "sparse_coo" in name:  # its rows are known and determine sizes
         with unset_fake_temporarily():
             plain = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, FakeTensor) else a for a in args]
             return func(*plain, **kwargs)
-    if name == "aten::empty_like" and tensors[0].is_meta and tensors[0].is_floating_point():  # room for what has none
+    # uninitialized copy of a tensor without data
+    if name == "aten::empty_like" and tensors[0].is_meta and tensors[0].is_floating_point():
         device = kwargs.get("device") or tensors[0].device
         return torch.empty_strided(tensors[0].shape, tensors[0].stride(), dtype=tensors[0].dtype, device=device)
     dtype = kwargs.get("dtype")
@@ -250,9 +250,9 @@ def _message(phase: str, func: Any, args: tuple, tensors: list[Tensor]) -> Simul
     to = ranks[args[2]] if name == "send" else None
     if name == "alltoall_base":
         size = _size(tensors[1])
-    elif name in ("allgather", "reduce_scatter"):  # lists of tensors, a rank each
+    elif name in ("allgather", "reduce_scatter"):  # lists of tensors, one per rank
         size = sum(_size(t) for t in tree_leaves(args[name == "reduce_scatter"]))
-    else:  # of a gather what comes of it, of a scatter what goes in
+    else:  # a gather's output, or a scatter's input
         size = max(_size(t) for t in tensors)
     return SimulatedSend(phase, name, ranks, size, to) if len(ranks) > 1 else None
 
@@ -261,19 +261,20 @@ def _is_group(thing: Any) -> bool:
     return "ProcessGroup" in str(thing._type())
 
 
-# -- what a strategy is built of -------------------------------------------------------------------------------------
+# -- tensors of a strategy
+# -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def without_numbers(ledger: Ledger, needs: Collection[str] = ()) -> Iterator[None]:
-    """In here tensors have sizes and no numbers, and what happens is written down. `needs`: packages that are used."""
+    """A context in which tensors have no data, and all operations are recorded. `needs`: packages in use."""
     with FakeTensorMode(allow_non_fake_inputs=True), ledger, nobody_disagrees("deepspeed" in needs):
         yield
 
 
 @contextmanager
 def nobody_disagrees(deepspeed: bool, device: str = "cpu") -> Iterator[None]:
-    """DeepSpeed's stage 3 compares with other ranks what each has run, and there are none."""
+    """Skip the check in which DeepSpeed's stage 3 compares executed modules between ranks."""
     if not deepspeed:
         yield
         return
@@ -285,12 +286,12 @@ def nobody_disagrees(deepspeed: bool, device: str = "cpu") -> Iterator[None]:
 
 
 def join(rank: int, ranks: int) -> None:
-    """Become one rank of a group of which nobody else is there: nothing is sent, and nobody is waited for."""
+    """Join a group as its only present rank: nothing is sent, and nothing waits."""
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
 
 
 class _Settled:
-    """`_apply` of a model without numbers: torch would swap parameters that others refer to."""
+    """`_apply` for a model without data: torch would swap parameters that others refer to."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -317,8 +318,8 @@ class _Settled:
 
 
 def emptied(empty: Any, device: torch.device | None = None) -> nn.Module:
-    """A model, made by `empty` on the meta device, without numbers on the processor, or `device`; tied weights stay
-    tied."""
+    """Create a model with `empty` on the meta device, and move it to the CPU or `device` without data; tied weights
+    stay tied."""
     with _disable_current_modes():
         model: nn.Module = empty()
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -337,17 +338,17 @@ def emptied(empty: Any, device: torch.device | None = None) -> nn.Module:
 
 
 def on_meta(empty: Any) -> nn.Module:
-    """A model that `empty` made, left on the meta device."""
+    """Create a model with `empty` and leave it on the meta device."""
     with _disable_current_modes():
         model: nn.Module = empty()
     return model
 
 
 def kept_by(strategy: Any) -> Iterator[tuple[str, Tensor]]:
-    """What a strategy is known to keep, by kind: called when it is built, and after a step."""
+    """Tensors that a strategy keeps, by kind: called when it is built, and after a step."""
     tensors = [*strategy.model.parameters(), *strategy.model.buffers()]
     yield from ((WEIGHTS, t) for t in tensors)
-    yield from ((WEIGHTS, t.ds_tensor) for t in tensors if hasattr(t, "ds_tensor"))  # DeepSpeed's parts
+    yield from ((WEIGHTS, t.ds_tensor) for t in tensors if hasattr(t, "ds_tensor"))  # DeepSpeed's shards
     optimizer = getattr(strategy.optimizer, "optimizer", strategy.optimizer)
     own = {t.untyped_storage()._cdata for t in tensors if not isinstance(t, DTensor)}
     for group in optimizer.param_groups:
@@ -359,7 +360,7 @@ def kept_by(strategy: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def summed_by(strategy: Any) -> Iterator[Tensor]:
-    """Gradients, and the partial sums that wait for others."""
+    """Gradients, and partial sums that wait for other ranks."""
     yield from (p.grad for p in strategy.model.parameters() if p.grad is not None)
     holders = [strategy, getattr(strategy, "leaves", None), *_listed(strategy, "scatters"), *_listed(strategy, "held")]
     for tree in (getattr(holder, "tree", None) for holder in holders):
@@ -374,19 +375,20 @@ def _listed(strategy: Any, name: str) -> list[Any]:
 
 @dataclass
 class Product:
-    """Those that are alike."""
+    """A group of identical products."""
 
-    flops: int  # of one
-    call: tuple[Any, Any, Any]  # a function of torch, and its arguments: tensors that stand for those that there were
+    flops: int  # of one product
+    call: tuple[Any, Any, Any]  # a torch function and its arguments, with stand-ins for the tensors
     count: int = 0
 
     @property
     def work(self) -> int:
-        """FLOP of all."""
+        """FLOP of all products in the group."""
         return self.flops * self.count
 
     def again(self) -> Callable[[], Any]:
-        """What computes one: its tensors are given numbers first, since what memory holds by chance may be slow."""
+        """Return a function that computes one product. Its tensors are filled first, because arbitrary memory contents
+        may be slow."""
         func, args, kwargs = self.call
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
@@ -395,7 +397,7 @@ class Product:
 
 
 class Products(TorchDispatchMode):
-    """Sees what is computed inside of it."""
+    """Records matrix products computed inside of this context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,5 +420,5 @@ def _layout_key(thing: Any) -> Any:
 
 
 def _like(thing: Any) -> Any:
-    """Of the same layout, with memory of its own."""
+    """Return a tensor of the same layout with its own memory."""
     return torch.empty_strided(thing.shape, thing.stride(), dtype=thing.dtype) if isinstance(thing, Tensor) else thing
