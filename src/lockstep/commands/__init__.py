@@ -1,10 +1,9 @@
-"""A file for each purpose of commands. Of a command NAME it holds `NAME_arguments(parser)` and `run_NAME(args)`, which
-returns the exit status.
+"""Table of commands, and the texts of `lockstep` and `lockstep --help`. One file per purpose holds the commands.
 
-`lockstep --help` prints this table and imports no command. A new command is these two functions and a line here; or an
-entry point `NAME` of the group `lockstep.commands` in a distribution of its own, whose module has the two functions.
-With the name of a command that is there, `NAME_arguments` adds options to it, and `run_NAME` returns None where none of
-them was asked for.
+For a command NAME, its file has `NAME_arguments(parser)` and `run_NAME(args)`, which returns the exit status. `lockstep
+--help` prints the table without importing any command. To add a command, write these two functions and add a line here;
+or give another distribution an entry point `NAME` in the group `lockstep.commands`, whose module has the two functions.
+For an existing command, `NAME_arguments` adds options, and `run_NAME` returns None if none of them was given.
 """
 
 from __future__ import annotations
@@ -103,11 +102,11 @@ def of(name: str) -> Subcommand:
 
 
 def file_of(name: str) -> str:
-    """The file in this folder that holds a command: it is called by the command's purpose."""
+    """Name of the file that holds a command: its purpose."""
     return next(purpose for purpose, commands in PURPOSES.items() if name in commands).lower().replace(" ", "_")
 
 
-# Purpose -> a command line, for a first visit.
+# Purpose -> a command line, for new users.
 FIRST = {
     "prepare": "lockstep init run.yaml --data FOLDER",
     "check": "lockstep plan run.yaml",
@@ -118,12 +117,12 @@ FIRST = {
 
 
 def names() -> list[str]:
-    """All commands, also those of other distributions."""
+    """Names of all commands, including those of other distributions."""
     return [*HELP, *(name for name in entry_points.named("commands") if name not in HELP)]
 
 
 _GOES_ON = "the same `lockstep train` goes on from the newest checkpoint; `lockstep branch OUTPUT@N` from an older one"
-# What other programs call a command -> how it is done here.
+# Names in other programs -> the equivalent here.
 ELSEWHERE = {
     **dict.fromkeys(("resume", "restart", "continue"), _GOES_ON),
     **dict.fromkeys(("fit", "run", "finetune", "fine_tune", "pretrain", "launch"), "it is `lockstep train`"),
@@ -137,13 +136,13 @@ ELSEWHERE = {
 
 
 def unknown_option(command: str, option: str) -> str:
-    """The message for an option that a command does not have."""
+    """Message for an unknown option of a command."""
     hint = f"{_GOES_ON}; " if option.lstrip("-").startswith("resume") else ""
     return f"unknown argument {option!r}; {hint}see lockstep {command} --help"
 
 
 def unknown(name: str) -> str | None:
-    """The message for a name that no command has; None for a command."""
+    """Message for an unknown command; None if the command exists."""
     if name in HELP or name in (added := entry_points.named("commands")):
         return None
     near = difflib.get_close_matches(name, [*HELP, *added], 1)
@@ -154,8 +153,8 @@ def unknown(name: str) -> str | None:
 
 
 def modules_of(name: str) -> list[ModuleType]:
-    """The modules that make up a command: those of distributions that add options to it, then its own. They are
-    imported. Errors: `RunError` for one that cannot be."""
+    """Import the modules of a command: those of distributions that add options to it, then its own. Errors: `RunError`
+    if one cannot be imported."""
     try:
         if name not in HELP:
             entry = entry_points.one("commands", name, "command")
@@ -167,14 +166,14 @@ def modules_of(name: str) -> list[ModuleType]:
 
 
 def description(name: str) -> str:
-    """What a command does, in a line."""
+    """One-line description of a command."""
     if name in HELP:
         return HELP[name]
     return entry_points.summary(entry_points.named("commands")[name][0])
 
 
 def first_visit() -> str:
-    """What `lockstep` alone prints: five commands by their purpose, and the names of the others."""
+    """Text of plain `lockstep`: five commands by purpose, and the names of the others."""
     first = {line.split()[1]: purpose for purpose, line in FIRST.items()}
     lines = ["Train transformers: the same weights on one process or many, bit for bit.", ""]
     for name, purpose in first.items():
@@ -189,12 +188,12 @@ def first_visit() -> str:
 
 
 def _wrapped(first: str, text: str) -> list[str]:
-    """A text behind `first`, in lines for a terminal of 80 columns."""
+    """Wrap a text behind `first` for a terminal of 80 columns."""
     return textwrap.wrap(text, 79, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False)
 
 
 def overview() -> str:
-    """What `lockstep --help` prints."""
+    """Text of `lockstep --help`."""
     added = {name: entries[0] for name, entries in entry_points.named("commands").items() if name not in HELP}
     lines = [
         "usage: lockstep COMMAND ...",

@@ -1,4 +1,4 @@
-"""Commands for a run that is finished: `lockstep evaluate`, `push` and `sweep`.
+"""Commands for a finished run: `lockstep evaluate`, `push` and `sweep`.
 
 In: the parser, then the parsed command line. Out: an exit status.
 """
@@ -59,13 +59,15 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="key=value,value",
         help="try these values; with --search also key=low..high, or key=low..high:log",
     )
-    parser.add_argument("--metric", help="sorts the table: accuracy, or -loss (less is better; the default)")
-    parser.add_argument("--split", help="whose metric it is (default validation)")
+    parser.add_argument(
+        "--metric", help="metric that sorts the table: accuracy, or -loss (less is better; the default)"
+    )
+    parser.add_argument("--split", help="split of the metric (default validation)")
     parser.add_argument("--parallel", type=int, metavar="N", help="trials at once (default 1)")
     parser.add_argument(
         "--no-share", dest="share", action="store_false", default=None, help="compute shared steps in every trial"
     )
-    parser.add_argument("--search", type=int, metavar="TRIALS", help="let optuna choose so many trials")
+    parser.add_argument("--search", type=int, metavar="TRIALS", help="let optuna choose this many trials")
     parser.add_argument("--out", help="folder of the trials; default: OUTPUT-sweep")
     json_output.option(parser)
     parser.add_argument("--prepare", action="store_true", help="write every trial's run file and start none")

@@ -1,7 +1,7 @@
-"""Commands for what is known before a run: `lockstep plan`, `doctor`, `list`, `schema` and `bench`.
+"""Commands to use before a run: `lockstep plan`, `doctor`, `list`, `schema` and `bench`.
 
-In: the parser, then the parsed command line. Out: an exit status. `plan` refuses what `train` refuses, and starts
-nothing.
+In: the parser, then the parsed command line. Out: an exit status. `plan` refuses everything that `train` refuses, and
+starts nothing.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)
     json_output.option(parser)
-    parser.add_argument(
-        "--offline", action="store_true", help="what has to be asked of the Hub, and cannot be, is no failure"
-    )
+    parser.add_argument("--offline", action="store_true", help="do not fail if the Hub cannot be reached")
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -63,7 +61,7 @@ def run_plan(args: argparse.Namespace) -> int:
         }
     )
     if isinstance(job, str):
-        console.say(f"note: what it amounts to cannot be told here: {job}")
+        console.say(f"note: the job cannot be resolved here: {job}")
     else:
         run = job.run
         for text in (*job.notes, *remarks(job)):
@@ -79,7 +77,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def failures(run: Run, launcher: Launcher, plan: LaunchPlan, job: Job | str, offline: bool) -> list[str]:
-    """What would fail once it is started, and is no mistake in the run file."""
+    """List what would fail at the start without being a mistake in the run file."""
     from lockstep.launchers import start
 
     if isinstance(job, str):
@@ -94,7 +92,7 @@ def failures(run: Run, launcher: Launcher, plan: LaunchPlan, job: Job | str, off
 
 
 def amounts(run: Run) -> dict[str, str]:
-    """What the run file alone says of it."""
+    """Facts that follow from the run file alone."""
     return {
         "model": run.model.source or f"{run.model.type} from scratch",
         "data": ", ".join(each.name for each in run.data.sources or ()) or str(run.data.source or run.data.train),
@@ -103,14 +101,14 @@ def amounts(run: Run) -> dict[str, str]:
 
 
 def remarks(job: Job) -> list[str]:
-    """Notes on its data, and on the entries of its model's config."""
+    """Notes on the run's data, and on the entries of its model's config."""
     from lockstep.training import model_stats
 
     return model_stats.remarks(job)
 
 
 def sizes_of(job: Job) -> dict[str, str]:
-    """What was decided, and what its data and its model say besides."""
+    """Facts about the prepared job: resolved options, data and model."""
     from lockstep.training import model_stats
 
     return {"decided": job.summary()} | model_stats.facts(job)
@@ -120,16 +118,18 @@ PAGE = "lockstep-selftest.html"
 
 
 def doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", default=".", help="where checkpoints would go; its speed is measured (default: .)")
-    parser.add_argument("--processes", type=int, help="start so many on this machine, and measure between them")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the processes")
+    parser.add_argument("--folder", default=".", help="folder for checkpoints, whose speed is measured (default: .)")
+    parser.add_argument(
+        "--processes", type=int, help="start this many processes on this machine, and measure the links between them"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of the processes")
     parser.add_argument(
         "--selftest", action="store_true", help="run every strategy on this machine, and compare with one process"
     )
-    parser.add_argument("--strategies", nargs="+", metavar="NAME", help="of --selftest (default: all that there are)")
-    parser.add_argument("--page", help=f"what --selftest writes (default: {PAGE})")
+    parser.add_argument("--strategies", nargs="+", metavar="NAME", help="strategies for --selftest (default: all)")
+    parser.add_argument("--page", help=f"page written by --selftest (default: {PAGE})")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--into", help=argparse.SUPPRESS)  # of the processes that --processes starts
+    parser.add_argument("--into", help=argparse.SUPPRESS)  # for the processes that --processes starts
 
 
 def run_doctor(args: argparse.Namespace) -> int:
@@ -153,7 +153,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     return doctor(Path(args.folder), args.processes, args.json, args.device)
 
 
-# kind of plug-in -> the key of the run file that names one
+# kind of plug-in -> key of the run file
 _KEYS = {"tasks": "task.name", "strategies": "strategy.name", "optimizers": "optim.name"}
 _KEYS |= {"launchers": "launch.name", "track": "track.to"}
 
@@ -174,14 +174,14 @@ def run_list(args: argparse.Namespace) -> int:
     return 0
 
 
-# kind of plug-in -> the attributes that say which packages it needs, and which extra installs them
+# kind of plug-in -> attributes with its required packages, and the extra that installs them
 _NEEDS = {"strategies": ("exact", "needs"), "optimizers": ("packages", "extra"), "track": ("packages",)}
 
 
 def listed(kind: str) -> list[dict[str, Any]]:
-    """An object for each plug-in: its name and what it is; of a strategy also `results` beside one process; of these,
-    of trackers and of optimizers whether what it needs is installed, else the command that installs it. No plug-in is
-    imported: all of torch and transformers would be, too."""
+    """Describe the plug-ins of a kind, one object each: name and summary; for strategies also `results`, the guarantee
+    relative to one process; for strategies, trackers and optimizers whether their requirements are installed, or the
+    command that installs them. Plug-ins are parsed, not imported, which would import torch and transformers."""
     rows, ours = [], plugins.built_in(kind)
     for name in plugins.names(kind):
         row: dict[str, Any] = {"name": name}
@@ -202,7 +202,7 @@ def listed(kind: str) -> list[dict[str, Any]]:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A row of `lockstep list` on a terminal."""
+    """Format a row of `lockstep list` for a terminal."""
     ready = [{True: "ready", False: "lacking"}[row["ready"]]] if "ready" in row else []
     summary = f"{row['install']}; {row['summary']}" if row.get("install") else row["summary"]
     summary += f" ({row['distribution']})" if "distribution" in row else ""
@@ -210,7 +210,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def schema_arguments(parser: argparse.ArgumentParser) -> None:
-    """None of its own."""
+    """Add no arguments."""
 
 
 def run_schema(args: argparse.Namespace) -> int:
@@ -229,9 +229,9 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--over", action="append", default=[], metavar="key=value,value", help="vary any other key of the run file"
     )
     parser.add_argument("--weak", action="store_true", help="batch_size and micro_batches grow with the processes")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps a job (default 10)")
-    parser.add_argument("--skip", type=int, default=3, help="steps before them that do not count (default 3)")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each job runs, in turns (default 3)")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps per job (default 10)")
+    parser.add_argument("--skip", type=int, default=3, help="untimed steps before them (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds: runs of each job, interleaved (default 3)")
     parser.add_argument("--out", help="folder of the results; default: OUTPUT-bench")
     json_output.option(parser)
 
@@ -256,8 +256,8 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def measured_run(args: argparse.Namespace) -> tuple[str | None, messages.Overrides, Run]:
-    """The run file, the overrides and the run that is to be measured. Errors: `RunError`, also for numbers of steps and
-    rounds that cannot be."""
+    """Return the run file, the overrides and the run to measure. Errors: `RunError`, also for invalid numbers of steps
+    and rounds."""
     path, words = run_file.split(args)
     overrides = overrides_of(words)
     base = load(path, overrides, QUICK_START)
@@ -270,7 +270,7 @@ def measured_run(args: argparse.Namespace) -> tuple[str | None, messages.Overrid
 
 
 def upwards(run: Run) -> list[int]:
-    """1, 2, 4, ... and the number of processes that `launch.processes: auto` gives."""
+    """Return 1, 2, 4, ... up to the processes of `launch.processes: auto`."""
     from lockstep.launchers.local import processes_of
 
     most = processes_of(run.model_copy(update={"launch": run.launch.model_copy(update={"processes": "auto"})}))

@@ -1,4 +1,4 @@
-"""Commands that serve other machines: `lockstep rendezvous` holds the place where machines meet, and trains nothing.
+"""Commands that serve other machines: `lockstep rendezvous` runs the rendezvous server, and does not train.
 
 In: the parser, then the parsed command line. Out: an exit status.
 """

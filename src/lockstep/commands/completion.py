@@ -1,7 +1,7 @@
-"""`lockstep --completion SHELL`: a script that completes commands, options and paths, for bash, zsh or fish.
+"""`lockstep --completion SHELL`: print a completion script for commands, options and paths, for bash, zsh or fish.
 
-In: the parsers of all commands. Out: a script on standard output, by shtab. It is written once and holds all that it
-completes, so that Tab starts no Python (argcomplete would start one each time).
+In: the parsers of all commands. Out: a script on standard output, by shtab. The script contains all completions, so Tab
+starts no Python (argcomplete would start one each time).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from lockstep.config import plugins
 from lockstep.config.errors import RunError
 
 SHELLS = ("bash", "zsh", "fish")
-# metavar -> what it names
+# metavar -> kind of path
 FILES = ("RUN.yaml", "RUN.yaml | SWEEP.yaml", "FILE", "FILE.html", "TEXT|FILE")
 FOLDERS = ("OUTPUT", "OUTPUT[/checkpoints/step-N]", "OUTPUT@N", "DIR", "FOLDER", "A", "B")
 
 
 class Completed(argparse.ArgumentParser):
-    """A parser whose arguments say which of them are paths, in shtab's words."""
+    """A parser that marks path arguments for shtab."""
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         import shtab
@@ -34,7 +34,8 @@ class Completed(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands as one parser. Errors: `RunError` for a command of another distribution that cannot be imported."""
+    """Combine all commands into one parser. Errors: `RunError` if a command of another distribution cannot be
+    imported."""
     whole = Completed(prog="lockstep", description="Train transformers.")
     whole.add_argument("--version", action="store_true", help="print the version")
     whole.add_argument("--completion", choices=SHELLS, help="print a completion script")
@@ -47,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_completion(words: list[str]) -> int:
-    """Print the script for the shell that is named. Errors: `RunError`."""
+    """Print the script for a shell. Errors: `RunError`."""
     if len(words) != 1 or words[0] not in SHELLS:
         raise RunError(
             "LS8430",

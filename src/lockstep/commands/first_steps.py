@@ -18,8 +18,8 @@ from lockstep.track import json_output
 def train_arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)
     voice = parser.add_mutually_exclusive_group()
-    voice.add_argument("--quiet", action="store_true", help="say notes and errors only (track.console=quiet)")
-    voice.add_argument("--verbose", action="store_true", help="say every line of the log (track.console=verbose)")
+    voice.add_argument("--quiet", action="store_true", help="print only notes and errors (track.console=quiet)")
+    voice.add_argument("--verbose", action="store_true", help="print every line of the log (track.console=verbose)")
     parser.add_argument("--detach", action="store_true", help="do not follow a job that was submitted (launch.detach)")
     json_output.option(parser)
 
@@ -43,11 +43,11 @@ def predict_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="TEXT|FILE",
-        help="a text, or a file of them: .jsonl, .json, .csv, .tsv and .parquet by the columns of the run, .txt a line "
-        "each; default: the lines of standard input; a tab between the texts of a pair",
+        help="a text, or a file of texts: .jsonl, .json, .csv, .tsv and .parquet with the run's columns, .txt with one "
+        "text per line; default: lines of standard input; a tab separates the texts of a pair",
     )
-    parser.add_argument("--texts", action="store_true", help="every word is a text, also one that looks like a file")
-    parser.add_argument("--json", action="store_true", help="an object a line, with all scores")
+    parser.add_argument("--texts", action="store_true", help="treat every argument as a text, even if it names a file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per text, with all scores")
     parser.add_argument("--out", metavar="FILE", help="write these lines to a file")
     parser.add_argument("--set", action="append", default=[], metavar="key=value", help="for example task.beams=4")
 
@@ -64,15 +64,15 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps to compare (default 5)")
     json_output.option(parser)
     plain = parser.add_mutually_exclusive_group()
-    plain.add_argument("--plain", action="store_true", help="compare with the plain reference, and with nothing else")
-    plain.add_argument("--no-plain", action="store_true", help="compare with one process, and not with the reference")
+    plain.add_argument("--plain", action="store_true", help="compare only with the plain reference")
+    plain.add_argument("--no-plain", action="store_true", help="compare only with one process")
     golden = parser.add_mutually_exclusive_group()
-    golden.add_argument("--write", metavar="FILE", help="write down hashes of these steps instead of comparing them")
-    golden.add_argument("--against", metavar="FILE", help="compare with hashes that --write has written")
+    golden.add_argument("--write", metavar="FILE", help="write hashes of these steps instead of comparing them")
+    golden.add_argument("--against", metavar="FILE", help="compare with hashes written by --write")
     parser.add_argument("--reference", metavar="COMMAND", help="any command, to trace as the reference (with --job)")
     parser.add_argument("--job", metavar="COMMAND", help="any command, to trace and compare with --reference")
     parser.add_argument("-o", "--output", metavar="DIR", help="keep both traces and a page here")
-    parser.add_argument("--exact", action="store_true", help="of --job: ask for the same bits")
+    parser.add_argument("--exact", action="store_true", help="with --job: require equal bits")
 
 
 def run_verify(args: argparse.Namespace) -> int:
@@ -117,7 +117,9 @@ def trace_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.usage = "lockstep trace [-o DIR] [--every N] [--steps N] [--level LEVEL] -- COMMAND ..."
     recording_options(parser)
-    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run, behind --")
+    parser.add_argument(
+        "command_line", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command to run, after --"
+    )
 
 
 def run_trace(args: argparse.Namespace) -> int:
@@ -144,16 +146,16 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="origin",
         metavar="FILE",
-        help="move another system's in: a Python script, a command line (.sh), training_args.json, YAML of axolotl, "
-        "LLaMA-Factory, TRL or accelerate config, DeepSpeed JSON; no code is run",
+        help="convert another system's file: a Python script, a command line (.sh), training_args.json, YAML of "
+        "axolotl, LLaMA-Factory, TRL or accelerate config, DeepSpeed JSON; no code is run",
     )
     parser.add_argument(
-        "--partial", action="store_true", help="with --from: write the file also where it would train something else"
+        "--partial", action="store_true", help="with --from: write the file even if it would train something else"
     )
     parser.add_argument("--task", help="default: guessed from the columns")
     parser.add_argument("--model", help="Hub id or folder of a pretrained model, or scratch")
-    parser.add_argument("--yes", action="store_true", help="ask nothing: take what is guessed")
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--yes", action="store_true", help="ask no questions; accept the guesses")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def run_init(args: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """The run file on a command line: `[RUN.yaml] [key=value ...]`, also as `--key value` and `--key=value`.
 
-In: words. Out: a `Run`. Errors: `RunError`.
+In: words of the command line. Out: a `Run`. Errors: `RunError`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from lockstep.config.run import QUICK_START, Run, load
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """What a command that takes a run file has in common with the others."""
+    """Add the arguments that all commands with a run file share."""
     parser.add_argument("run", nargs="?", metavar="RUN.yaml", help="the run file; default: the quick start")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="override keys, for example optim.learning_rate=3e-5"
@@ -20,12 +20,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_of(args: argparse.Namespace) -> Run:
-    """The run that was asked for; without a file the quick start."""
+    """Load the requested run; without a file, the quick start."""
     return load(*split(args), QUICK_START, trains=True)
 
 
 def split(args: argparse.Namespace) -> tuple[str | None, list[str]]:
-    """The run file, if one is given, and the overrides."""
+    """Split words into the run file, if given, and the overrides."""
     words = [word for word in (args.run, *args.overrides) if word is not None]
     path = next((word for word in words if "=" not in word), None)
     if path is not None:
@@ -34,8 +34,8 @@ def split(args: argparse.Namespace) -> tuple[str | None, list[str]]:
 
 
 def joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
-    """`--key value` and `--key=value` as `key=value`, which argparse takes in any order; the command's own options come
-    last, so that none that takes several values takes a run file for one of them."""
+    """Rewrite `--key value` and `--key=value` as `key=value`, which argparse accepts in any order. The command's own
+    options come last, so that an option with several values cannot consume the run file."""
     own = {name: action for action in parser._actions for name in action.option_strings}
     paths, options, rest = [], [], list(words)
     while rest:
@@ -43,7 +43,7 @@ def joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
         name, equals, _ = word.partition("=")
         if name in own:
             options.append(word)
-            if own[name].nargs in ("+", "*"):  # as many values as there are
+            if own[name].nargs in ("+", "*"):  # takes several values
                 while rest and not rest[0].startswith("-") and "=" not in rest[0]:
                     options.append(rest.pop(0))
             elif own[name].nargs != 0 and not equals and rest:

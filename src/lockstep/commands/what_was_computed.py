@@ -1,4 +1,4 @@
-"""Commands that look into a computation: `lockstep diff`, `replay`, `branch`, `attest` and `audit`.
+"""Commands that inspect a computation: `lockstep diff`, `replay`, `branch`, `attest` and `audit`.
 
 In: the parser, then the parsed command line. Out: an exit status.
 """
@@ -19,9 +19,11 @@ def diff_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("a", metavar="A", help="OUTPUT of a run, or a trace: the reference")
     parser.add_argument("b", metavar="B", help="of another")
-    parser.add_argument("--quick", action="store_true", help="compare what is written down, and compute nothing again")
+    parser.add_argument("--quick", action="store_true", help="compare only what is recorded, and recompute nothing")
     comparing_options(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of both, such as data.train=elsewhere.jsonl")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides for both, such as data.train=elsewhere.jsonl"
+    )
     json_output.option(parser)
 
 
@@ -37,7 +39,7 @@ def run_diff(args: argparse.Namespace) -> int:
         return diff_traces(Path(args.a), Path(args.b), Console(True), args.exact, perturbed, args.align, args.verbose)
     if any(both):
         raise RunError(
-            "LS8120", f"{args.a} and {args.b}: one is a trace and the other is a run; compare two traces or two runs"
+            "LS8120", f"{args.a} and {args.b}: one is a trace and the other a run; compare two traces or two runs"
         )
     if args.exact or args.perturbed or args.align:
         raise RunError(
@@ -73,7 +75,7 @@ def run_replay(args: argparse.Namespace) -> int:
 
 
 def branch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("begins_with", metavar="OUTPUT@N", help="a run, and how many of its steps")
+    parser.add_argument("begins_with", metavar="OUTPUT@N", help="a run, and the number of its steps to share")
     run_file.arguments(parser)
     json_output.option(parser)
 
@@ -100,13 +102,16 @@ def run_attest(args: argparse.Namespace) -> int:
 
 def audit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT")
-    parser.add_argument("--samples", type=int, default=5, help="steps that are drawn (default 5)")
+    parser.add_argument("--samples", type=int, default=5, help="number of random steps to recompute (default 5)")
     parser.add_argument(
-        "--within", type=int, default=50, help="drawn from those so many steps after a checkpoint or the start (50)"
+        "--within",
+        type=int,
+        default=50,
+        help="draw steps at most this many after a checkpoint or the start (default 50)",
     )
     parser.add_argument("--processes", type=int, help="default: 1, or 2 where the run had 1")
     parser.add_argument("--key", type=Path, help="public key (PEM) of the signature")
-    parser.add_argument("--seed", type=int, help="of the draw; default: another one each time")
+    parser.add_argument("--seed", type=int, help="seed of the draw; default: random")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.train=elsewhere.jsonl")
     json_output.option(parser)
 

@@ -1,7 +1,7 @@
-"""Commands that look after a run, wherever it was launched: `lockstep status`, `logs`, `stop` and `report`.
+"""Commands for a run in progress, on any launcher: `lockstep status`, `logs`, `stop` and `report`.
 
-In: the parser, then the parsed command line. Out: an exit status. An output folder may be a stranger's: nothing that
-it names is imported without `--trust`.
+In: the parser, then the parsed command line. Out: an exit status. An output folder may come from a stranger, so no
+module that it names is imported without `--trust`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def run_status(args: argparse.Namespace) -> int:
         )
     if reached - recorded >= run.track.every:
         rows["records"] = (
-            f"metrics.jsonl ends at step {recorded}: what came later could not be written, as on a full disk"
+            f"metrics.jsonl ends at step {recorded}: later lines could not be written, for example on a full disk"
         )
     rows["saved"] = ", ".join(f"step {s}" for s in sorted(sound)) or "no checkpoint yet"
     for name, reason in damaged.items():
@@ -98,20 +98,19 @@ def run_status(args: argparse.Namespace) -> int:
     return 0
 
 
-NOT_WRITTEN = (
-    f"there is no readable {job_record.FILE}: nothing has been launched into this folder, or an older version did"
-)
+NOT_WRITTEN = f"there is no readable {job_record.FILE}: nothing has been launched into this folder"
 
 
 def trust(parser: argparse.ArgumentParser) -> None:
-    """The option of the commands that look after a run: OUTPUT may be a stranger's."""
+    """Add `--trust`, for commands whose OUTPUT may come from a stranger."""
     parser.add_argument(
         "--trust", action="store_true", help="OUTPUT is yours: import the modules that its files name, if any"
     )
 
 
 def launcher_of(record: JobRecord, trusted: bool) -> Launcher:
-    """The launcher that launch.json names. Errors: `RunError` for a module's class, unless OUTPUT is trusted."""
+    """Return the launcher named in launch.json. Errors: `RunError` for a class of a module, unless OUTPUT is
+    trusted."""
     if "." in record.launcher and not trusted:
         raise RunError(
             "LS8130",
@@ -122,8 +121,8 @@ def launcher_of(record: JobRecord, trusted: bool) -> Launcher:
 
 
 def run_and_record(output: str, trusted: bool = False) -> tuple[Run, JobRecord | None]:
-    """The run of an output folder and its last launch; nothing that the folder names is imported unless it is trusted.
-    Errors: `RunError` where it is no output folder."""
+    """Return the run of an output folder and its last launch, without importing untrusted modules. Errors: `RunError`
+    if it is not an output folder."""
     folder = Path(output)
     record, state = output_lock.now(folder, job_record.read(folder))
     if not (folder / "run.yaml").is_file():
@@ -134,7 +133,7 @@ def run_and_record(output: str, trusted: bool = False) -> tuple[Run, JobRecord |
 
 
 def state_of(run: Run, record: JobRecord | None, trusted: bool = False) -> State:
-    """What the run is doing now. Errors: `RunError`, if nobody can be asked."""
+    """Return the present state of the run. Errors: `RunError` if the launcher cannot be asked."""
     if record is None:
         return State("unknown", NOT_WRITTEN)
     state = launcher_of(record, trusted).state(run, record)
@@ -143,7 +142,7 @@ def state_of(run: Run, record: JobRecord | None, trusted: bool = False) -> State
 
 
 def origin(record: JobRecord) -> str:
-    """How, where and when."""
+    """Describe how, where and when the run was launched."""
     how = record.launcher or "by hand"
     job = f", job {record.job}" if record.job else ""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.began))
@@ -151,7 +150,7 @@ def origin(record: JobRecord) -> str:
 
 
 def state_sentence(state: State) -> str:
-    """The state in a sentence."""
+    """Describe the state in a sentence."""
     words = {
         "done": "done (status 0)",
         "stopped": "stopped on request (status 75)",
@@ -161,13 +160,13 @@ def state_sentence(state: State) -> str:
 
 
 def last_metrics(folder: Path) -> dict[str, dict[str, Any]]:
-    """The last line of metrics.jsonl of each split."""
+    """Return the last line of metrics.jsonl for each split."""
     return {line["split"]: line for line in history.lines_of(folder / "metrics.jsonl", ("step", "split"))}
 
 
 def checkpoints(run: Run, thorough: bool) -> tuple[dict[int, Manifest], dict[str, str]]:
-    """Those that can be resumed from, by step, and what is wrong with the others, by name. Contents of files are
-    compared with their hashes only if `thorough`."""
+    """Return the resumable checkpoints by step, and the faults of the others by name. File contents are compared with
+    their hashes only if `thorough`."""
     from lockstep.checkpoint.manifest import broken, candidates, misfit
 
     sound: dict[int, Manifest] = {}
@@ -183,7 +182,7 @@ def checkpoints(run: Run, thorough: bool) -> tuple[dict[int, Manifest], dict[str
 
 
 def came_to_its_end(run: Run, sound: dict[int, Manifest], total: int) -> bool:
-    """Whether no step comes after the newest checkpoint."""
+    """Return whether the newest checkpoint is from the run's last step."""
     from lockstep.checkpoint.manifest import ended
 
     return bool(sound) and (max(sound) >= total or ended(run, sound[max(sound)]))
@@ -192,13 +191,13 @@ def came_to_its_end(run: Run, sound: dict[int, Manifest], total: int) -> bool:
 def advice(
     run: Run, state: State, finished: bool, newest: int | None, ended: bool = False, damaged: bool = False
 ) -> str:
-    """Whether it can go on, from where, and how. `ended`: its last step has a checkpoint. `damaged`: the
-    export is not what was written."""
+    """Say whether the run can continue, from where, and how. `ended`: its last step has a checkpoint. `damaged`: the
+    export differs from what was written."""
     if finished:
-        return f"nothing is left to do; the model is in {run.folder / 'export'}"
+        return f"nothing left to do; the model is in {run.folder / 'export'}"
     words = ["lockstep", "train", str(run.folder / "run.yaml")]
     if Path(str(read_yaml((run.folder / "run.yaml").read_text(encoding="utf-8")).get("output"))) != run.folder:
-        # As one says it here: the run was started in another folder.
+        # Commands as in this folder: the run was started in another one.
         words.append(override_of("output", str(run.folder)))
     again = shlex.join(words)
     if state.live:
@@ -221,8 +220,8 @@ def advice(
 def logs_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output")
     trust(parser)
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run has ended")
-    parser.add_argument("--tail", type=int, metavar="N", help="begin with the last N lines")
+    parser.add_argument("--follow", "-f", action="store_true", help="follow the log until the run ends")
+    parser.add_argument("--tail", type=int, metavar="N", help="start with the last N lines")
 
 
 def run_logs(args: argparse.Namespace) -> int:
@@ -248,12 +247,16 @@ def stop_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output")
     trust(parser)
     parser.add_argument(
-        "--wait", type=float, default=300, metavar="SECONDS", help="how long to wait for its end (default 300); 0: not"
+        "--wait",
+        type=float,
+        default=300,
+        metavar="SECONDS",
+        help="seconds to wait for its end (default 300); 0: do not wait",
     )
 
 
 def run_stop(args: argparse.Namespace) -> int:
-    """Status 0 when it has ended (or, with `--wait 0`, was asked to), 1 when it still runs."""
+    """Stop a run. Returns 0 if it has ended (or, with `--wait 0`, was asked to), 1 if it still runs."""
     run, record = run_and_record(args.output, args.trust)
     if record is None:
         raise RunError("LS8135", f"{args.output}: {NOT_WRITTEN}")
@@ -273,7 +276,7 @@ def run_stop(args: argparse.Namespace) -> int:
     console.say(launcher.stop(run, record))
     until = time.monotonic() + args.wait
     while (state := state_of(run, record, args.trust)).live and time.monotonic() < until:
-        time.sleep(0.2 if record.job is None else 2.0)  # a scheduler is not asked more often
+        time.sleep(0.2 if record.job is None else 2.0)  # poll a scheduler less often
     console.say(f"{run.folder}: {state_sentence(state)}")
     if state.live and args.wait:
         error(
@@ -287,16 +290,16 @@ def run_stop(args: argparse.Namespace) -> int:
     return 0
 
 
-LIVE_EVERY_S = 5  # between two forms of a live page
+LIVE_EVERY_S = 5  # between two updates of a live page
 
 
 def report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", nargs="+", metavar="OUTPUT", help="output folder of a run, at any stage, or a trace")
     parser.add_argument(
-        "--to", metavar="FILE.html", help="where the comparison goes; default: comparison.html beside the folders"
+        "--to", metavar="FILE.html", help="file of the comparison; default: comparison.html beside the folders"
     )
     parser.add_argument(
-        "--live", action="store_true", help="write the page again and again while the run goes on; it loads itself anew"
+        "--live", action="store_true", help="update the page while the run trains; the page reloads itself"
     )
 
 
@@ -335,16 +338,17 @@ def run_report(args: argparse.Namespace) -> int:
     return 0
 
 
-_DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # what values of other types end in
+# errors caused by values of other types
+_DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
 def _not_written(what: str, error: OSError, path: Path) -> str:
-    """Describe a page that cannot be written, or a file that it is made of and that cannot be read."""
+    """Message for a page that cannot be written, or one of whose files cannot be read."""
     return f"{what} cannot be written: {error.filename2 or error.filename or path}: {reason_of(error).lower()}"
 
 
 def _not_readable(what: str, error: Exception) -> str:
-    """Describe a page whose files hold other values than lockstep writes."""
+    """Message for a page whose files hold values that lockstep does not write."""
     damage = str(error)
     if not damage.startswith("run.yaml"):
         files = "metrics.jsonl, events.jsonl, ranks.jsonl, system.jsonl, samples.jsonl, tables.json or scores.json"
@@ -353,8 +357,8 @@ def _not_readable(what: str, error: Exception) -> str:
 
 
 def watched(folder: Path) -> int:
-    """Write the page of a run until the run has ended, or this is interrupted; its last form does not load itself
-    again. Returns the exit status. Errors: `RunError`."""
+    """Update the page of a run until the run ends or the command is interrupted; its last version does not reload
+    itself. Returns the exit status. Errors: `RunError`."""
     from lockstep.distributed import job_record
     from lockstep.track.report.report import Live, write_report
 
@@ -374,7 +378,7 @@ def watched(folder: Path) -> int:
             if not (state.live or (state.word == "unknown" and record is not None)):
                 break
             time.sleep(LIVE_EVERY_S)
-    except KeyboardInterrupt:  # enough was seen; the run goes on
+    except KeyboardInterrupt:  # the user has seen enough; the run continues
         pass
     except OSError as error:
         raise RunError("LS8143", _not_written(f"the report of {folder}", error, folder / "report.html")) from None
@@ -385,7 +389,7 @@ def watched(folder: Path) -> int:
 
 
 def of_traces(args: argparse.Namespace, folders: list[Path], every: bool) -> int:
-    """The page of a trace; of two the page of the second beside the first, the reference."""
+    """Write the page of a trace; of two traces, the page of the second compared with the first, the reference."""
     from lockstep_trace.report import write
 
     if not every or len(folders) > 2 or args.live or args.to is not None:

@@ -36,14 +36,14 @@ class AnswerPairOptions(Section):
     """Keys of the run file shared by tasks on answer pairs."""
 
     prompt: str | None = Field(
-        "prompt", description="column of the prompt; null: the answers hold it, or there is none"
+        "prompt", description="column of the prompt; null: the answers contain it, or there is none"
     )
     chosen: str = Field("chosen", description="column of the better answer")
     rejected: str = Field("rejected", description="column of the worse answer")
     conversations: bool = Field(
         False,
-        description="prompts and answers go through the chat template: lists of role and content, or texts of the user "
-        "and the assistant",
+        description="render prompts and answers with the chat template: lists of role and content, or texts of user "
+        "and assistant",
     )
     chat_template: str | None = Field(None, description="Jinja template of conversations; default: the tokenizer's")
 

@@ -39,26 +39,25 @@ _SCORED = 100_000  # maximum number of scored pairs for correlations
 class EmbeddingOptions(Section):
     """The task's own keys in the run file."""
 
-    anchor: str = Field("anchor", description="column of the text that is asked with, such as a question")
-    positive: str = Field("positive", description="column of the text that goes with it")
+    anchor: str = Field("anchor", description="column of the query text, such as a question")
+    positive: str = Field("positive", description="column of the matching text")
     negative: str | list[str] | None = Field(
-        None, description="column of a text that does not, or several such columns; default: other rows' texts alone"
+        None,
+        description="column, or several, of texts that do not match (hard negatives); default: only other rows' texts",
     )
-    score: str | None = Field(
-        None, description="column of how near the two texts are; then these are learned, and nothing is told apart"
+    score: str | None = Field(None, description="column of similarity scores, which are learned instead of a ranking")
+    score_range: tuple[float, float] = Field((0.0, 1.0), description="scores of the least and the most similar texts")
+    similarity_scale: float = Field(
+        20.0, gt=0, description="factor of the cosines before their softmax (inverse temperature)"
     )
-    score_range: tuple[float, float] = Field((0.0, 1.0), description="scores of the farthest and of the nearest texts")
-    similarity_scale: float = Field(20.0, gt=0, description="what cosines are multiplied by before their softmax")
     negatives: int | None = Field(
-        None, ge=1, description="other rows of its micro-batch that a row is told apart from, at most; default: all"
+        None, ge=1, description="most other rows of its micro-batch used as negatives of a row; default: all"
     )
     pooling: Literal["mean", "cls", "last_token"] | None = Field(
-        None, description="which hidden states make the vector; default: as the model's own files say, else mean"
+        None, description="hidden states that form the vector; default: the model's own pooling, else mean"
     )
-    corpus: int = Field(
-        5000, ge=2, description="texts of a split that recall looks among, at most, evenly spread over it"
-    )
-    samples: int = Field(3, ge=0, description="texts to show after each evaluation, with what is nearest to them")
+    corpus: int = Field(5000, ge=2, description="most texts of a split that recall searches, evenly spaced")
+    samples: int = Field(3, ge=0, description="texts shown after each evaluation, with the nearest other text")
 
     @model_validator(mode="after")
     def _one_kind(self) -> EmbeddingOptions:

@@ -40,37 +40,35 @@ if TYPE_CHECKING:
 class LanguageModelingOptions(Section):
     """The task's own keys in the run file."""
 
-    text: str = Field("text", description="column of the text; a .txt file has this one only")
-    document: Literal["file", "line"] = Field("file", description="what of a .txt file is one text")
-    prompt: str | None = Field(None, description="column of a prompt, which is read and not learned; with response")
-    response: str | None = Field(None, description="column of the response to learn; with prompt")
+    text: str = Field("text", description="column of the text; a .txt file has only this one")
+    document: Literal["file", "line"] = Field("file", description="unit of a text in a .txt file")
+    prompt: str | None = Field(None, description="column of a prompt, which is read but not learned; needs response")
+    response: str | None = Field(None, description="column of the response to learn; needs prompt")
     messages: str | None = Field(
-        None, description="column of conversations (lists of role and content); the assistant's words are learned"
+        None, description="column of conversations (lists of role and content); the assistant's messages are learned"
     )
     chat_template: str | None = Field(None, description="Jinja template of conversations; default: the tokenizer's")
     template_arguments: dict[str, Any] = Field(
         default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
     )
-    tools: str | None = Field(
-        None, description="column of the tools that a conversation may call: lists of schemas, or JSON of them"
-    )
+    tools: str | None = Field(None, description="column of tools for a conversation: lists of schemas, or their JSON")
     turns: Literal["together", "per_turn"] = Field(
         "together",
-        description="together: a conversation is one example; per_turn: every turn of the assistant is one, with what "
-        "is before it as the chat template writes it then",
+        description="together: a conversation is one example; per_turn: each assistant turn is one, after the "
+        "messages before it as the chat template renders them",
     )
-    block_size: int = Field(256, ge=2, description="tokens an example has, at most")
-    packing: bool | None = Field(
-        None, description="texts follow each other in blocks that are all full; default: true for texts alone"
-    )
+    block_size: int = Field(256, ge=2, description="most tokens of an example")
+    packing: bool | None = Field(None, description="pack texts into full blocks; default: true for plain texts")
     loss_chunk: LossChunk = None
     attend_across_documents: bool = Field(
-        True, description="of packed texts: whether a text is read after those before it in its block; false: by itself"
+        True, description="with packing: attend to earlier texts of a block; false: to its own text only"
     )
-    samples: int = Field(2, ge=0, description="continuations to show after each evaluation")
-    sample_prompt: str | None = Field(None, description="what they continue; default: beginnings of validation texts")
-    sample_tokens: int = Field(64, ge=1, description="tokens of a continuation, at most")
-    temperature: float = Field(0.8, ge=0, description="of continuations; 0: the likeliest token each time")
+    samples: int = Field(2, ge=0, description="continuations shown after each evaluation")
+    sample_prompt: str | None = Field(None, description="their prompt; default: beginnings of validation texts")
+    sample_tokens: int = Field(64, ge=1, description="most tokens of a continuation")
+    temperature: float = Field(
+        0.8, ge=0, description="sampling temperature of continuations; 0: the most likely token each time"
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> LanguageModelingOptions:

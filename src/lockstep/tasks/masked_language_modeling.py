@@ -38,15 +38,13 @@ _BEST = 5  # tokens that `predict` returns per mask
 class MaskedLanguageModelingOptions(Section):
     """The task's own keys in the run file."""
 
-    text: str = Field("text", description="column of the text; a .txt file has this one only")
-    document: Literal["file", "line"] = Field("file", description="what of a .txt file is one text")
-    packing: bool = Field(
-        True, description="texts follow each other in blocks of data.max_length tokens that are all full"
-    )
-    mlm_probability: float = Field(0.15, gt=0, lt=1, description="share of an example's tokens that are to be foretold")
-    whole_word_mask: bool = Field(False, description="all tokens of a word are masked together, or none")
+    text: str = Field("text", description="column of the text; a .txt file has only this one")
+    document: Literal["file", "line"] = Field("file", description="unit of a text in a .txt file")
+    packing: bool = Field(True, description="pack texts into full blocks of data.max_length tokens")
+    mlm_probability: float = Field(0.15, gt=0, lt=1, description="share of an example's tokens to mask and predict")
+    whole_word_mask: bool = Field(False, description="mask all tokens of a word together")
     loss_chunk: LossChunk = None
-    samples: int = Field(2, ge=0, description="texts to show after each evaluation, with what is filled in")
+    samples: int = Field(2, ge=0, description="texts shown after each evaluation, with the predicted words")
 
     @property
     def columns(self) -> dict[str, str]:

@@ -35,18 +35,16 @@ class ModuleOptions(Section):
     """The task's own keys in the run file."""
 
     model: str = Field(description="function or class that returns the torch.nn.Module, as " + _NAMES.format("build"))
-    data: str = Field(description="function that returns data sets by split, as " + _NAMES.format("data"))
-    loss: str = Field(description="function (outputs, batch) -> sum, mean or one number a target, as my_file.loss")
+    data: str = Field(description="function that returns datasets by split, as " + _NAMES.format("data"))
+    loss: str = Field(description="function (outputs, batch) -> sum, mean or one number per target, as my_file.loss")
     collate: str | None = Field(None, description="function of a list of items that makes a batch; default: torch's")
-    length: str | None = Field(None, description="function of an item: what it costs, a whole number; default: 1")
-    targets: str | None = Field(None, description="function of an item: how many targets it holds; default: 1")
+    length: str | None = Field(None, description="function of an item: its cost, an integer; default: 1")
+    targets: str | None = Field(None, description="function of an item: its number of targets; default: 1")
     metrics: str | None = Field(None, description="function (outputs, batch) -> numbers by name, for evaluations")
-    generate: str | None = Field(
-        None, description="function (model, batch) -> what the model writes, a text an example"
-    )
+    generate: str | None = Field(None, description="function (model, batch) -> generated texts, one per example")
     model_arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of task.model")
     data_arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of task.data")
-    samples: int = Field(4, ge=0, description="validation examples that task.generate is shown on")
+    samples: int = Field(4, ge=0, description="validation examples shown with the output of task.generate")
 
 
 class Module(Task):

@@ -38,20 +38,22 @@ class PreferenceOptions(AnswerPairOptions):
     """The task's own keys in the run file."""
 
     loss: Literal["dpo", "ipo", "hinge", "simpo"] = Field(
-        "dpo", description="dpo, ipo, hinge or simpo; simpo asks for no reference"
+        "dpo", description="dpo, ipo, hinge or simpo; simpo needs no reference model"
     )
-    beta: float = Field(0.1, gt=0, description="how strongly answers are held to the reference; of simpo the scale")
-    gamma: float = Field(0.5, ge=0, description="of simpo: the margin that the chosen answer shall have, times beta")
+    beta: float = Field(
+        0.1, gt=0, description="strength of the penalty for deviating from the reference; scale of simpo"
+    )
+    gamma: float = Field(0.5, ge=0, description="simpo only: target margin of the chosen answer, times beta")
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="of dpo: share of pairs that are taken to be labelled the wrong way round"
+        0.0, ge=0, lt=0.5, description="dpo only: assumed share of pairs with swapped labels"
     )
     reference_batch_size: int | None = Field(
         None,
         ge=1,
-        description="pairs whose reference is computed together before training, which decides bits; default: "
-        "4 micro-batches, at least 32",
+        description="pairs per batch of the reference pass before training (affects bits); default: 4 micro-batches, "
+        "at least 32",
     )
-    sample_tokens: int = Field(64, ge=1, description="tokens that lockstep predict writes, at most")
+    sample_tokens: int = Field(64, ge=1, description="most tokens that lockstep predict generates")
 
     @model_validator(mode="after")
     def _fit(self) -> PreferenceOptions:

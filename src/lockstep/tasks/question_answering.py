@@ -40,16 +40,17 @@ class QuestionAnsweringOptions(Section):
     """The task's own keys in the run file."""
 
     question: str = Field("question", description="column of the question")
-    context: str = Field("context", description="column of the text that holds the answer")
+    context: str = Field("context", description="column of the context that contains the answer")
     answers: str = Field(
-        "answers", description="column of the answers: {text: [...], answer_start: [...]}, the first one is learned"
+        "answers", description="column of the answers: {text: [...], answer_start: [...]}; the first is learned"
     )
     unanswerable: bool = Field(
-        False, description="questions may have no answer (SQuAD 2), and the model may say so; false: each has one"
+        False,
+        description="questions may have no answer (SQuAD 2), and so may predictions; false: every question has one",
     )
-    stride: int = Field(128, ge=0, description="tokens that two windows of a long context share")
-    answer_tokens: int = Field(30, ge=1, description="tokens of an answer, at most")
-    samples: int = Field(3, ge=0, description="questions to show after each evaluation")
+    stride: int = Field(128, ge=0, description="tokens shared by two adjacent windows of a long context")
+    answer_tokens: int = Field(30, ge=1, description="most tokens of an answer")
+    samples: int = Field(3, ge=0, description="questions shown after each evaluation")
 
     @property
     def columns(self) -> dict[str, str]:

@@ -84,8 +84,8 @@ class SummarizationOptions(WritingOptions):
     """The task's own keys in the run file."""
 
     source: str = Field("text", description="column of the text")
-    target: str = Field("summary", description="column of its summary, or of what else is written for it")
-    rouge: bool = Field(True, description="write texts at each evaluation, and score them by ROUGE-1, -2 and -L")
+    target: str = Field("summary", description="column of the summary, or of another target text")
+    rouge: bool = Field(True, description="generate texts at each evaluation, and score them by ROUGE-1, -2 and -L")
 
 
 class Summarization(Translation):

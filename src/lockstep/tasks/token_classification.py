@@ -129,8 +129,8 @@ class TokenClassificationOptions(Section):
     """The task's own keys in the run file."""
 
     words: str = Field("tokens", description="column of lists of words")
-    tags: str = Field("tags", description="column of lists of tags, one a word, as texts or as numbers with names")
-    samples: int = Field(3, ge=0, description="texts to show after each evaluation, with the entities found in them")
+    tags: str = Field("tags", description="column of lists of tags, one per word, as texts or as numbers with names")
+    samples: int = Field(3, ge=0, description="texts shown after each evaluation, with their predicted entities")
 
     @property
     def columns(self) -> dict[str, str]:

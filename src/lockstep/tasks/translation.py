@@ -48,17 +48,17 @@ class WritingOptions(Section):
 
     source: str = Field("source", description="column of the source text, or its language in a translation column")
     target: str = Field("target", description="column of the target text, or its language in a translation column")
-    prefix: str = Field("", description="put before every source text, as T5 wants it")
+    prefix: str = Field("", description="prefix of every source text, as T5 needs it")
     tokenizers: Literal["shared", "separate"] = Field(
-        "shared", description="trained ones: one for both languages, or one each (marian)"
+        "shared", description="of trained tokenizers: one for both languages, or one for each (marian)"
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the training loss")
     loss_chunk: LossChunk = None
     target_length: int | None = Field(
-        None, ge=1, description="tokens of a target, and of what is written, at most; default: data.max_length"
+        None, ge=1, description="most tokens of a target and of a generated text; default: data.max_length"
     )
-    beams: int = Field(1, ge=1, description="of the search that writes texts; 1: greedy")
-    samples: int = Field(3, ge=0, description="texts to show after each evaluation, with what is written for them")
+    beams: int = Field(1, ge=1, description="beams of the search that generates texts; 1: greedy")
+    samples: int = Field(3, ge=0, description="texts shown after each evaluation, with the generated ones")
 
     @property
     def columns(self) -> dict[str, str]:
@@ -164,7 +164,7 @@ _WORDS = "by_words"
 class TranslationOptions(WritingOptions):
     """The task's own keys in the run file."""
 
-    bleu: bool = Field(True, description="write translations at each evaluation, and score them by BLEU and chrF")
+    bleu: bool = Field(True, description="generate translations at each evaluation, and score them by BLEU and chrF")
     bleu_tokenizer: str = Field("13a", description="sacrebleu's tokenizer: 13a, intl, zh, ja-mecab, char, ...")
 
 

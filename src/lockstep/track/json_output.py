@@ -1,7 +1,8 @@
-"""`--json`: what a command says, as one JSON object of one shape for all commands (docs/reference/commands.md).
+"""`--json`: the output of a command as one JSON object, of the same schema for all commands
+(docs/reference/commands.md).
 
-In: facts, tables and notes. Out: a line of JSON on standard output, and nothing else there: what a command prints
-besides, and the processes that it starts, goes to standard error.
+In: facts, tables and notes. Out: one line of JSON on standard output. Other output of the command and of its child
+processes goes to standard error.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from lockstep_trace import streams
 
 
 class Answer(BaseModel):
-    """What `--json` prints; its JSON Schema is `Answer.model_json_schema()`."""
+    """Output of `--json`; its JSON Schema is `Answer.model_json_schema()`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     command: str
-    status: int  # the exit status
+    status: int  # exit status
     facts: dict[str, JsonValue] = {}  # name -> value
     tables: dict[str, list[dict[str, JsonValue]]] = {}  # name -> rows, each an object by column
     notes: list[str] = []
 
 
 def option(parser: argparse.ArgumentParser) -> None:
-    """`--json`, for a command that prints facts or a table on a console: `lockstep.cli` records them."""
+    """Add `--json` to a command that prints facts or a table on a console; `lockstep.cli` records them."""
     parser.add_argument("--json", dest="answer_json", action="store_true", help="print one JSON object instead of text")
 
 
 @contextmanager
 def recording(command: str) -> Iterator[Callable[[int], int]]:
-    """Record what consoles say, and send all other output to standard error. Gives a function that takes the exit
-    status, prints the object, and returns the status."""
+    """Record console output, and send all other output to standard error. Yields a function that takes the exit status,
+    prints the object, and returns the status."""
     record = Record()
     token = RECORD.set(record)
     sys.stdout.flush()
@@ -67,7 +68,7 @@ def recording(command: str) -> Iterator[Callable[[int], int]]:
 
 
 def log_end(folder: Path) -> int:
-    """Bytes in the log of an output folder, before a command adds to it."""
+    """Size in bytes of an output folder's log before a command appends to it."""
     try:
         return (folder / LOG).stat().st_size
     except OSError:
@@ -75,9 +76,8 @@ def log_end(folder: Path) -> int:
 
 
 def of_training(status: int, folder: Path, logged: int) -> int:
-    """Add to the object, where one is asked for, the notes of ranks in other processes, and what a run that was trained
-    to its end came to: its scores, and the hashes of the exported files. `logged`: `log_end` before training. Returns
-    the status."""
+    """Add training results to the JSON object, if one is requested: notes of other ranks, and, for a finished run, its
+    scores and the hashes of the exported files. `logged`: `log_end` before training. Returns the status."""
     record, scores, export = RECORD.get(), folder / "scores.json", folder / "export.json"
     if record is None:
         return status
@@ -110,7 +110,7 @@ def emit(
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no nan and no infinity: they are null."""
+    """Replace nan and infinity by null, because JSON lacks them."""
     if isinstance(value, float):  # also numpy's float64
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):

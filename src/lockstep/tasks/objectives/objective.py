@@ -87,17 +87,21 @@ class LabelOptions(Section):
     label_names: list[str] | None = Field(
         None, description="names of integer labels, in order; default: from the data set"
     )
-    focal_gamma: float = Field(2.0, ge=0, description="how much less an example counts that is right already: focal")
+    focal_gamma: float = Field(
+        2.0,
+        ge=0,
+        description="focusing parameter gamma of the focal loss: larger values reduce the weight of easy examples",
+    )
     class_weights: Weights = Field(
-        None, description="balanced, or label -> weight in the training loss; labels not named have 1"
+        None, description="balanced, or label -> weight in the training loss; other labels have weight 1"
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the training loss")
     threshold: Threshold = Field(
         None,
-        description="probability from which on a label is given; validation: that of the best F1 there, which is the "
-        "default with multi_label. With two labels: of the second one; default: the likelier one",
+        description="probability at which a label is predicted; validation: the one with the best F1 there, the "
+        "default with multi_label. With two labels: of the second; default: the more likely label",
     )
-    samples: int = Field(3, ge=0, description="predictions to show after each evaluation")
+    samples: int = Field(3, ge=0, description="predictions shown after each evaluation")
 
     @model_validator(mode="after")
     def _of_the_loss(self) -> LabelOptions:
@@ -115,14 +119,14 @@ class ClassificationOptions(LabelOptions):
     """The task's own keys in the run file."""
 
     text: str = Field("text", description="column of the text")
-    text_pair: str | None = Field(None, description="column of a second text, for questions about pairs")
+    text_pair: str | None = Field(None, description="column of a second text, for text pairs")
     label: str | list[str] = Field(
         "label",
         description="column of the label: integers, strings, or true and false; lists of them, or several columns of 0 "
         "and 1, with multi_label; numbers, or several columns of them, with regression",
     )
-    multi_label: bool = Field(False, description="a text has any number of labels, each learned as yes or no")
-    regression: bool = Field(False, description="a text has a number, or several, instead of a label")
+    multi_label: bool = Field(False, description="each text has any number of labels, each learned as yes or no")
+    regression: bool = Field(False, description="each text has one or more numbers instead of a label")
     loss: Literal["cross_entropy", "focal", "mse", "mae"] | None = Field(
         None, description="of training; default: cross_entropy (binary with multi_label), mse with regression"
     )

@@ -340,9 +340,8 @@ def timeline(
     colours: Mapping[str, str],
     begun: str,
 ) -> str:
-    """Stretches of time (begin, end, what; unix seconds) on one line, and below them rows of marks (when, what), each
-    row in the class that `colours` gives it. Pauses
-    between stretches have one width and say how long they were."""
+    """Time line of spans (begin, end, label; unix seconds), with rows of marks (time, label) below; `colours` maps a
+    row to its class. Pauses between spans have a fixed width and a label with their duration."""
     if not spans:
         return ""
     total = sum(max(end - begin, 1e-3) for begin, end, _ in spans)
