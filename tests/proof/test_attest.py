@@ -62,7 +62,7 @@ def test_the_export_of_a_mean_is_not_called_forged(
 
 def test_an_honest_run_passes_on_another_number_of_processes(attested: Path, capfd: pytest.CaptureFixture[str]) -> None:
     said = audited(attested / "out", capfd, status=0)
-    assert "9 are computed again by 2 processes" in said
+    assert "9 are recomputed by 2 processes" in said
     for stretch in ("1 to 4", "5 to 8", "9 to 9"):
         assert f"steps {stretch}: the same bits" in said
     assert "result: matches the attestation" in said
@@ -160,7 +160,7 @@ def test_what_is_forged_is_found(what: str, copy: Path, capfd: pytest.CaptureFix
 
 @pytest.mark.parametrize("what", sorted(FORGED))
 def test_what_is_forged_and_attested_anew_is_found(what: str, copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """By what is computed again, or does not fit together."""
+    """By what is recomputed, or does not fit together."""
     forge, _, said = FORGED[what]
     forge(copy)
     assert main(["attest", str(copy)]) == 0

@@ -339,7 +339,7 @@ def test_ranks_that_are_left_share_leaves_as_they_can(processes: int, replicate:
 def test_leaves_are_part_of_the_arithmetic() -> None:
     run = tiny(strategy={"name": "ddp", "tensor_leaves": 4})
     assert run.arithmetic()["strategy.tensor_leaves"] == 4
-    assert Run.default(run, "strategy.tensor_leaves") == 1  # of checkpoints that are older than the key
+    assert Run.default(run, "strategy.tensor_leaves") == 1
 
 
 def test_modules_keep_their_weights_names() -> None:

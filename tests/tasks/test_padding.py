@@ -222,8 +222,7 @@ def test_a_family_that_is_padded_says_so(tmp_path: Path) -> None:
     assert laid.padded == laid.tokens < laid.padded_by_chance
 
 
-def test_a_run_that_is_older_than_the_key_was_padded() -> None:
-    assert tiny().default("data.padding") == "batch"
+def test_padding_is_part_of_the_arithmetic() -> None:
     assert tiny().arithmetic()["data.padding"] == "none"
 
 

@@ -365,9 +365,9 @@ def code_of(run: Run) -> dict[str, str]:
 
 
 def changed_code(run: Run, manifest: Manifest) -> list[str]:
-    """The user's files that have changed since the checkpoint. Empty if the manifest predates this record."""
+    """The user's files that have changed since the checkpoint."""
     now, then = code_of(run), manifest.code
-    return sorted(file for file in now.keys() | then.keys() if now.get(file) != then.get(file)) if then else []
+    return sorted(file for file in now.keys() | then.keys() if now.get(file) != then.get(file))
 
 
 def differences(run: Run, world: World, name: str, manifest: Manifest, bits: bool) -> list[str]:

@@ -34,7 +34,6 @@ from lockstep.config.quick_start import QUICK_START as QUICK_START
 from lockstep.config.quick_start import quick_start_for
 from lockstep.config.sections import (
     ALONE,
-    BEFORE,
     ONE_ORIGIN,
     PRECISIONS,
     SHORT,
@@ -275,7 +274,7 @@ class Run(Section):
             )
 
     def default(self, key: str) -> Any:
-        """Return the implicit value (JSON) of a key of `arithmetic` in runs older than the key; None if required."""
+        """Return the default (JSON) of a key of `arithmetic`; None if it has none."""
         name, _, inner = key.partition(".")
         section: Any = getattr(self, name) if inner else self
         kind, fields = {"task": "tasks", "optim": "optimizers"}.get(name), dict(type(section).model_fields)
@@ -283,7 +282,7 @@ class Run(Section):
             fields |= plugins.find(kind, section.name).Options.model_fields  # type: ignore[attr-defined]
         field = fields.get(inner or name)
         value = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
-        return BEFORE.get(key, list(value) if isinstance(value, tuple) else value)
+        return list(value) if isinstance(value, tuple) else value
 
 
 def load(

@@ -43,7 +43,6 @@ SHORT = {
     "launch": "name",
     "track": "to",
 }
-BEFORE = {"data.padding": "batch"}  # behaviour before the key existed, if not its default
 # Names of precisions in other systems.
 PRECISIONS = {"bfloat16": "bf16", "bf16-mixed": "bf16", "float32": "fp32", "32": "fp32", "32-true": "fp32"}
 PRECISIONS |= {"float16": "fp16", "16": "fp16", "16-mixed": "fp16", "half": "fp16"}

@@ -62,7 +62,7 @@ class Shards:
             self.index = json.loads((path / INDEX).read_text(encoding="utf-8"))
             self._files = [path / name for name in self.index["rows"]]
             sizes = list(self.index["rows"].values())
-        else:  # format of older versions and of user tasks
+        else:  # one file, from a task of the user's
             whole = table_of(path)
             self._opened = dict(enumerate(whole.to_batches()))
             sizes = [len(batch) for batch in self._opened.values()]

@@ -313,7 +313,7 @@ def _of_steps(
     total = sum(step - begin for begin, step in last.items())
     console.say(
         f"{len(chosen)} of {steps} steps were drawn ({len(near)} are within {within} of a checkpoint or the start); "
-        f"{total} are computed again by {quantity(processes, 'process')} under {run.strategy.name}"
+        f"{total} are recomputed by {quantity(processes, 'process')} under {run.strategy.name}"
     )
     for begin, step in last.items():
         with replayed(run, output, step, begin) as (status, folder):

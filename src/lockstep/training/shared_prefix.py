@@ -1,4 +1,4 @@
-"""Determine the first steps that two runs share, which one of them need not compute again.
+"""Determine the first steps that two runs share, which one of them does not need to recompute.
 
 In: two runs and their data. Out: the first step whose learning rate or examples differ, or the key that changes the
 arithmetic of all steps. Rates and examples are computed and compared step by step.

@@ -69,7 +69,7 @@ def _evaluations(trace: Trace) -> list[tuple[str, str, str]]:
 
 def _command(trace: Trace) -> str:
     """Return the traced command, without the folder of its program."""
-    words = redact_words(trace.about.get("command") or [])  # older traces hold it unredacted
+    words = redact_words(trace.about.get("command") or [])  # the folder may be a stranger's
     return " ".join([Path(words[0]).name, *words[1:]]) if words else trace.folder.name
 
 
