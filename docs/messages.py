@@ -1,10 +1,11 @@
 """Every message that lockstep prints, by its code, from the source.
 
 In: calls such as `RunError("LS2031", f"...")` in src/lockstep and packages/; the table of
-docs/how-to/troubleshooting.md, which says what to do about the commonest; the tables of keys and of words. Out:
-`messages()`, the text of the site's page reference/messages.md, which docs/site.py writes; `code_pages()`, one text
-with a section for each code, which docs/publish.py splits into a page for each. `python docs/messages.py LS1000` prints
-an entry, without arguments the page. Imports nothing from lockstep.
+docs/how-to/troubleshooting.md, which says what to do about the commonest; docs/codes/*.yaml, which explain those that
+users meet most (why, example, fix); the tables of keys and of words. Out: `messages()`, the text of the site's page
+reference/messages.md, which docs/site.py writes; `code_pages()`, one text with a section for each code, which
+docs/publish.py splits into a page for each. `python docs/messages.py LS1000` prints an entry, without arguments the
+page. Imports nothing from lockstep.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
@@ -82,14 +85,14 @@ def entries(codes: Collection[str]) -> str:
     every = {message.code: message for message in read()}
     if unknown := [code for code in codes if code not in every]:
         sys.exit(f"docs/messages.py: no message has the code {', '.join(unknown)}")
-    files, advice = _purposes(every[code] for code in codes), remedies(REFERENCE)
+    files, advice = _purposes(every[code] for code in codes), remedies(REFERENCE) | explanations(REFERENCE)
     return "\n".join(_entry(every[code], files[every[code].file], advice.get(code)) for code in codes)
 
 
 def code_pages() -> str:
     """A section for each code, with links from reference/messages/CODE/."""
     every = read()
-    advice, files, words = remedies(CODE_PAGES), _purposes(every), _words_explained()
+    advice, files, words = remedies(CODE_PAGES) | explanations(CODE_PAGES), _purposes(every), _words_explained()
     keys = [*key_table.KEYS]
     keys += sorted({key.partition(".")[0] for key in keys if "." in key})
     sections = set(re.findall(r"^## `(\w+)`$", (ROOT / "docs/reference/run-file.md").read_text(encoding="utf-8"), re.M))
@@ -97,7 +100,7 @@ def code_pages() -> str:
     for message in every:
         parts += [f"## {message.code}\n", f"```text\n{message.text}\n```\n"]
         if message.code in advice:
-            parts.append(f"What to do: {advice[message.code]}.\n")
+            parts.append(f"{advice[message.code]}\n")
         parts += [_key(key, sections) for key in keys_of(message.text, keys)]
         room = ROOMS[message.code[2]]
         place = f"[{room}](../../messages.md#{re.sub('[^a-z ]', '', room.lower()).replace(' ', '-')})"
@@ -176,7 +179,23 @@ def remedies(folder: str) -> dict[str, str]:
         for code in CODE.findall(cells[1]) if len(cells) == 3 else []:
             advice = _moved(cells[2], "how-to", folder)
             found[code] = f"{found[code]}; or {advice}" if code in found else advice
-    return found
+    return {code: f"What to do: {advice}." for code, advice in found.items()}
+
+
+def explanations(folder: str) -> dict[str, str]:
+    """Code -> why, example and fix, of docs/codes/, with links from a folder of docs/."""
+    texts = {}
+    for code, parts in explained().items():
+        lines = [f"**{part.capitalize()}.** {' '.join(text.split())}" for part, text in parts.items()]
+        texts[code] = _moved("\n\n".join(lines), "codes", folder)
+    return texts
+
+
+@functools.cache
+def explained() -> dict[str, dict[str, str]]:
+    """Code -> part (why, example, fix) -> text, of docs/codes/."""
+    files = sorted((ROOT / "docs/codes").glob("*.yaml"))
+    return {code: parts for file in files for code, parts in yaml.safe_load(file.read_text(encoding="utf-8")).items()}
 
 
 def _entry(message: Message, purpose: str, remedy: str | None) -> str:
@@ -184,7 +203,7 @@ def _entry(message: Message, purpose: str, remedy: str | None) -> str:
     if (key := KEY.match(message.text)) is not None:
         lines += [f"About `{key[1]}` ([keys](run-file-keys.md)).", ""]
     if remedy is not None:
-        lines += [f"What to do: {remedy}.", ""]
+        lines += [remedy, ""]
     return "\n".join([*lines, f"From `{message.file}`: {purpose}", ""])
 
 

@@ -44,7 +44,7 @@ COMMENT = re.compile(r"^<!--.*?-->\n", re.M | re.S)
 
 def main(out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
-    shutil.copytree(ROOT / "docs", out, ignore=shutil.ignore_patterns("*.py", "__pycache__", "theme"))
+    shutil.copytree(ROOT / "docs", out, ignore=shutil.ignore_patterns("*.py", "__pycache__", "theme", "codes"))
     homes = {page: f"docs/{page}" for page in (path.relative_to(out).as_posix() for path in out.rglob("*.md"))}
     homes |= {page: home for home, page in PAGES.items()}
     copied: set[str] = set()

@@ -122,7 +122,8 @@ def test_a_code_page_has_the_remedy_keys_and_words() -> None:
     text = messages.code_pages()
     sections = dict(re.findall(r"^## (LS\d{4})\n(.*?)(?=^## |\Z)", text, re.M | re.S))
     assert list(sections) == [message.code for message in messages.read()]
-    assert "What to do: take the key that the message suggests" in sections["LS1000"]
+    assert "**Fix.** Take the key that the message suggests" in sections["LS1000"]
+    assert "What to do: indent by spaces" in messages.remedies(messages.REFERENCE)["LS1106"]
     assert "Raised in `src/lockstep/config/" in sections["LS1000"]
     assert "[the run file](../../run-file.md#track)" in sections["LS0500"]
     links = set(re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text))
@@ -130,6 +131,17 @@ def test_a_code_page_has_the_remedy_keys_and_words() -> None:
     assert len(places) > 5
     written = {f"docs/{messages.MESSAGES}", f"docs/{messages.KEY_PAGE}"}  # by docs/site.py
     assert [place for place in places if not (ROOT / place).exists() and place not in written] == []
+
+
+def test_the_codes_that_users_meet_most_are_explained() -> None:
+    """Why it is refused, an example, and how to mend it, in 40 to 90 words: more is not read."""
+    codes = {message.code for message in messages.read()}
+    explained = messages.explained()
+    assert len(explained) >= 80
+    assert explained.keys() - codes == set()
+    assert {code for code, parts in explained.items() if list(parts) != ["why", "example", "fix"]} == set()
+    words = {code: len(" ".join(parts.values()).split()) for code, parts in explained.items()}
+    assert {code: count for code, count in words.items() if not 40 <= count <= 90} == {}
 
 
 def test_the_site_lists_every_message_and_links_each_code_to_its_entry(tmp_path: Path) -> None:

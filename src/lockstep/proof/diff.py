@@ -54,7 +54,7 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
             raise RunError(
                 "LS8151",
                 f"{folder} has no {fingerprints.FILE} or an empty one, so its steps cannot be compared; set "
-                "fingerprints.every when training",
+                "fingerprint.every when training",
             )
     faulty = [fault for folder, own in zip(both, records, strict=True) for fault in faults(folder, own)]
     differing = compare(*records)
