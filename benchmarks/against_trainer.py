@@ -49,7 +49,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class Ours:
-    """lockstep's side: its task, its `single` strategy, its feed and its evaluation."""
+    """lockstep's side: its task, `single` strategy, loader and evaluation."""
 
     def __init__(self, run: Run, world: World) -> None:
         self.run, self.world = run, world
@@ -83,7 +83,7 @@ class Ours:
 
 
 class Theirs:
-    """Trainer's side, from the texts on: tokenised, collated, ordered, trained and scored without lockstep."""
+    """Trainer's side from the raw texts on: tokenized, collated, ordered, trained and scored without lockstep."""
 
     def __init__(self, ours: Ours) -> None:
         self.ours, self.run = ours, ours.run
@@ -106,7 +106,7 @@ class Theirs:
         }
 
     def model(self, seed: int) -> Any:
-        """As its user makes it."""
+        """Build the model as a user of Trainer would."""
         transformers.set_seed(seed)
         if self.run.model.source is not None:
             labels = len(set(self.splits["train"]["labels"]))
@@ -125,8 +125,8 @@ class Theirs:
         return transformers.AutoModelForSeq2SeqLM.from_config(config)
 
     def trainer(self, model: Any, seed: int, order: list[int] | None, folder: str, told: list) -> Any:
-        """A Trainer with the run's settings. `order`: positions of the examples, instead of its own order; `told` gets
-        the rate of every update."""
+        """Make a Trainer with the run's settings. `order`: positions of the examples that replace its own order;
+        `told`: receives the rate of every update."""
         run = self.run
         settings: dict[str, Any] = {
             "output_dir": folder,
@@ -180,7 +180,7 @@ class Theirs:
         return told, model.state_dict()
 
     def score(self, weights: Weights, split: str = "test") -> dict[str, float]:
-        """Trainer's own loss (of batches of 8, as it comes), and the same with each batch weighted by its targets."""
+        """Trainer's own loss (batches of 8), and the same with each batch weighted by its targets."""
         model = self.model(0)
         model.load_state_dict(weights)
         with tempfile.TemporaryDirectory() as folder:
@@ -196,7 +196,7 @@ class Theirs:
 
 
 class Rates(TrainerCallback):
-    """The rate that each update is made at."""
+    """Records the learning rate of each update."""
 
     def __init__(self, told: list[dict[str, float]]) -> None:
         self.told = told
@@ -214,8 +214,8 @@ def without_dropout(run: Run) -> Run:
 
 
 def far(ours: Weights, theirs: Weights) -> float:
-    """The largest over parameters of the distance between two, over the length of the first. The bias of keys is left
-    out: it adds the same to all scores of a query, so its gradient is nothing but rounding, which Adam blows up."""
+    """Largest relative distance over parameters. Key biases are left out: they shift all scores of a query equally, so
+    their gradient is pure rounding, which Adam amplifies."""
     keys = ("k_proj.bias", "key.bias")
     lengths = (
         (a, theirs[n]) for n, a in ours.items() if a.is_floating_point() and a.norm() > 0 and not n.endswith(keys)
@@ -331,7 +331,8 @@ def main() -> None:
 
 
 def between_them(ours: Ours, theirs: Theirs) -> dict[str, Any]:
-    """Trainer's loop and dropout from lockstep's initial weights in lockstep's order: what a difference comes from."""
+    """Train with Trainer's loop and dropout from lockstep's initial weights in lockstep's order, to isolate the cause
+    of a difference."""
     seed, feed = ours.run.seed, ours.feed
     model = theirs.model(seed)
     model.load_state_dict(ours.weights())

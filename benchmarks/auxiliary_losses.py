@@ -28,7 +28,7 @@ HEADS = ("causal", "seq2seq", "classification", "token_classification", "masked"
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """Entries that may add a term, by path, and a value for each that would show it."""
+    """Config entries that may add a loss term, by path, with a value that would reveal it."""
     found = {}
     for path, part in config_checks._parts(config):
         for name, value in vars(part).items():
@@ -41,7 +41,7 @@ def settings(config: Any) -> dict[str, Any]:
 
 
 def outcome(run: Any, head: str, config: Any) -> str:
-    """`same`, `term`, or why it could not be tried."""
+    """Return `same`, `term`, or the reason why it could not be tried."""
     why = "no small config"
     for wanted in small_models.smaller(config, head):
         try:
@@ -54,7 +54,7 @@ def outcome(run: Any, head: str, config: Any) -> str:
 
 
 def tried(head: str, family: str) -> dict[str, Any]:
-    """One line."""
+    """Try one head and family; returns one line."""
     line: dict[str, Any] = {"head": head, "family": family}
     try:
         run = run_of("causal", family, Path("."), "single")
@@ -71,7 +71,7 @@ def tried(head: str, family: str) -> dict[str, Any]:
 
 
 def entries(run: Any, head: str, config: Any) -> dict[str, str]:
-    """By entry, and of all of them together: `same`, `term`, or why it could not be tried."""
+    """Outcome of each entry and of all together: `same`, `term`, or the reason why it could not be tried."""
     wanted = settings(config)
     trials = {path: {path: value} for path, value in wanted.items()}
     trials |= {"all of them": wanted} if len(wanted) > 1 else {}
@@ -90,7 +90,7 @@ def entries(run: Any, head: str, config: Any) -> dict[str, str]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Markdown: a row for each head and set of entries."""
+    """Format a Markdown table with a row per head and set of entries."""
     rows: dict[tuple[str, str], list[str]] = {}
     for line in lines:
         names = [name for name, said in line.get("entries", {}).items() if said.startswith("term")]

@@ -38,7 +38,7 @@ ARMS = ("none", "waited for", "beside training")
 
 
 def times_of(world: World, run: Run, every: int, rounds: int) -> dict:
-    """Seconds of each arm's steps, and of what of them is waiting; this rank's."""
+    """Seconds of each arm's steps and the waiting part of them, on this rank."""
     task, strategy = build(run, world)
     feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     checkpoints = Checkpoints(run, world, task.prepared, 10**6)
@@ -60,13 +60,13 @@ def times_of(world: World, run: Run, every: int, rounds: int) -> dict:
                     checkpoints.settle()
             stalled += time.perf_counter() - before
         before = time.perf_counter()
-        checkpoints.settle()  # what is not written in `every` steps
+        checkpoints.settle()  # whatever was not written within `every` steps
         stalled += time.perf_counter() - before
         found[arm]["seconds"].append(time.perf_counter() - start)
         found[arm]["stalls"].append(stalled)
 
     for arm in ARMS:
-        train(arm)  # the first save makes room for the copy
+        train(arm)  # the first save allocates the copy
     first = {arm: times["stalls"].pop() for arm, times in found.items() if times["seconds"].pop()}
     for i in range(rounds):
         for arm in ARMS[i % 3 :] + ARMS[: i % 3]:

@@ -32,14 +32,14 @@ ELSEWHERE = {"return_dict", "dtype", "torch_dtype", "model_type", "transformers_
 
 
 def other(value: Any) -> Any:
-    """Another value of the same kind; None where there is none to think of."""
+    """Return another value of the same type, or None."""
     if isinstance(value, bool):
         return not value
     return value * 2 or 1 if isinstance(value, int | float) else None
 
 
 def legal(kind: Any) -> dict[str, Any]:
-    """What lockstep makes of each entry, set by itself: `refused` ones, and those that come to `another` config."""
+    """Entries that lockstep refuses when set alone, and those that give another config than in transformers."""
     usual = kind()
     line: dict[str, Any] = {"entries": 0, "refused": {}, "another": []}
     for name, value in vars(usual).items():
@@ -49,7 +49,7 @@ def legal(kind: Any) -> dict[str, Any]:
         for wanted in (value, other(value)):
             try:
                 made = kind(**{name: wanted}).to_dict()
-            except Exception:  # transformers takes no such value
+            except Exception:  # transformers rejects the value
                 continue
             try:
                 found = model_configs.from_scratch(kind, {name: wanted}).to_dict()
@@ -62,7 +62,7 @@ def legal(kind: Any) -> dict[str, Any]:
 
 
 def inert(family: str, head: str) -> dict[str, Any]:
-    """Its dropouts that change nothing under this head, of those that were tried."""
+    """Return the tried dropout entries without effect under this head."""
     entries = {
         name: value
         for name, value in vars(CONFIG_MAPPING[family]()).items()
@@ -98,7 +98,7 @@ def line_of(family: str, trials: bool) -> dict[str, Any]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Markdown: how much was tried, and a row for each entry that a note says has no effect."""
+    """Format as Markdown: how much was tried, and a row per entry without effect."""
     made = [line for line in lines if "failed" not in line]
     rows: dict[tuple[str, str], list[str]] = {}
     for line in made:

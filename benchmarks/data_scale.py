@@ -46,7 +46,7 @@ GPT2 = {"type": "gpt2", "config": {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_p
 
 
 def texts(path: Path, rows: int) -> Path:
-    """A Parquet file of short texts (95 characters, 20 tokens) and six labels."""
+    """Write a Parquet file of short texts (95 characters, 20 tokens) with six labels."""
     if not path.exists():
         made = builtin.emotion(0, train=20_000)["train"]
         draw = random.Random(1)
@@ -59,11 +59,11 @@ def texts(path: Path, rows: int) -> Path:
 
 
 class Memory:
-    """The most memory that this process and its children held at once and share with no file, above what it was."""
+    """Peak memory of this process and its children that no file backs, relative to the start."""
 
     def __init__(self) -> None:
         self.before, self.most, self._over = self.now(), 0, threading.Event()
-        self.spent = 0.0  # seconds of processor time that looking took
+        self.spent = 0.0  # seconds of CPU time spent on polling
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
@@ -86,14 +86,14 @@ class Memory:
         self.spent = time.thread_time()
 
     def over(self) -> float:
-        """In MiB."""
+        """Peak in MiB."""
         self._over.set()
         self._thread.join()
         return round(max(self.most, self.now() - self.before) / 2**20, 1)
 
 
 def measured(work: Callable[[], Any], rows: int, cores: int) -> dict[str, Any]:
-    """Processor time a text, of this process and of its children, and memory."""
+    """CPU time per text, of this process and its children, and memory."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     memory, own, wall = Memory(), time.process_time(), time.perf_counter()
     work()
@@ -116,7 +116,7 @@ def run_of(file: Path, task: str) -> Run:
 
 
 def known(run: Run, file: Path) -> Run:
-    """The same with a tokenizer that is there: training one is another matter."""
+    """Measure with an existing tokenizer: training one is measured elsewhere."""
     some = pq.ParquetFile(file).read_row_group(0).column("text").slice(0, 20_000).to_pylist()
     with locked("a tokenizer"):
         folder = tokenizer.prepare(run, iter([some]), "some", generative=run.task.name == "language_modeling")
@@ -127,7 +127,7 @@ def preparing(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     file = texts(Path(arguments.texts or folder) / f"{arguments.rows}.parquet", arguments.rows)
     os.environ["LOCKSTEP_CACHE"] = str(folder / "cache")
     run = known(run_of(file, arguments.task), file)
-    # The rows as Arrow, which `datasets` makes of any file before anything else: not what is looked at here.
+    # The rows as Arrow, which `datasets` makes of any file first; not part of the measurement.
     source.load(run.data, run.seed)
     prepare(run.model_copy(update={"data": run.data.model_copy(update={"limit": 900})}), find("tasks", run.task.name))
     if arguments.what == "map":
@@ -152,7 +152,7 @@ def preparing(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def generated(folder: Path, rows: int) -> Path:
-    """An index of so many examples, of 1 to 5 tokens each, in shards as lockstep writes them."""
+    """Write an index of that many examples, of 1 to 5 tokens each, in lockstep's shard format."""
     folder.mkdir()
     draw, files = np.random.default_rng(0), []
     for number, start in enumerate(range(0, rows, 65_536)):
@@ -168,7 +168,7 @@ def generated(folder: Path, rows: int) -> Path:
 
 
 def indexed(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """A start and steps over it: milliseconds of processor time, the median of some."""
+    """Measure a start and steps over the index: median milliseconds of CPU time."""
     os.environ["LOCKSTEP_CACHE"] = str(folder / "cache")
     run = tiny("batch_size=256", "epochs=1", f"data.group_by_length={arguments.group}")
     task: Any = find("tasks", run.task.name)
@@ -176,7 +176,7 @@ def indexed(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     StepLoader(run, task(run, prepared), range(8), torch.device("cpu")).make(0)  # imports
     path = generated(folder / "many.arrow", arguments.rows)
     cache.seal(path)
-    cache.damage(path)  # all of it is read at its first use on a machine
+    cache.damage(path)  # forces a full read, as at the first use on a machine
     prepared = replace(prepared, splits=prepared.splits | {"train": str(path)})
     memory = Memory()
     clock = time.process_time()
@@ -197,7 +197,7 @@ def indexed(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found["mib_start"] = memory.over()
     memory = Memory()
     times: dict[str, list[float]] = {"step_0_ms": [], "step_1e9_ms": []}
-    for number in range(arguments.steps):  # in turns
+    for number in range(arguments.steps):  # interleaved
         for name, first in (("step_0_ms", 0), ("step_1e9_ms", 10**9)):
             lap()
             feed.make(first + number)
@@ -213,11 +213,12 @@ WAYS = {
     "map": "`datasets.map(tokenize, batched=True, num_proc=N)`",
     "trainer": "Trainer's way: `run_glue.py`, padded to max_length",
 }
-MAX_LENGTH, AT_ONCE = 32, 8  # tokens of a text; examples of a step, as Trainer has them by default
+MAX_LENGTH, AT_ONCE = 32, 8  # tokens per text; examples per step (Trainer's default)
 
 
 def one_way(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """From the Parquet files to a step's examples: all that is not imports. `folder`: of caches, which stay."""
+    """Measure the way from the Parquet files to a step's examples, without imports. `folder`: for caches, which are
+    kept."""
     file = texts(Path(arguments.texts) / f"{arguments.rows}.parquet", arguments.rows)
     small = texts(file.with_name("validation.parquet"), 1000)
     os.environ["LOCKSTEP_CACHE"] = str(folder / "lockstep")
@@ -258,13 +259,13 @@ def one_way(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _step_late(rows: int) -> int:
-    """In the middle of the epoch in which step 10^6 is."""
+    """A step in the middle of the epoch that contains step 10^6."""
     epoch = -(-rows // AT_ONCE)
     return 10**6 // epoch * epoch + epoch // 2
 
 
 def _resume_lockstep(made: dict[str, Any], rows: int, folder: Path) -> float:
-    """Milliseconds of processor time until the examples of a late step are there."""
+    """Milliseconds of CPU time until the examples of a late step are available."""
     clock = time.process_time()
     task: Any = find("tasks", "classification")
     StepLoader(made["run"], task(made["run"], made["prepared"]), range(AT_ONCE), torch.device("cpu")).make(
@@ -274,7 +275,7 @@ def _resume_lockstep(made: dict[str, Any], rows: int, folder: Path) -> float:
 
 
 def _resume_trainer(made: dict[str, Any], rows: int, folder: Path) -> float:
-    """The same with what `Trainer.train(resume_from_checkpoint=...)` does for it (transformers 5)."""
+    """The time that `Trainer.train(resume_from_checkpoint=...)` needs for the same (transformers 5)."""
     from accelerate import skip_first_batches
     from transformers import Trainer, TrainingArguments, default_data_collator
 
@@ -291,7 +292,7 @@ def _resume_trainer(made: dict[str, Any], rows: int, folder: Path) -> float:
 
 
 def table(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Each way with each number of processes, each in a process of its own, and once more as it finds its caches."""
+    """Run each way with each number of processes in its own process, then again with warm caches."""
     held = Path(arguments.texts or folder)
     held.mkdir(parents=True, exist_ok=True)
     lines = ["| way | processes | us a row, all processes | until done | MiB above imports | again, ms | resume, ms |"]

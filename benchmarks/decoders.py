@@ -59,10 +59,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Meter:
-    """Counts steps; the clock and the processor's time begin after `SKIP` of them. On one rank."""
+    """Counts steps on one rank; timing starts after `SKIP` of them."""
 
     def __init__(self) -> None:
-        for module in IMPORTED:  # by every side, so that none of them is in anybody's peak
+        for module in IMPORTED:  # on every side, so that no peak contains only one side's imports
             importlib.import_module(module)
         torch.set_num_threads(1)
         self.done, self.base = 0, memory_baseline("cpu")
@@ -76,7 +76,7 @@ class Meter:
             self.peak = peak_memory("cpu") - self.base
 
     def said(self, model: torch.nn.Module, held_out: torch.Tensor) -> dict[str, float]:
-        """What is reported of a run."""
+        """Format the results of a run."""
         if self.done != STEPS:
             raise SystemExit(f"{self.done} steps were made instead of {STEPS}")
         model.eval()
@@ -92,13 +92,13 @@ class Meter:
 
 
 def blocks_of(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Training blocks int64 [STEPS * BATCH, LENGTH], and the held-out ones [BATCH, LENGTH]."""
+    """Return training blocks int64 [STEPS * BATCH, LENGTH], and held-out ones [BATCH, LENGTH]."""
     blocks = torch.load(folder / "blocks.pt")
     return blocks[BATCH:], blocks[:BATCH]
 
 
 def model_of(name: str, vocabulary: int) -> torch.nn.Module:
-    """Drawn with a fixed seed, float32, in training mode."""
+    """Build a model with a fixed seed, float32, in training mode."""
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
     set_seed(0)
@@ -116,7 +116,7 @@ def batches(blocks: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
 
 
 def bare(name: str, precision: str, pieces: int, folder: Path, vocabulary: int) -> dict[str, float]:
-    """A loop of torch alone, `pieces` batches a step."""
+    """Train with a loop of plain torch, in `pieces` batches per step."""
     train, held_out = blocks_of(folder)
     meter, model = Meter(), model_of(name, vocabulary)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
@@ -238,7 +238,7 @@ def trainer(name: str, precision: str, pieces: int, folder: Path, vocabulary: in
 
 
 def lockstep(name: str, precision: str, pieces: int, folder: Path, vocabulary: int) -> dict[str, float]:
-    """The product's own loop over its own blocks of the same text; it shuffles them."""
+    """Train with lockstep's own loop over its own blocks of the same text, which it shuffles."""
     from dataclasses import replace
 
     from lockstep.checkpoint.checkpoint import Checkpoints
@@ -295,7 +295,7 @@ SIDES: dict[str, Callable[[str, str, int, Path, int], dict[str, float]]] = {
 
 
 def prepared(text: Path, tokenizer: Path, folder: Path) -> int:
-    """Cut the blocks, and write the same text for lockstep. Returns the size of the vocabulary."""
+    """Cut the blocks, and write the same text for lockstep. Returns the vocabulary size."""
     from transformers import GPT2Tokenizer
 
     made = GPT2Tokenizer.from_pretrained(tokenizer)
@@ -310,7 +310,7 @@ def prepared(text: Path, tokenizer: Path, folder: Path) -> int:
 
 
 def once(side: str, name: str, precision: str, pieces: int, folder: Path, vocabulary: int) -> dict[str, float]:
-    """One run, in a process of its own."""
+    """Do one run in its own process."""
     words = [side, name, precision, str(pieces), str(folder), str(vocabulary)]
     run = subprocess.run([sys.executable, __file__, "--one", *words], capture_output=True, text=True, check=False)
     if run.returncode:
@@ -320,7 +320,8 @@ def once(side: str, name: str, precision: str, pieces: int, folder: Path, vocabu
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Medians over rounds; each contender at its better number of pieces, beside the bare loop of the same round."""
+    """Medians over rounds: each contender at its better number of pieces, relative to the bare loop of the same
+    round."""
     cells: dict[tuple[str, str], dict[str, dict[int, list[dict[str, Any]]]]] = {}
     for run in runs:
         sides = cells.setdefault((run["model"], run["precision"]), {})

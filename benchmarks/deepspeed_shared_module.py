@@ -31,14 +31,14 @@ def inputs() -> list[tuple[Tensor, Tensor]]:
 
 
 def reference(weight: Tensor) -> Tensor:
-    """The gradient of the mean over micro-batches, by autograd alone."""
+    """Gradient of the mean over micro-batches, by autograd alone."""
     weight = weight.detach().clone().requires_grad_()
     losses = [(x @ weight.T).square().mean() + (y @ weight.T).square().mean() for x, y in inputs()]
     return torch.autograd.grad(torch.stack(losses).mean(), weight)[0]
 
 
 def error(stage: int, own_count: bool, beside: bool) -> float:
-    """The distance of DeepSpeed's gradient from `reference`, divided by that one's norm."""
+    """Relative distance of DeepSpeed's gradient from `reference`."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4, bias=False)
     expected = reference(model.weight)
@@ -70,7 +70,7 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(free.getsockname()[1])
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled otherwise
     torch.distributed.init_process_group("gloo")
     for stage in (1, 2):
         for own_count in (True, False):

@@ -27,7 +27,7 @@ _EVERYBODY = b"\xff" * 6
 
 
 def enter(space: str) -> None:
-    """This process's next devices are in that namespace."""
+    """Move this process into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{space}", "rb") as file:
         if libc.setns(file.fileno(), _CLONE_NEWNET):
@@ -35,7 +35,7 @@ def enter(space: str) -> None:
 
 
 def end_of(space: str, address: str) -> int:
-    """The end of a wire that is `DEVICE` in a namespace: frames are read from it and written to it."""
+    """Create the device `DEVICE` in a namespace as one end of the wire."""
     enter(space)
     end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH", DEVICE.encode(), _TAP | _PLAIN))
@@ -48,9 +48,9 @@ def end_of(space: str, address: str) -> int:
 
 
 def carry(ends: list[int]) -> None:
-    """Until standard input ends."""
-    delay, waiting = 0.0, deque[tuple[float, int, bytes]]()  # when it arrives, where it came from, what
-    places: dict[bytes, int] = {}  # where an address was last seen
+    """Forward frames until standard input ends."""
+    delay, waiting = 0.0, deque[tuple[float, int, bytes]]()  # (arrival time, source, frame)
+    places: dict[bytes, int] = {}  # address -> where it was last seen
     poll = select.poll()
     for source in (0, *ends):
         poll.register(source, select.POLLIN)

@@ -34,10 +34,10 @@ SMALL = ["model.config.n_layer=2", "data.limit=200", "launch.processes=2", "laun
 OFFLOADED = "strategy.options={zero_optimization: {offload_optimizer: {device: cpu}}}"
 OVERLAPPED = "strategy.options={zero_optimization: {overlap_comm: true}}"
 IN_FP32 = "strategy.options={bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}"
-PRETRAINED = "PRETRAINED"  # stands for a folder that a step of the quick start has exported
+PRETRAINED = "PRETRAINED"  # placeholder for a folder exported by a step of the quick start
 LORA = [f"model.source={PRETRAINED}", "model.type=null", "model.config={}", "tokenizer.train=null"]
 LORA += ["model.adapter={type: lora, r: 4, target_modules: [c_attn]}"]
-# Package -> what is verified of it: entries of the run file.
+# Package -> cases to verify: entries of the run file.
 CASES: dict[str, list[list[str]]] = {
     "deepspeed": [
         *([f"strategy.name=zero{stage}"] for stage in (1, 2, 3)),
@@ -63,14 +63,14 @@ importlib.metadata.version = version
 
 
 def asked(package: str) -> Requirement:
-    """What pyproject.toml asks for of a package."""
+    """Requirement of a package in pyproject.toml."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     return next(found for group in groups for line in group if (found := Requirement(line)).name == package)
 
 
 def released(package: str) -> list[Version]:
-    """Versions in the registry, the oldest first."""
+    """Released versions in the registry, oldest first."""
     command = [sys.executable, "-m", "pip", "index", "versions", package]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     names = next(line for line in said.splitlines() if line.startswith("Available versions:")).partition(":")[2]
@@ -78,7 +78,7 @@ def released(package: str) -> list[Version]:
 
 
 def walked(package: str) -> list[str]:
-    """The ends of the range, and of the versions that are known to be bad the last one before each was mended."""
+    """The ends of the range, and for each known-bad interval the last version before the fix."""
     versions, wanted = released(package), asked(package).specifier
     inside = [version for version in versions if version in wanted]
     ends = [inside[0], inside[-1]]
@@ -88,7 +88,7 @@ def walked(package: str) -> list[str]:
 
 
 def verified(folder: Path, entries: list[str], timeout_s: float) -> dict[str, Any]:
-    """What `lockstep verify` says with the packages of a folder before all others."""
+    """Output of `lockstep verify` with the packages of a folder placed first."""
     before = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(before), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as output:
@@ -102,7 +102,7 @@ def verified(folder: Path, entries: list[str], timeout_s: float) -> dict[str, An
         try:
             lines = [line for line in process.communicate(timeout=timeout_s)[0].splitlines() if line.strip()]
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)  # its ranks, too
+            os.killpg(process.pid, signal.SIGTERM)  # and its ranks
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=30)
             return {"outcome": f"no answer within {timeout_s:.0f} s"}
@@ -112,7 +112,7 @@ def verified(folder: Path, entries: list[str], timeout_s: float) -> dict[str, An
 
 
 def pretrained(folder: Path) -> str:
-    """A small model and its tokenizer, as a run exports them."""
+    """Export a small model and its tokenizer."""
     entries = [*SMALL, "steps=1", "launch.processes=1", "task.samples=0", f"output={folder}"]
     subprocess.run([sys.executable, "-m", "lockstep", "train", *entries], check=True, stdout=sys.stderr)
     return str(folder / "export")
@@ -125,7 +125,7 @@ def install(package: str, version: str, folder: Path, dependencies: bool) -> Non
 
 
 def record(package: str, version: str, options: argparse.Namespace) -> None:
-    """A line for each case of a version."""
+    """Return one line per case of a version."""
     cases = [[f"strategy.name={name}"] for name in options.strategies or ()] or CASES[package]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -21,7 +21,7 @@ CONTROLS = [("allreduce", n) for n in (1, 2, 3)]
 
 
 def weights(folder: str, args: argparse.Namespace, strategy: str, processes: int, exact: bool) -> str:
-    """Train from the start with the command itself; the hash of what it exports."""
+    """Train from the start with the command, and return the hash of the export."""
     output = Path(folder, f"{strategy}-{processes}-{exact}")
     values = {
         "output": str(output),

@@ -35,7 +35,7 @@ PORT = 29511
 
 
 def once(kind: str, gradient: list[torch.Tensor], leaves: int, hosts: tuple[str, ...]) -> tuple[float, float, str]:
-    """Seconds, processor seconds of this rank, and the sum's bits in short."""
+    """Measure seconds, CPU seconds of this rank, and a short hash of the sum."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     began, worked = time.perf_counter(), time.process_time()
@@ -48,7 +48,7 @@ def once(kind: str, gradient: list[torch.Tensor], leaves: int, hosts: tuple[str,
 
 
 def work(args: argparse.Namespace) -> None:
-    """One rank: for each setting that the folder is given, exchanges by turns."""
+    """Run one rank: alternate exchanges for each setting found in the folder."""
     dist.init_process_group("gloo", init_method=f"tcp://{args.master}:{PORT}", rank=args.rank, world_size=args.ranks)
     torch.set_num_threads(1)
     hosts = tuple(f"host-{rank // args.a_host}" for rank in range(args.ranks))
@@ -65,7 +65,7 @@ def work(args: argparse.Namespace) -> None:
                 seconds, worked, bits = once(kind, buckets, args.ranks, hosts)
                 every: list[tuple[float, float, str]] = [(0.0, 0.0, "")] * args.ranks
                 dist.all_gather_object(every, (seconds, worked, bits))
-                if turn:  # the first warms up
+                if turn:  # the first is a warm-up
                     found[kind].append([max(s for s, _, _ in every), sum(w for _, w, _ in every)])
                 assert len({b for _, _, b in every}) == 1, "ranks have other sums"
         if args.rank == 0:
@@ -76,20 +76,20 @@ def work(args: argparse.Namespace) -> None:
 
 
 def shape(space: str, device: str, rate: float) -> None:
-    """What goes out of a host."""
+    """Limit the outgoing rate of a host."""
     from support import hosts
 
     words = ["tc", "-n", space, "qdisc", "replace", "dev", device, "root"]
     if not rate:
         hosts.run(*words, "pfifo_fast")
         return
-    burst = max(16, int(rate * 1e6 / 8 / 250 / 1024))  # a frame, and what passes in a tick of 250 Hz
+    burst = max(16, int(rate * 1e6 / 8 / 250 / 1024))  # one frame, or the bytes of one tick at 250 Hz
     hosts.run(*words, "tbf", "rate", f"{rate}mbit", "burst", f"{burst}kb", "latency", "2s")
 
 
 @contextmanager
 def wire(net: Any, count: int, delayed: bool) -> Iterator[tuple[str, str, IO[str] | None]]:
-    """What joins the hosts: a device, its address on the first of them, and where delays are told."""
+    """Connect the hosts: returns a device, its address on the first host, and the pipe for delays."""
     if not delayed:
         yield "eth0", net.address(0), None
         return
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """On hosts that are made for it."""
+    """Measure on hosts created for this run."""
     from support import hosts
 
     settings = [(rate, delay) for rate in args.rates for delay in args.delays]

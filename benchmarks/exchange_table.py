@@ -25,21 +25,21 @@ RANKS = (2, 3, 4, 6, 8, 16, 32, 64, 96, 100, 128, 256, 512, 1000, 1024)
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a bucket: reduced, and brought to all ranks."""
+    """Cost of a bucket: reduced, and sent back to all ranks."""
 
-    messages: int  # of all ranks
-    most: float  # buckets that the rank sends that sends most; a bucket is a whole gradient's bytes
+    messages: int  # over all ranks
+    most: float  # buckets sent by the busiest rank; a bucket has the bytes of a whole gradient
     mean: float  # of all ranks
-    between: float  # buckets that leave a host, of all hosts
+    between: float  # over all ranks
 
 
 def in_stages(leaves: int, ranks: int, a_host: int) -> Cost:
-    """As `Exchange` sends them along a plan: up and back."""
+    """Count the messages of `Exchange` along a schedule, reduction and return."""
     hosts = tuple(f"host-{rank // a_host}" for rank in range(ranks))
     found, sent, messages, between = ReduceSchedule(leaves, layout_of(leaves, ranks), hosts), [0.0] * ranks, 0, 0.0
     for rank in range(ranks):
         for stage in found.stages(rank):
-            back = stage.rows / ranks  # to each that it received from
+            back = stage.rows / ranks  # to each rank that it received from
             up = [(peer, len(stage.nodes) * (rows.stop - rows.start) / ranks) for peer, rows in stage.sends]
             every = [*up, *((peer, back) for peer, _ in stage.receives)]
             messages += len(every)
@@ -49,7 +49,7 @@ def in_stages(leaves: int, ranks: int, a_host: int) -> Cost:
 
 
 def flat(leaves: int, ranks: int, a_host: int) -> Cost:
-    """One all-to-all, and a ring all-gather of neighbours."""
+    """Count one all-to-all and a ring all-gather."""
     nodes, away = [len(held) for held in layout_of(leaves, ranks)], 0.0
     for rank, held in enumerate(nodes):
         mine = range(first := rank // a_host * a_host, min(first + a_host, ranks))
@@ -65,7 +65,7 @@ def ring(ranks: int, a_host: int) -> Cost:
 
 
 def leaves_of(ranks: int, least: int) -> int:
-    """A power of two, as run files have them."""
+    """Number of micro-batches: a power of two."""
     while least < ranks:
         least *= 2
     return least
@@ -86,7 +86,7 @@ def table(a_host: int, least: int) -> list[str]:
     return lines
 
 
-# The report's own colours; a style sheet of a page does not reach an image.
+# The report's colours, inlined: style sheets of a page do not apply to an image.
 STYLE = """
 text { font: 11px system-ui, sans-serif; fill: #57606a }
 .grid, .axis { stroke: #d0d7de }
@@ -98,7 +98,7 @@ text { font: 11px system-ui, sans-serif; fill: #57606a }
 
 
 def plot(a_host: int, least: int) -> str:
-    """What grows with the number of ranks: two charts as a report draws them, side by side, as one SVG."""
+    """Draw two charts of growth with the number of ranks, side by side in one SVG."""
     counted = [(math.log2(n), n, leaves_of(n, least)) for n in RANKS]
     stages = [(x, in_stages(leaves, n, a_host)) for x, n, leaves in counted]
     plain = [(x, flat(leaves, n, a_host)) for x, n, leaves in counted]

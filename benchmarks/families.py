@@ -44,8 +44,8 @@ TASKS: dict[str, dict[str, Any]] = {
     "masked": {"name": "masked_language_modeling", "samples": 0},
     "seq2seq": {"name": "translation", "source": "en", "target": "de", "samples": 0, "bleu": False},
 }
-WAYS = ["ddp:2", "ddp:3", "fsdp2:1", "fsdp2:2", "fsdp2:3"]  # strategies and processes
-# Entries of configs, whatever they are called in a family, and what makes them small.
+WAYS = ["ddp:2", "ddp:3", "fsdp2:1", "fsdp2:2", "fsdp2:3"]  # strategy:processes
+# Config entries under all their names, with small values.
 SMALL: dict[int, str] = {
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
     "num_encoder_layers num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
@@ -64,7 +64,7 @@ ROPE |= {"original_max_position_embeddings": 128}
 MLA = {"qk_rope_head_dim": 16, "head_dim": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 SHARED = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
-# What a family needs beside its sizes.
+# Further requirements of single families.
 ALSO: dict[str, dict[str, Any]] = {
     "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1, "n_head": 2},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "local"], "is_decoder": True},
@@ -130,7 +130,7 @@ ALSO: dict[str, dict[str, Any]] = {
 
 
 def families(head: str) -> list[str]:
-    """The model types that transformers has such a head for."""
+    """Model types that transformers supports for a head."""
     from transformers.models.auto import modeling_auto
 
     from lockstep.tasks.models import heads
@@ -139,12 +139,12 @@ def families(head: str) -> list[str]:
 
 
 def small(family: str) -> dict[str, Any]:
-    """The entries of `model.config` that make a family tiny."""
+    """Entries of `model.config` that make a family tiny."""
     return sizes(transformers.CONFIG_MAPPING[family](), ALSO.get(family, {}))
 
 
 def sizes(usual: Any, also: dict[str, Any]) -> dict[str, Any]:
-    """Those of one config, and of the configs within it."""
+    """Size entries of a config and its nested configs."""
     kind, known = type(usual), usual.to_dict()
     names = {name: size for size, names in SMALL.items() for name in names.split()}
     wanted = {n: s for n, s in names.items() if isinstance(known.get(n), int)}
@@ -153,12 +153,12 @@ def sizes(usual: Any, also: dict[str, Any]) -> dict[str, Any]:
         if isinstance(part := getattr(usual, name, None), transformers.PreTrainedConfig):
             wanted[name] = sizes(part, also.get(name, {}))
     made = kind(**wanted).to_dict()
-    lists = {n: v for n, v in made.items() if isinstance(v, list) and v != known.get(n)}  # one entry a layer
+    lists = {n: v for n, v in made.items() if isinstance(v, list) and v != known.get(n)}  # one value per layer
     return wanted | lists
 
 
 def write_data(folder: Path) -> None:
-    """Sentences that all tasks can read."""
+    """Write sentences that all tasks can read."""
     draw = random.Random(0)
     words = ["a", "the", "dog", "cat", "bird", "runs", "sees", "likes", "big", "small", "red", "old", "house"]
     for split, count in (("train", 36), ("validation", 7)):
@@ -182,7 +182,7 @@ def run_of(
     threads: int = 1,
     recompute: bool = False,
 ) -> Run:
-    """A run of two steps."""
+    """Build a run of two steps."""
     values = {
         "name": family,
         "task": TASKS[head],
@@ -201,7 +201,7 @@ def run_of(
 
 
 def trained(world: World, run: Run) -> dict[str, Any]:
-    """What two steps and an evaluation come to, on rank 0 and elsewhere."""
+    """Results of two steps and an evaluation, on rank 0 and on the others."""
     strategy = resolve_strategy(run, world.size)(run, world)
     task_class = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
@@ -219,7 +219,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
 
 
 def rank_main(rank: int, ranks: int, meet: str, run: Run, jobs: Any, results: Any) -> None:
-    """One rank, job after job, until one fails: the other ranks may then wait in a collective."""
+    """Run one rank, job after job, until one fails: other ranks may then wait in a collective."""
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     world = World(run, meet)
@@ -236,14 +236,14 @@ def rank_main(rank: int, ranks: int, meet: str, run: Run, jobs: Any, results: An
 
 
 class Ranks:
-    """Processes that stay together from job to job, and are made anew when one of them failed."""
+    """Processes that are reused for many jobs, and replaced after a failure."""
 
     def __init__(self, count: int, run: Run) -> None:
         self.count, self.run = count, run
         self.processes: list[Any] = []
 
     def start(self) -> None:
-        """Fork them; torch and transformers are imported already."""
+        """Fork the processes; torch and transformers are already imported."""
         context = multiprocessing.get_context("fork")
         self.folder = tempfile.TemporaryDirectory()
         self.jobs, self.results = [context.Queue() for _ in range(self.count)], context.Queue()
@@ -256,7 +256,7 @@ class Ranks:
             process.start()
 
     def do(self, run: Run, timeout_s: float) -> dict[str, Any] | str:
-        """What rank 0 found, or what went wrong."""
+        """Return rank 0's result, or the error."""
         if not self.processes:
             self.start()
         for jobs in self.jobs:
@@ -275,7 +275,7 @@ class Ranks:
         return found[0]
 
     def stop(self) -> None:
-        """End them all."""
+        """Terminate all processes."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -292,7 +292,7 @@ def tried(
     precision: str,
     recompute: bool = False,
 ) -> dict[str, Any]:
-    """One line of the table. `recompute`: the ways beside single compute activations again."""
+    """Try one family; returns one line of the table. `recompute`: ways other than single recompute activations."""
     line: dict[str, Any] = {"head": head, "family": family, "precision": precision}
     if recompute:
         line["recompute"] = True
@@ -326,13 +326,13 @@ WHY = {
 
 
 def why(said: str) -> str:
-    """What went wrong, in a few words."""
+    """Shorten an error to a few words."""
     known = [words for part, words in WHY.items() if part in said]
     return known[0] if known else said.replace("|", "/")[:110].rsplit(" ", 1)[0]
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Markdown: families that train with the same bits everywhere in one list a head, the others a row each."""
+    """Format as Markdown: families with equal bits everywhere as one list per head, the others with a row each."""
     said = []
     ways = list(dict.fromkeys(key for x in lines for key in x if key.rpartition(" ")[2].isdigit()))
     for head in TASKS:

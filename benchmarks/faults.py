@@ -49,14 +49,14 @@ from support.command import (
 from support.self_killing_strategies import EXCHANGE
 
 KINDS = ("continue", "restart", "torchrun")  # the last: peers/snapshots.py
-PATIENCE_S = 3600.0  # so that a failure ends
-LIMIT_S = 30.0  # after which a job that has lost a rank counts as one that does not go on
+PATIENCE_S = 3600.0  # a failure must end
+LIMIT_S = 30.0  # after a lost rank, the longest time until the job counts as hung
 SNAPSHOTS = Path(__file__).resolve().parent / "peers" / "snapshots.py"
 
 
 def strikes(place: Path, kills: int, seed: int, out: Path | None) -> dict:
-    """Jobs of a dozen strikes each, until there were so many. What `out` holds already is gone on from, and each job is
-    written there when it has ended."""
+    """Run jobs with a dozen kills each until the requested number. Continues from the results in `out`, and writes each
+    finished job there."""
     cache, untouched = place / "cache", place / "untouched"
     found = json.loads(out.read_text())["strikes"] if out and out.exists() else {"each": [], "what was said": []}
     jobs, lost = [rank_kills.Job(**each) for each in found["each"]], found["what was said"]
@@ -81,7 +81,7 @@ def strikes(place: Path, kills: int, seed: int, out: Path | None) -> dict:
 
 
 def summary(jobs: list[rank_kills.Job], lost: list[str], seed: int) -> dict:
-    """What the record says of all jobs."""
+    """Summarize all jobs for the record."""
     phases = Counter(each["phase"] for job in jobs for each in job.done)
     return {
         "kills": sum(phases.values()),
@@ -98,15 +98,15 @@ def summary(jobs: list[rank_kills.Job], lost: list[str], seed: int) -> dict:
 
 
 def keep(out: Path, found: dict) -> None:
-    """Whole, or as it was before."""
+    """Write the file atomically."""
     aside = out.with_name(out.name + ".new")
     aside.write_text(json.dumps({"processor": processor(), **found}, indent=1))
     aside.rename(out)
 
 
 def seconds(place: Path, rounds: int, seed: int) -> dict:
-    """Kill a random rank at a random moment; every 20 steps there is a checkpoint. Each round has one of each kind, in
-    an order of its own."""
+    """Kill a random rank at a random moment; checkpoints are every 20 steps. Each round has one job of each kind, in
+    random order."""
     chance, found = random.Random(seed), {how: list[dict[str, float]]() for how in KINDS}
     for number in range(rounds):
         for how in chance.sample(KINDS, len(KINDS)):
@@ -121,7 +121,7 @@ def seconds(place: Path, rounds: int, seed: int) -> dict:
 
 
 def killed(folder: Path, cache: Path, how: str, chance: random.Random) -> dict[str, float]:
-    """From a kill to the next finished step."""
+    """Time from a kill to the next finished step."""
     process, ranks = begun(folder, cache, how)
     wanted = 25 + chance.randint(0, 20)
     until(lambda: step_of(folder) >= wanted, "some steps", process, PATIENCE_S)
@@ -136,7 +136,7 @@ def killed(folder: Path, cache: Path, how: str, chance: random.Random) -> dict[s
         end(process, folder)
         return {"seconds": LIMIT_S, "steps trained again": 0, "did not go on": 1}
     at = json.loads([line for line in events.read_text().splitlines() if sign in line][before])["step"]
-    last = metrics.stat().st_mtime_ns  # lines of steps that are trained again are there until then
+    last = metrics.stat().st_mtime_ns  # lines of repeated steps stay until then
     until(lambda: metrics.stat().st_mtime_ns > last and lines(folder)[-1]["step"] > at, "a step", process, PATIENCE_S)
     took = time.monotonic() - began
     end(process, folder)
@@ -144,11 +144,11 @@ def killed(folder: Path, cache: Path, how: str, chance: random.Random) -> dict[s
 
 
 def begun(folder: Path, cache: Path, how: str) -> tuple[Process, Callable[[], list[int]]]:
-    """A job of three ranks, and what tells their process ids."""
+    """Start a job of three ranks; returns it with a way to read the process ids."""
     if how == "torchrun":
         folder.mkdir()
         words = ["--standalone", "--nproc_per_node=3", "--max-restarts=100", str(SNAPSHOTS), "--every=20"]
-        # else ranks that are started again may read the addresses of those before (torch issue 135712; seen here, too)
+        # otherwise restarted ranks may read the addresses of the previous ones (torch issue 135712; also seen here)
         apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         plain = start_anew([sys.executable, "-m", "torch.distributed.run", *words], folder, cache, **apart)
         return plain, lambda: sorted(pid for pid, parent in processes_in(folder).items() if parent == plain.pid)
@@ -164,7 +164,7 @@ def begun(folder: Path, cache: Path, how: str) -> tuple[Process, Callable[[], li
 
 
 def end(process: Process, folder: Path) -> None:
-    """All of a job's processes."""
+    """Terminate all processes of a job."""
     with suppress(OSError):
         os.kill(process.pid, signal.SIGKILL)
     cleared(folder)
@@ -172,7 +172,7 @@ def end(process: Process, folder: Path) -> None:
 
 
 def cleared(folder: Path) -> None:
-    """Nothing runs in `folder` any more."""
+    """Wait until nothing runs in `folder`."""
     for pid in processes_in(folder):
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
@@ -180,19 +180,18 @@ def cleared(folder: Path) -> None:
 
 
 def used(pid: int) -> dict[int, float]:
-    """Processor seconds of each thread of a process."""
+    """CPU seconds of each thread of a process."""
     seconds = {}
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             seconds[int(thread.name)] = int((thread / "schedstat").read_text().split()[0]) / 1e9
     return seconds
 
 
 def cost(place: Path, rounds: int, steps: int, copies: int) -> dict:
-    """Of both ranks and their launcher together, a step; jobs of one kind after jobs of the other. The ratio is the
-    median of those of the rounds: one job of each kind, one after the other. What the launcher and the ranks' other
-    threads take is listed by itself, because their main threads run the same code with the key and without, and differ
-    by more from job to job. `copies`: of the state, every so many steps."""
+    """CPU seconds per step of both ranks and their launcher, alternating job kinds. The ratio is the median over rounds
+    of one job of each kind. The launcher's and other threads are listed separately: the main threads run the same code
+    with and without the key, and vary more between jobs. `copies`: peer checkpoints every so many steps."""
     found: dict[str, list[dict[str, float]]] = {"restart": [], "continue": []}
     name = "fsdp2" if copies else "allreduce"
     for number in range(2 * rounds):
@@ -221,8 +220,7 @@ def cost(place: Path, rounds: int, steps: int, copies: int) -> dict:
 
 
 def spent(folder: Path, cache: Path, words: list[str], steps: int) -> dict[str, float]:
-    """Processor seconds a step of a job that nobody touches, and the memory (MB) that its ranks have to themselves,
-    shared pages shared out."""
+    """CPU seconds per step of an undisturbed job, and its ranks' memory (MB) with shared pages divided."""
     write(folder, steps=steps + 500, evaluate={"every": 0}, checkpoint={"every": 0}, track={"every": 10})
     process = start([*LOCKSTEP, "train", "run.yaml", "launch.processes=2", *words], folder, cache)
     until(lambda: step_of(folder) >= 100, "some steps", process, PATIENCE_S)

@@ -19,12 +19,12 @@ import tempfile
 import time
 from pathlib import Path
 
-MARK = "MEASURED "  # before the line that a start prints
-BEGAN = "BENCHMARK_BEGAN"  # the variable that says when the command was given, in seconds since the epoch
+MARK = "MEASURED "  # prefix of the line that a start prints
+BEGAN = "BENCHMARK_BEGAN"  # variable with the time of the command, in seconds since the epoch
 
 
 def reached() -> None:
-    """Print what it took to come here, and end the process."""
+    """Print the time since the command, and end the process."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     processor = sum(each.ru_utime + each.ru_stime for each in used)
     said = {"clock_s": round(time.time() - float(os.environ[BEGAN]), 3), "processor_s": round(processor, 3)}
@@ -93,7 +93,7 @@ SIDES = {"lockstep": lockstep, "Trainer": trainer}
 
 
 def once(side: str, words: list[str]) -> dict[str, float]:
-    """One start, in a process of its own."""
+    """Do one start in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", BEGAN: str(time.time())}
         command = [sys.executable, __file__, "--start", side, *words[:3], folder, *words[3:]]
@@ -123,7 +123,7 @@ def main() -> None:
         for side in list(SIDES)[:: 1 if pair % 2 else -1]:
             taken = once(side, words + (known.more if side == "lockstep" else []))
             if pair < 0:
-                continue  # filled the caches
+                continue  # warm-up of the caches
             found[side].append(taken)
             if known.out is not None:
                 line = {"date": time.strftime("%Y-%m-%d"), "pair": pair, "side": side, "precision": known.precision}

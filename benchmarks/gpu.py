@@ -35,18 +35,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = Path(__file__).with_name("gpu_peers.py")
-RATES = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16 operations a second, by the maker
+RATES = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16 FLOP/s, from the maker's data sheet
 NOT_A_FIGURE = "NOT A GPU FIGURE: tiny jobs on a CPU, which show that this benchmark works and nothing else"
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 NEEDS = {"trainer_liger": "liger_kernel", "accelerate": "accelerate"}
 OURS = ("lockstep", "old")
-WARM_UP = 2  # steps at the beginning of which no rate is taken
+WARM_UP = 2  # steps before the measurement
 HEAD = "| job | contender | a second | least to most | MFU | first step, s | whole, s | GB held |"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained. `length`: tokens of a block; of texts in classes, the most that one has."""
+    """A training job. `length`: tokens per block; for classification, of the longest text."""
 
     name: str
     type: str
@@ -105,7 +105,7 @@ SMALL = {
 
 
 def tiny(job: Job) -> Job:
-    """The same job for a CPU. What is compiled takes minutes there, and is left out."""
+    """Shrink a job for a CPU, without compilation, which takes minutes there."""
     some = tuple(name for name in job.contenders if "compile" not in name and "liger" not in name)
     return replace(
         job,
@@ -123,7 +123,7 @@ def tiny(job: Job) -> Job:
 
 
 def prepare(job: Job, folder: Path) -> None:
-    """A tokenizer of whole words, texts for lockstep, the tokens of the same texts for peers, and a model to adapt."""
+    """Write a word-level tokenizer, texts for lockstep, the same texts as tokens for peers, and a model to adapt."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -138,7 +138,7 @@ def prepare(job: Job, folder: Path) -> None:
     draw, count = random.Random(0), job.batch * (8 if job.labels else 4)
     rows = []
     for _ in range(count):
-        length = draw.randint(5, job.length - 2) if job.labels else job.length - 1  # a text ends with a token more
+        length = draw.randint(5, job.length - 2) if job.labels else job.length - 1  # a text ends with one more token
         rows.append([draw.randrange(len(special), job.vocabulary) for _ in range(length)])
     tokens = [{"input_ids": ids if job.labels else [*ids, 2]} for ids in rows]
     texts = [{"text": " ".join(words[i] for i in ids)} for ids in rows]
@@ -154,7 +154,7 @@ def prepare(job: Job, folder: Path) -> None:
 
 
 def _save_model(job: Job, folder: Path) -> None:
-    """With random weights, which `model.adapter` takes for pretrained ones."""
+    """Save a model with random weights, as the base of an adapter."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -165,7 +165,7 @@ def _save_model(job: Job, folder: Path) -> None:
 
 
 def run_file(job: Job, folder: Path, output: Path) -> Path:
-    """The job for lockstep."""
+    """Run file of a job for lockstep."""
     task: dict[str, Any] = {"name": "classification"}
     if not job.labels:
         task = {"name": "language_modeling", "block_size": job.length, "samples": 0}
@@ -191,7 +191,7 @@ def run_file(job: Job, folder: Path, output: Path) -> Path:
         "track": {"every": 1},
     }
     path = output.with_suffix(".yaml")
-    path.write_text(json.dumps(run))  # which is YAML, too
+    path.write_text(json.dumps(run))  # JSON is valid YAML
     return path
 
 
@@ -199,7 +199,7 @@ def run_file(job: Job, folder: Path, output: Path) -> Path:
 
 
 def environment(source: Path, scratch: Path) -> dict[str, str]:
-    """For a contender: lockstep from `source`, caches of its own, no network."""
+    """Environment of a contender: lockstep from `source`, separate caches, no network."""
     paths = [source / "src", *sorted((source / "packages").glob("*/src"))]
     own = {
         "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
@@ -214,7 +214,7 @@ def environment(source: Path, scratch: Path) -> dict[str, str]:
 def lockstep(
     job: Job, folder: Path, scratch: Path, source: Path, keys: Sequence[str], timeout: float, stop_at: int | None = None
 ) -> dict[str, Any]:
-    """One run of `lockstep train`. `stop_at`: it is interrupted once so many steps are done, and started again."""
+    """Run `lockstep train` once. `stop_at`: interrupt it after this many steps, and start it again."""
     output = Path(tempfile.mkdtemp(dir=scratch)) / "out"
     command = [sys.executable, "-m", "lockstep", "train", str(run_file(job, folder, output)), *keys]
     began, first, log = time.time(), None, output.with_suffix(".log")
@@ -249,7 +249,7 @@ def lockstep(
 
 
 def _lines(output: Path) -> list[dict[str, Any]]:
-    """The training lines so far; the last one may be half written."""
+    """Training lines so far; the last one may be incomplete."""
     path = output / "metrics.jsonl"
     if not path.exists():
         return []
@@ -258,8 +258,7 @@ def _lines(output: Path) -> list[dict[str, Any]]:
 
 
 def _held(output: Path) -> float | None:
-    """The most that tensors of one rank took of the GPU, in 2^30 bytes, as peers have it; None where that is not
-    written down."""
+    """Peak GPU memory of one rank's tensors in GiB, as for peers; None if not recorded."""
     path = output / "system.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     held = [value for row in rows for name, value in row.items() if name.startswith("gpu_memory_gb")]
@@ -267,14 +266,14 @@ def _held(output: Path) -> float | None:
 
 
 def _weights(output: Path) -> str | None:
-    """SHA-256 of the exported weights; None: there are none."""
+    """SHA-256 of the exported weights, or None."""
     files = sorted((output / "export").glob("*.safetensors"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return digest[:16] if files else None
 
 
 def peer(job: Job, folder: Path, scratch: Path, name: str, timeout: float) -> dict[str, Any]:
-    """One run of `gpu_peers.py`."""
+    """Run `gpu_peers.py` once."""
     here = Path(tempfile.mkdtemp(dir=scratch))
     (here / "job.json").write_text(json.dumps(asdict(job) | {"folder": str(folder)}))
     command = [sys.executable, str(PEERS), str(here / "job.json"), name, str(here / "out.json")]
@@ -293,7 +292,7 @@ def peer(job: Job, folder: Path, scratch: Path, name: str, timeout: float) -> di
 
 
 class Bench:
-    """Contenders take turns, round by round, until each has had its rounds or the time is over."""
+    """Runs contenders in turns, round by round, until all rounds are done or time is up."""
 
     def __init__(self, jobs: Sequence[Job], old: Path | None, budget: float, scratch: Path) -> None:
         self.jobs, self.old, self.scratch = jobs, old, scratch
@@ -303,11 +302,11 @@ class Bench:
         self.bits: dict[str, Any] = {}
 
     def left(self) -> float:
-        """Seconds."""
+        """Seconds left."""
         return self.ends - time.time()
 
     def folder(self, job: Job) -> Path:
-        """Of a job's data, which are made when they are first needed."""
+        """Folder of a job's data, created on first use."""
         folder = self.scratch / job.name
         if not folder.exists():
             folder.mkdir()
@@ -315,7 +314,7 @@ class Bench:
         return folder
 
     def compare_bits(self, job: Job, also: Sequence[str] = ()) -> None:
-        """Of one process, and of everything that has to give the same. `also`: keys of all of them."""
+        """Compare the bits of one process with all jobs that must be equal. `also`: keys for all of them."""
         variants = {
             "single": ((), None),
             "single again": ((), None),
@@ -336,7 +335,7 @@ class Bench:
             self.bits[" ".join([name, *also])] = told.get("weights") or {"error": told["error"]}
 
     def measure(self, rounds: int) -> None:
-        """Errors and what had no time are written down."""
+        """Measure all rounds; errors and skipped jobs are recorded."""
         for _ in range(rounds):
             for job in self.jobs:
                 for name in job.contenders:
@@ -370,7 +369,7 @@ class Bench:
         print(f"{where}: {told.get('error') or f'{rate(job, told):,.0f} a second'}", file=sys.stderr, flush=True)
 
     def rows(self, card: str) -> Iterator[dict[str, Any]]:
-        """The lines of the table."""
+        """Lines of the table."""
         for job in self.jobs:
             for name in job.contenders:
                 turns = [told for told in self.rounds.get((job.name, name), []) if "error" not in told]
@@ -392,7 +391,7 @@ class Bench:
                 }
 
     def errors(self) -> dict[str, str]:
-        """What did not end well."""
+        """Failed jobs."""
         return {
             f"{job}: {name}": told["error"]
             for (job, name), turns in self.rounds.items()
@@ -402,13 +401,13 @@ class Bench:
 
 
 def rate(job: Job, told: dict[str, Any]) -> float:
-    """Tokens of blocks or examples a second, by the median step."""
+    """Tokens of blocks or examples per second, by the median step."""
     seconds = statistics.median(told["seconds"][WARM_UP:] or told["seconds"])
     return job.batch * (1 if job.labels else job.length) / seconds
 
 
 def mfu(job: Job, tokens_per_s: float, card: str) -> float | None:
-    """Share of the card's rate; None where that is not known, or the job is no full training of a language model."""
+    """Share of the card's rate; None if unknown, or for anything but a full training of a language model."""
     peak = next((peak for name, peak in RATES.items() if name in card), None)
     if peak is None or job.labels or job.adapter:
         return None
@@ -423,7 +422,7 @@ def mfu(job: Job, tokens_per_s: float, card: str) -> float | None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """As Markdown."""
+    """Format as Markdown."""
     lines = [f"# {result['card']}", ""]
     if result["tiny"]:
         lines += [f"**{NOT_A_FIGURE}**", ""]
@@ -454,7 +453,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def old_build(given: str | None, scratch: Path) -> Path | None:
-    """The folder of an older build: as given, or a git revision laid out beside."""
+    """Folder of an older build: as given, or a git revision exported beside this one."""
     if given is None or Path(given).is_dir():
         return None if given is None else Path(given).resolve()
     folder = scratch / "old"
@@ -465,11 +464,11 @@ def old_build(given: str | None, scratch: Path) -> Path | None:
 
 
 def install(wheels: Path) -> None:
-    """What lockstep and its peers need, from a folder and from nowhere else."""
+    """Install lockstep's and the peers' requirements from a folder only."""
     names = ["torch", "transformers", "tokenizers", "safetensors", "accelerate", "peft", "pydantic", "pyyaml", "numpy"]
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--find-links", str(wheels)]
     subprocess.run([*command, *names], check=True)
-    for name in ("liger_kernel", "bitsandbytes"):  # peers that may be missing
+    for name in ("liger_kernel", "bitsandbytes"):  # optional peers
         subprocess.run([*command, name], check=False, capture_output=True)
 
 

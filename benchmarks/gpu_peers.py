@@ -28,7 +28,7 @@ RATE, CLIP = 5e-4, 1.0
 
 
 class Clock:
-    """When steps ended."""
+    """Records the end of each step."""
 
     def __init__(self, device: str) -> None:
         self.device, self.ends = device, [time.time()]
@@ -50,7 +50,7 @@ class Clock:
 
 
 def model_of(job: dict[str, Any]) -> Any:
-    """With weights drawn on the device, in float32; those that an adapter freezes in bfloat16."""
+    """Build the model with random weights on the device, in float32; weights frozen by an adapter in bfloat16."""
     from transformers import AutoConfig, set_seed
     from transformers.models import auto
 
@@ -74,13 +74,13 @@ def model_of(job: dict[str, Any]) -> Any:
 
 
 def examples(job: dict[str, Any]) -> list[dict[str, list[int]]]:
-    """Token ids and labels, from the folder of the job."""
+    """Token ids and labels from the job's folder."""
     rows: list[dict[str, list[int]]] = json.loads(Path(job["folder"], "tokens.json").read_text())
     return rows
 
 
 def collated(job: dict[str, Any], rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Padded to the longest of these: as a collator of transformers has it."""
+    """Pad to the longest row, as a collator of transformers does."""
     width = max(len(row["input_ids"]) for row in rows)
     ids = torch.tensor([row["input_ids"] + [0] * (width - len(row["input_ids"])) for row in rows])
     if not job["labels"]:
@@ -90,7 +90,7 @@ def collated(job: dict[str, Any], rows: list[dict[str, list[int]]]) -> dict[str,
 
 
 def micro_batches(job: dict[str, Any]) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """For each step, on the host."""
+    """Micro-batches of each step, on the host."""
     rows, size = examples(job), job["batch"] // job["micro_batches"]
     for step in range(job["steps"]):
         chosen = [rows[(step * job["batch"] + i) % len(rows)] for i in range(job["batch"])]
@@ -103,7 +103,7 @@ def optimizer_of(job: dict[str, Any], model: Any) -> torch.optim.Optimizer:
 
 
 def loop(job: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
-    """A plain loop."""
+    """Train with a plain loop."""
     device = job["device"]
     model = model_of(job)
     forward = torch.compile(model) if compiled else model
@@ -122,7 +122,7 @@ def loop(job: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
 
 
 def accelerate(job: dict[str, Any]) -> dict[str, Any]:
-    """A plain loop with Accelerate."""
+    """Train with a plain Accelerate loop."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(
@@ -147,7 +147,7 @@ def accelerate(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def trainer(job: dict[str, Any], liger: bool = False, compiled: bool = False) -> dict[str, Any]:
-    """transformers' Trainer."""
+    """Train with transformers' Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     cuda = job["device"] == "cuda"

@@ -50,14 +50,14 @@ POINTS: dict[str, list[int]] = {
     "examples": [10**4, 10**5, 10**6, 10**7, 10**8],
     "ranks": [1, 4, 16, 64, 256, 1024, 4096],
 }
-STEPS = 5  # of which the median is taken
+STEPS = 5  # the median of these is reported
 
 
 # -- points ----------------------------------------------------------------------------------------------------------
 
 
 def _texts(folder: Path, rows: int) -> Path:
-    """Rows of sixteen words, each a token of the trained tokenizer: all of one length."""
+    """Write rows of sixteen words, each one token: all of equal length."""
     draw, words = random.Random(0), [f"{a}{b}" for a in "bdfgklmn" for b in "aeiou"]
     for split, count in (("train", rows), ("validation", 8)):
         lines = (
@@ -88,7 +88,7 @@ def _run(folder: Path, batch_size: int, micro_batches: int, *words: str, **model
 
 
 def _steps(world: Any, run: Any) -> list[float]:
-    """Processor time of each of some steps on this rank, after two that nobody counts."""
+    """CPU time of some steps on this rank, after two warm-up steps."""
     from lockstep.distributed.system_metrics import keep_freed_memory
     from lockstep.training.data_loader import StepLoader
     from support.harness import build
@@ -128,7 +128,7 @@ def micro_batches(count: int, folder: Path) -> dict[str, float]:
 
 
 def parameters(count: int, folder: Path) -> dict[str, float]:
-    """Layers of width w have 12 w^2 weights; twelve of them, and an embedding of 432 rows."""
+    """Measure a model with twelve layers of 12 w^2 weights each, and an embedding of 432 rows."""
     width = max(64, round(math.sqrt(count / (12 * 12)) / 64) * 64)
     layers = max(1, round((count - 432 * width) / (12 * width * width)))
     _alone(_run(folder, 2, 1, "strategy.name=single"))  # imports
@@ -182,7 +182,7 @@ AXES: dict[str, Callable[[int, Path], dict[str, float]]] = {
 
 
 def point(axis: str, value: int) -> None:
-    """Measure here, and print a line."""
+    """Measure one point in this process, and print a line."""
     sys.path.insert(0, str(ROOT / "tests"))
     with tempfile.TemporaryDirectory() as name:
         os.environ.setdefault("LOCKSTEP_CACHE", f"{name}/cache")
@@ -217,11 +217,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Line:
-    """Of a chart: a measure against an axis."""
+    """A line of a chart: a measure against an axis."""
 
     measure: str
     label: str
-    unit: float = 1.0  # what it is multiplied with to be shown
+    unit: float = 1.0  # factor for display
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Chart:
     axis: str
     title: str
     lines: tuple[Line, ...]
-    why: str  # why it grows so
+    why: str  # reason of its growth
 
 
 CHARTS = (
@@ -285,13 +285,13 @@ CHARTS = (
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Of the last two points, in logarithms: 0 is flat, 1 is in proportion."""
+    """Log-log slope of the last two points: 0 is constant, 1 proportional."""
     (x, y), (end_x, end_y) = points[-2:]
     return math.log(end_y / y) / math.log(end_x / x)
 
 
 def per_unit(points: Sequence[tuple[float, float]]) -> float:
-    """What one more costs at the end."""
+    """Marginal cost at the end of the axis."""
     (x, y), (end_x, end_y) = points[-2:]
     return (end_y - y) / (end_x - x)
 
@@ -365,13 +365,13 @@ def _short(x: float) -> str:
 
 
 def _figure(value: float) -> str:
-    """Three figures, and no exponents."""
+    """Format with three digits and no exponent."""
     digits = max(0, 2 - math.floor(math.log10(value))) if value else 0
     return f"{round(value, digits if value < 100 else 2 - math.floor(math.log10(value))):,.{digits}f}"
 
 
 def _why(lines: Sequence[dict[str, Any]], chart: Chart) -> str:
-    """With the figures that it names."""
+    """Explanations, with the figures that they name."""
     more = per_unit(points_of(lines, chart, chart.lines[0]))
     return "\n".join(textwrap.wrap(chart.why.format(each=more, nanoseconds=more * 1e6), 118))
 

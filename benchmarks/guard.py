@@ -27,7 +27,7 @@ from lockstep.training.sdc_check import SdcCheck
 
 
 def built(path: str, overrides: list[str], every: int) -> tuple[Any, StepLoader, Any]:
-    """One process; what trains its steps, the steps, and the strategy."""
+    """Build a strategy on one process; returns the step function, batches and strategy."""
     run = load(path, [*overrides, "strategy.name=single", "launch.processes=1", f"sdc_check.every={every}"])
     task_class: Any = plugins.find("tasks", run.task.name)
     world = World(run)
@@ -39,7 +39,7 @@ def built(path: str, overrides: list[str], every: int) -> tuple[Any, StepLoader,
 
 
 def took(call: Any) -> float:
-    """Processor seconds."""
+    """CPU seconds of a call."""
     began = time.process_time()
     call()
     return time.process_time() - began

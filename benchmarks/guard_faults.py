@@ -35,14 +35,14 @@ from lockstep.training.errors import CorruptionDetected
 from lockstep.training.sdc_check import SdcCheck, drawn
 
 KINDS = ("nothing", "activations", "gradients", "messages", "weights")
-RATE = 0.5  # of steps in which something is injected
+RATE = 0.5  # share of steps with a fault
 SMALL: dict[str, Any] = {
     "name": "small",
     "data": {"source": "builtin/emotion", "max_length": 32, "limit": 100},
     "model": {"type": "gpt2", "config": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}},
     "tokenizer": {"train": "bpe", "vocab_size": 400},
     "epochs": 1000,
-    "batch_size": 25,  # of 100 examples: no step is short, and no micro-batch empty
+    "batch_size": 25,  # of 100 examples: no short step, and no empty micro-batch
     "micro_batches": 8,
     "launch": {"device": "cpu", "threads": 1},
     "sdc_check": {"every": 1},
@@ -50,19 +50,19 @@ SMALL: dict[str, Any] = {
 
 
 def flipped(tensor: Tensor, draw: random.Random) -> Tensor:
-    """The same with one bit of one number changed: one of the upper seven of the mantissa."""
+    """Flip one of the upper seven mantissa bits of one number."""
     changed = tensor.detach().clone().contiguous()
-    numbers = changed.view(-1).nonzero().view(-1)  # a bit of a zero is lost in the next sum
+    numbers = changed.view(-1).nonzero().view(-1)  # a flipped bit of a zero is lost in the next sum
     changed.view(-1).view(torch.int32)[numbers[draw.randrange(len(numbers))]] ^= 1 << draw.randrange(16, 23)
     return changed
 
 
 class Injected:
-    """Faults of one kind: for each step whether there is one, at which rank, in which of its micro-batches."""
+    """Faults of one kind: for each step, whether there is one, its rank and its micro-batch."""
 
     def __init__(self, kind: str, run: Run, world: World, strategy: Any) -> None:
         self.kind, self.run, self.world, self.strategy = kind, run, world, strategy
-        self.now: tuple[int, random.Random] | None = None  # the micro-batch, on the rank that is wrong
+        self.now: tuple[int, random.Random] | None = None  # micro-batch on the faulty rank
         self.changed = False
         self._under_way = -1
         if kind == "activations":
@@ -80,11 +80,11 @@ class Injected:
 
         strategy.run_micro_batch = run_micro_batch
         received = strategy.reduce
-        if kind == "messages":  # one rank gets another sum than the others
+        if kind == "messages":  # one rank gets another sum
             strategy.reduce = lambda: self._message(received())
 
     def plan(self, step: int) -> tuple[int, int] | None:
-        """Rank and micro-batch of the fault of a step; None: there is none. The same on every rank."""
+        """Rank and micro-batch of a step's fault, or None. Equal on all ranks."""
         draw = random.Random(f"{self.kind} {step}")
         if self.kind == "nothing" or draw.random() > RATE:
             return None
@@ -93,7 +93,7 @@ class Injected:
         return next(r for r in range(size) if micro_batch in share(self.run.micro_batches, r, size)), micro_batch
 
     def arm(self, step: int) -> None:
-        """Before a step: in it, or in the weights that it begins with."""
+        """Inject before a step: into the step, or into its initial weights."""
         found = self.plan(step)
         mine = found is not None and found[0] == self.world.rank
         draw = random.Random(step)
@@ -121,7 +121,7 @@ class Injected:
 
 
 def rank_of(rank: int, ranks: int, meet: str, kind: str, steps: int, results: Any) -> None:
-    """One rank's steps. Rank 0 puts what was found."""
+    """Run one rank's steps. Rank 0 reports the results."""
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)})
     os.environ.update({"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"})
     torch.set_num_threads(1)
@@ -137,7 +137,7 @@ def rank_of(rank: int, ranks: int, meet: str, kind: str, steps: int, results: An
     counts = dict.fromkeys(("injected", "could_be_seen", "found", "named_rightly", "false_alarms"), 0)
     for step in range(steps):
         injected.arm(step)
-        # a sum that was received wrongly is in the weights that the next step begins with
+        # a wrongly received sum changes the weights at the start of the next step
         fault = injected.plan(step - 1 if kind == "messages" else step) if step or kind != "messages" else None
         counts["injected"] += fault is not None
         sampled = fault is not None and (kind in ("weights", "messages") or fault[1] == drawn(run, step))
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    # one rank has nobody to compare its weights with
+    # one rank alone cannot compare its weights
     for kind in [kind for kind in args.kinds if args.ranks > 1 or kind in KINDS[:3]]:
         with tempfile.TemporaryDirectory() as folder:
             results = context.Queue()

@@ -53,7 +53,7 @@ MOVING, STEPS = 8, 4  # steps that are left out of each stretch, and those that 
 
 
 def halved(strategy: Any) -> dict[str, bool]:
-    """A strategy whose micro-batches take twice as long while the answer's `now` is true."""
+    """Strategy whose micro-batches take twice as long while the answer's `now` is true."""
     plain, slow = strategy.run_micro_batch, {"now": False}
 
     def run_micro_batch(micro: Any, divisor: float) -> Any:
@@ -71,7 +71,7 @@ def halved(strategy: Any) -> dict[str, bool]:
 
 
 def measured(world: World, run: Run, rounds: int, clock: str) -> list[dict[str, Any]]:
-    """Each round's seconds a step and shares, on one rank."""
+    """Seconds per step and shares of each round, on one rank."""
     task, strategy = build(run, world)
     if clock == "processor":
         step_timer.time = SimpleNamespace(perf_counter=time.thread_time)  # type: ignore[assignment]

@@ -41,7 +41,7 @@ CASES += [(f"zero{stage}", 2, "fp32") for stage in (1, 2, 3)]
 
 
 def trained(folder: Path, words: list[str]) -> str:
-    """Train with the command itself; the hash of what it exports."""
+    """Train with the command, and return the hash of the export."""
     command = [sys.executable, "-m", "lockstep", "train", *words, f"output={folder}", "launch.threads=1"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     if done.returncode != 0:

@@ -46,7 +46,7 @@ def sha256(export: Path) -> str:
 
 
 def here(folder: Path, cache: Path, launch: dict, **variables: str) -> str:
-    """One command on this machine."""
+    """Run one command on this machine."""
     write(folder, launch)
     status, out, err = ended(start([*LOCKSTEP, "train", "run.yaml"], folder, cache, **variables))
     assert status == 0, out + err
@@ -54,7 +54,7 @@ def here(folder: Path, cache: Path, launch: dict, **variables: str) -> str:
 
 
 def there(folder: Path, cache: Path, *words: str) -> str:
-    """The same command on each of two hosts; in `words`, {first} is the first one's address and {host} a number."""
+    """Run the same command on each of two hosts; in `words`, {first} is the first one's address and {host} a number."""
     with hosts(2, folder, cache) as made:
         jobs = []
         for host in range(2):
@@ -66,7 +66,7 @@ def there(folder: Path, cache: Path, *words: str) -> str:
 
 
 def torchruns(folder: Path, cache: Path) -> str:
-    """torchrun's own command on each of two hosts."""
+    """Run torchrun on each of two hosts."""
     with hosts(2, folder, cache) as made:
         jobs = [_torchrun(made, host) for host in range(2)]
         assert [job.ended() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
@@ -82,7 +82,7 @@ def _torchrun(made: Hosts, host: int):  # type: ignore[no-untyped-def]
 
 
 def slurm(folder: Path, cache: Path, **launch: object) -> str:
-    """Two nodes of a real cluster."""
+    """Run on two nodes of a real cluster."""
     folder.mkdir(parents=True)
     cluster = slurm_cluster.Cluster(folder / "cluster")
     try:
@@ -92,7 +92,7 @@ def slurm(folder: Path, cache: Path, **launch: object) -> str:
 
 
 def sagemaker(folder: Path, cache: Path) -> str:
-    """The containers' command on two hosts."""
+    """Run the containers' command on two hosts."""
     with hosts(2, folder, cache) as made:
         values = {k: v for k, v in SMALL.items() if k not in ("launch", "output")}
         job = instances(made, **values, launch=LAUNCH | {"machines": 2, "timeout_s": 60})
@@ -102,7 +102,7 @@ def sagemaker(folder: Path, cache: Path) -> str:
 
 
 def ray(folder: Path, cache: Path) -> str:
-    """Two workers on a cluster that Ray starts here."""
+    """Run two workers on a cluster that Ray starts here."""
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
     return here(folder, cache, CPU | {"name": "ray", "processes": 2}, **quiet)
 
@@ -143,7 +143,7 @@ def _fsdp2(folder: Path, cache: Path) -> str:
 
 
 def lacking(need: str) -> str | None:
-    """What a row needs and this machine does not have."""
+    """Requirements of a row that this machine lacks."""
     if need == "hosts":
         return missing()
     if need == "slurm":

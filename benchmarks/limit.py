@@ -32,7 +32,7 @@ from lockstep.training.data_loader import StepLoader
 
 
 def median_time(call: Callable[[], object], repeats: int) -> float:
-    """Median process CPU seconds of a call."""
+    """Median CPU seconds of a call."""
     times = []
     for _ in range(repeats):
         start = time.process_time()
@@ -42,7 +42,7 @@ def median_time(call: Callable[[], object], repeats: int) -> float:
 
 
 def peak(dtype: torch.dtype) -> float:
-    """FLOP/s of a 3072 x 384 x 1536 product, MiniLM's largest, into memory that is there already."""
+    """FLOP/s of a 3072 x 384 x 1536 product, MiniLM's largest, into preallocated memory."""
     a, b = torch.randn(3072, 384).to(dtype), torch.randn(384, 1536).to(dtype)
     out = a @ b
     for _ in range(5):
@@ -51,12 +51,12 @@ def peak(dtype: torch.dtype) -> float:
 
 
 def matrix_weights(model: nn.Module) -> int:
-    """Weights that every token is multiplied with."""
+    """Number of weights that multiply every token."""
     return sum(m.weight.numel() for n, m in model.named_modules() if isinstance(m, nn.Linear) and "encoder" in n)
 
 
 def bare(model: nn.Module, bf16: bool, steps: int) -> float:
-    """Useful FLOP/s of the plainest loop on 128 x 24 tokens without padding."""
+    """Useful FLOP/s of the simplest loop on 128 x 24 tokens without padding."""
     ids = torch.randint(1000, 30000, (128, 24))
     labels = torch.randint(0, 6, (128,))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--profile", action="store_true", help="where lockstep's step spends its time, by operator")
     args = parser.parse_args()
-    keep_freed_memory()  # as training does; the bare loop has it, too
+    keep_freed_memory()  # as in training; the bare loop does it, too
     print("| precision | peak GFLOP/s | bare loop | share | lockstep | share | padding |\n" + "|---" * 7 + "|")
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         with tempfile.TemporaryDirectory() as folder:

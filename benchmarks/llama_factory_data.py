@@ -29,7 +29,7 @@ from llamafactory.model import load_tokenizer  # type: ignore[import-not-found] 
 
 
 def prepared(folder: Path, file: Path, cores: int) -> Any:
-    """Its data set, and what it makes of it."""
+    """Load LLaMA-Factory's dataset and preprocess it."""
     told = {"texts": {"file_name": str(file), "columns": {"prompt": "text"}}}
     (folder / "dataset_info.json").write_text(json.dumps(told))
     asked: dict[str, Any] = {"stage": "pt", "do_train": True, "model_name_or_path": str(folder / "model")}

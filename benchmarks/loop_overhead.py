@@ -40,7 +40,7 @@ SLEEP_S = 0.02
 
 
 class Waits(Strategy):
-    """A step that computes nothing."""
+    """A strategy whose step only waits."""
 
     waited = 0.0
     parameter_count = trained_count = 0
@@ -74,13 +74,13 @@ class Waits(Strategy):
 
 
 class NoCheckpoints(Checkpoints):
-    """Disk speed is not what is measured."""
+    """Replaces checkpoints: disk speed is not measured."""
 
     def save(self, step: int, strategy: object, scores: object = None, state: object = None) -> None: ...
 
 
 class Numbers(Sinks):
-    """What a run keeps without a terminal."""
+    """Replaces the console: numbers are kept, nothing is printed."""
 
     def __init__(self, trackers: Trackers, usage: SystemMetrics) -> None:
         self.trackers, self.usage = trackers, usage
@@ -96,7 +96,7 @@ class Numbers(Sinks):
 
 
 def overhead_ms(world: World, run: Run) -> float:
-    """Milliseconds a step outside the step."""
+    """Milliseconds per step outside of the step function."""
     job = for_rank(run, world)
     session, prepared = build_session(job, world), job.data
     assert isinstance(session.strategy, Waits)
@@ -104,7 +104,7 @@ def overhead_ms(world: World, run: Run) -> float:
         trackers = Trackers(run.model_copy(update={"output": folder}), 0, {}, print, print, world.is_main)
         sinks = Numbers(trackers, SystemMetrics(world))
         none = NoCheckpoints(run, world, prepared, session.feed.total)
-        session.feed.make(0)  # what only the first batch costs is not the loop's
+        session.feed.make(0)  # exclude costs of the first batch
         world.barrier()
         start = time.perf_counter()
         train(replace(session, checkpoints=none, sinks=sinks), session.new_state())

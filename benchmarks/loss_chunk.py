@@ -31,7 +31,7 @@ from lockstep.tasks.models import chunked_loss
 
 
 class Live(TorchDispatchMode):
-    """Bytes of storages that were made under it and are alive, and the most of them at once."""
+    """Counts live bytes of storages created inside the context, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,9 +61,9 @@ class Live(TorchDispatchMode):
 
 
 def measured(model: nn.Module, loss: Callable[[], Tensor], precision: str, count: bool) -> tuple[float, int, float]:
-    """Seconds of processor time, bytes, and the loss, of one forward and backward."""
+    """CPU seconds, peak bytes and loss of one forward and backward."""
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # as a step after the first has them, or a bucket of DDP
+        parameter.grad = torch.zeros_like(parameter)  # as in later steps, or in DDP's buckets
     live = Live()
     for tensor in [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]:
         live.count(tensor.untyped_storage(), given=True)
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def compared(args: argparse.Namespace, vocabulary: int, precision: str) -> list[dict[str, Any]]:
-    """One row for all logits, and one for each chunk size."""
+    """Return a row for whole logits, and one per chunk size."""
     torch.manual_seed(0)
     sizes = {"n_layer": args.layers, "n_head": 4, "n_embd": args.width, "n_positions": args.length}
     config = AutoConfig.for_model("gpt2", vocab_size=vocabulary, use_cache=False, **sizes)
@@ -131,7 +131,7 @@ def compared(args: argparse.Namespace, vocabulary: int, precision: str) -> list[
 
     ways: dict[int, Callable[[], Tensor]] = {0: whole}
     installed = chunked_loss.install(model, args.chunks[0])
-    head = model.get_output_embeddings().forward.__self__  # the hooks' owner, whose size is changed below
+    head = model.get_output_embeddings().forward.__self__  # the owner of the hooks; its size is changed below
 
     def in_chunks(size: int) -> Callable[[], Tensor]:
         def loss() -> Tensor:
@@ -142,7 +142,7 @@ def compared(args: argparse.Namespace, vocabulary: int, precision: str) -> list[
 
     ways |= {size: in_chunks(size) for size in args.chunks}
     found: dict[int, list[tuple[float, int, float]]] = {size: [] for size in ways}
-    for number in range(args.rounds + 1):  # the first round counts memory, and warms up
+    for number in range(args.rounds + 1):  # the first round measures memory, and warms up
         order = list(ways) if number % 2 else list(reversed(ways))
         for size in order:
             torch.manual_seed(1)

@@ -45,8 +45,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FAULTS = Path(__file__).with_suffix(".toml")
 QUICK = "not slow and not long and not gpu and not cluster and not extras"
-LIMIT_S = 1800  # a judge that takes longer has found that something hangs
-APART = ("repo/test_mutations.py",)  # the list itself is tested there: it finds every fault
+LIMIT_S = 1800  # a judge that takes longer has detected a hang
+APART = ("repo/test_mutations.py",)  # it tests the list itself, so it would detect every fault
 
 # name -> a run of tests/support/task_runs.py, or TINY of tests/support/harness.py, and what it crosses with the others'
 # features.
@@ -58,8 +58,9 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "zero2": ("tiny", ["strategy.name=zero2"]),
     "zero3": ("prompts", ["strategy.name=zero3", "precision=bf16", "task.samples=0"]),
 }
-OF_RANKS = ("strategies", "distributed")  # rooms whose faults each of `RUNS` is asked about; others ask the first
-# The same for the plain reference, under `single`: a fault is held against `USUAL`, but for those of a task.
+# rooms whose faults are tried on each of `RUNS`; faults elsewhere on the first only
+OF_RANKS = ("strategies", "distributed")
+# The same for the plain reference under `single`: a fault is tried on `USUAL`, except faults of a task.
 BESIDE: dict[str, list[str]] = {
     "tiny": ["task.class_weights=balanced", "task.label_smoothing=0.1"],
     "prompts": ["average.ema=0.9", "optim.groups=[{match: '*mlp*', learning_rate: 1e-3}]"],
@@ -78,7 +79,7 @@ USUAL = ("tiny", "prompts", "packed")
 
 @dataclass(frozen=True)
 class Fault:
-    """Of `FAULTS`, which says what its entries are."""
+    """An entry of `FAULTS`, which documents its fields."""
 
     name: str
     file: str
@@ -87,19 +88,19 @@ class Fault:
     does: str
 
     def planted(self, text: str) -> str:
-        """The file's text with the fault. Errors: `ValueError` where it cannot be told where it belongs."""
+        """Return the file's text with the fault. Errors: `ValueError` if its place is ambiguous."""
         if text.count(self.old) != 1:
             raise ValueError(f"{self.name}: {self.file} holds its text {text.count(self.old)} times, and not once")
         return text.replace(self.old, self.new)
 
     def lines(self, text: str) -> range:
-        """Of the file's text those of the statement that it changes, about: from the first to the last, from 1."""
+        """Approximate first to last line of the changed statement, from 1."""
         at = text.index(self.old)
         return range(text.count("\n", 0, at) + 1, text.count("\n", 0, at + len(self.old)) + 2)
 
 
 def listed() -> dict[str, Any]:
-    """`FAULTS` as it stands."""
+    """Load `FAULTS`."""
     return tomllib.loads(FAULTS.read_text(encoding="utf-8"))
 
 
@@ -107,11 +108,11 @@ def faults() -> list[Fault]:
     return [Fault(**each) for each in listed()["fault"]]
 
 
-# -- a copy, and what happens in it ----------------------------------------------------------------------------------
+# -- a copy of the tree ------------------------------------------------------------------------------------------------
 
 
 class Copy:
-    """The files of the tree that git knows, in a folder of its own."""
+    """A copy of the files tracked by git, in its own folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.source = folder, folder / "src" / "lockstep"
@@ -120,14 +121,14 @@ class Copy:
             if name and (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
-        for beside in ("shared",):  # data that some tests read
+        for beside in ("shared",):  # data for some tests
             if (ROOT.parent / beside).is_dir():
                 with contextlib.suppress(FileExistsError):
                     (folder.parent / beside).symlink_to(ROOT.parent / beside)
 
     @contextlib.contextmanager
     def holding(self, fault: Fault | None) -> Iterator[None]:
-        """In here the copy has the fault. None: it is as the tree."""
+        """Context in which the copy has the fault; None: an unchanged copy."""
         if fault is None:
             yield
             return
@@ -141,15 +142,16 @@ class Copy:
 
     def _write(self, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
-        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):  # told by size and second of the source
+        # Python compares size and whole seconds of the source
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
             compiled.unlink()
 
 
-Verdict = tuple[bool, str]  # whether the judge found something, and by what
+Verdict = tuple[bool, str]  # whether the judge found something, and its evidence
 
 
 def asked(judge: Callable[..., Verdict], copy: Copy, *given: Any) -> dict[str, Any]:
-    """What a judge says, in a process of its own that ends with all that it has started."""
+    """Run a judge in its own process, which ends with all its children."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     start = time.perf_counter()
@@ -186,7 +188,7 @@ def asked(judge: Callable[..., Verdict], copy: Copy, *given: Any) -> dict[str, A
 
 
 def by_tests(copy: Copy, files: list[str], marks: str, keyword: str = "") -> Verdict:
-    """The first test of these files that fails."""
+    """First failing test in these files."""
     import pytest
 
     class Watch:
@@ -203,7 +205,7 @@ def by_tests(copy: Copy, files: list[str], marks: str, keyword: str = "") -> Ver
     watch = Watch()
     words = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", marks, "-k", keyword]
     status = pytest.main([*words, *(f"tests/{name}" for name in files)], plugins=[watch])
-    if status in (0, 5):  # all passed; none was chosen
+    if status in (0, 5):  # all passed; no test selected
         return False, ""
     return True, watch.first or f"pytest's status {int(status)}"
 
@@ -215,7 +217,7 @@ def file_of(name: str) -> str:
 
 
 def quick_tests(copy: Copy, fault: Fault, parts: list[str]) -> dict[str, Any]:
-    """Part by part; the first one is enough as a rule."""
+    """Run the tests part by part; the first is usually enough."""
     near = [file_of(name.partition("::")[0]) for name in listed()["near"][fault.file]]
     keyword = " or ".join(name.partition("::")[2] for name in listed()["near"][fault.file] if "::" in name)
     total = 0.0
@@ -234,7 +236,7 @@ def quick_tests(copy: Copy, fault: Fault, parts: list[str]) -> dict[str, Any]:
 
 
 def by_verify(copy: Copy, names: tuple[str, ...]) -> Verdict:
-    """The first of these of `RUNS` that `lockstep verify` does not pass."""
+    """First of these `RUNS` that `lockstep verify` rejects."""
     from lockstep.cli import main
     from support import forked, task_runs
     from support.harness import tiny
@@ -271,7 +273,7 @@ JUDGES = (
 
 
 def by_plain(copy: Copy, names: tuple[str, ...]) -> Verdict:
-    """The first of these of `BESIDE` that differs from the plain reference."""
+    """First of these `BESIDE` runs that differs from the plain reference."""
     from lockstep.proof.against_plain import differences
     from support import task_runs
     from support.harness import tiny
@@ -291,7 +293,7 @@ def by_plain(copy: Copy, names: tuple[str, ...]) -> Verdict:
 
 
 def by_training(copy: Copy, names: tuple[str, ...]) -> Verdict:
-    """The first of these of `BESIDE` that does not train: stopped before its first step, or at its end."""
+    """First of these `BESIDE` runs that fails before its first step or at its end."""
     from lockstep.cli import main
     from support import task_runs
     from support.harness import tiny
@@ -315,7 +317,7 @@ BY: dict[str, Callable[..., Verdict]] = {"plain": by_plain, "train": by_training
 
 
 def concerned(judge: str, fault: Fault | None) -> tuple[str, ...]:
-    """The runs of a judge that a fault is held against, if they reach it."""
+    """Runs of a judge on which a fault is tried, if they reach it."""
     if judge == "verify":
         return tuple(RUNS)
     return tuple(BESIDE) if fault is None else tuple(listed()["beside"].get(fault.file, USUAL))
@@ -343,7 +345,7 @@ def probed(text: str, some: list[Fault]) -> str:
         first, begins = fault.lines(text).start, [0]
         for node in statements:
             line = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) - 1
-            whole = not lines[node.lineno - 1][: node.col_offset].strip()  # nothing stands before it in its line
+            whole = not lines[node.lineno - 1][: node.col_offset].strip()  # no other statement on the line
             if whole and line < first <= (node.end_lineno or 0) and not lines[line].lstrip().startswith("elif "):
                 begins.append(line)
         probes.setdefault(max(begins), []).append(fault.name)
@@ -354,8 +356,8 @@ def probed(text: str, some: list[Fault]) -> str:
 
 
 class Reach:
-    """Which faults' statements a run of a judge executes, in any of its processes, found out when it is first asked
-    for: in a copy of its own, whose statements tell."""
+    """Which faults' statements a judge's run executes, in any process. Determined on first use, in an instrumented
+    copy."""
 
     def __init__(self, folder: Path) -> None:
         self.copy = Copy(folder)
@@ -367,7 +369,7 @@ class Reach:
         self._names: dict[tuple[str, str], set[str]] = {}
 
     def runs(self, judge: str, fault: Fault) -> tuple[str, ...]:
-        """Those that execute the faulty statement; of a fault that is not of ranks `verify` is asked once."""
+        """Runs that execute the faulty statement; for a fault outside of ranks, `verify` runs once."""
         reached = (name for name in concerned(judge, fault) if fault.name in self._of(judge, name))
         alone = judge == "verify" and fault.file.partition("/")[0] not in OF_RANKS
         return tuple(itertools.islice(reached, 1 if alone else None))
@@ -377,7 +379,8 @@ class Reach:
             log = self.copy.folder.parent / f"reached-{judge}-{name}"
             before = os.environ["LOCKSTEP_CACHE"]
             os.environ["MUTATIONS_REACHED"] = str(log)
-            os.environ["LOCKSTEP_CACHE"] = f"{self.copy.folder.parent}/cache-{judge}-{name}"  # empty: all is made anew
+            # an empty cache, so that everything is computed
+            os.environ["LOCKSTEP_CACHE"] = f"{self.copy.folder.parent}/cache-{judge}-{name}"
             verdict = asked(BY[judge], self.copy, (name,))
             os.environ["LOCKSTEP_CACHE"] = before
             if verdict["found"]:
@@ -408,10 +411,10 @@ def judged(copy: Copy, fault: Fault | None, judge: str, parts: list[str], reach:
 
 
 def preload() -> None:
-    """What every judge imports, but for lockstep itself."""
+    """Import everything that the judges need, except lockstep."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    os.environ["DS_ACCELERATOR"] = "cpu"  # which deepspeed reads when it is imported
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # images of Python set it; the copy is compiled once
+    os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed reads it at import
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # set in Python's images; the copy should be compiled once
     sys.dont_write_bytecode = False
     import accelerate
     import deepspeed
@@ -430,7 +433,7 @@ def preload() -> None:
 
 
 def run(names: list[str], judges: list[str], parts: list[str], done: Iterable[Mapping[str, Any]]) -> None:
-    """Print a line for each fault and judge that is not among those `done`."""
+    """Print a line per fault and judge that is not in `done`."""
     over = {(each["name"], each["judge"]) for each in done}
     chosen = [fault for fault in faults() if not names or fault.name in names]
     if unknown := {*names} - {fault.name for fault in chosen} - {"none"}:
@@ -446,7 +449,7 @@ def run(names: list[str], judges: list[str], parts: list[str], done: Iterable[Ma
             for judge in judges:
                 name = fault.name if fault else "none"
                 if (name, judge) not in over:
-                    if fault and fault.file.startswith(("data/", "tasks/")):  # what it makes is for nobody else
+                    if fault and fault.file.startswith(("data/", "tasks/")):  # its cache must not be used by others
                         os.environ["LOCKSTEP_CACHE"] = f"{folder}/cache-{fault.name}"
                     else:
                         os.environ["LOCKSTEP_CACHE"] = f"{folder}/cache"
@@ -461,7 +464,7 @@ def read(path: str) -> list[dict[str, Any]]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Markdown: of the faults that each judge was asked about, by room, how many it found; and which nobody did."""
+    """Format as Markdown: by room, how many faults each judge detected, and which faults no judge detected."""
     rooms = {fault.name: fault.file.partition("/")[0] for fault in faults()}
     found = {(each["name"], each["judge"]): each["found"] for each in results if each["name"] in rooms}
     judges = [*dict.fromkeys(judge for _, judge in found)]

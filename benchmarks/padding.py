@@ -30,7 +30,7 @@ WAYS = ("none", "batch")
 
 
 def built(run: Run) -> tuple[Single, StepLoader]:
-    """A strategy of one process and its batches."""
+    """Build a strategy of one process and its batches."""
     world = World(run)
     strategy = Single(run, world)
     task_class: Any = plugins.find("tasks", run.task.name)
@@ -56,7 +56,7 @@ def main() -> None:
                 batch = feed.make(step)
                 before = time.process_time()
                 strategy.train_step(batch, 1e-5)
-                if step:  # the first one warms up
+                if step:  # the first is a warm-up
                     seconds[way].append(time.process_time() - before)
                 if way == "batch":
                     padded, real = padded + batch.padded, real + batch.tokens

@@ -27,14 +27,14 @@ from lockstep.tasks.models import model_configs, padding
 
 
 def tried(head: str, family: str, folder: Path) -> dict[str, Any]:
-    """One line of the table; `padded`: why, or None."""
+    """Try one family; returns one line of the table. `padded`: the reason, or None."""
     instead = None
     try:
         run = run_of(head, family, folder, "single")
         config = model_configs.load_config(run)
         instead = padding.tried_ahead(run, head, config) if head == "causal" else None
         if (entry := model_configs.leaves_out_layers(config)) is not None:
-            setattr(config, entry, 0.0)  # the usual config of some; a run may set it to 0, too
+            setattr(config, entry, 0.0)  # LayerDrop is on by default in some; a run may set it to 0
         why = padding.trial(run, head, config)
     except (RunError, Exception) as error:
         why = f"a small model of this family could not be tried ({' '.join(str(error).split())[:120]})"
@@ -42,7 +42,7 @@ def tried(head: str, family: str, folder: Path) -> dict[str, Any]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Markdown: a list of those without padding a head, the others by reason."""
+    """Format as Markdown: families without padding as one list per head, the others by reason."""
     said = []
     for head in TASKS:
         ours = sorted((x for x in lines if x["head"] == head), key=lambda x: x["family"])

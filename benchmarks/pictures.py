@@ -31,19 +31,19 @@ THEMES = {
     "light": ("#ffffff", "#1f2328", "#59636e", "#cf222e", "#1a7f37", "#4051b5", "#b8bec8"),
     "dark": ("#0d1117", "#f0f6fc", "#9198a1", "#ff7b72", "#3fb950", "#8c9eff", "#4b535d"),
 }
-COLUMNS = 88  # so wide that it can be read beside the text of a page
+COLUMNS = 88  # width that stays readable beside a page's text
 FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
 
 
 def verified() -> str:
-    """The output of `lockstep verify` of ZeRO-2 on a small quick start, with a DeepSpeed known to be wrong."""
+    """Output of `lockstep verify` for ZeRO-2 on a small quick start, with a faulty DeepSpeed version."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         engine_versions.install("deepspeed", VERSION, folder, False)
         (folder / "sitecustomize.py").write_text(engine_versions.BLIND)  # lockstep refuses this version by name
         path = os.pathsep.join([name, *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-m", "lockstep", "verify", *engine_versions.SMALL, "strategy.name=zero2"]
-        command += ["strategy.exact=false"]  # DeepSpeed reduces by itself
+        command += ["strategy.exact=false"]  # let DeepSpeed reduce
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         run = subprocess.run(command, env=environment, cwd=name, capture_output=True, text=True)
     if run.returncode != 1:
@@ -52,7 +52,7 @@ def verified() -> str:
 
 
 def terminal(text: str, theme: str) -> str:
-    """The lines of a terminal as an SVG."""
+    """Draw terminal lines as an SVG."""
     back, fore, dim, red, _, _, _ = THEMES[theme]
     lines = [part for line in (SHOWN + text).splitlines() for part in folded(line)]
     width, height = 9 * max(map(len, lines)) + 40, 20 * len(lines) + 32
@@ -73,14 +73,14 @@ def terminal(text: str, theme: str) -> str:
 
 
 def folded(line: str) -> list[str]:
-    """A line as a terminal of `COLUMNS` shows it: it goes on two columns further in."""
+    """Fold a line at `COLUMNS` as a terminal does, with two columns of indentation."""
     indent = " " * (len(line) - len(line.lstrip()) + 2)
     return textwrap.wrap(line, COLUMNS, subsequent_indent=indent, drop_whitespace=True, break_on_hyphens=False)
 
 
 def ratios() -> list[tuple[str, float, float]]:
-    """Processes and precision, examples/s and peak memory of lockstep, as ratios to the best tuned Trainer that leaves
-    alone which examples meet."""
+    """Processes, precision, examples/s and peak memory of lockstep, relative to the best-tuned Trainer with unchanged
+    batches."""
     runs = json.loads(RESULTS.read_text())["runs"]
     found = {(r["contender"], r["processes"], r["precision"]): r for r in runs}
     rows = []
@@ -94,7 +94,7 @@ def ratios() -> list[tuple[str, float, float]]:
 
 
 def chart(theme: str) -> str:
-    """Two groups of bars, beside a line at 1: the peer."""
+    """Draw two groups of bars relative to the peer at 1."""
     back, fore, dim, _, _, ours, peer = THEMES[theme]
     left, bar, top, unit = 170, 18, 64, 190
     parts, rows = [], ratios()
@@ -127,7 +127,7 @@ def chart(theme: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """The part of it that README shows: up to where the plain reference begins, without the rows in the middle."""
+    """The part shown in README: up to the plain reference, without the middle rows."""
     lines = text.split("training the same steps with the plain")[0].splitlines()
     return "\n".join(
         line.partition(", because zero2")[0] for line in lines if not line.startswith(("dtypes", "largest"))

@@ -31,7 +31,7 @@ from lockstep.training.resolve import resolve_strategy
 
 
 def measured(run: Run) -> dict[str, Any]:
-    """The largest relative differences of loss and gradient, in float32 and in the run's precision; or why it is not
+    """Largest relative differences of loss and gradient, in float32 and in the run's precision; or why it is not
     compared."""
     world = World(run)
     strategy = resolve_strategy(run, 1)(run, world)
@@ -51,7 +51,7 @@ def measured(run: Run) -> dict[str, Any]:
             for name, places in groups.items()
         ]
         found |= {f"loss {way}": max(x.loss for x in apart), f"gradient {way}": max(x.gradient for x in apart)}
-    if run.precision != "fp32":  # which tolerances are made of
+    if run.precision != "fp32":  # basis of the tolerances
         rounded = plain_check.half_precision(sides, groups, plain)
         found |= {"loss by half precision": rounded.loss, "gradient by half precision": rounded.gradient}
     found["stopped"] = [str(each) for each in plain_check.differences(sides, strategy)][:2]
@@ -60,7 +60,7 @@ def measured(run: Run) -> dict[str, Any]:
 
 
 def tried(head: str, family: str, folder: Path, settings: list[str], timeout_s: int) -> dict[str, Any]:
-    """One family."""
+    """Try one family."""
 
     def late(*_: Any) -> None:
         raise TimeoutError
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Markdown: how many families were compared, the largest differences, and those that were stopped."""
+    """Format as Markdown: families compared, the largest differences, and those that stopped a run."""
     said = [
         "| head | compared | stopped | not compared | not trained | largest differences |",
         "|---|---|---|---|---|---|",

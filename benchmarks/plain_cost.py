@@ -22,18 +22,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MARK = "MEASURED "  # before the line that a start prints
+MARK = "MEASURED "  # prefix of the line that a start prints
 ALONE = ["launch.processes=1", "launch.threads=1", "launch.device=cpu", "task.samples=0"]
 
 
 def processor() -> float:
-    """Seconds of processor time of this process and of those that it waited for."""
+    """CPU seconds of this process and its finished children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def memory(name: str) -> int:
-    """MiB of resident memory of this process: VmRSS, or VmHWM since `forget_peak`."""
+    """Resident memory of this process in MiB: VmRSS, or VmHWM since `forget_peak`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1]) // 1024
 
@@ -43,7 +43,7 @@ def forget_peak() -> None:
 
 
 def start(entries: list[str]) -> None:
-    """Train in this process up to the first step, print what it took, and end."""
+    """Train up to the first step, print the costs, and end the process."""
     began = time.perf_counter()
     import lockstep.cli
     from lockstep.training import beginning, loop, plain_check
@@ -75,7 +75,7 @@ def start(entries: list[str]) -> None:
 
 
 def once(plain: bool, entries: list[str]) -> dict[str, Any]:
-    """One start, in a process of its own."""
+    """Do one start in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--start", *ALONE, *entries, f"output={folder}/out"]
         command.append(f"verify.plain={str(plain).lower()}")
@@ -89,13 +89,13 @@ def once(plain: bool, entries: list[str]) -> dict[str, Any]:
 
 
 def spread(values: list[float], digits: int = 3) -> str:
-    """The median, and the quartiles."""
+    """Median and quartiles."""
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def table(starts: list[dict[str, Any]]) -> str:
-    """Markdown: medians and quartiles over the pairs."""
+    """Format as Markdown: medians and quartiles over the pairs."""
     with_plain, without = ([each for each in starts if each["plain"] is plain] for plain in (True, False))
     said = ["| to the first step | without | with | with / without, by pairs | the comparison itself | of the whole |"]
     said.append("|---|---|---|---|---|---|")
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    once(True, options.entries)  # fills the caches
+    once(True, options.entries)  # warm up the caches
     starts = []
     for number in range(options.pairs):
         for plain in (number % 2 == 0, number % 2 == 1):

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def conversations(path: Path, count: int) -> None:
-    """A line each, of one to four turns; logarithms of the lengths of turns are normal."""
+    """Write conversations of one to four turns, one per line, with log-normal lengths."""
     messages = builtin.emotion(0, train=60_000)["train"]["text"]
     draw = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
@@ -37,11 +37,11 @@ def conversations(path: Path, count: int) -> None:
 
 
 def planned(words: list[str], folder: Path) -> dict[str, object]:
-    """Run the command; what it said, by the first word of each line, and what it took."""
+    """Run the command; returns its lines by first word, CPU time and memory."""
     command = [sys.executable, "-m", "lockstep", "plan", str(ROOT / "runs/chat-8b.yaml"), "--simulate", *words]
     with tempfile.TemporaryFile("w+") as out:
         child = subprocess.Popen(command, stdout=out, cwd=folder, env=os.environ | {"COLUMNS": "400"})
-        _, status, used = os.wait4(child.pid, 0)  # with the processes that it has waited for
+        _, status, used = os.wait4(child.pid, 0)  # including its finished children
         child.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0)
         lines = out.read().splitlines()

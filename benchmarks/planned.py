@@ -44,11 +44,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "pipeline": {"name": "pipeline", "options": {}},
     **{name: {"name": name, "options": {}} for name in ("zero1", "zero2", "zero3", "hf_accelerate", "hf_trainer")},
 }
-TIME, MEMORY = 0.15, 0.05  # how far apart they may be
+TIME, MEMORY = 0.15, 0.05  # largest accepted relative differences
 
 
 def rows_of(base: Run, strategies: list[str], ranks: list[int]) -> list[BenchRow]:
-    """What can run of it."""
+    """Rows that can run."""
     rows = []
     for name in strategies:
         for count in ranks:
@@ -66,7 +66,7 @@ def rows_of(base: Run, strategies: list[str], ranks: list[int]) -> list[BenchRow
 
 
 def line_of(row: BenchRow, device: Any) -> dict[str, Any]:
-    """Planned beside measured."""
+    """Planned and measured values of a row."""
     plan = planner.plan(row.run, row.processes, device)
     found, rounds = plan.estimate, list(row.rounds.values())
     seconds = sorted(t.seconds / t.steps for t in rounds)

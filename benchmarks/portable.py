@@ -39,7 +39,7 @@ IMAGES: dict[str, dict[str, Any]] = {
 
 
 def rows(folder: Path) -> None:
-    """Texts of two classes, of one to thirty words: many to train with, few to evaluate."""
+    """Write texts of two classes with one to thirty words: many for training, few for evaluation."""
     draw = random.Random(5)
     words = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("a", "el", "in", "ost", "ur")]
     lines = ["text,label"]
@@ -51,7 +51,7 @@ def rows(folder: Path) -> None:
 
 
 def images(folder: Path) -> None:
-    """Folders of two labels: noise, of which one part is brighter."""
+    """Write folders of two labels: noise with a brighter part."""
     import numpy as np
     from PIL import Image
 
@@ -71,7 +71,7 @@ def emulated(cpu: str) -> list[str]:
 
 
 def write_run(folder: Path, cpu: str, family: str, precision: str, steps: int, exact: str) -> Path:
-    """A run file in a folder of its own. `cpu`: of one process; or of each rank, with + between them."""
+    """Write a run file in its own folder. `cpu`: of the only process, or of each rank, joined by +."""
     texts = family in FAMILIES
     data: dict[str, Any] = {name: str(folder / f"{name}.csv") for name in ("train", "validation")} | {"max_length": 40}
     home = folder / f"{cpu}-{family}-{precision}-{steps}-{exact}"
@@ -106,7 +106,7 @@ for file in sys.argv[1:]:
 
 
 def train(cpu: str, files: list[Path]) -> list[str]:
-    """Runs one after another, of one rank all in one process: the hash of each export, or how it ended."""
+    """Train runs in sequence, single-rank ones in one process; returns the hash of each export, or its failure."""
     processes, ranks = [], cpu.split("+")
     if len(ranks) > 1 and len(files) > 1:
         return [train(cpu, [file])[0] for file in files]
@@ -246,7 +246,7 @@ say("random numbers", torch.randn(4000), torch.rand(4000), F.dropout(torch.ones(
 """
 
 
-CONTROLS = {"instructions pinned": "AVX2,STRICT", "MKL compatible": "COMPATIBLE"}  # what MKL is told
+CONTROLS = {"instructions pinned": "AVX2,STRICT", "MKL compatible": "COMPATIBLE"}  # settings of MKL
 
 
 def operations(cpu: str, variables: dict[str, str], portable: bool, threads: int) -> dict[str, str]:
@@ -258,8 +258,8 @@ def operations(cpu: str, variables: dict[str, str], portable: bool, threads: int
 
 
 def compare_operations(cpus: list[str], exact: str, out: Path | None) -> None:
-    """Print which operations differ between processors, and between one thread and two. The control: torch's own
-    kernels in two settings of their libraries."""
+    """Print operations that differ between processors, or between one thread and two. Control: torch's own kernels with
+    two settings of their libraries."""
     from lockstep.config.processor import VARIABLES
 
     avx2 = {name: VARIABLES[name] for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")}
@@ -300,8 +300,8 @@ with tempfile.TemporaryDirectory() as name:
 
 
 def compare_libraries(head: str, names: list[str], exact: bool | str, out: Path | None) -> bool:
-    """Train families with a head, tiny, while MKL and oneDNN are told to take other code, with two
-    threads. Print those whose bits change. Returns whether any does."""
+    """Train tiny families with a head while MKL and oneDNN select other code, with two threads. Prints those whose bits
+    change; returns whether any does."""
     told = []
     for variables, threads in (({}, 1), ({"MKL_CBWR": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "ALL"}, 2)):
         words = [json.dumps(variables), str(threads), str(Path(__file__).parent), json.dumps(exact), head, *names]

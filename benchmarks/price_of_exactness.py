@@ -43,7 +43,7 @@ OPTIONS: dict[str, Mapping[str, Any]] = {"fsdp2": {"gather": "micro_batch"}}
 
 
 def run_of(name: str, exact: bool | str, precision: str, args: argparse.Namespace, threads: int = 1) -> Run:
-    """A job."""
+    """Build a job."""
     values = {
         "task": {"name": "classification", "text": "text", "label": "label"},
         "data": {"source": "builtin/emotion", "max_length": 64},
@@ -61,13 +61,13 @@ def run_of(name: str, exact: bool | str, precision: str, args: argparse.Namespac
 
 
 def memory(name: str) -> int:
-    """Bytes, of this process: `VmRSS` or its peak, `VmHWM`."""
+    """Memory of this process in bytes: `VmRSS`, or its peak `VmHWM`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def built(rank: int, ranks: int, meet: str, run: Run) -> tuple[Any, StepLoader, int]:
-    """A strategy after a step that is not counted, what feeds it, and the bytes of the process before it was built."""
+    """Build a strategy after one warm-up step; returns it with its loader and the process's bytes before."""
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     world = World(run, meet)
@@ -83,7 +83,7 @@ def built(rank: int, ranks: int, meet: str, run: Run) -> tuple[Any, StepLoader, 
 
 
 def rank_main(rank: int, ranks: int, meet: str, run: Run, steps: int, results: Any) -> None:
-    """One rank of a job: `steps` whose seconds are counted."""
+    """Run one rank of a job, with `steps` timed steps."""
     strategy, feed, before = built(rank, ranks, meet, run)
     clock, processor = time.perf_counter(), time.process_time()
     for step in range(1, steps + 1):
@@ -94,7 +94,7 @@ def rank_main(rank: int, ranks: int, meet: str, run: Run, steps: int, results: A
 
 
 def job(run: Run, ranks: int, steps: int) -> dict[str, Any]:
-    """Of all ranks: the seconds of the slowest, the mean of processor seconds, the highest peak of memory."""
+    """Seconds of the slowest rank, mean CPU seconds, and highest peak memory."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +114,7 @@ def job(run: Run, ranks: int, steps: int) -> dict[str, Any]:
 
 
 def turns_main(meet: str, run: Run, turns: Any) -> None:
-    """A process of its own, which makes the step whose number it is sent, and answers with its seconds."""
+    """Run in its own process: make the requested step, and answer with its seconds."""
     strategy, feed, _ = built(0, 1, meet, run)
     turns.send("ready")
     while (step := turns.recv()) is not None:
@@ -125,7 +125,7 @@ def turns_main(meet: str, run: Run, turns: Any) -> None:
 
 
 def portable_pairs(precision: str, threads: int, args: argparse.Namespace) -> None:
-    """Steps of `exact: true` and `exact: portable` in turn: a line for each pair."""
+    """Alternate steps of `exact: true` and `exact: portable`: one line per pair."""
     context, ends, processes = multiprocessing.get_context("spawn"), {}, []
     with tempfile.TemporaryDirectory() as folder:
         for form in (True, "portable"):
@@ -149,7 +149,7 @@ def portable_pairs(precision: str, threads: int, args: argparse.Namespace) -> No
 
 
 def portable_table(lines: list[dict[str, Any]]) -> str:
-    """Markdown: seconds of a step of `exact: portable` beside one of `exact: true`."""
+    """Format as Markdown: seconds per step of `exact: portable` relative to `exact: true`."""
     rows = ["| precision | threads | pairs | by processor time | by the clock |", "|---|---|---|---|---|"]
     for precision, threads in dict.fromkeys((x["precision"], x["threads"]) for x in lines):
         pairs = [x for x in lines if (x["precision"], x["threads"]) == (precision, threads)]
@@ -162,7 +162,7 @@ def portable_table(lines: list[dict[str, Any]]) -> str:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Markdown: of each strategy the exact form beside the other one, round by round."""
+    """Format as Markdown: each strategy's exact form relative to its inexact one, round by round."""
     rows = ["| strategy | precision | rounds | speed by the clock | by processor time | peak MiB a rank, exact | not |"]
     rows.append("|---|---|---|---|---|---|---|")
     for name, precision in dict.fromkeys((x["strategy"], x["precision"]) for x in lines):

@@ -32,7 +32,7 @@ IMPORTS = (
 
 
 def until_next_step(folder: Path, process: subprocess.Popen[str], began: float) -> float:
-    """Seconds from `began` to the next `start` event's first step."""
+    """Seconds from `began` to the first step after the next `start` event."""
     events = folder / "out" / "events.jsonl"
     count = events.read_text().count('"start"')
     until(lambda: events.read_text().count('"start"') > count, "the start", process)
@@ -42,7 +42,7 @@ def until_next_step(folder: Path, process: subprocess.Popen[str], began: float) 
 
 
 def stages(folder: Path, began: float, seconds: float) -> dict[str, float]:
-    """Where the time of a command went, by the time stamps it left."""
+    """Split the time of a command into stages by its time stamps."""
     started = json.loads((folder / "out" / "launch.json").read_text())["began"]
     events = [json.loads(line) for line in (folder / "out" / "events.jsonl").read_text().splitlines()]
     ready = [event["time"] for event in events if event["event"] == "start"][-1]
@@ -80,14 +80,14 @@ def main() -> None:
             everything = until_next_step(folder, process, began)
             stage = stages(folder, began, everything)
             began = time.time()
-            for pid in processes_in(folder):  # nothing else runs while the imports are timed
+            for pid in processes_in(folder):  # nothing else may run while imports are timed
                 os.kill(pid, signal.SIGSTOP)
             began = time.time()
             subprocess.run([sys.executable, "-c", IMPORTS], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
             imports = time.time() - began
             for pid in processes_in(folder):
                 os.kill(pid, signal.SIGCONT)
-            if number:  # the first round fills the caches
+            if number:  # the first round warms up the caches
                 found["bare imports"].append(imports)
                 found["a rank, restarted"].append(rank)
                 found["all, the same command"].append(everything)

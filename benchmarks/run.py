@@ -31,7 +31,7 @@ CONTENDERS = {
     "lockstep, 4 micro-batches": [LOCKSTEP, "--micro-batches", "4"],
     "lockstep, 1 micro-batch": [LOCKSTEP, "--micro-batches", "1"],
     "lockstep, 1 micro-batch, by length": [LOCKSTEP, "--group", "50", "--micro-batches", "1"],
-    "lockstep, by length": [LOCKSTEP, "--group", "50", "--micro-batches", "4"],  # 50 batches are sorted at once
+    "lockstep, by length": [LOCKSTEP, "--group", "50", "--micro-batches", "4"],  # sorts within 50 batches
     "lockstep, inexact": [LOCKSTEP, "--inexact"],
     "lockstep, allreduce": [LOCKSTEP, "--strategy", "allreduce"],
     "lockstep, hf_trainer": [LOCKSTEP, "--strategy", "hf_trainer"],
@@ -53,11 +53,11 @@ ASKED = [
     "HF Trainer rebalanced, 4 groups",
     "Accelerate loop, by length",
 ]
-UNTUNED = ("HF Trainer as it comes", "Accelerate loop", "Lightning")  # batches as they are drawn
+UNTUNED = ("HF Trainer as it comes", "Accelerate loop", "Lightning")  # batches as drawn
 
 
 def one(contender: str, processes: int, precision: str, common: list[str], micro_batches: int) -> dict:
-    """One run of one contender, as a process (or several, under torchrun) of its own."""
+    """Run one contender in its own process, or several under torchrun."""
     script, *extra = CONTENDERS[contender]
     if script == LOCKSTEP and "--micro-batches" not in extra:
         extra = ["--micro-batches", str(micro_batches), *extra]
@@ -75,7 +75,7 @@ def one(contender: str, processes: int, precision: str, common: list[str], micro
 
 
 def limited(common: list[str], limit: int, folder: Path) -> list[str]:
-    """The arguments with a training file of the first `limit` examples: the same for every contender."""
+    """Arguments with a training file of the first `limit` examples, the same for all contenders."""
     place = common.index("--train") + 1
     source, target = Path(common[place]), folder / f"first-{limit}.jsonl"
     with source.open(encoding="utf-8") as rows, target.open("w", encoding="utf-8") as kept:
@@ -86,24 +86,24 @@ def limited(common: list[str], limit: int, folder: Path) -> list[str]:
 
 
 def processor() -> str:
-    """The processor's own name, where the system tells it."""
+    """Name of the processor, if available."""
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
     return names[0].partition(":")[2].strip() if names else platform.processor()
 
 
 def allocator() -> str:
-    """What the contenders' memory came from: a library in LD_PRELOAD, or glibc and what it was told."""
+    """Allocator of the contenders: a library in LD_PRELOAD, or glibc with its settings."""
     return Path(os.environ.get("LD_PRELOAD", "")).name or f"glibc {os.environ.get('GLIBC_TUNABLES', '')}".strip()
 
 
 def gpu() -> str | None:
-    """Its name, where there is one."""
+    """Name of the GPU, or None."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def ratio(runs: list[dict], key: tuple, name: str, other: str) -> str:
-    """The median of the ratios of two contenders' rates within a round."""
+    """Median over rounds of the ratio of two contenders' rates."""
     rates = [
         {
             r["round"]: r["examples_per_s"]
@@ -117,7 +117,7 @@ def ratio(runs: list[dict], key: tuple, name: str, other: str) -> str:
 
 
 def table(runs: list[dict], baseline: str) -> str:
-    """Medians by contender. The best-tuned peer is the one with the highest median rate in these runs."""
+    """Medians by contender. The best-tuned peer has the highest median rate of these runs."""
     columns = ["processes", "precision", "", "examples/s", f"x {baseline}", "x best-tuned peer", "CPU ms/example"]
     columns += [
         "first step s",
@@ -155,7 +155,7 @@ def mib(numbers: dict, name: str) -> str:
 
 
 def page(saved: dict, baseline: str) -> str:
-    """What `--out` holds as Markdown."""
+    """Format the content of `--out` as Markdown."""
     hardware, versions = saved["hardware"], saved["runs"][0]["versions"]
     return (
         f"{hardware['gpu'] + ', ' if hardware.get('gpu') else ''}{hardware['processor']}, {hardware['cores']} cores, "
@@ -169,7 +169,7 @@ def page(saved: dict, baseline: str) -> str:
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
-    """This program's own, and those that go to every contender."""
+    """Parse this program's own arguments, and those for every contender."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, help="begin no round that would, by the longest so far, end later")
@@ -219,7 +219,7 @@ def main() -> None:
                 break
             for processes in own.processes:
                 for precision in own.precisions:
-                    for contender in own.contenders:  # interleaved: a slow minute of the machine meets all of them
+                    for contender in own.contenders:  # interleaved, so that a slow minute of the machine affects all
                         if number > 0 and contender in own.once:
                             continue
                         found = one(contender, processes, precision, common, own.micro_batches)

@@ -52,7 +52,7 @@ from museum.reports import FIRST_RUN, FROM_REPORTS, IN_PUBLIC_SCRIPTS, NOT_SHOWN
 
 @dataclass(frozen=True)
 class Result:
-    """`said`: the first thing that was found, empty: nothing; `right`: it is the cause that was expected."""
+    """`said`: the first finding, or empty; `right`: whether it is the expected cause."""
 
     said: str
     right: bool
@@ -66,10 +66,10 @@ def command(script: str, arguments: str, processes: int) -> list[str]:
     return [sys.executable, *launcher, *words]
 
 
-TIMEOUT = 600  # seconds for one script
-LATE = 124  # status of one that did not end in time
+TIMEOUT = 600  # seconds per script
+LATE = 124  # exit status of a timeout
 MODELS = "transformers.models"
-NEEDED = {  # what a script imports beside torch: imported here, once, before ranks are forked
+NEEDED = {  # imports of the scripts besides torch, made once before forking
     "engines.py": (
         "accelerate",
         "datasets",
@@ -82,7 +82,7 @@ NEEDED = {  # what a script imports beside torch: imported here, once, before ra
 
 
 class Runs:
-    """Traces in a temporary folder; a reference is traced once."""
+    """Traces in a temporary folder; each reference is traced once."""
 
     def __init__(self, folder: Path, anew: bool) -> None:
         self.folder, self.anew = folder, anew
@@ -90,7 +90,7 @@ class Runs:
         self._known: dict[tuple[str, str, int, bool, tuple[str, ...]], Path] = {}
 
     def installed(self, libraries: tuple[str, ...]) -> Path:
-        """A folder of its own for versions of libraries, to be put before the environment's."""
+        """A folder with other versions of libraries, to put before the environment's."""
         if libraries not in self._installed:
             path = self.folder / f"libraries-{len(self._installed)}"
             words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", str(path)]
@@ -126,7 +126,7 @@ class Runs:
 
 
 def forked(script: str, arguments: str, processes: int, settings: Settings) -> int:
-    """Ranks forked from this process, which has imported torch: some seconds less for each. Returns the worst
+    """Run ranks forked from this process, which has imported torch: saves seconds per rank. Returns the worst
     status."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -156,7 +156,7 @@ def forked(script: str, arguments: str, processes: int, settings: Settings) -> i
 
 
 def _waited(children: list[int], deadline: float) -> int:
-    """The worst status. Where one fails, or none ends in time, the others are ended: they would wait for it."""
+    """Return the worst status. If one fails, or time is up, the others are terminated: they would wait for it."""
     worst = 0
     while children:
         child, ended = os.waitpid(children[0], os.WNOHANG) if len(children) == 1 else os.waitpid(-1, os.WNOHANG)
@@ -177,7 +177,7 @@ def _waited(children: list[int], deadline: float) -> int:
 
 
 def launched(words: list[str], folder: Path, libraries: Path | None = None) -> int:
-    """A command in a process of its own, whose folder is prepared. Returns its status."""
+    """Run a command in its own process with a prepared folder. Returns its status."""
     environment = environment_of(folder)
     if libraries is not None:
         environment["PYTHONPATH"] += os.pathsep + str(libraries)
@@ -191,7 +191,7 @@ def launched(words: list[str], folder: Path, libraries: Path | None = None) -> i
 
 
 class quiet:
-    """Standard streams of child processes go to a file."""
+    """Redirects standard streams of child processes to a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -228,7 +228,7 @@ def look(runs: Runs, exhibit: Exhibit) -> Result:
 
 
 def _first(reference: Trace, trace: Trace, perturbed: Trace) -> Comparison | None:
-    """The verdict of the first optimizer whose steps differ, as `lockstep diff` says them; None: all agree."""
+    """Verdict of the first optimizer with differing steps, as in `lockstep diff`; None if all agree."""
     verdicts = (compare(reference, trace, perturbed, optimizer=number) for number in reference.optimizers)
     return next((verdict for verdict in verdicts if verdict.first is not None), None)
 
@@ -390,7 +390,7 @@ def _how(exhibit: Exhibit) -> str:
 
 
 def _linked(where: str) -> str:
-    """A report, with its address."""
+    """A report with its address."""
     if where.startswith("arXiv "):
         return f"[{where}](https://arxiv.org/abs/{where.removeprefix('arXiv ')})"
     return f"[{where}]({Report(where).link})"

@@ -40,15 +40,15 @@ from support.silent_keys import FUNCTIONS, KINDS, keys_of, words_of  # noqa: E40
 
 LIMIT_S = 120
 LOGS = ("metrics.jsonl", "fingerprints.jsonl", "samples.jsonl", "scores.json")
-RUN_FILE = re.compile(r"(`{3,})yaml.*?\1", re.DOTALL)  # in the model card, and with every key in it
+RUN_FILE = re.compile(r"(`{3,})yaml.*?\1", re.DOTALL)  # in the model card, with every key in it
 TIMES = re.compile(r"\d[\d.,]* ?(s|ms|min|h|[MGK]iB|[kMG]B|\w+/s|/s|%)\b|\d+:\d\d(:\d\d)?|\d{4}-\d\d-\d\d[T ][\d:.]+Z?")
 TIMED = re.compile(r"second|time|per_s|memory|_s$|speed|gib|share|wait")
-# Lines of the terminal that hang on times, the cache, or the name of the run.
+# Terminal lines that depend on times, the cache, or the run's name.
 UNALIKE = re.compile(r"(repeat|report|next) |\w+ +made in |.*(Writing model shards|it/s\])")
 
 
 def prepare(kind: str, folder: Path) -> dict[str, Any]:
-    """Write rows, others, a tokenizer, a model and run.yaml of a kind. Returns the run's keys, flat."""
+    """Write rows, other files, a tokenizer, a model and run.yaml of a kind. Returns the run's keys, flat."""
     case = plainest({"task": kind}) | {"evaluated at once": None, "reading": "files" if kind == "module" else "overlap"}
     job, others = job_of(case), job_of(case | {"seed": 7})
     for each in (job, others):
@@ -75,7 +75,7 @@ def prepare(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def observed(folder: Path, words: list[str], name: str) -> dict[str, Any]:
-    """What is seen of a run in a process of its own, which ends within `LIMIT_S`."""
+    """Observations of a run in its own process, which ends within `LIMIT_S`."""
     output = f"out-{name}"
     log = folder / f"{output}.log"
     if (child := os.fork()) == 0:
@@ -97,7 +97,7 @@ def observed(folder: Path, words: list[str], name: str) -> dict[str, Any]:
 
 
 def _train(folder: Path, words: list[str], log: Path) -> None:
-    """Does not return."""
+    """Train; never returns."""
     status: Any = 99
     try:
         os.setsid()
@@ -150,7 +150,7 @@ def _untimed(value: Any) -> Any:
 
 
 def outcome(base: dict[str, Any], changed: dict[str, Any], key: str) -> str:
-    """What a change of a key came to."""
+    """Effect of a changed key."""
     before = base["terminal"].splitlines()
     new = [line for line in changed["terminal"].splitlines() if line not in before]
     if changed["status"] == 2:
@@ -163,7 +163,8 @@ def outcome(base: dict[str, Any], changed: dict[str, Any], key: str) -> str:
 
 
 def of_kind(kind: str, folder: Path, keys: re.Pattern[str]) -> dict[str, str]:
-    """The outcome of each key of a kind of task. Errors: `AssertionError` where the run does not end, or not alike."""
+    """Outcome of each key of a kind of task. Errors: `AssertionError` if the run does not end, or is not
+    reproducible."""
     run = prepare(kind, folder)
     base, again = observed(folder, [], "base"), observed(folder, [], "again")
     assert base["status"] == 0, base["terminal"][-2000:]
@@ -181,7 +182,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, metavar="NAME")
     parser.add_argument("--keys", default=".", type=re.compile, metavar="REGEX")
     args = parser.parse_args()
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it looks for one
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # suppress a deepspeed message
     for name in PRELOADED:
         importlib.import_module(name)
     for kind in args.kinds:

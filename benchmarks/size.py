@@ -19,7 +19,7 @@ LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, token
 
 
 def code_lines(text: str) -> int:
-    """Lines that hold code."""
+    """Number of lines with code."""
     documented = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
@@ -38,7 +38,7 @@ def code_lines(text: str) -> int:
 
 
 def table(root: Path) -> None:
-    """By room, and all together."""
+    """Table by room, with a total."""
     rooms: dict[str, dict[str, int]] = defaultdict(dict)
     for path in sorted(root.rglob("*.py")):
         place = path.relative_to(root)

@@ -29,7 +29,7 @@ COMMANDS = {
 
 
 def seconds(words: list[str], source: Path, folder: Path) -> float:
-    """Processor time of one process and of what it started. Errors: `RuntimeError` when it fails."""
+    """CPU time of a process and its children. Errors: `RuntimeError` if it fails."""
     variables = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     nothing = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
     nothing += [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)]

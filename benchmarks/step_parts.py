@@ -29,7 +29,7 @@ SHOWN = 14
 
 
 def run_of(model: str, data: str, precision: str, *more: str) -> Run:
-    """128 examples in 8 micro-batches, as they come."""
+    """128 examples in 8 micro-batches, in order."""
     values = {
         "task": {"name": "classification", "text": "text", "label": "label"},
         "data": {"source": data, "max_length": 128, "limit": 4000},
@@ -42,7 +42,7 @@ def run_of(model: str, data: str, precision: str, *more: str) -> Run:
 
 
 def started(run: Run) -> tuple[Strategy, list[StepBatch]]:
-    """A strategy that has made two steps, and the steps that are looked at."""
+    """Return a strategy after two steps, and the steps to profile."""
     world = World(run).join()
     task, strategy = build(run, world)
     keep_freed_memory()  # as `dry_run.try_a_step` does
@@ -53,7 +53,7 @@ def started(run: Run) -> tuple[Strategy, list[StepBatch]]:
 
 
 def seconds(strategy: Strategy, batches: list[StepBatch]) -> list[float]:
-    """Processor time of each step."""
+    """CPU time of each step."""
     found = []
     for batch in batches:
         start = time.process_time()

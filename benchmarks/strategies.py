@@ -57,7 +57,7 @@ def job(run: Run, name: str, options: dict, processes: int, folder: Path) -> Run
 
 
 def record(run: Run, steps: int, timed: int) -> str | None:
-    """In processes of its own; None, or what went wrong."""
+    """Record the job in its own processes; returns None, or the error."""
     keep(run)
     code = (
         "import sys; from lockstep.config.run import load; from lockstep.launchers.local import Local as L; "
@@ -69,7 +69,7 @@ def record(run: Run, steps: int, timed: int) -> str | None:
 
 
 def apart(verdict: Comparison, what: str) -> str:
-    """The largest difference from `single` over all steps."""
+    """Largest difference from `single` over all steps."""
     most = max(getattr(row, what) or 0.0 for row in verdict.rows)
     return "same bits" if most == 0 else f"{most:.0e}"
 

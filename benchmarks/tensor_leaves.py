@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def compared(args: argparse.Namespace, batch: str, precision: str) -> list[dict[str, Any]]:
-    """A row for each number of leaves."""
+    """Return a row per number of leaves."""
     torch.manual_seed(0)
     examples, tokens = map(int, batch.split("x"))
     config = BertConfig(
@@ -83,7 +83,7 @@ def compared(args: argparse.Namespace, batch: str, precision: str) -> list[dict[
 
 
 def both(model: nn.Module, ids: Tensor, labels: Tensor, precision: str) -> None:
-    """Forward and backward; gradients are there already, as in all micro-batches of a step but the first."""
+    """Run forward and backward; gradients exist already, as in all micro-batches of a step but the first."""
     with torch.autocast("cpu", torch.bfloat16, precision == "bf16"):
         loss = model(input_ids=ids, labels=labels).loss
     loss.backward()

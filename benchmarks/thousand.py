@@ -33,7 +33,7 @@ STRATEGIES = {
 
 
 def hashes(here: Path, micro_batches: int, ranks: int, a_host: int, *words: str) -> tuple[set[str], int, int]:
-    """Of the weights on all ranks; messages, bytes."""
+    """Hashes of the weights on all ranks; messages and bytes."""
     said = (f"micro_batches={micro_batches}", f"batch_size={micro_batches + 3}", *words)
     trained = Job(job(here, SMALL, *said))
     parts, traffic = on_ranks(trained.run, [f"host-{rank // a_host}" for rank in range(ranks)], trained)

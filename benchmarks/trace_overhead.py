@@ -36,7 +36,7 @@ FIRST = 9
 
 
 def now(device: str) -> float:
-    """Seconds of the processor; on a GPU of the clock, when it has done all that was asked of it."""
+    """CPU seconds; on a GPU wall-clock seconds after synchronizing the device."""
     if device == "cpu":
         return time.process_time()
     torch.cuda.synchronize()
@@ -60,7 +60,7 @@ def model_of(name: str, sizes: tuple[int, ...]) -> torch.nn.Module:
 def measured(
     name: str, sizes: tuple[int, ...], rounds: int, steps: int, device: str, group: int
 ) -> tuple[list[float], list[float], int, int]:
-    """Seconds of steps without and with the tracer, each the mean of `group` steps, bytes a step, tensors."""
+    """Seconds per step without and with the tracer (means over `group` steps), bytes per step, number of tensors."""
     words, batch, length = sizes[3:]
     torch.manual_seed(0)
     model = model_of(name, sizes).to(device)

@@ -34,23 +34,23 @@ FIRST = ["output=out", "steps=2", "launch.processes=1", "launch.device=cpu", "st
 
 
 class Call(NamedTuple):
-    """A call of a function of lockstep's that was given a run, a job or a session."""
+    """A call of a lockstep function with a run, a job or a session."""
 
     file: str
     function: str
     frame: FrameType
-    caller: FrameType | None  # the nearest that is lockstep's
+    caller: FrameType | None  # nearest caller within lockstep
 
 
 class Way(NamedTuple):
-    """The files on the stack of the first step, from the command down, and the files that they call."""
+    """Files on the stack of the first step, from the command down, and the files that they call."""
 
-    files: list[tuple[str, str]]  # file, and the function by which it was entered
-    stops: list[tuple[str, str, str]]  # the file on the way, the file that it calls, and the function
+    files: list[tuple[str, str]]  # file, and its entry function
+    stops: list[tuple[str, str, str]]  # file on the way, called file, and function
 
 
 class Reached(BaseException):
-    """The first step is reached: nothing after it is looked at."""
+    """Raised at the first step: later calls are not recorded."""
 
 
 class Reading:
@@ -75,14 +75,14 @@ class Reading:
 
 
 def ours(frame: FrameType | None) -> FrameType | None:
-    """The frame itself or the nearest of its callers that is lockstep's."""
+    """Return the frame, or its nearest caller, within lockstep."""
     while frame is not None and not frame.f_code.co_filename.startswith(ROOT):
         frame = frame.f_back
     return frame
 
 
 def stack(frame: FrameType | None) -> list[FrameType]:
-    """The frames of lockstep's, the newest first."""
+    """Frames within lockstep, newest first."""
     found = []
     while (frame := ours(frame)) is not None:
         found.append(frame)
@@ -91,7 +91,7 @@ def stack(frame: FrameType | None) -> list[FrameType]:
 
 
 def carries(frame: FrameType) -> bool:
-    """Whether it was given a run, a job or a session; what these know of themselves is left out."""
+    """Return whether a call passes a run, a job or a session; methods of these classes are left out."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     kinds = [type(frame.f_locals.get(name)).__name__ for name in names]
@@ -99,8 +99,7 @@ def carries(frame: FrameType) -> bool:
 
 
 def follow(command: Callable[[], Any], reading: Reading | None = None) -> tuple[list[Call], list[FrameType]]:
-    """The calls until the first step of `training/loop.py`, and the stack there, the newest frame first. With
-    `reading`, goes on to the optimizer step."""
+    """Record the calls until the first step of `training/loop.py`, and the stack there, newest frame first."""
     calls: list[Call] = []
     reached: list[FrameType] = []
 
@@ -142,7 +141,7 @@ def file_of(frame: FrameType) -> str:
 
 
 def way_of(calls: list[Call], frames: list[FrameType]) -> Way:
-    """A function that a function on the way calls in its own file is on the way, too: its reader stays on the page."""
+    """Include functions called within the same file: a reader stays on the page."""
     files: list[tuple[str, str]] = []
     for frame in reversed(frames):
         if not files or files[-1][0] != file_of(frame):
@@ -162,7 +161,7 @@ def way_of(calls: list[Call], frames: list[FrameType]) -> Way:
 
 
 def built_in(folder: str, reading: Reading | None = None) -> tuple[list[Call], list[FrameType]]:
-    """The built-in run in an empty folder, in this process."""
+    """Start the built-in run in an empty folder, in this process."""
     from lockstep.cli import main
 
     os.chdir(folder)
@@ -172,7 +171,7 @@ def built_in(folder: str, reading: Reading | None = None) -> tuple[list[Call], l
 
 
 def picture(way: Way) -> str:
-    """The way in Mermaid: files from the command down to the step, and beside each the files that it calls."""
+    """Draw the way in Mermaid: files from the command down to the step, and the files that each calls."""
 
     def node(file: str, function: str) -> str:
         name = file.removesuffix(".py").replace("/", "_")
@@ -188,7 +187,7 @@ def picture(way: Way) -> str:
 
 
 def figures(calls: list[Call], way: Way, reading: Reading) -> str:
-    """What benchmarks/log.md compares."""
+    """Figures for benchmarks/log.md."""
     entered, files = 0, list[str]()
     last = ""
     for call in calls:
@@ -216,4 +215,4 @@ if __name__ == "__main__":
         way = way_of(seen, at_the_step)
         print(picture(way) if reading is None else figures(seen, way, reading))
     sys.stdout.flush()
-    os._exit(0)  # the run is left in the middle
+    os._exit(0)  # abandon the run

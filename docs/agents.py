@@ -1,4 +1,4 @@
-"""AGENTS.md and the site's llms.txt, made from pages that people read.
+"""Generate AGENTS.md and the site's llms.txt from pages that people read.
 
 In: CONTRIBUTING.md, docs/explanation/internals.md, the navigation of mkdocs.yml with the first sentence of each page.
 Out: `agents()`, the text of AGENTS.md, which `python docs/agents.py` writes; `llms()`, the text of llms.txt
@@ -16,7 +16,7 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 
 
 def agents() -> str:
-    """The text of AGENTS.md: how to check a change, where things are, which files commands write, the house rules."""
+    """Text of AGENTS.md: how to check a change, where things are, which files are generated, the house rules."""
     return "\n\n".join(
         [
             "# For coding agents",
@@ -39,8 +39,8 @@ def agents() -> str:
 
 
 def llms(address: str = "") -> str:
-    """The text of llms.txt: every page of the navigation, with its first sentence. `address`: the site's, with a slash
-    at its end."""
+    """Text of llms.txt: every page of the navigation, with its first sentence. `address`: of the site, ending with a
+    slash."""
     lines: list[str] = []
     for line in (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2].splitlines():
         entry = line.strip().removeprefix("- ")
@@ -63,7 +63,7 @@ def llms(address: str = "") -> str:
 
 
 def _first_words(text: str) -> tuple[str, str]:
-    """The title of a page, and the first sentence of its first paragraph, without links."""
+    """Title of a page, and the first sentence of its first paragraph, without links."""
     title = text.partition("\n")[0].removeprefix("# ")
     blocks = re.split(r"\n\n+", re.sub(r"^<!--.*?-->$|^```.*?^```$", "", text, flags=re.M | re.S))[1:]
     prose = next((block for block in blocks if re.match(r"[\w`*\[]", block)), "")
@@ -72,7 +72,7 @@ def _first_words(text: str) -> tuple[str, str]:
 
 
 def _section(page: str, title: str) -> str:
-    """The text below a heading, with links as they are from the repository's root."""
+    """Text below a heading, with links relative to the repository's root."""
     text = (ROOT / page).read_text(encoding="utf-8")
     body = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0].strip()
     home = posixpath.dirname(page)
@@ -80,7 +80,7 @@ def _section(page: str, title: str) -> str:
 
 
 def _block(page: str, title: str, begin: str, end: str) -> str:
-    """A part of a section, from where `begin` stands to where `end` does."""
+    """Part of a section between two markers."""
     rest = begin + (_section(page, title) + "\n\n").partition(begin)[2]
     return rest[: rest.index(end, len(begin))].strip() + ("\n" if begin.startswith("```") else "")
 

@@ -45,7 +45,7 @@ KEY = re.compile(r"^([a-z_]+(?:\.[a-z0-9_]+)*)[.:]")
 DOTTED = re.compile(r"(?<![\w./<-])[a-z_]+(?:\.[a-z0-9_]+)+")
 REFERENCE, CODE_PAGES = "reference", "reference/messages/all"  # folders below docs/
 MESSAGES, KEY_PAGE = "reference/messages.md", "reference/run-file-keys.md"  # below docs/; docs/site.py writes them
-EVERYDAY = {"run", "example", "export"}  # words of the glossary that messages also use as everybody does
+EVERYDAY = {"run", "example", "export"}  # words of the glossary that are also everyday words
 HEAD = """---
 hide: [toc]
 ---
@@ -64,11 +64,11 @@ that a message fills in. In a clone, `python docs/messages.py LS2031` prints an 
 class Message(NamedTuple):
     code: str
     text: str
-    file: str  # from the repository's root
+    file: str  # relative to the repository's root
 
 
 def messages() -> str:
-    """The text of the page."""
+    """Text of the page of all messages."""
     rooms: dict[str, list[Message]] = defaultdict(list)
     for message in read():
         rooms[message.code[2]].append(message)
@@ -81,7 +81,7 @@ def messages() -> str:
 
 
 def entries(codes: Collection[str]) -> str:
-    """The entries of some codes, with links from docs/reference/; exits if there is no such code."""
+    """Entries of some codes, with links from docs/reference/; exits if a code does not exist."""
     every = {message.code: message for message in read()}
     if unknown := [code for code in codes if code not in every]:
         sys.exit(f"docs/messages.py: no message has the code {', '.join(unknown)}")
@@ -90,7 +90,7 @@ def entries(codes: Collection[str]) -> str:
 
 
 def code_pages() -> str:
-    """A section for each code, with links from reference/messages/CODE/."""
+    """One section per code, with links from reference/messages/CODE/."""
     every = read()
     advice, files, words = remedies(CODE_PAGES) | explanations(CODE_PAGES), _purposes(every), _words_explained()
     keys = [*key_table.KEYS]
@@ -119,7 +119,7 @@ def keys_of(text: str, keys: Collection[str]) -> list[str]:
 
 
 def words_of(text: str, words: Collection[str]) -> list[str]:
-    """Words of the glossary that a message uses: the longer one where one holds another."""
+    """Words of the glossary that a message uses; if one contains another, only the longer."""
     found = [word for word in words if re.search(rf"(?<![\w.-]){re.escape(word)}s?(?![\w.-]\w)\b", text, re.I)]
     return [word for word in found if not any(word != other and word in other for other in found)]
 
@@ -151,14 +151,14 @@ def _rows(page: str) -> dict[str, str]:
 
 @functools.cache
 def read() -> tuple[Message, ...]:
-    """Every message of the source, by code."""
+    """All messages of the source, sorted by code."""
     return tuple(
         sorted(message for folder in SOURCES for file in (ROOT / folder).rglob("*.py") for message in _of(file))
     )
 
 
 def _of(file: Path) -> Iterator[Message]:
-    """The messages of one file."""
+    """Messages of one file."""
     source = file.read_text(encoding="utf-8")
     if CODE.search(source) is None:
         return
@@ -171,7 +171,7 @@ def _of(file: Path) -> Iterator[Message]:
 
 
 def remedies(folder: str) -> dict[str, str]:
-    """Code -> what to do, of docs/how-to/troubleshooting.md, with links from a folder of docs/."""
+    """Map codes to the advice in docs/how-to/troubleshooting.md, with links from a folder of docs/."""
     page = (ROOT / "docs/how-to/troubleshooting.md").read_text(encoding="utf-8")
     found: dict[str, str] = {}
     for row in re.findall(r"^\| .+ \|$", page, re.M):
@@ -208,7 +208,7 @@ def _entry(message: Message, purpose: str, remedy: str | None) -> str:
 
 
 def _words(node: ast.AST) -> str:
-    """A text as it stands in the source, what is filled in between angle brackets."""
+    """Text of a string expression, with placeholders in angle brackets."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -241,7 +241,7 @@ def _words(node: ast.AST) -> str:
 
 
 def _moved(text: str, home: str, folder: str) -> str:
-    """A text of one folder of docs/ with links that are right in another one."""
+    """Adapt the links of a text to another folder of docs/."""
     return LINK.sub(lambda link: posixpath.relpath(posixpath.join(home, link[1]), folder), text)
 
 
@@ -250,7 +250,7 @@ def _purposes(every: Iterable[Message]) -> dict[str, str]:
 
 
 def _purpose(file: Path) -> str:
-    """The first sentence of a file's docstring."""
+    """First sentence of a file's docstring."""
     text = " ".join((ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split())
     return re.split(r"(?<=[.:]) (?=[A-Z])", text)[0].rstrip(":")
 

@@ -1,4 +1,4 @@
-"""Notebooks made of the scripts in examples/ that have cells.
+"""Make notebooks from the scripts in examples/ that have cells.
 
 In: scripts with lines `# %% Title`, which editors show as cells. Out: `notebook`, the text of a notebook beside each,
 which `python docs/notebooks.py` writes: the docstring and the titles as text, the rest as code.
@@ -16,7 +16,7 @@ _CELL = re.compile(r"^# %% (.*)\n", re.M)
 
 
 def scripts() -> list[Path]:
-    """Those that have cells."""
+    """Scripts with cells."""
     return [path for path in sorted(EXAMPLES.glob("*.py")) if _CELL.search(path.read_text(encoding="utf-8"))]
 
 

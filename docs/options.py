@@ -21,7 +21,7 @@ the run file follow it as `key=value` or `--key value`.
 """
 
 
-# What stands for itself in `--help`.
+# Self-explanatory in `--help`.
 KNOWN = {
     "OUTPUT": "the output folder of a run",
     "OUTPUT[/checkpoints/step-N]": "the output folder of a run, or one of its checkpoints",
@@ -30,7 +30,7 @@ KNOWN = {
 
 
 def page() -> str:
-    """The text of the page."""
+    """Text of the page."""
     parts = [HEAD]
     for purpose, members in commands.PURPOSES.items():
         parts.append(f"## {purpose}\n")

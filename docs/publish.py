@@ -53,7 +53,7 @@ def main(built: Path, site: Path, release: str) -> None:
 
 
 def write_code_pages(built: Path, codes: Collection[str]) -> None:
-    """Split the page of all sections into reference/messages/CODE/index.html; the index and the search lead there."""
+    """Split the page of all sections into reference/messages/CODE/index.html, and adapt the index and the search."""
     whole = built / CODE_PAGES / "index.html"
     text = whole.read_text(encoding="utf-8")
     article = _parts(ARTICLE, text)

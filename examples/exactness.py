@@ -45,7 +45,7 @@ while not (FOLDER / "killed/checkpoints/latest").exists() and killed.poll() is N
     time.sleep(0.05)
 killed.send_signal(signal.SIGKILL)
 killed.wait()
-time.sleep(1)  # its ranks notice that their launcher is gone
+time.sleep(1)  # wait until its ranks notice that their launcher died
 subprocess.run(command("killed", 2), check=True)
 # %% The same weights, bit for bit
 found = {name: weights(name) for name in ("one", "two", "killed")}
