@@ -279,7 +279,7 @@ def lockstep(name: str, precision: str, pieces: int, folder: Path, vocabulary: i
     job = for_rank(run, world)
     join_ranks(job, world)
     session = build_session(job, world)
-    keep_freed_memory()  # as `beginning.try_a_step` does
+    keep_freed_memory()  # as `startup.try_a_step` does
     nothing = Nothing(run, world, job.data, session.feed.total)
     train(replace(session, checkpoints=nothing, sinks=Steps()), session.new_state())
     return meter.said(session.strategy.model, blocks_of(folder)[1])  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ def start(entries: list[str]) -> None:
     """Train up to the first step, print the costs, and end the process."""
     began = time.perf_counter()
     import lockstep.cli
-    from lockstep.training import beginning, loop, plain_check
+    from lockstep.training import loop, plain_check, startup
 
     said: dict[str, Any] = {}
 
@@ -69,7 +69,7 @@ def start(entries: list[str]) -> None:
         os._exit(0)
 
     plain_check.check = measured("comparison", plain_check.check)
-    beginning.try_a_step = measured("dry run", beginning.try_a_step)
+    startup.try_a_step = measured("dry run", startup.try_a_step)
     loop.batches = first_step
     lockstep.cli.main(["train", *entries])
 

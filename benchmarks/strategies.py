@@ -21,7 +21,7 @@ from typing import Any
 from run import processor
 
 from lockstep.config import plugins
-from lockstep.config.run import QUICK_START, Run, RunError, keep, load
+from lockstep.config.run import QUICK_START, Run, RunError, load, write_run_yaml
 from lockstep.proof.recording import Recording, read
 from lockstep.proof.verify import RECORD, compare, findings, record_alone
 from lockstep.strategies.job import Job, strategy_class
@@ -58,7 +58,7 @@ def job(run: Run, name: str, options: dict, processes: int, folder: Path) -> Run
 
 def record(run: Run, steps: int, timed: int) -> str | None:
     """Record the job in its own processes; returns None, or the error."""
-    keep(run)
+    write_run_yaml(run)
     code = (
         "import sys; from lockstep.config.run import load; from lockstep.launchers.local import Local as L; "
         "r = load(sys.argv[1], []); sys.exit(L().start(r, L().plan(r), sys.argv[2:]))"

@@ -29,7 +29,7 @@ import lockstep
 ROOT = f"{Path(lockstep.__file__).parent}{os.sep}"
 _TRACE = importlib.util.find_spec("lockstep_trace")  # not imported: a script that imports it is traced
 GROUND = str(_TRACE and _TRACE.origin).removesuffix("__init__.py")
-CARRIERS = ("Run", "Job", "Session")  # the values whose way is followed
+CARRIERS = ("Run", "Job", "Session")  # types that are followed
 FIRST = ["output=out", "steps=2", "launch.processes=1", "launch.device=cpu", "strategy.name=single"]
 
 
@@ -99,7 +99,8 @@ def carries(frame: FrameType) -> bool:
 
 
 def follow(command: Callable[[], Any], reading: Reading | None = None) -> tuple[list[Call], list[FrameType]]:
-    """Record the calls until the first step of `training/loop.py`, and the stack there, newest frame first."""
+    """Record the calls until the first step of `training/loop.py`, and the stack there, newest frame first. With
+    `reading`, go on to the optimizer step."""
     calls: list[Call] = []
     reached: list[FrameType] = []
 

@@ -338,7 +338,7 @@ def _result(folder: Path, status: int) -> Result:
 
 
 def _evaluate(words: list[str]) -> int:
-    from lockstep.training.exported_model import scores
+    from lockstep.training.evaluate_export import scores
 
     result_path, output, split, overrides = words
     _, values = scores(Path(output), json.loads(split), json.loads(overrides))

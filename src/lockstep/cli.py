@@ -177,7 +177,7 @@ def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace)
     object in place of the command's output, unless the command prints its own."""
     from lockstep.distributed.activity import ACTIVITY
     from lockstep.track import json_output
-    from lockstep.track.busy import Waiting
+    from lockstep.track.busy import CommandNote
 
     answers = (getattr(module, f"run_{name.replace('-', '_')}")(known) for module in modules)
     with ExitStack() as stack:

@@ -16,7 +16,7 @@ from lockstep.config.run import Run, load
 from lockstep.data import tokenizer
 from lockstep.tasks.models import models
 from lockstep.training.checkpoint_model import fetch
-from lockstep.training.exported_model import finished
+from lockstep.training.evaluate_export import finished
 from lockstep.training.predicting import predictions
 from support.harness import TINY, tiny
 from support.messages import mentions, raises

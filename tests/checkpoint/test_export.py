@@ -16,7 +16,7 @@ from lockstep.checkpoint import exported, storage
 from lockstep.checkpoint.checkpoint import CheckpointError, finished
 from lockstep.checkpoint.export import write_export
 from lockstep.checkpoint.manifest import newest_first
-from lockstep.config.run import keep
+from lockstep.config.run import write_run_yaml
 from lockstep.distributed.world import World
 from lockstep.tasks.models.models import exported_model
 from lockstep.track.report.report import write_comparison
@@ -124,7 +124,7 @@ def test_a_person_may_edit_the_card_and_the_configuration(trained: Job) -> None:
 def test_links_of_a_comparison_lead_to_the_pages(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("a #1 50%", "b:c?d")]
     for folder in folders:
-        keep(tiny(output=str(folder)))
+        write_run_yaml(tiny(output=str(folder)))
     page = write_comparison(folders, tmp_path / "comparison.html").read_text()
     assert 'href="a%20%231%2050%25/report.html"' in page
     assert 'href="b%3Ac%3Fd/report.html"' in page

@@ -19,8 +19,8 @@ from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.strategies.job import Job
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import model_configs
-from lockstep.training.beginning import without_effect
 from lockstep.training.model_stats import remarks, unused_links
+from lockstep.training.startup import without_effect
 from support.harness import tiny
 from support.messages import raises
 from support.own_modules import NET, NET_FUNCTIONS, job

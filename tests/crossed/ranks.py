@@ -233,7 +233,7 @@ def _keep_steps(session: Any, folder: Path) -> None:
     train_step, recorder = strategy.train_step, GradientRecorder(world)
 
     def trained(batch: Any, rate: float) -> Any:
-        rows = [batch.ids[group] for group in feed.task.cut(feed.columns, batch.ids)]
+        rows = [batch.ids[group] for group in feed.task.split_micro_batches(feed.columns, batch.ids)]
         hides = session.run.task.name == "masked_language_modeling"
         masked = record._masked(session, feed.columns, rows, batch.step) if hides else {}
         result = train_step(batch, rate)

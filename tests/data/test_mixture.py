@@ -54,7 +54,7 @@ def test_with_weights_each_source_is_used_whole_epoch_after_epoch(
     rows = [order.step(t) for t in range(60)]
     so_far = np.zeros(len(sizes), dtype=np.int64)
     for t, some in enumerate(rows):
-        assert order.used(t).tolist() == so_far.tolist()
+        assert order.consumed(t).tolist() == so_far.tolist()
         so_far += np.histogram(some, [*order.first, sum(sizes)])[0]
     everything = np.concatenate(rows)
     for first, size, used in zip(order.first, sizes, so_far, strict=True):
@@ -69,7 +69,7 @@ def test_with_weights_each_source_is_used_whole_epoch_after_epoch(
 
 def test_shares_are_those_of_the_weights() -> None:
     order = MixedOrder([1000, 10, 100], [[(0, 6.0), (500, 1.0)], [(0, 3.0)], [(0, 1.0)]], 64, 3)
-    before, after = order.used(500), order.used(1500) - order.used(500)
+    before, after = order.consumed(500), order.consumed(1500) - order.consumed(500)
     assert np.abs(before / before.sum() - [0.6, 0.3, 0.1]).max() < 0.01
     assert np.abs(after / after.sum() - [0.2, 0.6, 0.2]).max() < 0.01
     counts = _counts(order.sizes, [[(0, 1e9)], [(0, 1e-9)], [(0, 1e-9)]], 0)

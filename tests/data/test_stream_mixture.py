@@ -69,10 +69,10 @@ def test_without_weights_an_epoch_uses_every_example_once(
         for t in np.random.default_rng(seed).permutation(len(steps))[:8].tolist():
             anew = order_of(sizes, None, batch, seed, window)
             assert (anew.step(t) == steps[t]).all()
-            assert set(steps[t].tolist()) <= set(itertools.chain.from_iterable(anew.near(t)))
-            before = np.concatenate([np.empty(0, np.int64), *(order.drawn(s)[0] for s in range(t))])
+            assert set(steps[t].tolist()) <= set(itertools.chain.from_iterable(anew.resident_ranges(t)))
+            before = np.concatenate([np.empty(0, np.int64), *(order.sources_of_step(s)[0] for s in range(t))])
             drawn = np.bincount(before, minlength=len(sizes))
-            assert (anew.used(t) == drawn).all()
+            assert (anew.consumed(t) == drawn).all()
 
 
 @settings(max_examples=30)
@@ -86,10 +86,10 @@ def test_with_weights_what_is_at_hand_has_the_step_and_grows_with_no_step(
         order = order_of(sizes, schedules, batch, seed, window)
         seen: list[list[int]] = [[] for _ in sizes]
         for t in range(20):
-            rows, near = order.step(t), set(itertools.chain.from_iterable(order.near(t)))
+            rows, near = order.step(t), set(itertools.chain.from_iterable(order.resident_ranges(t)))
             assert set(rows.tolist()) <= near
             assert len(near) <= sum(min(sum(each), 2 * window + 2 * batch) for each in sizes)
-            for source, row in zip(order.drawn(t)[0].tolist(), rows.tolist(), strict=True):
+            for source, row in zip(order.sources_of_step(t)[0].tolist(), rows.tolist(), strict=True):
                 seen[source].append(row)
         for source, rows_of_it in enumerate(seen):  # whole epochs, one after the other
             size = sum(sizes[source])
@@ -116,7 +116,7 @@ def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) 
             order = MixedShards(sizes, schedules, 256, 1, 8192)
             asked.clear()
             assert len(order.step(step)) == 256
-            assert sum(map(len, order.near(step))) <= 2 * (2 * 8192 + 512)
+            assert sum(map(len, order.resident_ranges(step))) <= 2 * (2 * 8192 + 512)
             costs.append(sum(asked))
         assert max(costs) <= 3 * orders.PERIOD + 4 * 1010 + 512
 

@@ -36,7 +36,7 @@ def test_what_is_held_has_the_step_and_is_no_more_than_two_windows_and_two_steps
     order = ByShard(np.array(sizes), batch, seed, window)
     before: set[int] = set()
     for t in range(order.steps_per_epoch):
-        near = list(itertools.chain.from_iterable(order.near(t)))
+        near = list(itertools.chain.from_iterable(order.resident_ranges(t)))
         assert len(near) == len(set(near)) <= 2 * window + 2 * batch
         assert set(order.step(t)) <= set(near)
         if t:  # no step but the first has to read more than steps use
@@ -68,6 +68,6 @@ def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) 
     for step in (0, 10**6, 10**9):
         asked.clear()
         assert len(np.unique(order.step(step))) == 256
-        assert sum(map(len, order.near(step))) <= 2 * 8192 + 512
+        assert sum(map(len, order.resident_ranges(step))) <= 2 * 8192 + 512
         costs.append(sum(asked))
     assert max(costs) <= 1000 + 256  # the shards of an epoch, and the examples of the step

@@ -9,7 +9,7 @@ from lockstep.config import processor
 from lockstep.distributed import consistency_check
 from lockstep.distributed.world import World
 from lockstep.launchers.start import joining
-from lockstep.training.beginning import other_arithmetic
+from lockstep.training.startup import other_arithmetic
 from support.command import LOCKSTEP, ended, start
 from support.harness import tiny
 from support.messages import raises

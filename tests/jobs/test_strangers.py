@@ -18,7 +18,7 @@ from lockstep.config.run import load
 from lockstep.distributed import job_record
 from lockstep.launchers import slurm
 from lockstep.launchers.slurm import log_of
-from lockstep.training.exported_model import finished
+from lockstep.training.evaluate_export import finished
 from support.messages import mentions, raises
 from support.saving import run_in, trained
 

@@ -234,9 +234,11 @@ def test_whether_the_first_row_names_columns(rows: list[list[str]], wanted: bool
 
 
 # columns and their kinds -> a doubt, or none
-def looked(**kinds: str) -> columns.Look:
+def looked(**kinds: str) -> columns.DatasetProfile:
     few = {name: 3 for name, kind in kinds.items() if kind in ("number", "label")}
-    return columns.Look("x", {"train": 99}, kinds, few, {n: 50 for n, kind in kinds.items() if kind == "text"})
+    return columns.DatasetProfile(
+        "x", {"train": 99}, kinds, few, {n: 50 for n, kind in kinds.items() if kind == "text"}
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.config.run import Run, RunError, keep
+from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import Process
 from lockstep.launchers.processes import output_lock
@@ -354,7 +354,7 @@ def test_what_is_ours_is_taken(tmp_path: Path) -> None:
     (tmp_path / "launch.json").write_text("{")  # a power cut
     with raises("LS7346", "launch.json"):
         check_ours(run)
-    keep(run)  # as a sweep does before it starts a trial, and every start
+    write_run_yaml(run)  # as a sweep does before it starts a trial, and every start
     check_ours(run)
     (tmp_path / "run.yaml").write_text(run.model_copy(update={"output": "elsewhere"}).dump())  # a copy
     with raises("LS7346", "launch.json"):
@@ -367,7 +367,7 @@ def test_another_start_of_the_run_that_writes_its_first_files_is_no_stranger(
     run, listed = run_in(tmp_path), os.listdir
 
     def meanwhile(folder: Path) -> list[str]:
-        keep(run)
+        write_run_yaml(run)
         job_record.write(tmp_path, job_record.here("local", 1))
         return listed(folder)
 
@@ -378,7 +378,7 @@ def test_another_start_of_the_run_that_writes_its_first_files_is_no_stranger(
 @pytest.mark.parametrize("kind", ["link", "dangling", "file"])
 def test_an_export_that_cannot_be_replaced_is_told_before_training(kind: str, tmp_path: Path) -> None:
     run = run_in(tmp_path / "out")
-    keep(run)
+    write_run_yaml(run)
     job_record.write(run.folder, job_record.here("local", 1))
     if kind == "file":
         (run.folder / "export").touch()

@@ -54,10 +54,10 @@ def test_what_no_micro_batch_used_is_given_no_gradient() -> None:
     used, unused, _ = parameters()
     parts = [Part("used", used, torch.ones(3, 4)), Part("unused", unused, torch.zeros(5))]
     gradient = Gradient(parts, ["unused", "used"])
-    gradient.give([0, 3])
+    gradient.assign_to_params([0, 3])
     assert used.grad is not None
     assert unused.grad is None  # torch's optimizers then neither decay nor move it
-    gradient.take_back()
+    gradient.clear()
     assert used.grad is None
 
 
@@ -79,10 +79,10 @@ def test_a_gradient_by_row_is_given_whole_and_lives_as_long_as_the_update() -> N
         rows = by_row(whole)
         assert rows.is_sparse
         gradient = Gradient([Part("weight", weight, rows)], ["weight"])
-        gradient.give([1])
+        gradient.assign_to_params([1])
         assert weight.grad is not None
         assert torch.equal(weight.grad, whole)
-        gradient.take_back()
+        gradient.clear()
         assert weight.grad is None
 
 

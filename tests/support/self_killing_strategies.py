@@ -91,10 +91,10 @@ class Striking:
         self.come_to("forward")
         return super().run_micro_batch(micro, divisor)  # type: ignore[misc]
 
-    def on_gradient(self, position: int, parameter: Any) -> None:
+    def on_grad_ready(self, position: int, parameter: Any) -> None:
         if position == 5:
             self.come_to("gradient")
-        super().on_gradient(position, parameter)  # type: ignore[misc]
+        super().on_grad_ready(position, parameter)  # type: ignore[misc]
 
     def agree(self, losses: Any, uses: Any) -> Any:
         self.come_to("agree")

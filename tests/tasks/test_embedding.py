@@ -122,7 +122,7 @@ def test_a_blank_micro_batch_has_no_loss_and_no_gradient(task_keys: str, tmp_pat
 @pytest.mark.parametrize("rows", [22, 21, 9, 4, 2, 1])
 def test_rows_meet_by_chance_and_none_is_alone(rows: int, tmp_path: Path) -> None:
     task = task_of(make(tmp_path, "pairs", PAIRS))  # 22 rows a step, 8 micro-batches
-    groups = task.cut(task.splits["train"], np.arange(rows))
+    groups = task.split_micro_batches(task.splits["train"], np.arange(rows))
     assert len(groups) == 8
     assert np.concatenate(groups).tolist() == list(range(rows))  # as they came
     sizes = [len(group) for group in groups if len(group)]

@@ -77,7 +77,7 @@ def test_a_line_comes_before_anything_is_imported_that_takes_long(
 def test_tokenising_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     places: list[str] = []
-    monkeypatch.setattr(ACTIVITY, "at", places.append)
+    monkeypatch.setattr(ACTIVITY, "set", places.append)
     rows = Dataset.from_dict({"text": ["a"] * 2500})
     kind = Features({"label": Value("int64")})
     arrow_cache.encode(rows, lambda batch: {"label": [1] * len(batch["text"])}, kind, "key")

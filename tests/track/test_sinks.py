@@ -13,7 +13,7 @@ import yaml
 
 from lockstep import api
 from lockstep.checkpoint import export
-from lockstep.config.run import Run, keep, load
+from lockstep.config.run import Run, load, write_run_yaml
 from lockstep.distributed.watchdog import tell_failure
 from lockstep.distributed.world import World
 from lockstep.lab.sweep import sweep_file
@@ -210,7 +210,7 @@ def test_no_way_into_run_yaml_by_python(tmp_path: Path) -> None:
     with raises("LS1118"):
         Run.load(TINY, {"model.config": {"deep": [(TOKEN,)]}})
     whole = Run.model_validate(TINY | source | {"output": str(tmp_path / "out")})
-    for use in (keep, api.train, api.verify, Run.dump):
+    for use in (write_run_yaml, api.train, api.verify, Run.dump):
         with raises("LS1118"):
             use(whole)  # type: ignore[operator]
     assert "hunter2" not in "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())

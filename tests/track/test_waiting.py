@@ -14,7 +14,7 @@ CODE = """
 import subprocess, sys, time
 from lockstep.track import busy
 busy.FIRST_S = 0.0
-with busy.Waiting(lambda: "evaluation, 3 of 20 batches"):
+with busy.CommandNote(lambda: "evaluation, 3 of 20 batches"):
     time.sleep(0.6)
     print("a row")
     time.sleep(0.4)

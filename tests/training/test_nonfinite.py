@@ -24,7 +24,7 @@ from lockstep.strategies.job import Job, strategy_class
 from lockstep.strategies.strategy import NotFinite
 from lockstep.track.best import Best
 from lockstep.track.console import Console
-from lockstep.training import beginning, fingerprints
+from lockstep.training import fingerprints, startup
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session
@@ -102,7 +102,7 @@ def test_few_of_the_longest_examples_are_tried_where_memory_surely_suffices_for_
     run = tiny("strategy.name=single", "batch_size=64", "micro_batches=4", f"output={tmp_path}", "launch.device=cpu")
     world = World(run)
     session = build_session(for_rank(run, world), world)
-    seen, evaluate, step = list[int](), beginning.evaluate_with_tables, session.strategy.train_step
+    seen, evaluate, step = list[int](), startup.evaluate_with_tables, session.strategy.train_step
 
     def evaluated(*given: Any, **more: Any) -> Any:
         seen.append(len(given[5]))
@@ -114,10 +114,10 @@ def test_few_of_the_longest_examples_are_tried_where_memory_surely_suffices_for_
         seen.append(len(batch.ids))
         return step(batch, rate)
 
-    monkeypatch.setattr(beginning, "free_memory", lambda sharing: free)
-    monkeypatch.setattr(beginning, "evaluate_with_tables", evaluated)
+    monkeypatch.setattr(startup, "free_memory", lambda sharing: free)
+    monkeypatch.setattr(startup, "evaluate_with_tables", evaluated)
     monkeypatch.setattr(session.strategy, "train_step", trained)
-    beginning.try_before_training(session)
+    startup.try_before_training(session)
     world.close()
     assert seen == tried
 
@@ -127,7 +127,7 @@ def test_what_few_examples_take_bounds_what_all_take() -> None:
     """16 MiB for each of so many examples, beside 64 MiB of the optimizer's state."""
 
     def took(examples: int) -> float:
-        bound = beginning.MemoryBound()
+        bound = startup.MemoryBound()
         held = [bytearray(b"x") * (64 << 20), *(bytearray(b"x") * (16 << 20) for _ in range(examples))]
         bound.end(1, 64 << 20)
         assert len(held) == examples + 1
@@ -135,7 +135,7 @@ def test_what_few_examples_take_bounds_what_all_take() -> None:
 
     few, every = took(2), took(16)
     assert every == pytest.approx((64 + 16 * 16) << 20, rel=0.1)
-    bound = beginning.MemoryBound()
+    bound = startup.MemoryBound()
     held = [bytearray(b"x") * (64 << 20), *(bytearray(b"x") * (16 << 20) for _ in range(2))]
     bound.end(8, 64 << 20)
     assert bound.bytes >= 0.95 * every > few

@@ -112,7 +112,7 @@ def test_every_command_asks_the_same_function(monkeypatch: pytest.MonkeyPatch, t
     console: Any = SimpleNamespace(facts=lambda rows: None, detail=lambda rows: None, note=lambda text: None)
     ready, steps = start.ready(run, launcher, plan, console)
     assert steps is None
-    examined = start.examined(run, launcher, plan)
+    examined = start.preview(run, launcher, plan)
     assert isinstance(examined, Job)
     assert ready.job == dataclasses.replace(examined, scope=Scope.START)
     start.resolved(run)  # verify, replay, diff, branch

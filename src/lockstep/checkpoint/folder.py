@@ -20,7 +20,7 @@ from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.exported import clear, sync
 from lockstep.checkpoint.manifest import Manifest, folder_of, name_of, newest_first, superfluous
 from lockstep.config.folder_inside import FolderInside
-from lockstep.config.run import Run, RunError, led_away
+from lockstep.config.run import Run, RunError, redirected
 from lockstep.data.cache import cache_folder
 
 if TYPE_CHECKING:
@@ -107,12 +107,12 @@ class DiskSpace:
     def away(self) -> str | None:
         """Explain why OUTPUT can no longer be written (it was moved or replaced), or return None. Rank 0's answer
         counts."""
-        return led_away(self._folder)
+        return redirected(self._folder)
 
     def checkpoints_away(self) -> str | None:
         """Explain why checkpoints in OUTPUT can no longer be written or removed, or return None. Rank 0's answer
         counts."""
-        if (fault := self._checkpoints.led_away()) is not None and self.away() is None and self._written is not None:
+        if (fault := self._checkpoints.redirected()) is not None and self.away() is None and self._written is not None:
             name, manifest = self._written
             with suppress(OSError):  # moved, e.g. to another disk, and replaced by a link
                 if (self._checkpoints.path / name / manifests.FILE).read_bytes() == manifest:

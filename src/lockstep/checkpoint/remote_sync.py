@@ -125,7 +125,7 @@ class CheckpointCatalog:
         while self.world.all_reduce_max(
             int(self.mirror is not None and self.mirror.busy and time.monotonic() < until)
         )():
-            ACTIVITY.at(f"waiting for the copy in {self.run.remote_dir}")
+            ACTIVITY.set(f"waiting for the copy in {self.run.remote_dir}")
             time.sleep(0.2)
         if self.mirror is None:
             return None
@@ -190,7 +190,7 @@ class RemoteSync:
 
         def tell(count: int) -> None:
             come[0] += count
-            ACTIVITY.at(f"downloading {name} from {self.address}, {come[0] / 1e6:,.1f} MB")
+            ACTIVITY.set(f"downloading {name} from {self.address}, {come[0] / 1e6:,.1f} MB")
 
         def one(file: str) -> str | None:
             at = self.address.below(f"checkpoints/{name}/{file}")

@@ -24,7 +24,7 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_evaluate(args: argparse.Namespace) -> int:
-    from lockstep.training.exported_model import evaluate
+    from lockstep.training.evaluate_export import evaluate
 
     return evaluate(Path(args.output), args.split, args.overrides)
 

@@ -40,7 +40,7 @@ def run_plan(args: argparse.Namespace) -> int:
     run = start.further(run_file.run_of(args), Console(True).say)
     launcher = start.launcher_of(run)
     plan = start.plan_of(run, launcher)
-    job = start.examined(run, launcher, plan)
+    job = start.preview(run, launcher, plan)
     console = Console(True)
     counts = {r * run.micro_batches // plan.processes for r in range(plan.processes + 1)}
     bounds = sorted(counts)

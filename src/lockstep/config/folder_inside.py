@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lockstep.config.run import led_away
+from lockstep.config.run import redirected
 
 
 class FolderInside:
@@ -20,9 +20,9 @@ class FolderInside:
         target = _real(self.path)
         self._target = None if target == self._output / name else target  # target of an initial link
 
-    def led_away(self) -> str | None:
+    def redirected(self) -> str | None:
         """Return why nothing may be written if OUTPUT or this folder now links elsewhere, else None."""
-        if (fault := led_away(self._output)) is not None:
+        if (fault := redirected(self._output)) is not None:
             return fault
         if (now := _real(self.path)) == (self._target or self._output.resolve() / self.path.name):
             return None

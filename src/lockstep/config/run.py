@@ -637,7 +637,7 @@ def check_output(run: Run) -> None:
         )
 
 
-def keep(run: Run) -> None:
+def write_run_yaml(run: Run) -> None:
     """Write OUTPUT/run.yaml with every default filled in. Errors: `RunError` if OUTPUT is not writable."""
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -646,7 +646,7 @@ def keep(run: Run) -> None:
         raise RunError("LS1117", f"output: cannot write to {run.folder}: {error.strerror}") from error
 
 
-def led_away(folder: Path) -> str | None:
+def redirected(folder: Path) -> str | None:
     """Return why a folder must not be written to any more, or None.
 
     `folder`: a resolved path. It is rejected if it, or a folder above it, is now a link to another folder than the one

@@ -393,7 +393,7 @@ def fill(
     done = _counts(0 if away else len(part) for away, part in zip(missing, parts, strict=True))
 
     def say() -> None:
-        ACTIVITY.at(f"{doing}, {sum(done):,} of {parts[-1].stop:,} {of}")
+        ACTIVITY.set(f"{doing}, {sum(done):,} of {parts[-1].stop:,} {of}")
 
     def one(number: int, tell: Callable[[], None] = lambda: None) -> None:
         done[number] = 0
@@ -420,7 +420,7 @@ def map_parts(parts: list[range], work: Callable[[range], None], doing: str) -> 
     done = _counts(0 for _ in parts)
 
     def say() -> None:
-        ACTIVITY.at(f"{doing}, {sum(done):,} of {parts[-1].stop:,} examples")
+        ACTIVITY.set(f"{doing}, {sum(done):,} of {parts[-1].stop:,} examples")
 
     def one(number: int) -> None:
         work(parts[number])

@@ -241,21 +241,21 @@ def downloading(source: str, kind: Literal["model", "dataset"]) -> Iterator[None
     """Show download progress while `source` is loaded from the Hub; only a status line for a local folder."""
     place = ACTIVITY.name
     if Path(source).is_dir():
-        ACTIVITY.at(f"reading {source}")
+        ACTIVITY.set(f"reading {source}")
         yield
-        ACTIVITY.at(place)
+        ACTIVITY.set(place)
         return
     from huggingface_hub.constants import HF_HUB_CACHE
 
     be_brief()
     folder = Path(HF_HUB_CACHE) / f"{kind}s--{source.replace('/', '--')}" / "blobs"
     before, over = _bytes_in(folder), threading.Event()
-    ACTIVITY.at(f"loading {source}")
+    ACTIVITY.set(f"loading {source}")
 
     def watch() -> None:
         while not over.wait(0.5):
             if (come := _bytes_in(folder) - before) > 0:
-                ACTIVITY.at(f"downloading {source}, {come / 1e6:,.1f} MB so far")
+                ACTIVITY.set(f"downloading {source}, {come / 1e6:,.1f} MB so far")
 
     watcher = threading.Thread(target=watch, name="lockstep-download", daemon=True)
     watcher.start()
@@ -264,7 +264,7 @@ def downloading(source: str, kind: Literal["model", "dataset"]) -> Iterator[None
     finally:
         over.set()
         watcher.join()
-        ACTIVITY.at(place)
+        ACTIVITY.set(place)
 
 
 def _bytes_in(folder: Path) -> int:

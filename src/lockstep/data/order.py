@@ -158,12 +158,12 @@ class ByShard(Order):
         at = np.searchsorted(ends, places, side="right")
         return self.first[shards[at]] + places - (ends - self.sizes[shards])[at]
 
-    def near(self, step: int) -> list[range]:
+    def resident_ranges(self, step: int) -> list[range]:
         """Examples to keep in memory for a step, in epoch order: its windows, and of the next window as many as the
         steps have used, so that it is read gradually."""
-        return self.around(*self._places(step))
+        return self.ranges_around(*self._places(step))
 
-    def around(self, epoch: int, start: int, stop: int) -> list[range]:
+    def ranges_around(self, epoch: int, start: int, stop: int) -> list[range]:
         """Examples to keep in memory for positions `start` to `stop` of an epoch."""
         at, stop = start - start % self.window, min(stop + self.window, self.examples)
         shards, ends = self._epoch(epoch)
@@ -178,12 +178,12 @@ class ByShard(Order):
                 ranges.append(some)
         return ranges
 
-    def behind(self, step: int, count: int) -> list[int]:
-        """Next shards after those of `near`: at most `count`, from this epoch and the next."""
+    def next_shards(self, step: int, count: int) -> list[int]:
+        """Next shards after those of `resident_ranges`: at most `count`, from this epoch and the next."""
         epoch, _, stop = self._places(step)
-        return self.after(epoch, stop, count)
+        return self.shards_after(epoch, stop, count)
 
-    def after(self, epoch: int, stop: int, count: int) -> list[int]:
+    def shards_after(self, epoch: int, stop: int, count: int) -> list[int]:
         """Next shards for a step that ends at `stop` in an epoch."""
         numbers: list[int] = []
         for each in (epoch, epoch + 1):
@@ -266,7 +266,7 @@ class MixedOrder(Order):
             self._phases.append(_Phase(step, place, _counts(self.sizes, schedules, step), used))
 
     def step(self, step: int) -> np.ndarray:
-        source, number = self.drawn(step)
+        source, number = self.sources_of_step(step)
         rows = np.empty(len(source), dtype=np.int64)
         for k in np.unique(source):
             mine = source == k
@@ -285,21 +285,21 @@ class MixedOrder(Order):
     def _seed_of(self, source: int) -> int:
         return (self.seed + (source + 1) * _OF_SOURCES) % 2**64
 
-    def drawn(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+    def sources_of_step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Source of each example of a step, and the number of that source's examples before it: int64 [examples]
         each."""
         phase = next(phase for phase in reversed(self._phases) if phase.step <= step)
         places = np.arange(self._place(step), self._place(step + 1)) - phase.place
         return self._drawn(phase, places)
 
-    def used(self, step: int) -> np.ndarray:
+    def consumed(self, step: int) -> np.ndarray:
         """Number of examples of each source used before a step: int64 [sources]."""
         phase = next(phase for phase in reversed(self._phases) if phase.step <= step)
         return phase.used + self._of_each(phase, self._place(step) - phase.place)
 
     def summary(self, names: Sequence[str], steps: int) -> str:
         """Describe the sources' shares over `steps` steps. Costs at most one period."""
-        used = self.used(steps) if self.weighted else self.sizes * (self._place(steps) / self.examples)
+        used = self.consumed(steps) if self.weighted else self.sizes * (self._place(steps) / self.examples)
         return "; ".join(
             f"{name} {part:.1%} ({size:,} examples, {part * used.sum() / size:.3g} epochs of them)"
             for name, part, size in zip(names, used / max(1, used.sum()), self.sizes.tolist(), strict=True)
@@ -364,9 +364,9 @@ class MixedShards(MixedOrder):
         self._first_shard: list[int] = first[:-1].tolist()  # of each source, among those of all
         super().__init__([int(each.sum()) for each in sizes], schedules, batch_size, seed)
         self._orders = [ByShard(each, batch_size, self._seed_of(k), window) for k, each in enumerate(sizes)]
-        self._counted: dict[int, np.ndarray] = {}  # `used` of the latest steps
+        self._counted: dict[int, np.ndarray] = {}  # `consumed` of the latest steps
 
-    def near(self, step: int) -> list[range]:
+    def resident_ranges(self, step: int) -> list[range]:
         """Examples to keep in memory, source by source, in reading order."""
         ranges: list[range] = []
         for source, start, stop in self._taken(step):
@@ -374,22 +374,22 @@ class MixedShards(MixedOrder):
             last = max(start, stop - 1) // size
             for epoch in range(start // size, last + 1):
                 begin, end = max(start - epoch * size, 0), min(stop - epoch * size, size)
-                some = order.around(epoch, begin, max(begin, end))
+                some = order.ranges_around(epoch, begin, max(begin, end))
                 ranges += [range(first + each.start, first + each.stop) for each in some]
         return list(dict.fromkeys(ranges))
 
-    def behind(self, step: int, count: int) -> list[int]:
-        """Next shards after those of `near`, at most `count` per source."""
+    def next_shards(self, step: int, count: int) -> list[int]:
+        """Next shards after those of `resident_ranges`, at most `count` per source."""
         numbers = []
         for source, start, stop in self._taken(step):
             epoch, within = divmod(max(start, stop - 1), int(self.sizes[source]))
-            some = self._orders[source].after(epoch, within + 1, count)
+            some = self._orders[source].shards_after(epoch, within + 1, count)
             numbers += [self._first_shard[source] + each for each in some]
         return list(dict.fromkeys(numbers))
 
-    def used(self, step: int) -> np.ndarray:
+    def consumed(self, step: int) -> np.ndarray:
         if self.weighted:
-            return super().used(step)
+            return super().consumed(step)
         epoch, within = divmod(self._place(step), self.examples)
         start = within - within % PERIOD
         sources, _ = self._stretch(epoch, start // PERIOD)
@@ -399,7 +399,7 @@ class MixedShards(MixedOrder):
 
     def _taken(self, step: int) -> list[tuple[int, int, int]]:
         """Source, start and end of the examples that a step uses, counted over all epochs."""
-        self._counted = {t: self._counted[t] if t in self._counted else self.used(t) for t in (step, step + 1)}
+        self._counted = {t: self._counted[t] if t in self._counted else self.consumed(t) for t in (step, step + 1)}
         both = zip(self._counted[step].tolist(), self._counted[step + 1].tolist(), strict=True)
         return [(source, start, stop) for source, (start, stop) in enumerate(both)]
 

@@ -61,9 +61,9 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
         row_files.VERSION,
     )
     path = cache_folder() / "prepared" / f"{key}.json"
-    ACTIVITY.at("waiting for another process that prepares the same data")
+    ACTIVITY.set("waiting for another process that prepares the same data")
     with locked(key):
-        ACTIVITY.at("looking for the data in the cache")
+        ACTIVITY.set("looking for the data in the cache")
         local = source.is_local(run.data)
         began, prepared, damaged = time.monotonic(), Prepared.read(path) if local or not fresh else None, {}
         if prepared is not None and (damaged := prepared.damages()):
@@ -73,7 +73,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
         if tell is not None and prepared is not None:
             tell(f"from the cache in {cache_folder()}")
         if prepared is None:
-            ACTIVITY.at("reading the data")
+            ACTIVITY.set("reading the data")
             try:
                 with made_by(digest(code)), remote.as_found(elsewhere):
                     prepared = task.prepare(run)

@@ -323,7 +323,7 @@ def downloaded(data: DataSection, splits: Splits) -> Iterator[DataSection]:
     except StoreError as error:
         raise RunError(error.code, f"{_key_of(data)}: {error.message}") from error
     finally:
-        ACTIVITY.at(place)
+        ACTIVITY.set(place)
     try:
         yield _local(data, files.paths, folder)
     except RunError as error:
@@ -362,7 +362,7 @@ def _find(data: DataSection, splits: Splits) -> _RemoteFiles:
     objects: dict[str, tuple[Object, Readable]] = {}
     paths: dict[str, str] = {}
     for key, text in _addresses(data):
-        ACTIVITY.at(f"looking at {text}")
+        ACTIVITY.set(f"looking at {text}")
         try:
             address = address_of(text)
         except InvalidValue as error:
@@ -454,7 +454,7 @@ def _fetch(files: _RemoteFiles, folder: Path, data: DataSection) -> None:
 
     def tell(count: int) -> None:
         come[0] += count
-        ACTIVITY.at(f"downloading {what}, {come[0] / 1e6:,.1f} of {total / 1e6:,.1f} MB")
+        ACTIVITY.set(f"downloading {what}, {come[0] / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
     def one(path: str) -> None:
         each, store = files.objects[path]

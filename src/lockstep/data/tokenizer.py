@@ -282,7 +282,7 @@ def _train(run: Run, texts: Iterator[list[str]], generative: bool) -> Any:
             [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
         )
         trainer = trainers.WordLevelTrainer(**options)
-    ACTIVITY.at(f"training a tokenizer ({kind}, at most {size:,} entries)")
+    ACTIVITY.set(f"training a tokenizer ({kind}, at most {size:,} entries)")
     tokenizer.train_from_iterator(texts, trainer)
     if kind == "wordpiece":
         tokenizer = _with_model(tokenizer, models.WordPiece(tokenizer.get_vocab(), unk_token=unknown))

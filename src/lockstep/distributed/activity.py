@@ -13,7 +13,7 @@ class Activity:
     def __init__(self) -> None:
         self.name, self.moves = "at the start", 0
 
-    def at(self, name: str) -> None:
+    def set(self, name: str) -> None:
         """Set the current activity."""
         self.name = name
         self.moves += 1

@@ -23,7 +23,7 @@ import torch
 
 from lockstep.config.errors import CodedError
 from lockstep.config.redaction import redact_all
-from lockstep.config.run import Run, led_away
+from lockstep.config.run import Run, redirected
 from lockstep.distributed import step_timer
 from lockstep.distributed.hardware import processor
 from lockstep.distributed.world import World
@@ -86,7 +86,7 @@ class EventLog:
             self._folder = self._output if self._world.is_main else None
 
     def _write(self, name: str, line: dict[str, Any]) -> None:
-        if self._folder is None or led_away(self._folder) is not None:
+        if self._folder is None or redirected(self._folder) is not None:
             return
         with suppress(OSError), open(self._folder / f"{name}.jsonl", "ab+") as file:
             if file.tell():

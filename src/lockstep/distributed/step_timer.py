@@ -189,7 +189,7 @@ class Profiler:
         """Write trace and summary; ignores disk errors, so that training continues."""
         if self._step is None or self._step < self._first:  # the run ended during warmup
             return
-        if (fault := self._place.led_away()) is not None:
+        if (fault := self._place.redirected()) is not None:
             error(coded("LS7130", f"rank {self._rank}: the profile is not written: {fault}"))
             return
         folder = self._place.path

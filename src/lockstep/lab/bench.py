@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.errors import STOPPED
-from lockstep.config.run import Run, RunError, keep, load, replace_text
+from lockstep.config.run import Run, RunError, load, replace_text, write_run_yaml
 from lockstep.distributed.hardware import processor
 from lockstep.lab.subprocess_job import Child
 from lockstep.lab.sweep import sweep_file
@@ -182,7 +182,7 @@ def one(request: Bench, row: BenchRow, number: int, folder: Path) -> None:
     """Run one job of one round in its own processes. The row gets its timing, or the reason why it failed."""
     assert row.job is not None
     mine = row.job.into(str(folder))
-    keep(mine.run)
+    write_run_yaml(mine.run)
     (folder / timing.FILE).unlink(missing_ok=True)
     replace_text(folder / FILE, mine.dump())
     words = [str(folder / FILE), str(request.steps), str(request.skip)]

@@ -29,7 +29,7 @@ from lockstep.checkpoint.manifest import (
     newest_first,
 )
 from lockstep.config.errors import DONE, FAILED, coded
-from lockstep.config.run import Run, RunError, keep, load, replace_text, require_output
+from lockstep.config.run import Run, RunError, load, replace_text, require_output, write_run_yaml
 from lockstep.launchers import start
 from lockstep.launchers.processes import output_lock
 from lockstep.strategies.job import Job
@@ -206,7 +206,7 @@ def place(begun: Begun, run: Run, ours: Course) -> None:
     """Place the checkpoint of the original run in this run's folder, with the log lines up to its step. Files are hard
     links if the disk supports them: they are never written again. The checkpoint is placed last, so an interrupted
     attempt starts over. Errors: `RunError`."""
-    keep(run)
+    write_run_yaml(run)
     try:
         folder_of(run).mkdir(parents=True, exist_ok=True)
         _lines(begun, run)

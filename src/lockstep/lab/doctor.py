@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config import plugins
-from lockstep.config.run import QUICK_START, Run, RunError, keep, load
+from lockstep.config.run import QUICK_START, Run, RunError, load, write_run_yaml
 from lockstep.distributed.hardware import available_cores, gpus_of, processor
 from lockstep.distributed.world import World
 from lockstep.lab import machine_info
@@ -514,7 +514,7 @@ def _outcome(run: Run, folder: Path, alone: Path, reference: tuple[str, list[str
 def _job(kind: str, run: Run, folder: Path) -> tuple[str, list[str]]:
     """Run a job in its own process. Returns the failure and the output, both empty on success."""
     folder.mkdir(parents=True)
-    keep(run.model_copy(update={"output": str(folder)}))
+    write_run_yaml(run.model_copy(update={"output": str(folder)}))
     child = Child(f"{__name__}.{kind}", [str(folder / "run.yaml"), str(folder)], folder, "job")
     try:
         ended = child.wait(LIMIT_S)

@@ -20,7 +20,7 @@ from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import Manifest, ended, export_of, finished, newest_first, other_export
 from lockstep.config import plugins
 from lockstep.config.errors import EXCLUDED, coded
-from lockstep.config.run import Run, RunError, keep, load
+from lockstep.config.run import Run, RunError, load, write_run_yaml
 from lockstep.config.written import naming_defaults
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
@@ -45,13 +45,13 @@ def train(run: Run) -> int:
     if (task := task_of_srun(run)) is not None and run.launch.options.get("ranks") == "elastic":
         return agent(run, task)
     if joining():
-        return joined(run)
+        return run_as_rank(run)
     console = Console(True, voice=run.track.console)
     # before slow imports
     console.facts({"lockstep": f"{__version__}, {run.name} -> {run.folder}"})
     run = further(run, console.say)
     job_record.refuse_evicted(run.folder)
-    ACTIVITY.at("importing torch")
+    ACTIVITY.set("importing torch")
     with ExitStack() as stack:
         with console.busy(lambda: ACTIVITY.name):
             launcher, plan = planned(run)
@@ -65,12 +65,12 @@ def train(run: Run) -> int:
             with introduced():
                 return launcher.start(run, plan)
         if steps is not None:
-            return lock.verdict(concluded(run, plan.processes, steps))
-        keep(run)
+            return lock.verdict(report_finished(run, plan.processes, steps))
+        write_run_yaml(run)
         if launcher.submits:
             lock.release()  # the job's ranks lock it from here on
             return lock.verdict(launcher.start(run, plan))
-        return lock.verdict(started(run, launcher, plan))
+        return lock.verdict(run_ranks(run, launcher, plan))
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> t
     if looked_at_there(launcher):
         resolve_launch(run, machine, plan.processes, Scope.START)
         return plan, None
-    ACTIVITY.at("importing torch and transformers")
+    ACTIVITY.set("importing torch and transformers")
 
     def tell(label: str, text: str) -> None:
         (console.detail if text.startswith("from the cache") else console.facts)({label: text})
@@ -101,11 +101,11 @@ def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> t
     for note in job.notes:
         console.note(note)
     if manifest is not None and finished(run, manifest) and not launcher.joins:
-        if not history.told_whole(run.folder):  # the previous start was killed after its export
+        if not history.history_complete(run.folder):  # the previous start was killed after its export
             from lockstep.training.rank import finish_interrupted
 
             if not (run.folder / "run.yaml").is_file():  # the folder was moved during training
-                keep(run)
+                write_run_yaml(run)
             finish_interrupted(job, manifest.step)
         return plan, manifest.step
     if manifest is not None and ended(run, manifest) and (run.folder / "export").exists():
@@ -117,7 +117,7 @@ def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> t
     return plan, None
 
 
-def concluded(run: Run, processes: int, steps: int) -> int:
+def report_finished(run: Run, processes: int, steps: int) -> int:
     """Report that a run is finished already, publish its export if configured, and return the exit status."""
     from lockstep.training.publish import publish
 
@@ -132,7 +132,7 @@ def concluded(run: Run, processes: int, steps: int) -> int:
     return status
 
 
-def started(run: Run, launcher: Launcher, plan: LaunchPlan) -> int:
+def run_ranks(run: Run, launcher: Launcher, plan: LaunchPlan) -> int:
     """Start the ranks, wait for their end, record it in OUTPUT/launch.json, and return the exit status."""
     before = job_record.read(run.folder)
     if before is not None and (why := job_record.recorded_loss(before)) is not None:
@@ -191,7 +191,7 @@ def task_of_srun(run: Run) -> srun.SlurmTask | None:
     return task if ours else None
 
 
-def joined(run: Run) -> int:
+def run_as_rank(run: Run) -> int:
     """Run as one rank of a job that another program started, and return the exit status.
 
     Errors: `RunError` if the world size differs from the one that lockstep's launcher requested."""
@@ -338,7 +338,7 @@ def resolved(run: Run) -> tuple[Launcher, LaunchPlan, Job]:
 
 def start_ranks(launcher: Launcher, job: Job, words: Sequence[str]) -> int:
     """Write the job's run.yaml, start its ranks with `words`, and return their exit status."""
-    keep(job.run)
+    write_run_yaml(job.run)
     return launcher.start(job.run, replace(launcher.plan(job.run), job=job), words)
 
 
@@ -349,7 +349,7 @@ def resolve_options(run: Run) -> None:
     resolve(run, machine_of(launcher, plan), plan.processes, Scope.OPTIONS)
 
 
-def examined(run: Run, launcher: Launcher, plan: LaunchPlan) -> Job | str:
+def preview(run: Run, launcher: Launcher, plan: LaunchPlan) -> Job | str:
     """Return the job for `lockstep plan`, after all checks that `train` makes before it starts a process, or the reason
     why it cannot be resolved here. Writes to the cache, not to OUTPUT. Errors: `RunError`."""
     machine = machine_of(launcher, plan)

@@ -113,7 +113,7 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
     """Compare the steps recorded in OUTPUT/plain and print the result. `verdict`: JSON file that the result is added
     to. Returns the exit status."""
     console.say("training the same steps with the plain reference (lockstep.plain, without dropout) ...")
-    ACTIVITY.at("computing the same steps by the plain reference")
+    ACTIVITY.set("computing the same steps by the plain reference")
     folder = output / FOLDER
     if not folder.exists():
         result = PlainComparison(uncovered=f"task.name: {run.task.name} is code of yours")

@@ -26,7 +26,6 @@ from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.training import plain_sides
-from lockstep.training.beginning import try_a_step
 from lockstep.training.evaluation import evaluate
 from lockstep.training.session import Session, build_session, join_ranks
 from lockstep_trace.record import StepRecord, prints_of, read_records, write_records

@@ -53,7 +53,7 @@ def replay(job: Job, world: World, output: str, target_step: str, begin: str) ->
         raise RunError("LS5120", f"--step: {step} is not a step of this run; expected 1 to {feed.total}")
     trained = run.model_copy(update={"output": output})
     checkpoints = Checkpoints(trained, world, prepared, feed.total)
-    ACTIVITY.at("looking for a checkpoint")
+    ACTIVITY.set("looking for a checkpoint")
     done, notes = checkpoints.take_before(strategy, min(int(begin), step - 1))
     trained_steps = by_step(fingerprints.recorded(Path(output)))
     hashes = StateHash(world)
@@ -72,7 +72,7 @@ def replay(job: Job, world: World, output: str, target_step: str, begin: str) ->
     try:
         for batch in feed.steps(after=done):
             number = batch.step + 1
-            ACTIVITY.at(f"replaying step {number}")
+            ACTIVITY.set(f"replaying step {number}")
             rate = optim.learning_rate(run.optim, batch.step, feed.total)
             inspector = _StepInspector(session, batch) if number == step else None
             result = strategy.train_step(batch, rate)
@@ -119,7 +119,7 @@ class _StepInspector:
             "step": record.step,
             "learning_rate": rate,
             "rows": batch.ids.tolist(),
-            "micro_batches": [group.tolist() for group in feed.task.cut(feed.columns, batch.ids)],
+            "micro_batches": [group.tolist() for group in feed.task.split_micro_batches(feed.columns, batch.ids)],
             "tokens": feed.columns.lengths[batch.ids].tolist(),
             "losses": self._losses.tolist(),
             "norms": norms,
@@ -164,11 +164,11 @@ def record_modules(job: Job, world: World, output: str, target_step: str) -> int
     session = build_session(job, world)
     strategy, feed = session.strategy, session.feed
     checkpoints = Checkpoints(run.model_copy(update={"output": output}), world, prepared, feed.total)
-    ACTIVITY.at("looking for a checkpoint")
+    ACTIVITY.set("looking for a checkpoint")
     done, notes = checkpoints.take_before(strategy, step - 1)
     record: StepRecord | None = None
     for batch in feed.steps(after=done):
-        ACTIVITY.at(f"replaying step {batch.step + 1}")
+        ACTIVITY.set(f"replaying step {batch.step + 1}")
         rate = optim.learning_rate(run.optim, batch.step, feed.total)
         if batch.step + 1 == step:
             record = _recorded(strategy, world, batch, rate)

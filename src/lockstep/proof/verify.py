@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config.run import Run, RunError, keep
+from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import versions
@@ -103,7 +103,7 @@ def verify(
         folder = Path(aside)
         console = Console(os.environ.get("RANK", "0") == "0")
         console.say(f"training {steps} steps under {run.strategy.name} ...")
-        ACTIVITY.at(f"computing {steps} steps under {run.strategy.name}")
+        ACTIVITY.set(f"computing {steps} steps under {run.strategy.name}")
         looked_at = against_plain.STEPS if plain and against_plain.covers(run) else 0
         words = _words(steps, looked_at)
         if launcher is None or job is None:
@@ -116,7 +116,7 @@ def verify(
             return status
         if single:
             console.say("training the same steps on one process ...")
-            ACTIVITY.at(f"computing the same {steps} steps as one process")
+            ACTIVITY.set(f"computing the same {steps} steps as one process")
             if status := record_alone(run, folder / "alone", steps):
                 return status
             status = tell(console, folder / "run", folder / "alone", verdict, keep)
@@ -139,7 +139,7 @@ def _words(steps: int, plain: int = 0, begin: int | None = None) -> tuple[str, .
 
 def record_alone(run: Run, folder: Path, steps: int, timed: int = 0) -> int:
     """Record the job on one process, in a subprocess. Returns its exit status."""
-    keep(run.as_one_process().model_copy(update={"output": str(folder)}))
+    write_run_yaml(run.as_one_process().model_copy(update={"output": str(folder)}))
     code = "import sys; from lockstep.training.rank import main_of_file as main; main(sys.argv[1], sys.argv[2:])"
     command = [sys.executable, "-c", code, str(folder / "run.yaml"), RECORD, str(steps), str(timed)]
     launched = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")

@@ -41,7 +41,7 @@ class AllReduce(WholeStateRecovery):
 
     def reduce(self) -> list[Tensor]:
         if not self.run.strategy.exact:
-            own = self.leaves.pop()
+            own = self.leaves.pop_all()
             return own if self.world.size == 1 else all_reduce_flat(own, self.buckets)
         return self.leaves.tree.root if self.world.size == 1 else self.sum_in_tree_order()
 

@@ -121,7 +121,7 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
             return self.named
         return {name: nn.Parameter(self.own(p.detach(), self.world.rank)) for name, p in self.named.items()}
 
-    def spread(self, name: str, tensor: Tensor) -> Tensor:
+    def to_dtensor(self, name: str, tensor: Tensor) -> Tensor:
         whole = self.named[name]
         if self.alone or not whole.dim():
             return tensor
@@ -131,8 +131,8 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def take_effects(self, effects: SideEffects) -> SideEffects:
-        agreed = super().take_effects(effects)
+    def check_side_effects(self, effects: SideEffects) -> SideEffects:
+        agreed = super().check_side_effects(effects)
         if agreed.new_memory and not self.alone:
             names = first_few(sorted(agreed.new_memory))
             raise RunError(
@@ -157,8 +157,8 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
         self.leaves.begin(micro.index)
         return self.run_micro_batch(micro, targets)
 
-    def on_gradient(self, position: int, parameter: Tensor) -> None:
-        super().on_gradient(position, parameter)
+    def on_grad_ready(self, position: int, parameter: Tensor) -> None:
+        super().on_grad_ready(position, parameter)
         while (
             self.travelling
             and self.sent < len(self.buckets)
@@ -178,7 +178,7 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
     def reduce(self) -> list[Tensor]:
         """Return this rank's rows of the sums, in the order of `self.parameters`."""
         if self.alone:
-            return self.leaves.tree.root if self.run.strategy.exact else self.leaves.pop()
+            return self.leaves.tree.root if self.run.strategy.exact else self.leaves.pop_all()
         if not self.run.strategy.exact:  # one leaf per rank: the sum by autograd
             self.leaves.tree, self.leaves.node = ReductionTree(self.world.size), (0, self.world.rank)
         self.travelling = False
@@ -204,7 +204,7 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
         if self.alone:
             return super().whole_gradient(gradients)
         parts = [
-            Part(n, p, g, 1.0 if p.dim() else 1 / self.world.size, self.spread)
+            Part(n, p, g, 1.0 if p.dim() else 1 / self.world.size, self.to_dtensor)
             for (n, p), g in zip(self.stepped.items(), gradients, strict=True)
         ]
         return Gradient(parts, list(self.named), self.world.sum)
@@ -426,7 +426,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        losses = self.no_losses(batch)
+        losses = self.zero_losses(batch)
         rounds = max(-(-len(share(batch.count, r, self.replicas)) // self.shards) for r in range(self.replicas))
         blanks = [batch.micro_batches[0].blank()] * (rounds - len(batch.micro_batches))  # all ranks run equally many
         self.tree = ReductionTree(batch.count)
@@ -469,7 +469,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
         return [call]
 
-    def take_effects(self, effects: SideEffects) -> SideEffects:
+    def check_side_effects(self, effects: SideEffects) -> SideEffects:
         agreed = effects.together(self.world.all_gather)
         names = sorted(agreed.new_memory | agreed.hooked | ((agreed.written | agreed.evaluated) & self.parts.keys()))
         if names and (self.world.size == 1 or not self.named.keys().isdisjoint(names)):
@@ -478,7 +478,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
                 "strategy.options.gather: FSDP replaces weights by other tensors, and would lose what the "
                 f"model's forward does to {first_few(names)}. Use {fsdp.INSTEAD}",
             )
-        return super().take_effects(agreed)
+        return super().check_side_effects(agreed)
 
     @property
     def root(self) -> FSDPModule:

@@ -230,7 +230,7 @@ class Pipeline(ShardedRecovery):
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         self.batch = batch
-        self.losses = self.no_losses(batch)
+        self.losses = self.zero_losses(batch)
         micro_batches = batch.micro_batches
         for stage in self.engine:
             stage.expect(micro_batches, batch.count, bool(self.run.strategy.exact), self.observer)
@@ -238,7 +238,7 @@ class Pipeline(ShardedRecovery):
             run_schedule(self.schedule, micro_batches)
         with self.phases("reduction"):
             gradients = self.reduce()
-            own = [sum(weights.uses.get(name, 0) for weights in self.stage_weights) for name in self.order]
+            own = [sum(weights.grad_counts.get(name, 0) for weights in self.stage_weights) for name in self.order]
             losses, uses = self.agree(self.losses, own)
         return self.optimizer_step(batch, self.whole_gradient(gradients), learning_rate, losses, uses)
 

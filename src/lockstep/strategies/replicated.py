@@ -62,7 +62,7 @@ class ReplicatedStrategy(Recomputes):
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = list(self.named.values())
         for i, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self.on_gradient, i))
+            parameter.register_post_accumulate_grad_hook(partial(self.on_grad_ready, i))
         exact = self.run.strategy.exact
         with self.autocast():  # some attention kernels support bf16 only
             uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
@@ -81,7 +81,7 @@ class ReplicatedStrategy(Recomputes):
         self.rows = [i for i, name in enumerate(self.stepped) if name in sparse]
         self.leaves = LeafGradients(self.parameters, self.rows)
         groups = optim.groups(self.run.optim, self.stepped.items(), optim.assigned(self.run.optim, self.model))
-        self.optimizer = self.stepper = optim.Stepper(self.run.optim, groups, self.spread)
+        self.optimizer = self.stepper = optim.Stepper(self.run.optim, groups, self.to_dtensor)
         # Autograd adds the gradients of a weight used three times or more in an order that depends on when its
         # low-precision copy was recorded. Casting again for every micro-batch makes that order the same for all.
         self.fresh_casts = exact and self.run.precision != "fp32" and max(uses.values(), default=0) > 2
@@ -104,7 +104,7 @@ class ReplicatedStrategy(Recomputes):
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         self.leaves.start(batch.count, batch.shares)
-        losses = self.no_losses(batch)
+        losses = self.zero_losses(batch)
         self.statistics.start(batch.count)
         with self.autocast():  # around the whole step, so that weights are cast once
             for micro in batch.micro_batches:
@@ -116,8 +116,8 @@ class ReplicatedStrategy(Recomputes):
                 self.switched += not all(p.requires_grad for p in self.parameters)
         with self.phases("reduction"):
             gradients = self.reduce()
-            losses, uses = self.agree(losses, self.leaves.uses)
-            self.leaves.let_go()
+            losses, uses = self.agree(losses, self.leaves.grad_counts)
+            self.leaves.free()
         return self.optimizer_step(batch, self.whole_gradient(gradients), learning_rate, losses, uses)
 
     def compute(self, step: int, micro: MicroBatch, backward: Callable[[], Tensor]) -> Tensor:
@@ -176,7 +176,7 @@ class ReplicatedStrategy(Recomputes):
     def reduce(self) -> list[Tensor]:
         """Return the gradient sum over all micro-batches of all ranks, in the order of `self.parameters`."""
 
-    def on_gradient(self, position: int, parameter: Tensor) -> None:
+    def on_grad_ready(self, position: int, parameter: Tensor) -> None:
         """Autograd hook: a parameter's gradient of this micro-batch is complete."""
         self.leaves.note(position)
 
@@ -209,17 +209,17 @@ class ReplicatedStrategy(Recomputes):
         if self.stepped is not self.places:
             held_state.write_masters(self.stepped.values(), self.places.values())
 
-    def spread(self, name: str, tensor: Tensor) -> Tensor:
+    def to_dtensor(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's part of a trained parameter, gradient or moment, as a DTensor if it is sharded."""
         return tensor
 
     def updated_parts(self) -> list[tuple[str, Tensor]]:
-        return [(name, self.spread(name, tensor.detach())) for name, tensor in self.stepped.items()]
+        return [(name, self.to_dtensor(name, tensor.detach())) for name, tensor in self.stepped.items()]
 
     def to_save(self) -> dict[str, Tensor]:
         """Return weights and buffers; float32 master weights in place of the weights they belong to."""
         own = {} if self.stepped is self.places else self.stepped
-        return held_state.tensors_of(self.model) | {name: self.spread(name, t.detach()) for name, t in own.items()}
+        return held_state.tensors_of(self.model) | {name: self.to_dtensor(name, t.detach()) for name, t in own.items()}
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         return held_state.sharded(self.to_save(), self.stepper, self.scaling)

@@ -32,4 +32,4 @@ class Single(ReplicatedStrategy):
             )
 
     def reduce(self) -> list[Tensor]:
-        return self.leaves.tree.root if self.run.strategy.exact else self.leaves.pop()
+        return self.leaves.tree.root if self.run.strategy.exact else self.leaves.pop_all()

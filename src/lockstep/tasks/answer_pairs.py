@@ -79,7 +79,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
-    def usable(cls, rows: Dataset, options: AnswerPairOptions, split: str, name: str, drop: bool) -> Dataset:
+    def valid_rows(cls, rows: Dataset, options: AnswerPairOptions, split: str, name: str, drop: bool) -> Dataset:
         """Rows with a value in every column. Errors: `RunError`."""
         usable_rows.check_columns(rows, options.columns, split, name)
         if options.conversations:
@@ -218,7 +218,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
         tokens, mask = padded([i for i, _ in parts], int(self.tokenizer.pad_token_id))
         return tokens, mask, padded([t for _, t in parts], IGNORED)[0]
 
-    def sides(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
+    def padded_lengths(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
         """Both answers of a pair are padded to the longest answer of the batch."""
         chosen = columns.flat("chosen")[rows]
         return [np.maximum(chosen, columns.lengths[rows] - chosen)] * 2

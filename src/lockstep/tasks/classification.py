@@ -84,7 +84,7 @@ class Classification(TextTask, Streams, LabelTask):
         return super().read_as(options) | ({} if kind is None else dict.fromkeys(options.labels.values(), kind))
 
     @classmethod
-    def compared(cls, options: ClassificationOptions) -> tuple[list[str], list[str]]:
+    def dedup_columns(cls, options: ClassificationOptions) -> tuple[list[str], list[str]]:
         return list(options.columns.values()), list(options.labels.values())
 
     @classmethod
@@ -95,22 +95,22 @@ class Classification(TextTask, Streams, LabelTask):
         test_named = run.data.test is not None or "test" not in splits
         if not test_named and all(labels.hidden(splits["test"], column, train) for column in learned):
             del splits["test"]
-        return {s: cls.usable(rows, options, s, read.name, run.data.drop_missing) for s, rows in splits.items()}
+        return {s: cls.valid_rows(rows, options, s, read.name, run.data.drop_missing) for s, rows in splits.items()}
 
     @classmethod
-    def usable(cls, rows: Dataset, options: ClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
+    def valid_rows(cls, rows: Dataset, options: ClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
         usable_rows.check_columns(rows, cls.columns(options), split, name)
         rows = usable_rows.complete(rows, cls.columns(options), split, name, drop)
         return objective_of(options).readable(usable_rows.texts(rows, options.columns, split, name, drop), options)
 
     @classmethod
-    def read_labels(cls, data: TextData) -> Learned:
+    def read_labels(cls, data: TextData) -> LabelVocab:
         options = data.options
         others = {} if data.run.data.drop_unusable else data.splits  # splits whose labels must occur in train
         if data.rows is not None:
             return _of(data.rows, data.run, options, others)
         splits = {split: rows for split, rows in data.splits.items() if split in ("train", *others)}
-        return Learned(*_as_the_model(data.run, options, objective_of(options).codes(splits, options, data.name)))
+        return LabelVocab(*_as_the_model(data.run, options, objective_of(options).codes(splits, options, data.name)))
 
     @classmethod
     def has_unusable_rows(cls, options: ClassificationOptions) -> bool:
@@ -126,7 +126,7 @@ class Classification(TextTask, Streams, LabelTask):
         return {split: labels.known_rows(rows, columns, known) for split, rows in data.splits.items()}
 
     @classmethod
-    def cut_of(cls, data: TextData) -> splitting.Cut:
+    def holdout_fn(cls, data: TextData) -> splitting.Cut:
         return partial(objective_of(data.options).cut, data.labels.codes)
 
     @classmethod
@@ -192,7 +192,7 @@ class Classification(TextTask, Streams, LabelTask):
         return {}
 
     @classmethod
-    def encoder(cls, run: Run, folder: str, labels: Learned, split: str, name: str) -> tuple[Encoder, Features]:
+    def encoder(cls, run: Run, folder: str, labels: LabelVocab, split: str, name: str) -> tuple[Encoder, Features]:
         """Return the function that encodes rows to tokens and labels, and the features of its output."""
         import datasets
 
@@ -219,7 +219,7 @@ class Classification(TextTask, Streams, LabelTask):
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
         column = cls.options_of(run).labels["task.label"]
         codes = labels.Codes(column, facts["labels"], facts["label_values"])
-        make = stream.maker(*cls.encoder(run, folder, Learned(codes, []), "train", "the stream"))
+        make = stream.maker(*cls.encoder(run, folder, LabelVocab(codes, []), "train", "the stream"))
 
         def known(rows: Dataset) -> pa.RecordBatch:
             if unknown := set(labels.distinct(rows, codes.column, "train")) - codes.place.keys():
@@ -239,7 +239,7 @@ class Classification(TextTask, Streams, LabelTask):
         facts = prepared.facts
         self.labels: list[str] = facts["numbers"] if self.options.regression else facts["labels"]
         counts, examples = facts.get("of_label", []), len(self.splits["train"])
-        self.learn(objective_of(self.options)(self.options, self.labels, counts, examples))
+        self.set_objective(objective_of(self.options)(self.options, self.labels, counts, examples))
         self.token_types = "token_type_ids" in self.splits["train"].names
 
     @property
@@ -297,7 +297,7 @@ class Classification(TextTask, Streams, LabelTask):
 
 
 @dataclass(frozen=True)
-class Learned:
+class LabelVocab:
     """The labels of the splits."""
 
     codes: LabelCodes
@@ -318,7 +318,7 @@ def _as_the_model(run: Run, options: ClassificationOptions, codes: LabelCodes) -
     return codes.reordered(ordered.names, ordered.values), ordered.notes + notes
 
 
-def _of(rows: Stream, run: Run, options: ClassificationOptions, others: dict[str, Dataset]) -> Learned:
+def _of(rows: Stream, run: Run, options: ClassificationOptions, others: dict[str, Dataset]) -> LabelVocab:
     """Read the labels of a stream and of the other splits. Errors: `RunError`."""
     column = options.labels["task.label"]
     counts = rows.gather(partial(labels.count_labels, column=column), "labels", "looking for the labels of the shards")
@@ -329,7 +329,7 @@ def _of(rows: Stream, run: Run, options: ClassificationOptions, others: dict[str
     codes = labels.codes_of(splits, column, options.label_names, rows.files[0].name)
     ordered, more = _as_the_model(run, options, codes)
     texts = {str(value): count for value, count in examples.items()}
-    return Learned(ordered, notes + more, [examples.get(v, texts.get(str(v), 0)) for v in ordered.values])
+    return LabelVocab(ordered, notes + more, [examples.get(v, texts.get(str(v), 0)) for v in ordered.values])
 
 
 def _first_of(kind: type, rows: Stream, column: str) -> str:

@@ -146,7 +146,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return super().read_as(options) | ({} if options.score is None else {options.score: "number"})
 
     @classmethod
-    def usable(cls, rows: Dataset, options: EmbeddingOptions, split: str, name: str, drop: bool) -> Dataset:
+    def valid_rows(cls, rows: Dataset, options: EmbeddingOptions, split: str, name: str, drop: bool) -> Dataset:
         return text_pairs.whole(rows, options.columns, options.score, options.score_range, split, name, drop)
 
     @classmethod
@@ -159,7 +159,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return text_pairs.without_own_negatives(rows, list(options.columns.values())) if drop else rows
 
     @classmethod
-    def compared(cls, options: EmbeddingOptions) -> tuple[list[str], list[str]]:
+    def dedup_columns(cls, options: EmbeddingOptions) -> tuple[list[str], list[str]]:
         return list(options.columns.values()), [] if options.score is None else [options.score]
 
     @classmethod
@@ -213,18 +213,18 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     def model(self, empty: bool = False) -> nn.Module:
         return pooling.install(super().model(empty), self.prepared.facts["pooling"])
 
-    def cut(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
+    def split_micro_batches(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
         """Split rows into micro-batches at random rather than by length, as in-batch negatives require, with equal
         sizes.
 
         In the last step of an epoch no row is alone: its last micro-batches are empty instead."""
         if self.options.score is not None:
-            return super().cut(columns, rows)
+            return super().split_micro_batches(columns, rows)
         each = -(-self.run.batch_size // self.run.micro_batches)
         filled = min(self.run.micro_batches, -(-len(rows) // each))
         return by_chance(len(rows), filled) + [np.zeros(0, np.int64)] * (self.run.micro_batches - filled)
 
-    def sides(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
+    def padded_lengths(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
         return [self.texts * columns.flat("width")[rows]]
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:

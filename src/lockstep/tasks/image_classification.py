@@ -157,7 +157,7 @@ class ImageClassification(LabelTask):
         super().__init__(run, prepared)
         self.labels: list[str] = prepared.facts["labels"]
         self.processor = load_processor(prepared.tokenizer)
-        self.learn(OneLabel(self.options, self.labels, prepared.facts["of_label"], len(self.splits["train"])))
+        self.set_objective(OneLabel(self.options, self.labels, prepared.facts["of_label"], len(self.splits["train"])))
 
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models

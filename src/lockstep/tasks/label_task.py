@@ -35,7 +35,7 @@ class LabelTask(Predicts, GivesPredictions, Calibrates):
     objective: Objective
     threshold: float | None = None  # chosen on the validation split
 
-    def learn(self, objective: Objective) -> None:
+    def set_objective(self, objective: Objective) -> None:
         """Set the objective, and gather the per-example outputs that its scores need."""
         self.objective = objective
         if len(objective.names) <= MOST_CLASSES or self.run.metrics or not isinstance(objective, OneLabel):

@@ -167,18 +167,18 @@ class LanguageModeling(PerToken, Generates):
         return options.document
 
     @classmethod
-    def usable(cls, rows: Dataset, options: LanguageModelingOptions, split: str, name: str, drop: bool) -> Dataset:
+    def valid_rows(cls, rows: Dataset, options: LanguageModelingOptions, split: str, name: str, drop: bool) -> Dataset:
         if options.messages is None:
-            return super().usable(rows, options, split, name, drop)
+            return super().valid_rows(rows, options, split, name, drop)
         usable_rows.check_columns(rows, options.writing.columns, split, name)
         return conversations.usable(rows, options.messages, split, name, drop)
 
     @classmethod
-    def compared(cls, options: LanguageModelingOptions) -> tuple[list[str], list[str]]:
+    def dedup_columns(cls, options: LanguageModelingOptions) -> tuple[list[str], list[str]]:
         return list(cls.columns(options).values()), []
 
     @classmethod
-    def cut_of(cls, data: TextData) -> splitting.Cut:
+    def holdout_fn(cls, data: TextData) -> splitting.Cut:
         return partial(lm_documents.cut, column=data.options.text if "task.text" in data.options.columns else None)
 
     @classmethod

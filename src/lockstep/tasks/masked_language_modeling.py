@@ -77,7 +77,7 @@ class MaskedLanguageModeling(PerToken):
         return options.document
 
     @classmethod
-    def cut_of(cls, data: TextData) -> splitting.Cut:
+    def holdout_fn(cls, data: TextData) -> splitting.Cut:
         return partial(lm_documents.cut, column=data.options.text)
 
     @classmethod

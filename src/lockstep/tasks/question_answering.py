@@ -103,12 +103,12 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         return options.columns | {"task.answers": options.answers}
 
     @classmethod
-    def usable(cls, rows: Dataset, options: QuestionAnsweringOptions, split: str, name: str, drop: bool) -> Dataset:
+    def valid_rows(cls, rows: Dataset, options: QuestionAnsweringOptions, split: str, name: str, drop: bool) -> Dataset:
         columns, answers, unanswerable = options.columns, options.answers, options.unanswerable
         return qa_features.whole(rows, columns, answers, unanswerable, split, name, drop)
 
     @classmethod
-    def compared(cls, options: QuestionAnsweringOptions) -> tuple[list[str], list[str]]:
+    def dedup_columns(cls, options: QuestionAnsweringOptions) -> tuple[list[str], list[str]]:
         return [qa_features.QUESTION, qa_features.CONTEXT], [qa_features.TEXTS, qa_features.START]
 
     @classmethod

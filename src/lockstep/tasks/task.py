@@ -228,12 +228,12 @@ class Task(ABC):
         it to check that every target went through the model."""
         return (targets >= 0).sum()
 
-    def sides(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
+    def padded_lengths(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
         """Lengths of the examples at `rows`: one array for each part that is padded separately (source and target), or
         a single one."""
         return [side[rows] for side in columns.sides]
 
-    def cut(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
+    def split_micro_batches(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
         """Split the rows of a step into `micro_batches` micro-batches: indices into `rows`, [M].
 
         A function of its arguments and the run file alone. The default suits losses that are sums over examples, for
@@ -243,7 +243,7 @@ class Task(ABC):
     def padded(self, columns: Columns, rows: np.ndarray, groups: Sequence[np.ndarray]) -> int:
         """Number of `unit`s that go through the model, padding included, if each of `groups` (indices into `rows`) is
         collated separately."""
-        return sum(order.padded_cost(side, list(groups)) for side in self.sides(columns, rows))
+        return sum(order.padded_cost(side, list(groups)) for side in self.padded_lengths(columns, rows))
 
     # -- loss and scores -----------------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class TextTask(Task):
         return None
 
     @classmethod
-    def usable(cls, rows: Dataset, options: Any, split: str, name: str, drop: bool) -> Dataset:
+    def valid_rows(cls, rows: Dataset, options: Any, split: str, name: str, drop: bool) -> Dataset:
         """Rows that can become examples: by default those with a text in each column. Other rows are dropped if `drop`
         is set, else refused. Errors: `RunError`."""
         return usable_rows.texts(rows, options.columns, split, name, drop)
@@ -103,12 +103,12 @@ class TextTask(Task):
 
     @classmethod
     def usable_splits(cls, read: source.Source, run: Run, options: Any) -> dict[str, Dataset]:
-        """`usable` of every split. Errors: `RunError`."""
+        """`valid_rows` of every split. Errors: `RunError`."""
         drop = run.data.drop_missing
-        return {split: cls.usable(rows, options, split, read.name, drop) for split, rows in read.splits.items()}
+        return {split: cls.valid_rows(rows, options, split, read.name, drop) for split, rows in read.splits.items()}
 
     @classmethod
-    def compared(cls, options: Any) -> tuple[list[str], list[str]]:
+    def dedup_columns(cls, options: Any) -> tuple[list[str], list[str]]:
         """Columns that identify duplicates across splits: (text columns, label columns) of usable rows."""
         return list(options.columns.values()), []
 
@@ -118,7 +118,7 @@ class TextTask(Task):
         return None
 
     @classmethod
-    def cut_of(cls, data: TextData) -> splitting.Cut:
+    def holdout_fn(cls, data: TextData) -> splitting.Cut:
         """The function that holds out a share of train."""
         return lm_documents.cut
 
@@ -129,7 +129,7 @@ class TextTask(Task):
     @classmethod
     def tokenizer_texts(cls, rows: Dataset, options: Any) -> Iterator[list[str]]:
         """Yield batches of the texts that a tokenizer is trained on."""
-        texts, _ = cls.compared(options)
+        texts, _ = cls.dedup_columns(options)
         for batch in in_batches(rows):
             yield [text for column in texts for text in batch[column]]
 
@@ -215,7 +215,7 @@ class TextTask(Task):
     @classmethod
     def side_columns(cls, options: Any, side: str) -> list[str]:
         """Columns of usable rows whose texts a token column encodes."""
-        return cls.compared(options)[0]
+        return cls.dedup_columns(options)[0]
 
     @classmethod
     def bounded(cls, run: Run, read_by: Mapping[str, Any], make: Make) -> tuple[Make, list[int]]:
@@ -262,7 +262,7 @@ class TextTask(Task):
     @classmethod
     def encoded_rows(cls, rows: Dataset, options: Any) -> Dataset:
         """Select the columns that `encoder` reads."""
-        texts, labels = cls.compared(options)
+        texts, labels = cls.dedup_columns(options)
         return rows.select_columns(list(dict.fromkeys([*texts, *labels])))
 
     @classmethod
@@ -292,7 +292,7 @@ class TextTask(Task):
     @classmethod
     def prepare(cls, run: Run) -> Prepared:
         options = cls.options_of(run)
-        (texts, labels), targets = cls.compared(options), cls.target_columns(options)
+        (texts, labels), targets = cls.dedup_columns(options), cls.target_columns(options)
         counts = TokenCounts.of(run, targets)
         source.check_document(run.data, cls.document(options))
         read = source.load(
@@ -306,7 +306,7 @@ class TextTask(Task):
         if drop:
             data = replace(data, splits=cls.with_known_labels(data))
         learned = data.splits
-        splits, left_out = splitting.deduplicate_and_split(read, learned, run, texts, labels, cls.cut_of(data))
+        splits, left_out = splitting.deduplicate_and_split(read, learned, run, texts, labels, cls.holdout_fn(data))
         left_out = usable_rows.with_unusable(left_out, usable, learned, read.name)
         data = replace(data, splits=splits)
         cls.check_labels(data)
@@ -349,7 +349,7 @@ class TextTask(Task):
         options = cls.options_of(run)
 
         def whole(rows: Dataset, name: str) -> Dataset:
-            usable = cls.usable(rows, options, "train", name, run.data.drop_missing)
+            usable = cls.valid_rows(rows, options, "train", name, run.data.drop_missing)
             return cls.learnable(usable, options, "train", name, run.data.drop_unusable)
 
         return Stream(run.data, cls.columns(options), whole, cls.document(options), cls.within)

@@ -167,7 +167,9 @@ class TokenClassification(PerToken):
         return {}  # the columns hold lists
 
     @classmethod
-    def usable(cls, rows: Dataset, options: TokenClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
+    def valid_rows(
+        cls, rows: Dataset, options: TokenClassificationOptions, split: str, name: str, drop: bool
+    ) -> Dataset:
         """Columns `words` and `tags`, both lists of texts, of rows with at least one word and a tag for every word."""
         import datasets
 
@@ -220,7 +222,7 @@ class TokenClassification(PerToken):
         return source.map_rows(whole, converted, {"words": texts, "tags": texts})
 
     @classmethod
-    def compared(cls, options: TokenClassificationOptions) -> tuple[list[str], list[str]]:
+    def dedup_columns(cls, options: TokenClassificationOptions) -> tuple[list[str], list[str]]:
         return ["words"], ["tags"]
 
     @classmethod

@@ -208,7 +208,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return [options.target]
 
     @classmethod
-    def usable(cls, rows: Dataset, options: WritingOptions, split: str, name: str, drop: bool) -> Dataset:
+    def valid_rows(cls, rows: Dataset, options: WritingOptions, split: str, name: str, drop: bool) -> Dataset:
         """Both sides as columns `source` and `target`. Errors: `RunError`."""
         sides = {"source": options.source, "target": options.target}
         if PAIR in rows.column_names and not {options.source, options.target} <= set(rows.column_names):
@@ -231,7 +231,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return selection.rename_columns({column: key for key, column in sides.items() if column != key})
 
     @classmethod
-    def compared(cls, options: WritingOptions) -> tuple[list[str], list[str]]:
+    def dedup_columns(cls, options: WritingOptions) -> tuple[list[str], list[str]]:
         return ["source", "target"], []
 
     @classmethod

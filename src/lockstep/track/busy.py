@@ -36,7 +36,7 @@ FIRST_S = 0.5  # delay before the line of a command appears
 PAUSES_S = (10.0, 20.0, 30.0)  # between plain lines; afterwards 60 s
 
 
-class Busy:
+class ProgressNote:
     """Context manager that shows the progress line below other output of the same console."""
 
     def __init__(self, rich: RichConsole, say: Callable[[str], None], place: Callable[[], str]) -> None:
@@ -46,7 +46,7 @@ class Busy:
         self._counted: tuple[str, int, float] | None = None  # what is counted, first count, its time
         self._spinner = Spinner("dots")
 
-    def __enter__(self) -> Busy:
+    def __enter__(self) -> ProgressNote:
         self._began = time.monotonic()
         if self._rich.is_interactive:
             self._live = Live(console=self._rich, get_renderable=self._line, transient=True, refresh_per_second=4)
@@ -100,7 +100,7 @@ class Busy:
 # -- slow commands -----------------------------------------------------------------------------------------------------
 
 
-class Waiting:
+class CommandNote:
     """Context manager that animates a line on standard error while a command computes.
 
     The line disappears before anything is written to standard output. Without a terminal it is not shown."""
@@ -110,7 +110,7 @@ class Waiting:
         self._lock, self._over, self._visible = threading.RLock(), threading.Event(), False
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Waiting:
+    def __enter__(self) -> CommandNote:
         if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and "RANK" not in os.environ:
             self._began = time.monotonic()
             self._out, sys.stdout = sys.stdout, cast(TextIO, _Above(sys.stdout, self.clear))

@@ -35,9 +35,9 @@ from rich.text import Text
 
 from lockstep.config.errors import with_addresses
 from lockstep.config.redaction import printable
-from lockstep.config.run import led_away
+from lockstep.config.run import redirected
 from lockstep.track.best import Best
-from lockstep.track.busy import ECHO, Busy
+from lockstep.track.busy import ECHO, ProgressNote
 from lockstep_trace import streams
 from lockstep_trace.plurals import quantity
 
@@ -196,7 +196,7 @@ class Console:
         """Return a context manager that shows the current activity, `place()`, while nothing else is printed."""
         if not self._loud or self._voice == "quiet" or self._record is not None:
             return nullcontext()
-        return Busy(self.rich, lambda text: self.facts({"preparing": text}), place)
+        return ProgressNote(self.rich, lambda text: self.facts({"preparing": text}), place)
 
     def tracker(self, text: str) -> None:
         """Print where a tracker shows the run."""
@@ -469,7 +469,7 @@ def _parts(line: str, room: int) -> list[str]:
 
 def append(log: Path | None, text: str) -> None:
     """Append lines to a log file in a resolved folder. Errors such as a full disk are ignored."""
-    if log is not None and led_away(log.absolute().parent) is None:
+    if log is not None and redirected(log.absolute().parent) is None:
         with suppress(OSError), open(log, "a", encoding="utf-8") as file:
             file.write(f"{printable(text)}\n")
 

@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.run import led_away
+from lockstep.config.run import redirected
 from lockstep.track.tracker import End, Sample, Tracker
 
 
@@ -73,7 +73,7 @@ class Lines:
         return lines
 
     def _write(self) -> None:
-        if self._file is None and (fault := led_away(self.path.parent)) is not None:
+        if self._file is None and (fault := redirected(self.path.parent)) is not None:
             raise OSError(fault)
         if self._queue and self._lines is None:
             self._lines = self._read()

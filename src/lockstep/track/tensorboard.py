@@ -41,7 +41,7 @@ class TensorBoard(Tracker):
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
         from torch.utils.tensorboard.summary import scalar
 
-        if (fault := self._place.led_away()) is not None:
+        if (fault := self._place.redirected()) is not None:
             raise OSError(fault)
         for name, value in named(split, numbers).items():
             self._write(step=step, summary=scalar(name, value))

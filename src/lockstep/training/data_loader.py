@@ -97,14 +97,14 @@ class StepLoader:
         """Create one step's batch: every rank cuts the same micro-batches and collates its own, or takes collated ones
         `from_workers`."""
         if isinstance(self.columns, Streamed) and isinstance(self.order, ByShard | MixedShards):
-            behind = self.order.behind(step, remote.AHEAD) if self.columns.elsewhere else []
-            self.columns.hold(self.order.near(step), behind)
+            behind = self.order.next_shards(step, remote.AHEAD) if self.columns.elsewhere else []
+            self.columns.hold(self.order.resident_ranges(step), behind)
         return self._batch(step, self.order.step(step), from_workers)
 
     def one(self, step: int, index: int) -> MicroBatch:
         """One micro-batch of a step, of any rank, in host memory."""
         rows = self.order.step(step)
-        return self._collated(step, rows[self.task.cut(self.columns, rows)[index]], index)
+        return self._collated(step, rows[self.task.split_micro_batches(self.columns, rows)[index]], index)
 
     def longest(self, count: int | None = None) -> StepBatch:
         """Batch of the longest examples, not a step of the run: no step needs more memory. `count`: number of examples,
@@ -113,7 +113,7 @@ class StepLoader:
 
     def _batch(self, step: int, rows: np.ndarray, from_workers: Iterator[MicroBatch] | None = None) -> StepBatch:
         lengths = self.columns.lengths[rows]
-        groups = self.task.cut(self.columns, rows)
+        groups = self.task.split_micro_batches(self.columns, rows)
         targets_of = None if self.mixed is None else self._targets_of(rows, step)
         own, shares = self.indices, self.shares
         micro_batches = [
@@ -167,7 +167,7 @@ class StepLoader:
         """Iterate over this rank's micro-batches from step `after` on: (step, index, rows)."""
         for step in range(after, self.total):
             rows = self.order.step(step)
-            groups = self.task.cut(self.columns, rows)
+            groups = self.task.split_micro_batches(self.columns, rows)
             yield from ((step, k, rows[groups[k]]) for k in self.indices)
 
     def steps(self, after: int, ends: Callable[[Unreadable], None] = lambda error: None) -> Generator[StepBatch]:

@@ -41,7 +41,7 @@ class CorruptionDetected(CodedError):
 def not_finite(caught: NotFinite, feed: StepLoader, rows: np.ndarray, when: str = "") -> TrainingFailed:
     """Create the error for a non-finite loss or gradient. It names the step (or `when`), its micro-batches and their
     examples. `rows`: the step's examples, int64 [B]."""
-    groups = feed.task.cut(feed.columns, rows)
+    groups = feed.task.split_micro_batches(feed.columns, rows)
     lines = []
     for micro_batch in caught.micro_batches:
         ids = ", ".join(map(str, rows[groups[micro_batch]][:20]))

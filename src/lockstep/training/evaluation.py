@@ -143,7 +143,7 @@ def sum_split(
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     sums: Sums = {}
     for turn in range(0, len(batches), strategy.data_parallel.size):
-        ACTIVITY.at(f"evaluation, {turn:,} of {len(batches):,} batches")
+        ACTIVITY.set(f"evaluation, {turn:,} of {len(batches):,} batches")
         if stop():
             raise EvaluationInterrupted
         mine = turn + strategy.data_parallel.rank

@@ -65,7 +65,7 @@ def evaluated(run: Run, task: Task, strategy: Strategy) -> Evaluated:
     raw_rows = RawRows.of(task.prepared.facts)
     if why or raw_rows is None:
         return Evaluated([], [], why or "no raw rows were kept of its data")
-    ACTIVITY.at("evaluating a few examples, to compare the export with")
+    ACTIVITY.set("evaluating a few examples, to compare the export with")
     columns = task.splits[raw_rows.split] if raw_rows.examples is None else raw_rows.examples
     lengths = columns.lengths[raw_rows.at]
     places = np.argsort(lengths, kind="stable")[:: max(1, len(raw_rows.at) // EXAMPLES)][:EXAMPLES].tolist()
@@ -120,7 +120,7 @@ def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: tor
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if 2 * size > capacity(torch.device("cpu"), 1):
         return ExportComparison("the export was not compared: this machine has too little memory to load it")
-    ACTIVITY.at("comparing the export with the run")
+    ACTIVITY.set("comparing the export with the run")
     try:
         job, model = loaded_job(run, task, folder), loaded(run, task, folder).to(device)
     except NotCovered as caught:

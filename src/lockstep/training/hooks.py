@@ -142,7 +142,7 @@ class Checkpoint(Hook):
     def _save(self, state: TrainState) -> None:
         """Start a save. The step waits for the copy into memory, and for the previous save."""
         session = self.session
-        ACTIVITY.at(f"saving after step {state.step}")
+        ACTIVITY.set(f"saving after step {state.step}")
         if self._check is not None:
             self._check.agree(state.step)  # save only a state that all ranks agree on
         with self.phases("checkpoint"):
@@ -183,7 +183,7 @@ class StepHooks:
     def close(self, state: TrainState) -> None:
         """Wait, after the last step, for files being written. Collective."""
         session, phases = self._session, self._session.strategy.phases
-        ACTIVITY.at("waiting for the last checkpoint")
+        ACTIVITY.set("waiting for the last checkpoint")
         with phases("checkpoint"):
             session.checkpoints.settle()
         session.journal.saved(session.checkpoints.newest)

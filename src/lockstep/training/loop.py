@@ -39,7 +39,7 @@ def train(session: Session, state: TrainState) -> TrainState:
     try:
         over = state.hooks_pending and hooks.after_step(state)  # interrupted by a rank failure
         for batch in () if over else steps:
-            ACTIVITY.at(f"step {state.step}")
+            ACTIVITY.set(f"step {state.step}")
             rate = learning_rate(run.optim, state.step, feed.total)
             result = train_step(batch, rate)  # forward, backward, sum over ranks, update
             state.advance(batch, result, rate, strategy.scaling)

@@ -206,7 +206,7 @@ def check(session: Session, causes: Callable[[Sides, Strategy], str]) -> str:
     run, world = session.run, session.world
     if not run.verify.plain:
         return "not compared with a plain computation (verify.plain is false)"
-    ACTIVITY.at("comparing a few examples with a plain computation")
+    ACTIVITY.set("comparing a few examples with a plain computation")
     skipped = ""
     if run.model.source is not None:
         from lockstep.training import source_weights
@@ -278,7 +278,7 @@ def first_micro_batch(session: Session) -> np.ndarray:
     if isinstance(feed.columns, Streamed):
         return np.empty(0, np.int64)
     rows = feed.order.step(0)
-    first: np.ndarray = rows[feed.task.cut(feed.columns, rows)[0]]
+    first: np.ndarray = rows[feed.task.split_micro_batches(feed.columns, rows)[0]]
     return first
 
 

@@ -343,7 +343,7 @@ def record_session(session: Session, count: int = 2) -> None:
     with without_dropout(strategy.model), listening(strategy, recorder):
         for place, number in enumerate(plain_numbers_of(session.run, feed, count)):
             batch = feed.make(number)
-            groups = [batch.ids[group] for group in feed.task.cut(feed.columns, batch.ids)]
+            groups = [batch.ids[group] for group in feed.task.split_micro_batches(feed.columns, batch.ids)]
             masked = _masked(session, feed.columns, groups, number) if hides else {}
             rate = optim.learning_rate(session.run.optim, number, feed.total)
             result = strategy.train_step(batch.to(world.device), rate)

@@ -19,7 +19,7 @@ from lockstep.distributed.activity import ACTIVITY
 from lockstep.strategies.job import Job
 from lockstep.tasks.abilities import Predicts
 from lockstep.track.console import Console
-from lockstep.training.exported_model import finished, note_edited
+from lockstep.training.evaluate_export import finished, note_edited
 from lockstep_trace import streams
 
 PredictionInput = str | Sequence[str] | Mapping[str, Any]  # a text; the texts of a pair; texts by column
@@ -174,9 +174,9 @@ def _task(run: Run) -> type[Predicts]:
 def _answered(
     task: type[Predicts], run: Run, export: Path, rows: list[tuple[str, ...]]
 ) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    ACTIVITY.at("loading the model")
+    ACTIVITY.set("loading the model")
     for count, pair in enumerate(zip(rows, task.predict(run, export, rows), strict=True), 1):
-        ACTIVITY.at(f"predicting, {count:,} of {len(rows):,} texts")
+        ACTIVITY.set(f"predicting, {count:,} of {len(rows):,} texts")
         yield pair
 
 

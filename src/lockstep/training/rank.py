@@ -25,7 +25,7 @@ from lockstep.checkpoint.export import require
 from lockstep.checkpoint.manifest import export_of
 from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED, coded
 from lockstep.config.redaction import printable, redact_all
-from lockstep.config.run import Run, RunError, keep, led_away, load, replace_text
+from lockstep.config.run import Run, RunError, load, redirected, replace_text, write_run_yaml
 from lockstep.config.written import with_defaults_named
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
@@ -43,11 +43,10 @@ from lockstep.tasks.task import Task
 from lockstep.track.best import Best
 from lockstep.track.console import LOG, Console, append, error, strike_tracebacks
 from lockstep.track.report import history
-from lockstep.track.report.history import lines_of, told_whole
+from lockstep.track.report.history import history_complete, lines_of
 from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
 from lockstep.training import export_check
-from lockstep.training.beginning import resumed
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.evaluation import generate_samples
 from lockstep.training.finalize import Final, final_scores
@@ -56,6 +55,7 @@ from lockstep.training.loop import train
 from lockstep.training.publish import at_a_stop, publish_until_stopped, write_model
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import Session, Sinks, build_session, join_ranks
+from lockstep.training.startup import start_or_resume
 from lockstep.training.summary import Promised, better_step, closing, digest_of, promised
 from lockstep.training.throughput import Counts
 from lockstep.training.train_state import TrainState
@@ -114,7 +114,7 @@ def note_end(run: Run, world: World | None, words: Sequence[str], status: int) -
     """Record how training ended, for `lockstep status`. Rank 0 only. Returns `status`."""
     if status == EXCLUDED or (status == FAILED and job_record.restarts_left()):
         return status  # the job will be restarted
-    if world is None or led_away(world.log.parent) is not None:
+    if world is None or redirected(world.log.parent) is not None:
         return status  # launch.json there belongs to another run
     if world.is_main and tuple(words) == TRAIN and world.refusal is None:
         job_record.note(run.folder, status=status, ended=time.time())
@@ -220,12 +220,12 @@ def work(job: Job, world: World) -> int:
     if done:
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
         return publish_until_stopped(run, world, console) if world.is_main else DONE
-    ACTIVITY.at("building the model")
+    ACTIVITY.set("building the model")
     with console.busy(lambda: ACTIVITY.name):
         with world.stop.ends(alone=world.size == 1), watched_while_building(run, world):
             session = build_session(job, world, console.note)
         session = replace(session, journal=EventLog(world, run.folder))
-        state, compared = (session.new_state(-1), "") if world.joining else resumed(session, console)
+        state, compared = (session.new_state(-1), "") if world.joining else start_or_resume(session, console)
         session = replace(session, compared=compared)
     trained = train_and_evaluate(session, console, state)
     if trained is None:
@@ -285,7 +285,7 @@ def train_and_evaluate(session: Session, console: Console, state: TrainState) ->
         strategy, step = session.strategy, state.step
         sinks.advance(step)
         console.stop()
-        if world.is_main and led_away(world.log.parent) is None:
+        if world.is_main and redirected(world.log.parent) is None:
             job_record.note(run.folder, reached=step)
         ended = step == session.feed.total or state.over
         final = final_scores(session, console, sinks, state) if ended else None
@@ -366,7 +366,7 @@ def export_and_publish(
     run, task, steps = session.run, session.task, trained.step
     scores = {"step": trained.exported, "export": export_of(run), "splits": trained.scores}
     records = {"tables.json": trained.tables, history.SCORES: scores}
-    ours = led_away(session.world.log.parent) is None
+    ours = redirected(session.world.log.parent) is None
     with suppress(OSError):
         if ours:  # an existing export is not the model of these scores
             exported.withdraw(run.folder)
@@ -438,12 +438,12 @@ def finished_already(job: Job, world: World) -> bool:
                 raise RunError.read(world.refusal)
             manifest = check_resumable(run, prepared)
             outcome = finished(run, manifest)
-            keep(run)
+            write_run_yaml(run)
             if job.scope < Scope.START:  # not checked by the launcher
                 require(run)
                 remote_sync.check(run)
                 remote_sync.check(run, prepared)
-            if outcome and manifest is not None and not told_whole(run.folder):
+            if outcome and manifest is not None and not history_complete(run.folder):
                 finish_interrupted(job, manifest.step)
         except RunError as caught:
             outcome = str(caught)

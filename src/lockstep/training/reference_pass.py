@@ -71,7 +71,7 @@ def _scores_of_split(run: Run, world: World, task: UsesReference, strategy: Stra
     reference = torch.zeros(len(columns), task.reference_size, dtype=torch.float64, device=world.device)
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     for turn in range(0, len(batches), strategy.data_parallel.size):
-        ACTIVITY.at(f"what the model says of {split} before training, batch {turn}")
+        ACTIVITY.set(f"what the model says of {split} before training, batch {turn}")
         mine = turn + strategy.data_parallel.rank
         rows = batches[mine] if mine < len(batches) else order[:0]
         seed_everything(run.seed, -1, mine)

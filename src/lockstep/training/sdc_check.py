@@ -121,7 +121,7 @@ class SdcCheck:
             return None
         micro = self._feed.one(batch.step, chosen).to(self._world.device)
         gradient = GradientHash(chosen)
-        ACTIVITY.at(f"guard: micro-batch {chosen} of step {batch.step + 1} once more")
+        ACTIVITY.set(f"guard: micro-batch {chosen} of step {batch.step + 1} once more")
         with listening(self._strategy, gradient):
             self._strategy.recompute(batch.step, micro, batch.targets)
         return gradient.hash()

@@ -24,9 +24,9 @@ from lockstep.distributed.sharded import ShardedState
 from lockstep.distributed.watchdog import Watchdog
 from lockstep.distributed.world import World
 from lockstep.strategies.job import Job
-from lockstep.training.beginning import try_a_step
 from lockstep.training.loop import train
 from lockstep.training.session import Session, Sinks, build_session, join_ranks
+from lockstep.training.startup import try_a_step
 from lockstep.training.throughput import Counts
 
 FILE = "timing.json"

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.run import Run, RunError, keep
+from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.distributed.hardware import available_cores, processor
 from lockstep.lab.bench import resolved
 from lockstep.lab.subprocess_job import Child
@@ -107,7 +107,7 @@ def job_of(run: Run, count: int, folder: Path) -> Run:
 def one(run: Run, steps: int) -> Rates:
     """Run one job of one round. Errors: `RunError` with its message."""
     shutil.rmtree(run.folder, ignore_errors=True)
-    keep(run)
+    write_run_yaml(run)
     child = Child("lockstep_plan.calibrate.job", [str(run.folder / "run.yaml"), str(steps)], run.folder, "job")
     try:
         child.wait()

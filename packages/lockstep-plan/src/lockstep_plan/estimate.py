@@ -156,7 +156,7 @@ def levels(job: Job, feed: StepLoader) -> tuple[float, dict[int, float]]:
     work_of_ranks = []
     for step in steps:
         rows = feed.order.step(int(step))
-        groups = feed.task.cut(feed.columns, rows)
+        groups = feed.task.split_micro_batches(feed.columns, rows)
         work = [work_of(feed.columns.lengths[rows[group]]) for group in groups]
         work_of_ranks.append(beside_slowest(work, dealt, ranks))
     of_ranks = np.array(work_of_ranks)  # [steps, ranks]
@@ -216,7 +216,7 @@ def padding(feed: StepLoader) -> float:
         rows = feed.order.step(int(step))
         lengths = feed.columns.lengths[rows]
         real += float(lengths.sum())
-        groups = feed.task.cut(feed.columns, rows)
+        groups = feed.task.split_micro_batches(feed.columns, rows)
         padded += feed.task.padded(feed.columns, rows, groups) if feed.pads else float(lengths.sum())
     return padded / real if real else 1.0
 

@@ -236,7 +236,7 @@ def middle(feed: StepLoader) -> int:
 
 def _tokens(feed: StepLoader, step: int) -> float:
     rows = feed.order.step(step)
-    groups = feed.task.cut(feed.columns, rows)
+    groups = feed.task.split_micro_batches(feed.columns, rows)
     mine = [rows[groups[k]] for k in feed.indices if k < len(groups)]
     lengths = [feed.columns.lengths[each] for each in mine if len(each)]
     return float(sum(len(n) * n.max() if feed.pads else n.sum() for n in lengths))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config.run import Run, RunError, keep
+from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.lab.subprocess_job import Child
 from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.job import Job
@@ -98,7 +98,7 @@ def simulate(job: Job, device: Device, say: Say) -> list[ranks_of.Simulated]:
     simulated: list[ranks_of.Simulated] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
         aside = run.model_copy(update={"output": folder})
-        keep(aside)
+        write_run_yaml(aside)
         for start in range(0, len(ranks), AT_ONCE):
             turn = ranks[start : start + AT_ONCE]
             say(f"simulating rank {' and '.join(map(str, turn))} of {processes:,} under {run.strategy.name}")

@@ -21,7 +21,7 @@ from lockstep.lab.import_config import axolotl, command_line, loops, trainer, tr
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import FILL_IN, NAMES, RunDraft, decides, only_its_own, read_keys
 from lockstep.lab.init import columns, detect_layout, init, questions
-from lockstep.lab.init.columns import Look
+from lockstep.lab.init.columns import DatasetProfile
 from lockstep.lab.init.questions import Ask, Prompter
 from lockstep.track.console import Console
 from lockstep_trace.plurals import quantity
@@ -137,7 +137,7 @@ def _written(path: Path, text: str, partial: bool, talk: Prompter) -> Run:
     return init.checked(path, text, planned=False)
 
 
-def _look(draft: RunDraft, by_flag: bool, talk: Prompter) -> Look | None:
+def _look(draft: RunDraft, by_flag: bool, talk: Prompter) -> DatasetProfile | None:
     """Look at the data, if they are on this machine. Errors: `RunError` for data given on the command line."""
     data_keys = {key.partition(".")[2]: value for key, value in draft.keys.items() if key.startswith("data.")}
     source = data_keys.get("source")
@@ -161,7 +161,7 @@ def _look(draft: RunDraft, by_flag: bool, talk: Prompter) -> Look | None:
     return looked
 
 
-def _fit(draft: RunDraft, looked: Look | None, talk: Prompter) -> None:
+def _fit(draft: RunDraft, looked: DatasetProfile | None, talk: Prompter) -> None:
     """Set the task and its columns, from the file or else from the data."""
     if "task.name" not in draft.keys:
         if looked is None:
@@ -197,7 +197,7 @@ def _fit(draft: RunDraft, looked: Look | None, talk: Prompter) -> None:
         draft.drop(draft.comments.get(key) or key, draft.keys.pop(key), why, decides(key) and key not in _COLUMNS)
 
 
-def _columns(draft: RunDraft, fit: columns.Fit, looked: Look, talk: Prompter) -> None:
+def _columns(draft: RunDraft, fit: columns.Fit, looked: DatasetProfile, talk: Prompter) -> None:
     for key, column in fit.keys.items():
         draft.keys.setdefault(f"task.{key}", column)
     for key, why in fit.doubts.items():
@@ -208,7 +208,7 @@ def _columns(draft: RunDraft, fit: columns.Fit, looked: Look, talk: Prompter) ->
         draft.lacks(f"column {more[0]} of {looked.source}", why, "task.prompt")
 
 
-def _from_scratch(draft: RunDraft, looked: Look | None) -> None:
+def _from_scratch(draft: RunDraft, looked: DatasetProfile | None) -> None:
     """Replace the pretrained model by a small one from scratch."""
     del draft.keys["model.source"]
     if "model.adapter" in draft.keys:
@@ -220,7 +220,7 @@ def _from_scratch(draft: RunDraft, looked: Look | None) -> None:
             draft.keys.setdefault(f"{section}.{key}", value)
 
 
-def _settle(path: Path, draft: RunDraft, looked: Look | None, talk: Prompter) -> None:
+def _settle(path: Path, draft: RunDraft, looked: DatasetProfile | None, talk: Prompter) -> None:
     """Set what depends on other keys: names, paths, lengths, and intervals given as shares of an epoch or of the
     run."""
     if draft.task == "question_answering" and "batch_size" in draft.keys:
@@ -262,7 +262,7 @@ def _fill_in(draft: RunDraft) -> None:
             draft.set(keys[0], FILL_IN, "(to be filled in: the file does not say)")
 
 
-def _settle_intervals(draft: RunDraft, looked: Look | None, batch: int, talk: Prompter) -> None:
+def _settle_intervals(draft: RunDraft, looked: DatasetProfile | None, batch: int, talk: Prompter) -> None:
     epoch = total = None
     if looked is not None:
         rows = looked.sizes["train"] * (0.9 if "validation" not in looked.sizes else 1)

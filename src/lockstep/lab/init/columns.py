@@ -1,8 +1,8 @@
 """Infer the task of a dataset, and its columns.
 
-In: a data source (Hub id, folder, file or the built-in set). Out: a `Look` at its columns (types, sizes, lengths), and
-a `Fit`: the task's keys, with a doubt for each key that could also name another column; or an error that says what is
-missing. A fit without doubts means that names and values allow only one reading.
+In: a data source (Hub id, folder, file or the built-in set). Out: a `DatasetProfile` (types, sizes and lengths of its
+columns), and a `Fit`: the task's keys, with a doubt for each key that could also name another column; or an error that
+says what is missing. A fit without doubts means that names and values allow only one reading.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COUNTED = ("text", "label", "number", "decimal", "true/false")  # kinds whose d
 
 
 @dataclass(frozen=True)
-class Look:
+class DatasetProfile:
     """The columns of a dataset, from rows of its training split."""
 
     source: str
@@ -69,7 +69,7 @@ class Look:
         return ", ".join(f"{name} ({kind})" for name, kind in self.kinds.items())
 
 
-def look(data: DataSection, seed: int = 0, deep: bool = False) -> Look:
+def look(data: DataSection, seed: int = 0, deep: bool = False) -> DatasetProfile:
     """Read a dataset's training split. `deep`: also nested columns, by dotted paths. Errors: `RunError`, as
     `source.load`."""
     loaded, plain = _read(data, seed)
@@ -91,7 +91,7 @@ def look(data: DataSection, seed: int = 0, deep: bool = False) -> Look:
             kinds[name] = "number"  # 1.0, 2.0: integers of a table with missing values
     counts = {name: len(set(there)) for name, there in values.items() if kinds[name] != "decimal"}
     lists = [name for name, kind in kinds.items() if kind in ("texts", "labels")]
-    return Look(
+    return DatasetProfile(
         loaded.name,
         {split: len(rows) for split, rows in loaded.splits.items()},
         kinds,
@@ -257,18 +257,18 @@ def tasks() -> list[str]:
     return [*_FITS, *(name for name, kind in kinds.items() if kind.column_aliases)]
 
 
-def fit(task: str, look: Look) -> Fit | None:
+def fit(task: str, look: DatasetProfile) -> Fit | None:
     """Return the task's keys for this dataset, or None if the task does not fit."""
     return _FITS[task](look) if task in _FITS else _by_aliases(plugins.find("tasks", task), look)
 
 
-def _by_aliases(kind: Any, look: Look) -> Fit | None:
+def _by_aliases(kind: Any, look: DatasetProfile) -> Fit | None:
     """Find the columns of a task by the names it defines for them."""
     columns = {key: called(kind.column_aliases.get(key, ()), list(look.kinds)) for key in kind.column_keys}
     return Fit({key: names[0] for key, names in columns.items()}) if columns and all(columns.values()) else None
 
 
-def guess(look: Look) -> tuple[str, Fit]:
+def guess(look: DatasetProfile) -> tuple[str, Fit]:
     """Return the task that fits the columns, and its keys. Errors: `RunError` if none does, or if the data seem to be
     for an unsupported task."""
     if look.sizes.get("train") == 1 and not look.plain:
@@ -288,7 +288,7 @@ def guess(look: Look) -> tuple[str, Fit]:
             return task, fitted
     if _are_instructions(look) and (instructions := _language_modeling(look)) is not None:
         return "language_modeling", instructions
-    if (why := unfit(look)) is not None:
+    if (why := unsupported_reason(look)) is not None:
         raise RunError("LS8273", why)
     for task in tasks():
         if task == "masked_language_modeling":  # only on request
@@ -302,7 +302,7 @@ def guess(look: Look) -> tuple[str, Fit]:
     )
 
 
-def _are_instructions(look: Look) -> bool:
+def _are_instructions(look: DatasetProfile) -> bool:
     """Return whether names show that one column answers another, and none is a label."""
     names = {c.lower() for c in look.texts}
     return any({*pair} <= names for pair in INSTRUCTIONS) and not {c.lower() for c in look.kinds} & {"label", "labels"}
@@ -313,7 +313,7 @@ def _is_a_shot(task: str, fitted: Fit) -> bool:
     return task == "language_modeling" and "text" in fitted.doubts and fitted.keys["text"].lower() not in TEXT
 
 
-def unfit(look: Look) -> str | None:
+def unsupported_reason(look: DatasetProfile) -> str | None:
     """Say which unsupported task a dataset seems to be for, and what to do; None if there is no sign of one."""
     advice = (
         "No text task supports that. Make it a column of one label (an integer or a text) a row; or use your own "
@@ -343,12 +343,12 @@ def unfit(look: Look) -> str | None:
 # -- one task each ---------------------------------------------------------------------------------------------------
 
 
-def _of_one_label(look: Look) -> list[str]:
+def _of_one_label(look: DatasetProfile) -> list[str]:
     """Label columns with one label per row."""
     return [c for c in look.few if is_label(c) and c not in look.binary]
 
 
-def _several_labels(look: Look) -> dict[str, Any] | None:
+def _several_labels(look: DatasetProfile) -> dict[str, Any] | None:
     """Return the keys of a multi-label column, or of several 0/1 columns."""
     pairs = {name for pair in look.aligned for name in pair}
     lists = [c for c, k in look.kinds.items() if k in ("texts", "labels") and is_label(c) and c not in pairs]
@@ -359,7 +359,7 @@ def _several_labels(look: Look) -> dict[str, Any] | None:
     return None
 
 
-def _numbers(look: Look) -> tuple[dict[str, Any], dict[str, str]] | None:
+def _numbers(look: DatasetProfile) -> tuple[dict[str, Any], dict[str, str]] | None:
     """Return the keys of a numeric target column, and other possible targets."""
     decimal = [c for c, kind in look.kinds.items() if kind == "decimal" and _might_be_read(c, look)]
     called = [c for c in decimal if c.lower() in SCORE]
@@ -376,7 +376,7 @@ def _doubts(key: str, columns: list[str], what: str) -> dict[str, str]:
     return {key: f"{', '.join(columns)} might be {what} as well"} if columns else {}
 
 
-def _classification(look: Look) -> Fit | None:
+def _classification(look: DatasetProfile) -> Fit | None:
     if look.texts and not _of_one_label(look):
         keys, doubts = _read_fit(look.texts, look)
         if (several := _several_labels(look)) is not None:
@@ -398,7 +398,7 @@ def _classification(look: Look) -> Fit | None:
     return Fit(keys | {"label": label}, _doubts("label", rivals, "the label") | of_texts)
 
 
-def _read_fit(texts: list[str], look: Look) -> tuple[dict[str, Any], dict[str, str]]:
+def _read_fit(texts: list[str], look: DatasetProfile) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the keys of one or two text columns, and other possible columns for each."""
     if pair := pair_of(texts):
         rest = [c for c in texts if _might_be_read(c, look) and c not in (*pair, *look.few)]
@@ -411,7 +411,7 @@ def _read_fit(texts: list[str], look: Look) -> tuple[dict[str, Any], dict[str, s
     return {"text": text}, {key: f"{why}, or a second one (task.text_pair)" for key, why in doubts.items()}
 
 
-def _image_classification(look: Look) -> Fit | None:
+def _image_classification(look: DatasetProfile) -> Fit | None:
     images = [c for c, kind in look.kinds.items() if kind == "image"]
     labels = [c for c, kind in look.kinds.items() if kind == "label"]
     label = first(_of_one_label(look), labels, look.few)
@@ -422,7 +422,7 @@ def _image_classification(look: Look) -> Fit | None:
     return Fit({"image": images[0], "label": label}, doubts)
 
 
-def _token_classification(look: Look) -> Fit | None:
+def _token_classification(look: DatasetProfile) -> Fit | None:
     words = [c for c, kind in look.kinds.items() if kind == "texts"]
     word = first([c for c in WORDS if c in words], words)
     tags = [c for c, kind in look.kinds.items() if kind in ("texts", "labels") and (word, c) in look.aligned]
@@ -432,7 +432,7 @@ def _token_classification(look: Look) -> Fit | None:
     return Fit({"words": word, "tags": tag}, _doubts("tags", unlike(tag, tags), "the tags"))
 
 
-def _translation(look: Look) -> Fit | None:
+def _translation(look: DatasetProfile) -> Fit | None:
     if len(look.languages) >= 2:
         return _sides(list(look.languages))
     for sides in SIDES:
@@ -452,12 +452,12 @@ def _sides(languages: list[str]) -> Fit:
     )
 
 
-def _summarization(look: Look) -> Fit | None:
+def _summarization(look: DatasetProfile) -> Fit | None:
     texts = next((pair for pair in SUMMARIES if set(pair) <= set(look.texts)), None)
     return Fit({"source": texts[0], "target": texts[1]}) if texts else None
 
 
-def _embedding(look: Look) -> Fit | None:
+def _embedding(look: DatasetProfile) -> Fit | None:
     """Columns named anchor and positive; or two texts and a decimal similarity score."""
     anchor = first(c for name in ANCHORS for c in look.texts if c.lower() == name)
     positive = first(c for name in POSITIVES for c in look.texts if c.lower() == name)
@@ -476,7 +476,7 @@ def _embedding(look: Look) -> Fit | None:
     return Fit({"anchor": pair[0], "positive": pair[1], "score": score, "score_range": ends}, {"score": doubt})
 
 
-def _question_answering(look: Look) -> Fit | None:
+def _question_answering(look: DatasetProfile) -> Fit | None:
     """SQuAD's columns: a question, its context, and answers with their start."""
     if not {"question", "context"} <= set(look.texts) or look.kinds.get("answers") not in ("mapping", "list"):
         return None
@@ -484,12 +484,12 @@ def _question_answering(look: Look) -> Fit | None:
     return Fit(keys | ({"unanswerable": True} if "answers" in look.hollow else {}))
 
 
-def _masked_language_modeling(look: Look) -> Fit | None:
+def _masked_language_modeling(look: DatasetProfile) -> Fit | None:
     fitted = _language_modeling(look)
     return fitted if fitted and set(fitted.keys) <= {"text", "document"} else None
 
 
-def _language_modeling(look: Look) -> Fit | None:
+def _language_modeling(look: DatasetProfile) -> Fit | None:
     if (messages := _messages(look)) is not None:
         return messages
     if look.plain:
@@ -514,7 +514,7 @@ def _language_modeling(look: Look) -> Fit | None:
     return Fit({"text": text}, _doubts("text", others, "the text"))
 
 
-def _answer_pairs(look: Look) -> Fit | None:
+def _answer_pairs(look: DatasetProfile) -> Fit | None:
     """A prompt with two answers, as in preference data."""
     spoken = ("messages", "turns", "turn")
     readable = {c for c in look.kinds if c in look.texts or look.kinds[c] in spoken}
@@ -526,7 +526,7 @@ def _answer_pairs(look: Look) -> Fit | None:
     return Fit({"prompt": prompt} | ({"conversations": True} if answers != {"text"} else {}))
 
 
-def _messages(look: Look) -> Fit | None:
+def _messages(look: DatasetProfile) -> Fit | None:
     there = [c for c, kind in look.kinds.items() if kind in ("messages", "turns")]
     name = first([c for c in MESSAGES if c in there], there)
     return Fit({"messages": name}) if name else None
@@ -535,12 +535,12 @@ def _messages(look: Look) -> Fit | None:
 # -- small parts -----------------------------------------------------------------------------------------------------
 
 
-def _might_be_read(column: str, look: Look) -> bool:
+def _might_be_read(column: str, look: DatasetProfile) -> bool:
     """Return whether a column may be read: neither an id nor constant."""
     return not is_name(column) and column not in look.same
 
 
-_FITS: dict[str, Callable[[Look], Fit | None]] = {
+_FITS: dict[str, Callable[[DatasetProfile], Fit | None]] = {
     "classification": _classification,
     "token_classification": _token_classification,
     "translation": _translation,

@@ -20,7 +20,7 @@ from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, file_formats, row_files, source
 from lockstep.lab.init import columns
-from lockstep.lab.init.columns import Fit, Look, fit, is_known
+from lockstep.lab.init.columns import DatasetProfile, Fit, fit, is_known
 from lockstep.lab.init.questions import Prompter
 
 _TABLES = set(file_formats.SEPARATORS)
@@ -52,7 +52,7 @@ def recognised(data: DataSection, talk: Prompter) -> DataSection:
     return _header(data, tables, talk) if tables.get("train") else data
 
 
-def looked(data: DataSection, talk: Prompter) -> tuple[DataSection, Look]:
+def looked(data: DataSection, talk: Prompter) -> tuple[DataSection, DatasetProfile]:
     """Look at the rows. Sets `split_column` if a column names the split, and looks at nested columns if the others fit
     no task. Errors: `RunError`."""
     look = columns.look(data)
@@ -76,7 +76,7 @@ def looked(data: DataSection, talk: Prompter) -> tuple[DataSection, Look]:
     return data, look
 
 
-def _fits(look: Look) -> int:
+def _fits(look: DatasetProfile) -> int:
     """Rate how well columns fit a task: 0 not at all, 1 as texts only, 2 with labels or answers."""
     try:
         return 1 if set(columns.guess(look)[1].keys) == {"text"} else 2
@@ -269,8 +269,8 @@ _BY_HAND = "write it by hand: data.sources: [{source: ..., rename: {...}}, ...] 
 
 
 def together(
-    parts: Sequence[tuple[DataSection, Look]], task: dict[str, Any], talk: Prompter
-) -> tuple[DataSection, Look, dict[str, Any]]:
+    parts: Sequence[tuple[DataSection, DatasetProfile]], task: dict[str, Any], talk: Prompter
+) -> tuple[DataSection, DatasetProfile, dict[str, Any]]:
     """Merge sources into one `data` section, a look at all of them, and the task. Errors: `RunError`."""
     first = parts[0][1]
     for _, look_of in parts:  # text lines, in any of the files
@@ -294,7 +294,7 @@ def together(
     return DataSection.model_validate({"sources": entries}), look, task
 
 
-def _columns(task: dict[str, Any], first: Look) -> list[str]:
+def _columns(task: dict[str, Any], first: DatasetProfile) -> list[str]:
     """Columns that the task reads, by the first source's names."""
     if first.plain:
         return ["text"]
@@ -302,7 +302,7 @@ def _columns(task: dict[str, Any], first: Look) -> list[str]:
     return [value for key, value in task.items() if key not in ("name", "document") and value in there]
 
 
-def _rename(columns: list[str], task: dict[str, Any], look: Look, talk: Prompter) -> dict[str, str]:
+def _rename(columns: list[str], task: dict[str, Any], look: DatasetProfile, talk: Prompter) -> dict[str, str]:
     """Return the renamed columns of a source. Errors: `RunError` if one is missing."""
     there = {"text"} if look.plain else {*look.kinds, *look.languages}
     if not (missing := [column for column in columns if column not in there]):

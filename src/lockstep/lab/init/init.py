@@ -26,7 +26,7 @@ from lockstep.data import splitting
 from lockstep.data.hub import unreached
 from lockstep.data.source import BUILTIN, local_splits
 from lockstep.lab.init import columns, detect_layout, questions
-from lockstep.lab.init.columns import Look
+from lockstep.lab.init.columns import DatasetProfile
 from lockstep.lab.init.questions import CHAT, SCRATCH, Ask, MachineInfo, NoAnswerMends, Prompter, one_of
 from lockstep.strategies.job import Job
 from lockstep.track.console import Console
@@ -134,10 +134,10 @@ def loaded(path: Path, text: str) -> Run:
 # -- questions ---------------------------------------------------------------------------------------------------------
 
 
-def _data(given_source: str | None, overridden: dict[str, Any], talk: Prompter) -> tuple[DataSection, Look]:
+def _data(given_source: str | None, overridden: dict[str, Any], talk: Prompter) -> tuple[DataSection, DatasetProfile]:
     more = {key.partition(".")[2]: value for key, value in overridden.items() if key.startswith("data.")}
 
-    def read(source: str | None) -> tuple[DataSection, Look]:
+    def read(source: str | None) -> tuple[DataSection, DatasetProfile]:
         try:
             section = DataSection(**({**more, "source": source} if source is not None else more))
         except ValueError:  # errors in a key's value are reported as for a run file
@@ -153,7 +153,7 @@ def _data(given_source: str | None, overridden: dict[str, Any], talk: Prompter) 
     return talk.answer(f"Data (a folder, a file, a Hub id, or {BUILTIN})", BUILTIN, read)
 
 
-def _task(look: Look, name: str | None, overridden: dict[str, Any], talk: Prompter) -> dict[str, Any]:
+def _task(look: DatasetProfile, name: str | None, overridden: dict[str, Any], talk: Prompter) -> dict[str, Any]:
     """The `task` section: the guessed or requested task, with the columns that fit it."""
     task_keys = {
         key.partition(".")[2]: value
@@ -189,7 +189,7 @@ def _task(look: Look, name: str | None, overridden: dict[str, Any], talk: Prompt
     return {"name": name, **keys, **task_keys}
 
 
-def _column(key: str, why: str, keys: dict[str, Any], look: Look, talk: Prompter) -> dict[str, Any]:
+def _column(key: str, why: str, keys: dict[str, Any], look: DatasetProfile, talk: Prompter) -> dict[str, Any]:
     """Choose a column that might be another one. In a translation with two languages, the other side follows."""
     there = list(look.languages or look.kinds)
     if talk.ask is None:
@@ -202,7 +202,7 @@ def _column(key: str, why: str, keys: dict[str, Any], look: Look, talk: Prompter
     return {key: chosen}
 
 
-def _without_test(data: DataSection, task: dict[str, Any], look: Look, talk: Prompter) -> DataSection:
+def _without_test(data: DataSection, task: dict[str, Any], look: DatasetProfile, talk: Prompter) -> DataSection:
     """Leave out a test split that lacks labels."""
     learned = task.get("label")
     labels = {*learned} if isinstance(learned, list) else {learned}
@@ -219,7 +219,7 @@ def _tried_with_model(
     path: Path,
     data: DataSection,
     task: dict[str, Any],
-    look: Look,
+    look: DatasetProfile,
     here: MachineInfo,
     flag: str | None,
     overridden: dict[str, Any],
@@ -256,7 +256,7 @@ def _tried_with_model(
 # -- trial preparation -------------------------------------------------------------------------------------------------
 
 
-def _trial(path: Path, filled: dict[str, Any], look: Look, here: MachineInfo, talk: Prompter) -> Trial:
+def _trial(path: Path, filled: dict[str, Any], look: DatasetProfile, here: MachineInfo, talk: Prompter) -> Trial:
     """Prepare the data as training will; `filled` gets the keys needed for that. Errors: `RunError`, as in training."""
     for _ in range(_RETRIES):
         try:
@@ -292,7 +292,7 @@ def _is_folder(filled: dict[str, Any]) -> bool:
     return source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).is_dir()
 
 
-def _prepared(path: Path, filled: dict[str, Any], look: Look, exact: bool) -> Trial:
+def _prepared(path: Path, filled: dict[str, Any], look: DatasetProfile, exact: bool) -> Trial:
     """Prepare the data of a run. Errors: `RunError`."""
     from lockstep.data.arrow_cache import examples_in
 
@@ -334,7 +334,7 @@ def local(path: Path, value: Any) -> Any:
 
 
 def _header(
-    filled: dict[str, Any], name: str, look: Look, here: MachineInfo, trial: Trial, talk: Prompter
+    filled: dict[str, Any], name: str, look: DatasetProfile, here: MachineInfo, trial: Trial, talk: Prompter
 ) -> list[str]:
     """Header of the file: origin, arithmetic and assumptions."""
     epoch, total = questions.steps_of(filled, trial.examples)
@@ -357,11 +357,11 @@ def _header(
     ]
 
 
-def _sizes(look: Look) -> str:
+def _sizes(look: DatasetProfile) -> str:
     return ", ".join(f"{count:,} {split}" for split, count in look.sizes.items()) + " examples"
 
 
-def _unread(look: Look, task: dict[str, Any]) -> str:
+def _unread(look: DatasetProfile, task: dict[str, Any]) -> str:
     """Columns that the task does not read, by its keys or their defaults."""
     values = [task.get(key, field.default) for key, field in _kind(task["name"]).Options.model_fields.items()]
     used = {str(one) for value in values for one in (value if isinstance(value, list) else [value])}

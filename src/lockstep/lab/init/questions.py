@@ -23,7 +23,7 @@ from lockstep.config.sections import DataSection
 from lockstep.data.order import Order, total_steps
 from lockstep.data.source import BUILTIN
 from lockstep.lab import machine_info
-from lockstep.lab.init.columns import Look
+from lockstep.lab.init.columns import DatasetProfile
 from lockstep.track.console import Console
 from lockstep_trace.plurals import quantity
 
@@ -78,14 +78,14 @@ class MachineInfo:
         return quantity(self.gpus, "GPU") if self.gpus else f"{quantity(self.cores, 'core')}, no GPU"
 
 
-def model_for(task: str, look: Look, here: MachineInfo) -> str:
+def model_for(task: str, look: DatasetProfile, here: MachineInfo) -> str:
     """Return the task's pretrained model if the Hub is reachable, else a small one from scratch."""
     kind: Any = plugins.find("tasks", task)
     return kind.default_model or SCRATCH if here.hub and look.source != BUILTIN else SCRATCH
 
 
 def values(
-    path: Path, data: DataSection, task: dict[str, Any], model: str, look: Look, here: MachineInfo
+    path: Path, data: DataSection, task: dict[str, Any], model: str, look: DatasetProfile, here: MachineInfo
 ) -> dict[str, Any]:
     """The run file as nested mappings, in the order of the file; steps assume about as many examples as rows."""
     small, length, lm = model == SCRATCH, _length(look, task), task["name"] == "language_modeling"
@@ -168,7 +168,7 @@ def small_config(kind: str, length: int) -> dict[str, Any]:
     return {name: value for name, value in small.items() if isinstance(usual.get(name), int)}
 
 
-def _length(look: Look, task: dict[str, Any]) -> int:
+def _length(look: DatasetProfile, task: dict[str, Any]) -> int:
     """Length in tokens that covers nearly all texts: about four characters per token, fewer with a small vocabulary."""
     used = [look.characters[value] for value in map(str, task.values()) if value in look.characters]
     tokens = sum(used) / 3 if used else 128

@@ -23,7 +23,7 @@ from typing import Any
 from lockstep.checkpoint.manifest import changed_code, finished, folder_of, newest_first, read_manifest
 from lockstep.checkpoint.manifest import name_of as checkpoint_of
 from lockstep.config.errors import STOPPED
-from lockstep.config.run import Run, RunError, keep
+from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.distributed import job_record
 from lockstep.lab.subprocess_job import Child, asked_to_stop
 from lockstep.lab.sweep import sweep_file
@@ -278,7 +278,7 @@ def prepare_trials(sweep: Sweep) -> int:
     console = Console(True)
     board = Leaderboard(sweep, console)
     for trial in board.trials:
-        keep(trial.run)
+        write_run_yaml(trial.run)
         console.say(f"lockstep train {trial.run.folder}/run.yaml", whole=True)
     board.write()
     return 0
@@ -333,7 +333,7 @@ def _array(board: Leaderboard) -> bool:
             trial.state = word
     waiting = [trial for trial in board.trials if trial.state in ("begun", "to do")]
     for trial in waiting:
-        keep(trial.run)
+        write_run_yaml(trial.run)
     if waiting:
         at_most = request.parallel if request.parallel > 1 else None
         job = submit(request.base, [trial.run for trial in waiting], request.folder, at_most)
@@ -377,7 +377,7 @@ def _run_all(board: Leaderboard, count: int) -> bool:
 def _start(board: Leaderboard, trial: SweepTrial, slot: int) -> Child:
     """Start a trial. Its folder already has its run file, so it can be resumed even if this process dies."""
     goes_on = " goes on" if trial.state == "begun" else board.begin(trial)
-    keep(trial.run)
+    write_run_yaml(trial.run)
     trial.state = "running"
     board.write()
     board.console.say(f"trial {trial.name}{goes_on} -> {trial.run.folder}/train.out")

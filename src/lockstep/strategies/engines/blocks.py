@@ -320,7 +320,7 @@ def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
     """Compile all code for training, by steps that leave no trace. Collective. Errors: `RunError`."""
     if not run.model.compiles_layers:
         return
-    ACTIVITY.at("compiling the layers")
+    ACTIVITY.set("compiling the layers")
     torch.compiler.reset()  # code of an earlier run in this process was compiled for other sizes
     from torch._dynamo.exc import TorchDynamoException
 

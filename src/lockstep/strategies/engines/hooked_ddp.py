@@ -130,7 +130,7 @@ class Hooked(WholeStateRecovery):
     def reduce(self) -> list[Tensor]:
         if self.ddp is None and self.in_tree:
             return self.leaves.tree.root
-        gradients = self.leaves.pop()
+        gradients = self.leaves.pop_all()
         if self.in_tree:
             self.arrived = dict(enumerate(gradients))
             while self.sent < len(self.buckets):
@@ -167,7 +167,7 @@ class Hooked(WholeStateRecovery):
         blank = micro.blank()
         with preserved(self.model, self.effects.written):
             self.task.loss_sum(self.wrapped(**blank.inputs), blank.targets).backward()
-        self.leaves.pop()
+        self.leaves.pop_all()
         self.primed = True
 
     def detach_group(self) -> None:

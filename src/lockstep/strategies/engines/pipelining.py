@@ -115,7 +115,7 @@ class Stage(PipelineStage):
         self.clear_runtime_states()
         self.observer = observer
         self.micro_batches, self.chunks, self.exact = micro_batches, len(micro_batches), exact
-        self.stage_weights.tree, self.stage_weights.uses = ReductionTree(leaves if exact else 1), {}
+        self.stage_weights.tree, self.stage_weights.grad_counts = ReductionTree(leaves if exact else 1), {}
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.part.first:
@@ -224,7 +224,7 @@ class StageWeights:
     """The trainable weights of one part, and the tree of their gradients."""
 
     tree: ReductionTree
-    uses: dict[str, int]  # number of the step's micro-batches with a gradient of each weight
+    grad_counts: dict[str, int]  # number of the step's micro-batches with a gradient of each weight
 
     def __init__(self, part: StagePart, order: list[str], links: Links) -> None:
         self.part, self._links = part, links
@@ -246,7 +246,7 @@ class StageWeights:
         """Move `.grad` into the tree, or send it to an earlier stage that uses the weight too."""
         gradients = []
         for name, parameter in self.parameters.items():
-            self.uses[name] = self.uses.get(name, 0) + (parameter.grad is not None)
+            self.grad_counts[name] = self.grad_counts.get(name, 0) + (parameter.grad is not None)
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             parameter.grad = None
             earlier = [stage for stage in self._links.holders[name] if stage < self.part.stage]

@@ -260,7 +260,7 @@ def warm_up(strategy: Strategy, task: Task) -> None:
     region, run, world = getattr(strategy, "region", None), strategy.run, strategy.world
     if region is None:
         return
-    ACTIVITY.at("compiling a micro-batch")
+    ACTIVITY.set("compiling a micro-batch")
     torch.compiler.reset()  # code of an earlier run in this process was compiled for other sizes
     digests, reason = list[str](), None
     try:

@@ -168,7 +168,7 @@ class Sharded(ShardedRecovery, Recomputes):
             cast = torch.autocast(self.world.device.type, torch.bfloat16, cache_enabled=cached)
             self.model.forward = cast(self.model.forward)
         self.named = dict(self.model.named_parameters())
-        self.uses = {n: 0 for n, _ in self._trained()}  # number of this rank's micro-batches with a gradient
+        self.grad_counts = {n: 0 for n, _ in self._trained()}  # number of this rank's micro-batches with a gradient
         self.optimizer = self.stepper = optim.build(self.run.optim, self.model)
         if self.in_tree_order:
             self._build_in_tree_order()
@@ -276,7 +276,7 @@ class Sharded(ShardedRecovery, Recomputes):
             return step(batch, learning_rate)
 
     def _step_in_tree_order(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        losses = self.no_losses(batch)
+        losses = self.zero_losses(batch)
         self.sums.start(batch.count)
         self.statistics.start(batch.count)
         for micro in batch.micro_batches:
@@ -290,7 +290,7 @@ class Sharded(ShardedRecovery, Recomputes):
             self._level(batch)
         with self.phases("reduction"):
             gradients = self.sums.finish()
-            losses, uses = self.agree(losses, self.sums.uses)
+            losses, uses = self.agree(losses, self.sums.grad_counts)
         if self.stage == 3:
             self._refuse_unequal_uses(dict(zip(self.flat_cuts.parts, uses, strict=True)), batch.count)
         parts = [Part(n, p, g) for (n, p), g in zip(self.flat_cuts.parts.items(), gradients, strict=True)]
@@ -326,9 +326,9 @@ class Sharded(ShardedRecovery, Recomputes):
             self._refresh_model()
 
     def _step_of_engine(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        losses = self.no_losses(batch)
+        losses = self.zero_losses(batch)
         micro_batches = self._levelled(batch)
-        self.uses = dict.fromkeys(self.uses, 0)
+        self.grad_counts = dict.fromkeys(self.grad_counts, 0)
         self.statistics.start(batch.count)
         for i, micro in enumerate(micro_batches):
             self.counting = i < len(batch.micro_batches)  # padding micro-batches do not count
@@ -341,7 +341,7 @@ class Sharded(ShardedRecovery, Recomputes):
             else:
                 self.statistics.reset()
         with self.phases("reduction"):
-            losses, uses = self.agree(losses, list(self.uses.values()))
+            losses, uses = self.agree(losses, list(self.grad_counts.values()))
             self.finite.check(batch.step, losses, losses.sum())
         unused = self._unused(uses, batch.count)
         if self.observer is not None:
@@ -370,12 +370,12 @@ class Sharded(ShardedRecovery, Recomputes):
         return loss.detach()
 
     def _count(self, name: str) -> None:
-        self.uses[name] += self.counting
+        self.grad_counts[name] += self.counting
 
     def _unused(self, uses: list[int], micro_batches: int) -> list[str]:
         """Return the parameters without a gradient from any micro-batch. Errors: `RunError`, on every rank, if only
         some micro-batches gave one, because the ranks then reduced different parameters together."""
-        counts = dict(zip(self.uses, uses, strict=True))
+        counts = dict(zip(self.grad_counts, uses, strict=True))
         self._refuse_unequal_uses(counts, micro_batches)
         return [name for name, count in counts.items() if not count]
 

@@ -112,7 +112,7 @@ class CutSums(ABC):
 
     @property
     @abstractmethod
-    def uses(self) -> list[int]:
+    def grad_counts(self) -> list[int]:
         """The number of this rank's micro-batches that gave each parameter a gradient."""
 
     def start(self, leaves: int) -> None:
@@ -163,7 +163,7 @@ class CutSums(ABC):
         pieces = [of_rank[i].of(nodes[node][i]) for of_rank in self.cuts for node in mine for i in bucket]
         laid = torch.cat(pieces) if pieces else torch.empty(0, device=self.parameters[0].device)
         sizes = [of_rank[number] for of_rank in self.owned]
-        self.scatter.submit_laid(laid, sizes, layout, partial(self._arrived, number, sum(map(len, layout)) == 1))
+        self.scatter.submit_flat(laid, sizes, layout, partial(self._arrived, number, sum(map(len, layout)) == 1))
 
     def _arrived(self, number: int, alone: bool, nodes: Mapping[Node, Tensor]) -> Iterable[None]:
         """Receive this rank's cut of a bucket's partial sums. `alone`: the receive buffer contains nothing else."""
@@ -182,8 +182,8 @@ class LocalSums(CutSums):
         super().__init__(world, parameters, cuts, bucket)
 
     @property
-    def uses(self) -> list[int]:
-        return self.local.uses
+    def grad_counts(self) -> list[int]:
+        return self.local.grad_counts
 
     def start(self, leaves: int) -> None:
         super().start(leaves)
@@ -206,7 +206,7 @@ class LocalSums(CutSums):
             self._send(number, nodes, layout)
             del nodes
             self.local.release(bucket)
-        self.local.let_go()
+        self.local.free()
         return super().finish()
 
 
@@ -222,7 +222,7 @@ class TurnSums(CutSums):
         super().__init__(world, parameters, cuts, bucket)
 
     @property
-    def uses(self) -> list[int]:
+    def grad_counts(self) -> list[int]:
         return self._uses
 
     @staticmethod

@@ -79,12 +79,12 @@ class FiniteCheck:
         self._stops, self.late = stops, late
         self._unread: tuple[int, ToHost] | None = None  # step; its unchecked losses, norm and maybe scale
 
-    def used(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> Tensor | bool:
+    def accept(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> Tensor | bool:
         """Whether to apply the update; with `late`, a bool scalar on the device. Errors: `NotFinite`, possibly about
         the previous step."""
         if not self.late:
             return self.check(step, losses, norm, scale)
-        self.settle()
+        self.wait()
         self._unread = step, ToHost(losses, norm, *([] if scale is None else [scale]))
         return torch.isfinite(losses).all() & torch.isfinite(norm).to(losses.device)
 
@@ -101,7 +101,7 @@ class FiniteCheck:
             raise NotFinite(step, bad, float(norm))
         return False
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Check the last update, waiting for it. Errors: `NotFinite` if it was skipped and the run stops on non-finite
         numbers."""
         unread, self._unread = self._unread, None
@@ -118,7 +118,7 @@ class Part:
     parameter: Tensor  # as the optimizer has it
     gradient: Tensor  # whole, row-sparse, or a DTensor
     counted: float = 1.0  # weight of its squares in the norm: 1 / replicas, or 0 if another rank counts it
-    spread: Callable[[str, Tensor], Tensor] = as_it_is  # (name, local part) -> DTensor
+    to_dtensor: Callable[[str, Tensor], Tensor] = as_it_is  # (name, local part) -> DTensor
 
     @property
     def values(self) -> Tensor:
@@ -151,7 +151,7 @@ class Gradient:
     def whole(self, world: World) -> dict[str, Tensor]:
         """Return the whole gradient by parameter name on rank 0; empty elsewhere. Collective."""
         dense = [(p, p.gradient.to_dense() if p.gradient.is_sparse else p.gradient) for p in self.parts if p.counted]
-        gradients = gather({part.name: part.spread(part.name, gradient) for part, gradient in dense}, world)
+        gradients = gather({part.name: part.to_dtensor(part.name, gradient) for part, gradient in dense}, world)
         return {name: gradients[name] for name in self.names} if world.is_main else {}
 
     def scale_(self, factor: Tensor) -> None:
@@ -162,7 +162,7 @@ class Gradient:
         """Clip the gradient to the norm `limit`, in place; `norm` is its present norm."""
         clip_([part.values for part in self.parts], norm, limit)
 
-    def give(self, uses: Sequence[int]) -> None:
+    def assign_to_params(self, uses: Sequence[int]) -> None:
         """Assign the gradient to `.grad` of the parameters. `uses`: how many micro-batches gave each of `names` a
         gradient; the update skips a parameter with none: no decay, no momentum."""
         for place, part in zip(self._places, self.parts, strict=True):
@@ -171,7 +171,7 @@ class Gradient:
             else:
                 part.parameter.grad = part.gradient.to_dense() if part.gradient.is_sparse else part.gradient
 
-    def take_back(self) -> None:
+    def clear(self) -> None:
         """Clear `.grad` of the parameters."""
         for part in self.parts:
             part.parameter.grad = None

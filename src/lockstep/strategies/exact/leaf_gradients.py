@@ -30,13 +30,13 @@ class LeafGradients:
         """Start a step of `leaves` micro-batches. `shares`: each rank's range of them; None: equal shares."""
         self.tree, self.shares = ReductionTree(leaves), shares
         self.node: Node = (0, 0)  # of the current micro-batch
-        self.uses = [0] * len(self.parameters)  # number of micro-batches with a gradient, by parameter
+        self.grad_counts = [0] * len(self.parameters)  # number of micro-batches with a gradient, by parameter
 
     def layout(self, ranks: int) -> tuple[tuple[Node, ...], ...]:
         """Return the nodes that each rank holds after its micro-batches."""
         return layout_of(self.tree.leaves, ranks, self.shares)
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Free the partial sums."""
         self.tree = ReductionTree(0)
 
@@ -51,14 +51,14 @@ class LeafGradients:
 
     def note(self, position: int) -> None:
         """Record that a parameter's gradient of this micro-batch is complete and added to its sibling's."""
-        self.uses[position] += 1
+        self.grad_counts[position] += 1
         self.with_gradient.add(position)
 
     def end(self) -> None:
         """Move a micro-batch's gradients into the tree."""
-        self.tree.place(self.node, self.pop())
+        self.tree.place(self.node, self.pop_all())
 
-    def pop(self) -> list[Tensor]:
+    def pop_all(self) -> list[Tensor]:
         """Return this micro-batch's gradients plus their sibling's, by position, zero where there is none; clears
         `.grad`."""
         gradients = [self.take(i) for i in range(len(self.parameters))]

@@ -198,7 +198,7 @@ def state_bytes(optim: OptimSection, model: nn.Module) -> float:
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
-    """Return `tensor`: the `spread` of parameters that are whole, or DTensors already."""
+    """Return `tensor`: the `to_dtensor` of parameters that are whole, or DTensors already."""
     return tensor
 
 
@@ -206,12 +206,12 @@ class Stepper(torch.optim.Optimizer):
     """Torch optimizer that applies a rule to whole tensors, or to this rank's parts of them."""
 
     def __init__(
-        self, optim: OptimSection, parts: list[dict[str, Any]], spread: Callable[[str, Tensor], Tensor] = as_it_is
+        self, optim: OptimSection, parts: list[dict[str, Any]], to_dtensor: Callable[[str, Tensor], Tensor] = as_it_is
     ) -> None:
-        """`parts`: parameter groups. `spread`: (parameter name, this rank's local part of it, of its gradient or of a
-        moment) -> the DTensor."""
+        """`parts`: parameter groups. `to_dtensor`: (parameter name, this rank's local part of it, of its gradient or of
+        a moment) -> the DTensor."""
         super().__init__(parts, {})
-        self.rule, self.spread = rule(optim), spread
+        self.rule, self.to_dtensor = rule(optim), to_dtensor
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -258,13 +258,13 @@ class Stepper(torch.optim.Optimizer):
     def _cut(self, group: Mapping[str, Any]) -> bool:
         """Whether this group's parameters are sharded (scalars never are)."""
         named = zip(group["names"], group["params"], strict=True)
-        return any(is_dtensor(self.spread(name, p.detach())) for name, p in named)
+        return any(is_dtensor(self.to_dtensor(name, p.detach())) for name, p in named)
 
     def _rounds(self, group: Mapping[str, Any]) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield the group's parameters in rounds of one per rank: the first is rank 0's to update, and so on. Sorted by
         size, so that a round's parameters are of similar size."""
         named = list(zip(group["names"], group["params"], strict=True))
-        size = {name: self.spread(name, p.detach()).numel() for name, p in named}
+        size = {name: self.to_dtensor(name, p.detach()).numel() for name, p in named}
         named.sort(key=lambda each: -size[each[0]])
         ranks = dist.get_world_size()
         return (named[i : i + ranks] for i in range(0, len(named), ranks))
@@ -278,7 +278,7 @@ class Stepper(torch.optim.Optimizer):
             for owner, (name, p) in enumerate(turn):
                 if p.grad is None:  # on every rank
                     continue
-                brought = whole(self.spread(name, p.detach())), whole(self.spread(name, p.grad))
+                brought = whole(self.to_dtensor(name, p.detach())), whole(self.to_dtensor(name, p.grad))
                 if owner == rank:
                     weight, gradient = brought
             if weight is not None:
@@ -289,7 +289,7 @@ class Stepper(torch.optim.Optimizer):
             for owner, (name, p) in enumerate(turn):
                 if p.grad is None:
                     continue
-                place = self.spread(name, p.detach())
+                place = self.to_dtensor(name, p.detach())
                 updated = (
                     weight
                     if owner == rank and weight is not None
@@ -306,7 +306,7 @@ class Stepper(torch.optim.Optimizer):
                 for turn in self._rounds(group):
                     if (rank := dist.get_rank()) < len(turn):
                         name, p = turn[rank]
-                        yield name, p, group, torch.zeros(self.spread(name, p.detach()).shape, device=p.device)
+                        yield name, p, group, torch.zeros(self.to_dtensor(name, p.detach()).shape, device=p.device)
             else:
                 for name, p in zip(group["names"], group["params"], strict=True):
                     yield name, p, group, None
@@ -341,7 +341,7 @@ class Stepper(torch.optim.Optimizer):
 
     def _under_names(self, name: str, state: State, cut: bool) -> dict[str, Tensor]:
         return {
-            f"optimizer.{key}.{name}": self.spread(name, value) if cut and key not in self.rule.counters else value
+            f"optimizer.{key}.{name}": self.to_dtensor(name, value) if cut and key not in self.rule.counters else value
             for key, value in state.items()
         }
 

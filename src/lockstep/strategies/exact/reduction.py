@@ -166,9 +166,9 @@ class Scatter:
         laid = like.new_empty(0)
         if mine:
             laid = mine[0] if len(mine) == 1 else torch.stack(mine, 1)
-        self.submit_laid(laid.view(-1), [like.shape[1]] * self._ranks)
+        self.submit_flat(laid.view(-1), [like.shape[1]] * self._ranks)
 
-    def submit_laid(
+    def submit_flat(
         self,
         laid: Tensor,
         sizes: Sequence[int],
@@ -297,7 +297,7 @@ class Exchange:
         chunk = max(1, -(-sum(t.numel() for t in like) // self._ranks))
         laid = {node: like[0].new_empty(self._ranks, chunk) for node in nodes}
         for node, tensors in nodes.items():
-            lay(tensors, laid[node].view(-1))
+            flatten_into(tensors, laid[node].view(-1))
         self._scatter.submit(laid, order=self._order)
 
     def _gather(self, nodes: dict[Node, Tensor]) -> Iterable[None]:
@@ -319,12 +319,12 @@ class Exchange:
         for total, work in self._gathering:
             work.wait()
             self._gathered.append(total)
-        done = [unlaid(total.view(-1), shapes) for shapes, total in zip(self._shapes, self._gathered, strict=True)]
+        done = [unflatten(total.view(-1), shapes) for shapes, total in zip(self._shapes, self._gathered, strict=True)]
         self._shapes, self._gathering, self._gathered = [], [], []
         return done
 
 
-def lay(tensors: Iterable[Tensor], into: Tensor) -> None:
+def flatten_into(tensors: Iterable[Tensor], into: Tensor) -> None:
     """Copy tensors into a flat one, end to end; zero the rest."""
     at = 0
     for tensor in tensors:
@@ -333,7 +333,7 @@ def lay(tensors: Iterable[Tensor], into: Tensor) -> None:
     into[at:].zero_()
 
 
-def unlaid(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+def unflatten(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Return views of a flat tensor with these shapes."""
     parts = flat[: sum(shape.numel() for shape in shapes)].split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -361,7 +361,7 @@ def all_reduce_flat(
     for positions in groups:
         flat = torch.cat([tensors[i].reshape(-1) for i in positions])
         dist.all_reduce(flat, group=group)
-        summed |= zip(positions, unlaid(flat, [tensors[i].shape for i in positions]), strict=True)
+        summed |= zip(positions, unflatten(flat, [tensors[i].shape for i in positions]), strict=True)
     return [summed[i] for i in range(len(tensors))]
 
 

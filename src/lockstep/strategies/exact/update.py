@@ -71,7 +71,7 @@ class GradientUpdate(Strategy):
         losses, counts = self.sums_of_step(losses, [*uses, self.switched, self.sources.noted])
         self.sources.agree(counts.pop(), losses, self.sum_of_step)
         if counts.pop():
-            self.effects = self.take_effects(replace(self.effects, switched=frozenset(["weights"])))
+            self.effects = self.check_side_effects(replace(self.effects, switched=frozenset(["weights"])))
         if not any(counts):
             raise RunError(
                 "LS4180",
@@ -113,7 +113,7 @@ class GradientUpdate(Strategy):
             self.statistics.finish(self.data_parallel.sum, used)
         return StepResult(losses.sum() / batch.targets, norm.to(self.world.device), used, self.sources.of_step)
 
-    def no_losses(self, batch: StepBatch) -> Tensor:
+    def zero_losses(self, batch: StepBatch) -> Tensor:
         """Return zeros for all micro-batches of a step [M]; each rank fills in its own."""
         return torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)
 
@@ -130,14 +130,14 @@ class GradientUpdate(Strategy):
         """Run the part of `optimizer_step` that needs nothing more from other ranks."""
         if self.scaling is not None:
             self.scaling.follow(losses, norm)
-        used = self.finite.used(step, losses, norm, scale)
+        used = self.finite.accept(step, losses, norm, scale)
         if used is not False:
             gradient.clip_(norm, self.run.optim.max_grad_norm)
-            gradient.give(uses)
+            gradient.assign_to_params(uses)
             optim.set_rate(self.optimizer, learning_rate, used if isinstance(used, Tensor) else None)
             self.check_layout()
             self.optimizer.step()
-        gradient.take_back()
+        gradient.clear()
         if used is not False:
             self.weights_changed()
         return used
@@ -156,13 +156,13 @@ class GradientUpdate(Strategy):
             )
 
     def settle(self) -> None:
-        self.finite.settle()
+        self.finite.wait()
 
     # -- dry run -----------------------------------------------------------------------------------------------------
 
     def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
         names = () if self.statistics is None else self.statistics.names
-        self.effects = self.take_effects(side_effects.effects_of(self.model, self.forwards(batch), names))
+        self.effects = self.check_side_effects(side_effects.effects_of(self.model, self.forwards(batch), names))
         scaling = self.scaling.aside() if self.scaling else nullcontext()
         with preserved(self.model, self.effects.written) as changed, scaling:
             self.train_step(batch, 0.0)  # learning rate 0: weights do not change
@@ -170,7 +170,7 @@ class GradientUpdate(Strategy):
             then()
             self.optimizer.state.clear()
         changed -= {*self.effects.written, *names}
-        self.effects = self.take_effects(replace(self.effects, written=self.effects.written | changed))
+        self.effects = self.check_side_effects(replace(self.effects, written=self.effects.written | changed))
 
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
         """Return calls of forward with this rank's first and last micro-batch, to detect side effects; empty if no rank
@@ -183,7 +183,7 @@ class GradientUpdate(Strategy):
 
         return [partial(call, micro) for micro in (batch.micro_batches[0], batch.micro_batches[-1])]
 
-    def take_effects(self, effects: SideEffects) -> SideEffects:
+    def check_side_effects(self, effects: SideEffects) -> SideEffects:
         """Return the side effects on all ranks. Collective. Errors: `RunError`, on every rank, for effects that this
         strategy cannot reproduce."""
         agreed = effects.together(self.world.all_gather)

@@ -284,7 +284,7 @@ def read(folder: Path) -> History:
     )
 
 
-def told_whole(folder: Path) -> bool:
+def history_complete(folder: Path) -> bool:
     """Return whether the journal records the end of the run, and its report exists."""
     try:
         return read(folder).state == "finished" and (folder / "report.html").is_file()

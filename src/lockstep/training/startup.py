@@ -44,7 +44,7 @@ from lockstep.training.summary import facts
 from lockstep.training.train_state import TrainState
 
 
-def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
+def start_or_resume(session: Session, console: Console) -> tuple[TrainState, str]:
     """Print the opening lines, run the dry run, and load the newest checkpoint. Returns the state to start from, and
     the result of the comparison with a plain computation. Collective."""
     run, world, strategy = session.run, session.world, session.strategy
@@ -63,13 +63,13 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
     resolved_here = session.job.notes if session.job.scope < Scope.START else ()  # otherwise the launcher printed them
     for text in (*strategy.remarks, *resolved_here, *session.task.warnings, *remarks(session.job)):
         console.note(text)
-    ACTIVITY.at("trying a step with the longest examples")
+    ACTIVITY.set("trying a step with the longest examples")
     try_before_training(session)
     if names := strategy.effects.per_process:  # only with one process; several were refused
         console.note(side_effects.one_process(names))
     compared = plain_check.check(session, plain_check.cause)
     console.facts({"compared": compared})
-    ACTIVITY.at("looking for a checkpoint")
+    ACTIVITY.set("looking for a checkpoint")
     if world.is_main:
         job_record.arrived(run.folder, world.size, session.feed.total)
     state = session.new_state()
@@ -84,7 +84,7 @@ def resumed(session: Session, console: Console) -> tuple[TrainState, str]:
         console.note(text)
     if step:
         console.say(f"resuming after step {step} of {session.feed.total}")
-    ACTIVITY.at("starting")
+    ACTIVITY.set("starting")
     session.journal.event(
         "start",
         step,
@@ -217,9 +217,9 @@ def _tried(session: Session, bound: MemoryBound | None) -> None:
             json.dumps(tables)
         if run.checkpoint.best:
             checkpoints.is_best(scores["validation"])
-        ACTIVITY.at("trying samples")
+        ACTIVITY.set("trying samples")
         generate_samples(task, strategy, world, briefly)
-        ACTIVITY.at("trying the export")
+        ACTIVITY.set("trying the export")
         checkpoints.room.export = export_bytes(strategy)
         weights = strategy.exported() if strategy.parameter_count <= EXPORTED_TWICE else None
         if weights is not None:
