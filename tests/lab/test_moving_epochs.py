@@ -83,7 +83,9 @@ def test_what_is_left_over_at_the_end_of_an_epoch(
     (here / "moved.yaml").unlink()
     if wanted == "divided":  # where the rows are not known, and the steps are as many
         moved("acc.py", text)
-        assert f"{why}; here it is the mean of its examples, unless the rows fill all steps" in capsys.readouterr().out
+        assert (
+            f"{why}; lockstep takes the mean of its examples, unless the rows fill all steps" in capsys.readouterr().out
+        )
     else:
         assert why in refused("acc.py", text, capsys)
 

@@ -1,7 +1,7 @@
 """Calls of a script that load models, adapters, 4-bit weights, tokenizers and datasets, or change rows.
 
-In: a `Call` of transformers, peft, bitsandbytes or datasets. Out: keys of a run file, and gaps; above all, which rows
-are trained on and which of their texts.
+In: a `Call` of transformers, peft, bitsandbytes or datasets. Out: keys of a run file, and gaps: above all, which rows
+and which of their texts are trained on.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ class Reading:
         self.draft.set(key, value, f"{call.name}, line {call.line}")
 
     def check_inputs(self, draft: RunDraft) -> None:
-        """After looking at the data, add a gap for each input that lockstep passes to the model and the script leaves
-        out."""
+        """Once the data are known, add a gap for each model input that the script leaves out."""
         if draft.keys.get("task.packing"):  # packed blocks have no padding
             return
         if not self.side_named and self.tokenizer is not None and model_defaults.pads_left(draft):
@@ -466,8 +465,7 @@ def columns(call: Call, at: Reading) -> None:
 
 
 def mapped(call: Call, at: Reading) -> None:
-    """Read `map` and `set_transform`: for a tokenizing function, its columns and lengths; any other function changes
-    the rows."""
+    """Read `map` and `set_transform`: a tokenizing function gives columns and lengths; any other changes the rows."""
     node = next(
         (w.value for w in call.node.keywords if w.arg == "function"), call.node.args[0] if call.node.args else None
     )
