@@ -1,4 +1,4 @@
-"""One token cache for all tests, thrown away afterwards; one thread, as each rank has."""
+"""Shared fixtures: one token cache for all tests, removed afterwards; one thread, as on each rank."""
 
 import compileall
 import fcntl
@@ -31,50 +31,51 @@ _cache = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
 os.environ["LOCKSTEP_CACHE"] = _cache.name  # before any worker process starts
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what runs the tests may have told it to ignore it, and jobs inherit that
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the test runner may ignore it, which jobs would inherit
 settings.register_profile("lockstep", deadline=None)  # a busy machine is no failure
 settings.load_profile("lockstep")
 os.environ["HF_DATASETS_CACHE"] = f"{_cache.name}/datasets"
 
-# The distributions beside lockstep-train as they are in this checkout, wherever they are installed from.
+# The distributions of this checkout, wherever they are installed from.
 sys.path[:0] = [str(_folder) for _folder in sorted((Path(__file__).parents[1] / "packages").glob("*/src"))]
 
 if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" not in os.environ:
-    # Every rank and every command would compile what it imports anew, a fifth of what a small job takes.
+    # Otherwise every rank and command would compile its imports again, a fifth of a small job's time.
     for _folder in (Path(__file__).parent, Path(__file__).parents[1] / "src"):
         compileall.compile_dir(_folder, quiet=2)
 
 if hasattr(os, "SCHED_BATCH"):
-    # gloo's thread, once woken, took the processor from the thread it waits for, and asked again and again: a quarter
-    # of what some of these tests took (benchmarks/log.md). A thread of this class takes it from nobody.
+    # gloo's thread, once woken, took the CPU from the thread it waits for, and polled: a quarter of the time of some
+    # tests (benchmarks/log.md). This scheduling class does not preempt others.
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-# What is imported and collected stays: looking through it for garbage takes a quarter of the time.
+# Imported and collected objects stay: collecting among them takes a quarter of the time.
 gc.disable()
 
-# What these import reads the variables. None brings torch: the process that hands tests to others does without, and
-# fixtures below import what does.
+# These imports read the variables. None imports torch: the process that distributes tests does without, and fixtures
+# below import what needs it.
 from lockstep.distributed.signals import STOP_SIGNALS  # noqa: E402
 from support import kernel  # noqa: E402
 from support.first_environment import AT_FIRST  # noqa: E402
 
-WEIGHTS = {"processes": 1, "slow": 4, "cluster": 15}  # about how long a test with this mark takes, in those of one rank
+# approximate duration of a test with this mark, in units of a test with one rank
+WEIGHTS = {"processes": 1, "slow": 4, "cluster": 15}
 
-# what files take beyond that: code that is compiled, the whole quick start, a REPL, hosts and pods with interpreters of
-# their own, ranks that come and go, hundreds of steps in pytest's process
+# additional time of files: compilation, the whole quick start, a REPL, hosts and pods with their own interpreters,
+# joining and leaving ranks, hundreds of steps in pytest's process
 BEYOND = {"test_compiled.py": 40, "test_quick_start.py": 40, "test_python.py": 30, "test_kubernetes_pods.py": 15}
 BEYOND |= {"test_page_commands.py": 150, "test_portable.py": 50, "test_lost_shards.py": 45, "test_watch.py": 15}
 BEYOND |= {"test_elastic.py": 70, "test_sagemaker_hosts.py": 50, "test_hosts.py": 40, "test_pipeline.py": 40}
 BEYOND |= {"test_without_gpu.py": 30, "test_stream.py": 10, "test_stream_elsewhere.py": 5, "test_label_exports.py": 5}
 
-_started: list[str] = []  # processes that the test at hand has started
+_started: list[str] = []  # processes started by the current test
 
 
 def _counted(start: Callable[..., Any]) -> Callable[..., Any]:
     def started(*arguments: Any, **named: Any) -> Any:
         command = arguments[1] if arguments[1:] else named.get("args", arguments[0])
-        # Which commit this is, and `platform.processor()`: milliseconds
+        # the commit, and `platform.processor()`, cost milliseconds
         if not (isinstance(command, (list, tuple)) and command[0] in ("git", "uname")):
             _started.append(str(command))
         return start(*arguments, **named)
@@ -88,16 +89,15 @@ BaseProcess.start = _counted(BaseProcess.start)  # type: ignore[method-assign]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Files that take long come first: begun last, one of them would have a processor to itself at the end. Those of
-    hosts and nodes, which mostly wait for one another, come by turns with the others: all at once they would leave the
-    processors idle."""
-    if not any("::" in word for word in config.args):  # single tests may be asked for
+    """Order files so that long ones come first: started last, one of them would run alone at the end. Those of hosts
+    and nodes, which mostly wait, alternate with others."""
+    if not any("::" in word for word in config.args):  # single tests may be selected
         kernel.mark(items)
     if Version(version("torch")) < Version("2.13"):  # the lower end of the range: .ci/newest --lowest
         for item in items:
             if "pipeline" in item.nodeid.lower():
                 item.add_marker(pytest.mark.skip(reason="pipeline needs torch 2.13"))
-    yield  # what was not asked for is taken out here
+    yield  # unselected tests are removed here
     jobs = Counter({item.path: BEYOND.get(item.path.name, 0) for item in items})
     for item in items:
         jobs[item.path] += sum(weight for mark, weight in WEIGHTS.items() if mark in item.keywords)
@@ -109,8 +109,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of `make test`, the files of the kernel are one worker's: each worker that starts processes starts a server of
-    its own before, which imports for ten seconds."""
+    """For `make test`, give the files of the kernel to one worker: each worker that starts processes first starts a
+    server, whose imports take ten seconds."""
     if config.option.dist != "loadfile" or "not processes or kernel" not in config.option.markexpr:
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -124,14 +124,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # no collection looks through it again
-    gc.set_threshold(20_000)  # objects: with Python's 700 a fifth of the time goes into looking for garbage
+    gc.freeze()  # exclude it from collections
+    gc.set_threshold(20_000)  # objects: with Python's 700 a fifth of the time goes into garbage collection
     gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_earlier_files_imported_stays() -> None:
-    """Every run looks for garbage before it measures its tensors, in a process that has imported everything."""
+    """Freeze imported objects: every run collects garbage before it measures its tensors."""
     gc.collect()
     gc.freeze()
 
@@ -143,7 +143,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _what_starts_processes_says_so(request: pytest.FixtureRequest) -> Iterator[None]:
-    """`make test` leaves out what is marked `processes`, but for the kernel."""
+    """Require the mark `processes` on tests that start some; `make test` leaves these out, except for the kernel."""
     yield
     if "processes" not in request.keywords:
         assert not _started, f"starts processes, and is not marked `processes`: {_started[:3]}"
@@ -151,12 +151,12 @@ def _what_starts_processes_says_so(request: pytest.FixtureRequest) -> Iterator[N
 
 @pytest.fixture(autouse=True)
 def _signals_and_variables_are_as_before() -> Iterator[None]:
-    """A run that ends in this process ignores those that ask it to stop, and what is started later would, too. It also
-    sets variables that engines read, and with one of those no command could be forked any more (`forked.can_fork`):
-    every later one would begin with the seconds of its imports."""
+    """Restore signal handlers and variables. A run that ends in this process ignores stop signals, which later
+    processes would inherit. It also sets variables that engines read; with these no later command could be forked
+    (`forked.can_fork`)."""
     from support.forked import read_differently
 
-    for name in read_differently(dict(os.environ), AT_FIRST):  # what a fixture of the module has left behind
+    for name in read_differently(dict(os.environ), AT_FIRST):  # left behind by a fixture of the module
         if name in AT_FIRST:
             os.environ[name] = AT_FIRST[name]
         else:
@@ -178,7 +178,7 @@ def cache() -> Path:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Real data beside the checkout, where there is some."""
+    """Real data beside the checkout, if available."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     if not folder.is_dir():
         pytest.skip("needs the shared data folder beside the checkout")
@@ -187,14 +187,14 @@ def shared() -> Path:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of the test's own, in which it runs."""
+    """Working directory of the test."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def run_file(here: Path) -> Path:
-    """`run.yaml` of a small run of two processes, in the folder in which the test runs."""
+    """`run.yaml` of a small run of two processes, in the test's working directory."""
     from support.command import write
 
     return write(here)
@@ -202,7 +202,7 @@ def run_file(here: Path) -> Path:
 
 @pytest.fixture
 def module_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder from which the test imports modules, with a token cache of its own."""
+    """A folder from which the test imports modules, with a separate token cache."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     return tmp_path
@@ -210,7 +210,7 @@ def module_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine has two GPUs, as far as counting goes."""
+    """Pretend that this machine has two GPUs, for counting."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -218,7 +218,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def job(tmp_path: Path, cache: Path) -> "CommandJob":
-    """A job by the command in a folder of the test's own."""
+    """A job by the command in a folder of the test."""
     from support.command import CommandJob
 
     return CommandJob(tmp_path, cache)
@@ -226,7 +226,7 @@ def job(tmp_path: Path, cache: Path) -> "CommandJob":
 
 @pytest.fixture
 def nobody_is_left(tmp_path: Path) -> Iterator[None]:
-    """Whatever the test did, no process of its folder outlives it."""
+    """Assert that no process of the test's folder outlives it."""
     from support.command import kill, processes_in, until
 
     yield
@@ -238,8 +238,7 @@ def nobody_is_left(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def untouched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """A job of two processes that nobody disturbed, in an interpreter of its own: what is compared with it is not. One
-    of pytest's workers runs it for all, each has a copy."""
+    """An undisturbed job of two processes, in a new interpreter. One of pytest's workers runs it, each has a copy."""
     from support.command import LOCKSTEP, ended, start_anew, write
     from support.harness import lean
 
@@ -250,7 +249,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
         if not (made / "done").exists():
             shutil.rmtree(made, ignore_errors=True)
             write(made / "job", verify={"plain": True})
-            # however busy the machine is
+            # on any load
             process = start_anew([*LOCKSTEP, "train", "run.yaml"], made / "job", cache, **lean())
             status, _, err = ended(process, 1000)
             assert status == 0, err

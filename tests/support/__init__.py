@@ -1,1 +1,1 @@
-"""What tests share: jobs, hosts, servers, and code that plays a user's. Tests import it; it imports no test."""
+"""Shared code of tests: jobs, hosts, servers, and code that stands for a user's. Imports no test."""

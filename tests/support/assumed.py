@@ -1,7 +1,7 @@
-"""Tests of what lockstep takes for granted of a library, by the library alone.
+"""Tests of lockstep's assumptions about a library, using the library alone.
 
-In: a test whose docstring begins with the sentence that is taken for granted. Out: the same test; where it fails, the
-error says the sentence, the versions that were tried, and the files of lockstep that rest on it.
+In: a test whose docstring begins with the assumption. Out: the same test; its failure names the assumption, the tested
+versions, and the files of lockstep that rely on it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIBRARIES = (
 
 
 def rests_on_it(*files: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Name the files, from the checkout's root, that are wrong if the test's sentence is."""
+    """Decorator that names the files, relative to the checkout's root, that rely on the test's assumption."""
 
     def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(test)

@@ -1,6 +1,6 @@
-"""Facts about the Hub's client, seen by a process of its own beside a Hub on the loopback, for `tests/assumptions/`.
+"""Facts about the Hub's client, observed in its own process with a Hub on the loopback, for `tests/assumptions/`.
 
-In: the process's environment (`Hub.environment`). Out: JSON on standard output, name -> what was seen. No lockstep.
+In: the process's environment (`Hub.environment`). Out: JSON on standard output, name -> observation. No lockstep.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def chain(error: BaseException | None) -> list[str]:
-    """Names of the classes of an error and of those that it comes from."""
+    """Class names of an error and its causes."""
     names: list[str] = []
     while error is not None:
         names += [kind.__name__ for kind in type(error).__mro__]
@@ -103,7 +103,7 @@ def writing() -> dict[str, Any]:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api = HfApi()
-    for private in (True, False):  # the second time it is there
+    for private in (True, False):  # the second time it exists
         api.create_repo("user/new", private=private, exist_ok=True)
     about = api.model_info("user/new")
     seen: dict[str, Any] = {"private": about.private, "before": [each.rfilename for each in about.siblings or []]}

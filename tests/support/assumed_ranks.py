@@ -1,6 +1,6 @@
-"""Facts about collectives and engines of torch, seen by three processes at once, for `tests/assumptions/`.
+"""Facts about torch's collectives and engines, observed in three processes, for `tests/assumptions/`.
 
-In: nothing. Out: `facts()`, name -> what each rank saw; started once in a process of tests. No lockstep.
+In: nothing. Out: `facts()`, name -> observation of each rank; started once per test process. No lockstep.
 """
 
 # No `from __future__ import annotations` here: DDP reads a communication hook's annotations.
@@ -30,7 +30,8 @@ def fact(see: Callable[[int, Path], Any]) -> Callable[[int, Path], Any]:
 
 
 def facts() -> dict[str, list[Any]]:
-    """Return what each rank saw, by the names of the functions below. Errors: of the first call, each time."""
+    """Observations of each rank, by the names of the functions below. Errors: the error of the first call, each
+    time."""
     seen = _facts()
     if isinstance(seen, Exception):
         raise seen
@@ -69,7 +70,7 @@ def _look(rank: int, folder: str) -> None:
     dist.all_reduce(total)
     seen["formed_again"] = total.item()
     dist.barrier()
-    if rank < RANKS - 1:  # the last rank is gone from here on
+    if rank < RANKS - 1:  # the last rank leaves
         try:
             dist.all_reduce(torch.ones(8))
             seen["rank_lost"] = ""
@@ -191,7 +192,7 @@ def rows_of_uneven_shards(rank: int, _: Path) -> list[Any]:
 
 @fact
 def fsdp_gradient(rank: int, _: Path) -> list[Any]:
-    """Of gradients 1, 2 and 3; after a backward without sync; the dtype under bfloat16."""
+    """Gradients of 1, 2 and 3; after a backward without sync; their dtype under bfloat16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     def gradient(policy: MixedPrecisionPolicy, accumulate: bool = False, summed: bool = False) -> Any:
@@ -220,7 +221,7 @@ def fsdp_gradient(rank: int, _: Path) -> list[Any]:
 
 @fact
 def ddp_gradient(rank: int, _: Path) -> list[Any]:
-    """Of gradients 1, 2 and 3: averaged; after a step in no_sync; of a hook that adds; weights of rank 0."""
+    """Gradients of 1, 2 and 3: averaged; after a step in no_sync; with a hook that adds; weights of rank 0."""
 
     def replica(**options: Any) -> tuple[nn.Linear, nn.parallel.DistributedDataParallel]:
         torch.manual_seed(rank)
@@ -268,7 +269,7 @@ def checkpoint_of_unequal_values(rank: int, room: Path) -> list[float]:
 
 @fact
 def checkpoint_of_shards(rank: int, room: Path) -> bool:
-    """Whether shards of three ranks are read whole by each."""
+    """Whether each rank can read all shards of three ranks."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -293,7 +294,8 @@ def sampled_rows(rank: int, _: Path) -> list[list[int]]:
 
 @fact
 def norm_of_shards(rank: int, _: Path) -> list[Any]:
-    """Of FSDP2's gradients: as a number, by its shards, of the gathered gradient; what formatting it raises."""
+    """Norm of FSDP2's gradients: as a number, from shards, of the gathered gradient; the error raised by formatting
+    it."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
@@ -314,7 +316,7 @@ def norm_of_shards(rank: int, _: Path) -> list[Any]:
 
 @fact
 def gathered_for_metrics(rank: int, _: Path) -> dict[str, list[int]] | None:
-    """What Accelerate's gather_for_metrics returns for 10 rows, as a data set and as a stream; None without it."""
+    """Result of Accelerate's gather_for_metrics for 10 rows, as a dataset and as a stream; None without Accelerate."""
     try:
         from accelerate import Accelerator, DataLoaderConfiguration
         from datasets import Dataset

@@ -1,7 +1,7 @@
-"""Checkpoints that are on the disk two steps later, whatever else the machine does: for strategies that hold a job.
+"""Checkpoints that are complete two steps later on any machine, for strategies that hold a job.
 
-A rank's file is written in a thread beside the steps, and the folder gets its name at a step boundary once that is
-done: how many steps lie between depends on the machine, and none comes once the job is held.
+A rank's file is written in a thread beside the steps, and the folder is renamed at a later step boundary. How many
+steps that takes depends on the machine, and a held job makes none.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from lockstep.checkpoint import storage
 
 
 class AtOnce(storage.Background):
-    """Work that is done when this has been made."""
+    """Work that is finished on creation."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         super().__init__(work)
@@ -19,7 +19,7 @@ class AtOnce(storage.Background):
 
 
 class SavesAtOnce:
-    """Mixed into a strategy: its ranks wait for the thread that writes."""
+    """Mixin of a strategy: its ranks wait for the writing thread."""
 
     def build(self, task: Any) -> None:
         storage.Background = AtOnce  # type: ignore[misc] - in a rank's process; `checkpoint.py` looks for it there

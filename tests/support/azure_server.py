@@ -1,8 +1,8 @@
-"""Azure's protocol of object stores on this machine: Azurite, Microsoft's own server for tests, behind the proxy of
-`store_server` that injects faults.
+"""Azure's object store protocol on this machine: Azurite, Microsoft's test server, behind the fault-injecting proxy of
+`store_server`.
 
-In: nothing. Out: `Azure` as a context, whose `environment` sends obstore there; a skipped test where the program is not
-there: `npm install azurite`, and its node_modules/.bin on PATH.
+In: nothing. Out: `Azure` as a context, whose `environment` directs obstore to it; the test is skipped without the
+program: `npm install azurite`, with its node_modules/.bin on PATH.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 
 from support.store_server import BUCKET, Proxy
 
-_ACCOUNT = "devstoreaccount1"  # Azurite's own, and its key, which Azure's documentation names
+_ACCOUNT = "devstoreaccount1"  # Azurite's account, and its key from Azure's documentation
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 _TOLD = ["--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--disableProductStyleUrl"]
 

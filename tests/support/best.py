@@ -1,4 +1,4 @@
-"""Which step is best, as files say."""
+"""The best step according to the files of a run."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ def leaf(number: int, shapes: tuple[tuple[int, ...], ...] = ((7, 3), (5,), (1,))
 
 
 def bracket(leaves: list[torch.Tensor]) -> torch.Tensor:
-    """The definition: pair neighbours, level by level; one left over goes up as it is."""
+    """Reference definition: pair neighbours level by level; an odd one moves up unchanged."""
     while len(leaves) > 1:
         leaves = [leaves[i] + leaves[i + 1] if i + 1 < len(leaves) else leaves[i] for i in range(0, len(leaves), 2)]
     return leaves[0]

@@ -1,4 +1,4 @@
-"""Runs that begin with another one's steps."""
+"""Runs that start from another run's steps."""
 
 from __future__ import annotations
 

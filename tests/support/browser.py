@@ -1,7 +1,6 @@
-"""A headless Chromium that tests look at pages with: the DevTools protocol over a pipe, nothing but the standard
-library.
+"""A headless Chromium for tests of pages, through the DevTools protocol over a pipe; standard library only.
 
-In: a local page, a width, light or dark or print. Out: a screenshot, what the console said, values of expressions.
+In: a local page, a width, light, dark or print. Out: a screenshot, console messages, values of expressions.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ CHROMIUM = next(
 
 
 class Browser:
-    """One page. `complaints` holds errors and warnings of its console, and what it asked the network for."""
+    """One page. `complaints`: errors and warnings of its console, and its network requests."""
 
     def __init__(self, process: subprocess.Popen[bytes], to: Any, back: Any) -> None:
         self._process, self._to, self._back, self._number, self._rest = process, to, back, 0, b""
@@ -35,11 +34,11 @@ class Browser:
             self.ask(f"{domain}.enable")
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command to the page."""
+        """Send a command to the page."""
         return self._ask(method, self._session, **parameters)
 
     def open(self, path: Path, width: int, scheme: str = "light", media: str = "screen") -> None:
-        """Load a page at a width in CSS pixels and wait until it is there."""
+        """Load a page at a width in CSS pixels, and wait until it is complete."""
         self.complaints.clear()
         phone = width < 600
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=phone)
@@ -53,18 +52,18 @@ class Browser:
         self._events.clear()
 
     def value(self, expression: str) -> Any:
-        """What JavaScript makes of an expression."""
+        """Evaluate a JavaScript expression."""
         found = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
+        """Screenshot of the whole page as PNG."""
         taken = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(taken["data"]))
 
     def pdf(self) -> bytes:
-        """The page as it is printed."""
+        """The page as PDF."""
         return base64.b64decode(self.ask("Page.printToPDF", printBackground=False)["data"])
 
     def _judge(self, event: dict[str, Any]) -> None:
@@ -104,12 +103,12 @@ class Browser:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """A browser of its own, gone afterwards."""
-    here, theirs = os.pipe(), os.pipe()  # commands go through the first, answers through the second
+    """Start a browser that ends with the test."""
+    here, theirs = os.pipe(), os.pipe()  # pipes for commands and for answers
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         words = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
         command = [*words, "--hide-scrollbars", f"--user-data-dir={profile}", "--no-first-run", "about:blank"]
-        # It reads commands from descriptor 3 and writes answers to 4.
+        # Chromium reads commands from descriptor 3 and writes answers to 4.
         script = f'exec 3<&{here[0]} 4>&{theirs[1]}; exec "$@"'
         process = subprocess.Popen(
             ["bash", "-c", script, "browser", *command],

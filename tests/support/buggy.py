@@ -1,4 +1,5 @@
-"""Strategies with the classic mistakes, for `lockstep verify` to find. Each is one change to the hand-written one."""
+"""Strategies with classic bugs, for `lockstep verify` to detect. Each changes the hand-written strategy in one
+place."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from lockstep.strategies.allreduce import AllReduce
 
 
 class MeanOfMeans(AllReduce):
-    """Each micro-batch's loss is divided by its own targets, and the means are averaged."""
+    """Divides each micro-batch's loss by its own targets, and averages the means."""
 
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
         return super().backward(micro, len(micro.targets) * self.run.micro_batches, last)
 
 
 class OneNotReduced(AllReduce):
-    """One parameter's gradient stays what this rank computed."""
+    """Does not reduce one parameter's gradient."""
 
     def reduce(self) -> list[Tensor]:
         place = list(self.named).index("transformer.h.1.mlp.c_fc.weight")
@@ -30,14 +31,14 @@ class OneNotReduced(AllReduce):
 
 
 class CountedTwice(AllReduce):
-    """Gradients are summed, and summed again."""
+    """Sums gradients twice."""
 
     def reduce(self) -> list[Tensor]:
         return [g * 2 for g in super().reduce()]
 
 
 class SeedsByRank(AllReduce):
-    """Dropout draws from the rank's own random numbers."""
+    """Draws dropout from the rank's own generator."""
 
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
         seed_everything(self.run.seed, self.world.rank, micro.index)
@@ -45,7 +46,7 @@ class SeedsByRank(AllReduce):
 
 
 class LastDropped(AllReduce):
-    """The last micro-batch of the last rank is left out."""
+    """Leaves out the last micro-batch of the last rank."""
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         if self.world.rank == self.world.size - 1:
@@ -55,7 +56,7 @@ class LastDropped(AllReduce):
 
 
 class OwnRate(AllReduce):
-    """The learning rate is scaled by the number of processes."""
+    """Scales the learning rate by the number of processes."""
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         return super().train_step(batch, learning_rate * self.world.size)

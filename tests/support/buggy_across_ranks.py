@@ -1,4 +1,4 @@
-"""A module of a user's own that speaks with other ranks, for `lockstep verify` to find and name."""
+"""A user module that communicates with other ranks, for `lockstep verify` to detect and name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.buggy_modules import Base
 
 
 class AcrossRanks(Base):
-    """Takes off the mean of what all ranks compute at the moment."""
+    """Subtracts the mean over all ranks."""
 
     def between(self, hidden: Tensor) -> Tensor:
         if not self.training:

@@ -1,4 +1,4 @@
-"""Modules of a user's own with the classic mistakes, for `lockstep verify` to find and name."""
+"""User modules with classic bugs, for `lockstep verify` to detect and name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def loss(outputs: Tensor, answers: Tensor) -> Tensor:
 
 
 class Base(nn.Module):
-    """Without a mistake."""
+    """Without a bug."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Base(nn.Module):
 
 
 class Remembers(Base):
-    """Adds what the batch before left."""
+    """Adds a value left by the previous batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Remembers(Base):
 
 
 class OwnDice(Base):
-    """Draws noise from a generator that nobody seeds."""
+    """Draws noise from an unseeded generator."""
 
     def __init__(self) -> None:
         super().__init__()

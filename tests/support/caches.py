@@ -18,7 +18,7 @@ def prepared(run: Run, said: list[str] | None = None) -> Prepared:
 
 
 def held(found: Prepared) -> dict[str, list[list[int]]]:
-    """The tokens of every split."""
+    """Tokens of every split."""
     splits = {split: Columns(path).ragged("input_ids") for split, path in found.splits.items()}
     return {split: [ids.row(i).tolist() for i in range(len(ids.lengths))] for split, ids in splits.items()}
 

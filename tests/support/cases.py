@@ -1,7 +1,7 @@
-"""No case is lost where tests move: two lists of collected cases, joined by file name and case.
+"""Check that no test case is lost when tests move: two lists of collected cases, joined by file name and case.
 
-In: `python -m support.cases BEFORE AFTER [TABLE]`: what `pytest --collect-only -q` printed of all tests, and a table of
-`file::case -> file::case` for those renamed. Out: counts; status 1 and the names where a case is missing or twice.
+In: `python -m support.cases BEFORE AFTER [TABLE]`: outputs of `pytest --collect-only -q`, and a table `file::case ->
+file::case` of renamed cases. Out: counts; status 1 and the names of missing or duplicate cases.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def cases(listing: str) -> Counter[str]:
-    """Cases without the folders of their files: `test_x.py::test_y[z]` -> how often."""
+    """Cases without their files' folders: `test_x.py::test_y[z]` -> count."""
     return Counter(line.partition("::")[0].rpartition("/")[2] + "::" + line.partition("::")[2]
                    for line in listing.splitlines() if line.startswith("tests/") and "::" in line)  # fmt: skip
 

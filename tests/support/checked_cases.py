@@ -1,7 +1,7 @@
-"""Small trainings for `--check`: faults, each beside a right program that looks like it, and right programs of unusual
-styles that a recomputation could disturb.
+"""Small trainings for `--check`: bugs, each with a similar correct program, and correct programs of unusual styles that
+a recomputation could disturb.
 
-In: torch. Out: functions, by the code of the finding that a checked step has to have.
+In: torch. Out: functions, by the code of the expected finding.
 """
 
 import random
@@ -39,7 +39,7 @@ def train(model: nn.Module, x: Tensor = X, y: Tensor = Y) -> None:
 
 
 class Positions(nn.Module):
-    """Adds an embedding of positions; wrong: of the place of a row in the batch."""
+    """Adds a position embedding; wrong: of the row's place in the batch."""
 
     def __init__(self, wrong: bool) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def means_of_unequal_parts(wrong: bool) -> None:
 
 
 def scaled_by_hand(wrong: bool) -> None:
-    """Wrong: gradients are three times what the loss says. A loss that is three times as large is right."""
+    """Wrong: gradients are three times those of the loss. A loss three times as large is right."""
     model = nn.Linear(8, 2)
     optimizer = sgd(model)
     for a, b in batches(X.mean(1), Y):
@@ -155,7 +155,7 @@ def scaled_by_hand(wrong: bool) -> None:
 
 
 def left_by_another_loss(wrong: bool) -> None:
-    """A generator's backward leaves gradients in the critic."""
+    """Wrong: a generator's backward leaves gradients in the critic."""
     critic, generator = nn.Linear(8, 1), nn.Linear(4, 8)
     ours, theirs = sgd(critic), sgd(generator)
     for (a,) in batches(X.mean(1)):
@@ -194,7 +194,7 @@ def overwritten_in_the_step(wrong: bool) -> None:
 
 
 class Impure(nn.Module):
-    """Reads a counter outside of itself; right: counts in a buffer."""
+    """Wrong: reads a counter outside of itself; right: a buffer."""
 
     def __init__(self, wrong: bool) -> None:
         super().__init__()
@@ -329,14 +329,15 @@ PAIRS: dict[Callable[[bool], None], str] = {
 }
 
 
-# -- programs whose bits a recomputation could change -----------------------------------------------------------------
+# -- programs whose bits a recomputation could change ------------------------------------------------------------------
 
 NOISE = torch.Generator()
 BANK = torch.zeros(8, 8)
 
 
 class Stateful(nn.Module):
-    """Holds what a second forward would change: counters, lists, an auxiliary loss, statistics, a bank, generators."""
+    """Holds state that a second forward would change: counters, lists, an auxiliary loss, statistics, a bank,
+    generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -377,7 +378,7 @@ def stateful() -> nn.Module:
 
 
 def plain_stateful() -> nn.Module:
-    """As `stateful`, without the script's hook, so that the step is recomputed."""
+    """`stateful` without the script's hook, so that the step is recomputed."""
     NOISE.manual_seed(5)
     BANK.zero_()
     model = Stateful()

@@ -1,6 +1,6 @@
-"""What a checkpoint holds, as one hash, for tests.
+"""Hash of a checkpoint's content.
 
-In: a checkpoint's folder. Out: a SHA-256 that is the same however many processes wrote it.
+In: a checkpoint's folder. Out: a SHA-256 that is independent of the number of processes that wrote it.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ from lockstep.checkpoint.storage import Files
 
 
 def digest(folder: Path) -> str:
-    """SHA-256 over the tensors of a checkpoint by name, however they are spread over files. Errors: `ValueError` when
-    it is damaged."""
+    """SHA-256 over a checkpoint's tensors by name, independent of their distribution over files. Errors: `ValueError`
+    if it is damaged."""
     manifest = read_manifest(folder)
     fault = manifest if isinstance(manifest, str) else broken(folder, manifest)
     if fault is not None:

@@ -1,4 +1,4 @@
-"""What tests of the `lockstep` command share: a small job in processes of its own, and looking at it from outside."""
+"""Shared code of tests of the `lockstep` command: a small job in its own processes, observed from outside."""
 
 import hashlib
 import json
@@ -23,12 +23,13 @@ from support.harness import TINY, lockstep_environment, server_environment
 STEPS = 40
 RUN = TINY | {
     "steps": STEPS,
-    "micro_batches": 4,  # a quarter less to compute than 8
+    "micro_batches": 4,  # a quarter less work than with 8
     "launch": {"device": "cpu", "threads": 1, "processes": 2},
     "checkpoint": {"every": 10, "keep": 2},
     "evaluate": {"every": 20},
     "track": {"every": 1},
-    "verify": {"plain": False},  # the same small model hundreds of times: `untouched` is held beside transformers
+    # the same small model hundreds of times: only `untouched` is compared with transformers
+    "verify": {"plain": False},
 }
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
 Process = subprocess.Popen[str] | Forked
@@ -36,7 +37,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def write(folder: Path, **values: object) -> Path:
-    """A run file in `folder`, whose results go to `folder/out`."""
+    """Write a run file to `folder`, with results in `folder/out`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(RUN | {"output": "out"} | values))
@@ -44,7 +45,7 @@ def write(folder: Path, **values: object) -> Path:
 
 
 def start(command: list[str], folder: Path, cache: Path, **variables: str) -> Process:
-    """A command in a session of its own; where it is `lockstep` or torchrun, without the seconds of its imports."""
+    """Start a command in a new session; `lockstep` and torchrun start without the seconds of their imports."""
     environment = environment_of(cache, **variables)
     words = words_of(command)
     if sys.platform == "linux" and words is not None and can_fork(words, environment, server_environment()):
@@ -57,7 +58,7 @@ def environment_of(cache: Path, **variables: str) -> dict[str, str]:
 
 
 def start_anew(command: list[str], folder: Path, cache: Path, **variables: str) -> subprocess.Popen[str]:
-    """The same in an interpreter of its own: for tests of what happens while it starts, and of what it inherits."""
+    """Start a command in a new interpreter, for tests of its start and of what it inherits."""
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -91,7 +92,7 @@ def finish(folder: Path, cache: Path, *overrides: str) -> str:
 
 
 def until(true: Callable[[], bool], what: str, process: Process | None = None, seconds: float = 120) -> None:
-    """Wait for something to become true. The limit is only there so that a failure ends."""
+    """Wait until something is true. The limit only makes failures end."""
     limit = time.monotonic() + seconds
     while not true():
         if process is not None and process.poll() is not None:
@@ -101,7 +102,7 @@ def until(true: Callable[[], bool], what: str, process: Process | None = None, s
 
 
 def lines(folder: Path) -> list[dict]:
-    """metrics.jsonl, without the half line that a kill may leave."""
+    """Lines of metrics.jsonl, without an incomplete last line after a kill."""
     path = folder / "out" / "metrics.jsonl"
     found = []
     for line in path.read_bytes().split(b"\n") if path.exists() else []:
@@ -117,19 +118,19 @@ def step_of(folder: Path) -> int:
 
 
 def saved(folder: Path) -> int:
-    """The step of the newest checkpoint."""
+    """Step of the newest checkpoint."""
     return max((int(p.name[5:]) for p in (folder / "out" / "checkpoints").glob("step-??????")), default=0)
 
 
 def bits(folder: Path, steps: int = STEPS) -> dict[str, str]:
-    """SHA-256 of the final weights, as exported, and of weights and optimizer in the last checkpoint, however many
-    processes wrote it."""
+    """SHA-256 of the exported weights, and of weights and optimizer state in the last checkpoint, independent of the
+    number of processes."""
     exported = hashlib.sha256((folder / "out/export/model.safetensors").read_bytes()).hexdigest()
     return {"checkpoint": digest(folder / f"out/checkpoints/step-{steps:06d}"), "export": exported}
 
 
 def kill(*pids: int) -> None:
-    """One after another, as far as they are still there: a rank ends with its launcher."""
+    """Kill processes that still exist, one after another: a rank ends with its launcher."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -157,7 +158,7 @@ def ranks_of(process: Process, folder: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class CommandJob:
-    """A job by the command in a folder of its own: `run.yaml`, whose results go to `out`."""
+    """A job started by the command in its own folder: `run.yaml`, with results in `out`."""
 
     folder: Path
     cache: Path
@@ -194,7 +195,7 @@ class CommandJob:
 
 
 def each_step_once(folder: Path, untouched: Path) -> None:
-    """metrics.jsonl of a job that was interrupted holds what an untouched one's does, but for speeds."""
+    """Assert that metrics.jsonl of an interrupted job equals that of an undisturbed one, except for speeds."""
 
     def plain(line: dict) -> dict:
         return {k: v for k, v in line.items() if "per_s" not in k}
@@ -203,7 +204,7 @@ def each_step_once(folder: Path, untouched: Path) -> None:
 
 
 def free_port() -> int:
-    """None of those that Linux gives to whoever connects (from 32768 on): it would be taken before it is used."""
+    """A free port below those that Linux assigns to clients (from 32768), which could be taken before its use."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with socket.socket() as probe, suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a terminal shows."""
+"""Content of a terminal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def console(
 
 
 def screen(text: str) -> list[str]:
-    """The lines that are left when a terminal has done what it was told."""
+    """The lines visible after a terminal has processed a text."""
     lines, row = [""], 0
     for piece in re.findall(r"\x1b\[[0-9?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
         if piece == "\n":

@@ -1,4 +1,4 @@
-"""The examples of docs/how-to/plug-ins as modules of a user's own."""
+"""The examples of docs/how-to/plug-ins as user modules."""
 
 from pathlib import Path
 
@@ -9,14 +9,14 @@ _PAGES = [ROOT / "docs/how-to/plug-ins" / name for name in _NAMES]
 
 
 def example(file: str) -> str:
-    """The source that the page says to save as this file of `src/lockstep/`."""
+    """Source that the page says to save as this file of `src/lockstep/`."""
     code = _block(f"src/lockstep/{file}")
     assert code.startswith('"""'), f"no page of plug-ins has {file}"
     return code
 
 
 def distribution(folder: Path) -> Path:
-    """The distribution `lockstep-gossip`, written into a folder."""
+    """Write the distribution `lockstep-gossip` into a folder."""
     package = folder / "lockstep-gossip/src/lockstep_gossip"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""Tensors of a rank that are alive, counted."""
+"""Count the live tensors of a rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.distributed.system_metrics import measured, tensor_bytes
 from lockstep.distributed.world import World
 from support.harness import build_with_feed
 
-# Large enough that batches, buffers and buckets are small beside it.
+# large enough to make batches, buffers and buckets negligible
 MODEL = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 4, "n_embd": 128, "n_positions": 32}}
 
 
@@ -20,11 +20,11 @@ NEAR = 0.05
 
 
 def settled(before: int, most: float, patience_s: float = 20) -> int:
-    """Bytes of tensors when gloo's threads have let go: at most `most`, or what is left when patience ends.
+    """Bytes of tensors after gloo's threads have freed theirs: at most `most`, or what remains when patience ends.
 
-    A thread that is not given the processor lets go of its last tensor long after the sum is known. DeepSpeed gives
-    gloo a view of a weight's gradient and then moves that gradient into the micro-batch's flat one: the view's base
-    keeps all of the flat one alive. While we wait here nothing else runs, so what a rank itself holds does not go away.
+    A thread without CPU time frees its last tensor long after the sum is known. DeepSpeed passes gloo a view of a
+    weight's gradient and then moves that gradient into the micro-batch's flat one; the view keeps the whole flat one
+    alive. Nothing else runs during the wait, so the rank's own memory does not change.
     """
     until = time.monotonic() + patience_s
     while (found := tensor_bytes() - before) > most and time.monotonic() < until:
@@ -33,8 +33,8 @@ def settled(before: int, most: float, patience_s: float = 20) -> int:
 
 
 def held(world: World, run: Run, moments: dict[str, float]) -> dict[str, int]:
-    """Bytes on this rank; `moments`: bytes a parameter that it is to hold between micro-batches, at the update, at
-    rest. Where they are told, what is more may be let go first."""
+    """Bytes on this rank. `moments`: expected bytes per parameter between micro-batches, at the update, and at rest. If
+    given, a higher value may be freed first."""
     before = tensor_bytes()
     _, strategy, feed = build_with_feed(run, world)
     strategy.train_step(feed.make(0), 1e-3)
@@ -50,7 +50,7 @@ def held(world: World, run: Run, moments: dict[str, float]) -> dict[str, int]:
     batch = feed.make(1)
     hooks = [
         strategy.model.register_forward_pre_hook(lambda *_: between.append(now("between"))),
-        register_optimizer_step_pre_hook(at_update),  # comes before that of `measured`
+        register_optimizer_step_pre_hook(at_update),  # runs before that of `measured`
     ]
     with measured(before) as found:
         strategy.train_step(batch, 1e-3)

@@ -1,4 +1,4 @@
-"""What `lockstep diff` says of two runs."""
+"""Output of `lockstep diff` for two runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Pages of the documents with the tables that the site fills in, for tests that compare them with the source.
+"""Documentation pages with their generated tables, for comparison with the source.
 
-In: paths below docs/. Out: `chapters`, the text of several pages as one, in which the title of each is a section.
+In: paths below docs/. Out: `chapters`, several pages as one text with a section per page.
 """
 
 import re
@@ -13,7 +13,7 @@ DOCS = ROOT / "docs"
 
 
 def chapters(*names: str) -> str:
-    """The pages, or all pages of a folder, one after another; their titles are sections ("## ")."""
+    """Concatenate pages, or all pages of a folder; their titles become sections ("## ")."""
     paths = [path for name in names for path in (sorted((DOCS / name).glob("*.md")) or [DOCS / name])]
     fill = script("tables").fill
     return "\n".join(re.sub(r"\A# ", "\n## ", fill(path.read_text(encoding="utf-8"))) for path in paths)

@@ -1,5 +1,6 @@
-"""What the fork server does once for all tests: import engines and what scores are made with, which takes seconds, also
-of what they leave for their first use, and what every rank or command would import anew of lockstep."""
+"""Imports made once by the fork server for all tests: engines and metric libraries, including their lazy parts, and
+what every rank or command would import of lockstep.
+"""
 
 import contextlib
 import ctypes
@@ -15,8 +16,8 @@ LARGE, COLLAPSE = 2 << 20, 25  # bytes of a large page, MADV_COLLAPSE of <linux/
 
 
 def in_large_pages() -> None:
-    """Put the memory of this process into large pages, where Linux can (6.1 and later): a fork copies the table of all
-    pages, and its end walks through it once more, which is up to a tenth of what a small job takes."""
+    """Move this process's memory into large pages, if Linux can (6.1 and later): a fork copies the whole page table,
+    and its end walks it again, up to a tenth of a small job's time."""
     maps = Path("/proc/self/maps")
     for line in maps.read_text().splitlines() if maps.exists() else ():
         span, access, _, _, file, *_ = line.split()
@@ -24,7 +25,7 @@ def in_large_pages() -> None:
         first, end = -(-first // LARGE) * LARGE, end // LARGE * LARGE
         if access == "rw-p" and file == "0" and first < end:
             size = ctypes.c_size_t(end - first)
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, COLLAPSE)  # where it fails all stays as it is
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, COLLAPSE)  # on failure nothing changes
 
 
 gc.disable()  # as in `lockstep.training.preload`
@@ -63,12 +64,12 @@ with contextlib.suppress(ImportError):
 with contextlib.suppress(ImportError):  # of all models, compiled at the first export
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("gpt2")
 importlib.import_module("lockstep.track.report.report").templates().get_template("run.html.jinja")
-plugins.refuse_old(["torch"])  # reads what this distribution requires
+plugins.refuse_old(["torch"])  # reads this distribution's requirements
 for kind in ("tasks", "strategies", "optimizers"):
     for name in plugins.names(kind):
         with contextlib.suppress(ImportError):
             plugin: Any = plugins.find(kind, name)
-            if kind == "tasks":  # a rank looks up its data by what this file says
+            if kind == "tasks":  # a rank looks up its data by this file's hash
                 user_code.fingerprint(Path(importlib.import_module(plugin.__module__).__file__ or ""))
 gc.freeze()
 gc.enable()

@@ -1,4 +1,4 @@
-"""Batches as the feed hands them out, and those that are wanted."""
+"""Batches returned by the loader, and the expected ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def rows_in(batch: StepBatch) -> list[tuple[int, ...]]:
-    """What was collated: token ids without padding, then the label. Blank examples are left out."""
+    """Token ids without padding, then the label, of each collated row. Padding examples are left out."""
     found = []
     for micro in batch.micro_batches:
         for ids, mask, target in zip(

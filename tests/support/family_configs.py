@@ -1,4 +1,4 @@
-"""Small configs of families of models, and their gradients for texts of several lengths."""
+"""Small configs of model families, and their gradients for texts of several lengths."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A fault-injection tool: one job that is disturbed while it runs and while it does not, and started again each time.
+"""Fault injection: a job that is disturbed while it runs and between starts, and restarted each time.
 
-In: a folder, and a generator of random numbers that chooses what is done, when and to whom; the exact instant is the
-machine's. Out: what was done, how each start ended, and at the end whether all is as if nothing had been.
+In: a folder, and a random generator that chooses fault, time and victim; the exact instant depends on the machine. Out:
+the faults, the end of each start, and whether the final result is unaffected.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from support.signalling_strategies import state_of
 MOMENTS = ("starting", *["training"] * 4, "saving", "saving", "exporting", "ending")
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 VICTIMS = ("a rank", "the launcher", "all")
-HALF = '{"step": 61, "split": "train", "text": "\u2028 caf\u00e9'.encode()[:-1]  # in the middle of a character
-# What a start that was only asked to stop may end with: the last ones where nothing listened yet, or Ctrl-C twice
+HALF = '{"step": 61, "split": "train", "text": "\u2028 caf\u00e9'.encode()[:-1]  # cut within a character
+# Statuses of a start that was only asked to stop; the last ones if no handler was installed yet, or Ctrl-C came twice.
 ASKED = {0, 1, 75, 130, *(-int(number) for number in STOPS)}
-HANG_S, LIMIT_S = 20, 550  # the second is less than launch.timeout_s, so that waiting for that is a failure
+HANG_S, LIMIT_S = 20, 550  # the second is below launch.timeout_s, so that waiting for that counts as a failure
 
 
 @dataclass
 class Record:
-    """What was done to how many jobs, and what came of it."""
+    """Number of jobs, faults, and results."""
 
     seed: int
-    faults: Counter[str] = field(default_factory=Counter)  # what, and how often
-    statuses: Counter[str] = field(default_factory=Counter)  # of the starts that were disturbed
+    faults: Counter[str] = field(default_factory=Counter)  # fault -> count
+    statuses: Counter[str] = field(default_factory=Counter)  # of disturbed starts
     starts: int = 0
     jobs: int = 0
-    lost: int = 0  # jobs that ended otherwise than one that nobody touched
+    lost: int = 0  # jobs whose result differs from an undisturbed one
 
     def plain(self) -> dict[str, object]:
         kinds: Counter[str] = Counter()
@@ -70,7 +70,7 @@ class Record:
 
 
 class Job:
-    """One job, which is started again after every fault. `disk`: whether `folder` is a disk of its own."""
+    """One job, restarted after every fault. `disk`: whether `folder` is a separate disk."""
 
     def __init__(self, folder: Path, cache: Path, record: Record, chance: random.Random, disk: bool = False) -> None:
         self.folder, self.out, self.cache, self.record, self.chance = folder, folder / "out", cache, record, chance
@@ -92,7 +92,7 @@ class Job:
         return Forked(["lockstep", "train", "run.yaml", *options], self.folder, environment_of(self.cache), most_bytes)
 
     def disturbed(self) -> None:
-        """One start, and up to three faults in a row until it ends."""
+        """One start with up to three faults until it ends."""
         most = 1024 * self.chance.choice((6, 16, 64, 200)) if self.chance.random() < 0.1 else None
         moment, ahead = self.chance.choice(MOMENTS), self.chance.randint(1, 12)
         instant = time.monotonic() + self.chance.random() * 10
@@ -105,14 +105,14 @@ class Job:
         for _ in range(self.chance.randint(1, 3) if came else 0):
             if process.poll() is not None:
                 break
-            again = not (self.folder / "filler").exists()  # a second start would meet the same full disk
+            again = not (self.folder / "filler").exists()  # a second start would see the same full disk
             one = 6 * (moment in ("training", "saving") and bool(ranks_of(process, self.folder)))
             kind = self.chance.choices(kinds, (6, 6, one, 1, 2 * self.disk, again))[0]
-            calm = calm and kind == self._stop  # a second start may come after the first, and end otherwise
+            calm = calm and kind == self._stop  # a second start may begin after the first, and end differently
             kind(process, moment)
             time.sleep(self.chance.choice((0, 0, 0.05, 0.3, 1.0)))
         else:
-            if came and process.poll() is None and self.chance.random() < 0.8:  # what would go on to the end
+            if came and process.poll() is None and self.chance.random() < 0.8:  # otherwise it would run to its end
                 time.sleep(self.chance.random() * 2)
                 calm = False
                 self._kill(process, moment)
@@ -122,7 +122,7 @@ class Job:
         self._fits(status, calm, out, err)
 
     def _fits(self, status: int, calm: bool, out: str, err: str) -> None:
-        """The status of a start is what is on disk, whatever was done to it."""
+        """Check that a start's status agrees with the files, whatever happened."""
         self.record.statuses[str(status)] += 1
         self.story.append(f"-> {status}; step {step_of(self.folder)}, saved {saved(self.folder)}")
         story = "\n".join([*self.story, out, err])
@@ -155,7 +155,7 @@ class Job:
         self.done(f"{number.name} to {target}, {moment}")
 
     def _freeze_one(self, process: Forked, moment: str) -> None:
-        """A rank for good. The others notice, and the start ends."""
+        """Freeze a rank permanently. The others detect it, and the start ends."""
         ranks = ranks_of(process, self.folder)
         if not ranks:
             return
@@ -169,7 +169,7 @@ class Job:
             raise AssertionError("a frozen rank was not noticed") from None
 
     def _freeze_all(self, process: Forked, moment: str) -> None:
-        """For a moment."""
+        """Freeze all ranks for a moment."""
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in [process.pid, *processes_in(self.folder)]:
                 with contextlib.suppress(ProcessLookupError):
@@ -178,7 +178,7 @@ class Job:
         self.done(f"all frozen and thawed, {moment}")
 
     def _fill(self, process: Forked, moment: str) -> None:
-        """The disk is full but for a few KiB, until the start has ended."""
+        """Fill the disk except for a few KiB until the start has ended."""
         with contextlib.suppress(OSError), open(self.folder / "filler", "wb", buffering=0) as file:
             while file.write(bytes(4096)) == 4096:
                 pass
@@ -189,7 +189,7 @@ class Job:
         time.sleep(self.chance.random() * 2)
 
     def _begin_twice(self, process: Forked, moment: str) -> None:
-        """The same command while it runs; the second one must not disturb it."""
+        """Start the same command a second time; it must not disturb the first."""
         status, out, err = ended(
             Forked(["lockstep", "train", "run.yaml"], self.folder, environment_of(self.cache)), LIMIT_S
         )
@@ -201,7 +201,7 @@ class Job:
     # -- while nothing runs ------------------------------------------------------------------------------------------
 
     def quietly(self) -> None:
-        """One fault between two starts, where there is something to damage."""
+        """Inject one fault between two starts, if there is something to damage."""
         kinds: list[Callable[[], str | None]]
         kinds = [self._tear, self._tear, self._spoil_checkpoint, self._spoil_export, self._spoil_cache, self._forget]
         what = self.chance.choice([*kinds, self._strangers])()
@@ -209,7 +209,7 @@ class Job:
             self.done(what)
 
     def _tear(self) -> str | None:
-        """Half a line, cut in a character, where a line was being written; a record that was cut."""
+        """Truncate files as a crash would: half a line cut within a character, a cut record."""
         name = self.chance.choice(("metrics", "samples", "system", "events", "ranks", "launch"))
         path = self.out / f"{name}.{'json' if name == 'launch' else 'jsonl'}"
         if not path.exists() or not path.stat().st_size:
@@ -222,7 +222,7 @@ class Job:
         return f"torn {path.name}"
 
     def _spoil_checkpoint(self) -> str | None:
-        """The newest one, where there is another; that of a finished run, which nobody reads, stays as it is."""
+        """Damage the newest checkpoint, if there is another; not that of a finished run, which is never read."""
         if (self.out / "export").is_dir():
             return None
         found = sorted((self.out / "checkpoints").glob("step-??????"))
@@ -247,7 +247,7 @@ class Job:
         return f"a deleted file, {name}"
 
     def _strangers(self) -> str | None:
-        """Files of others, everywhere."""
+        """Put foreign files everywhere."""
         for folder in (self.out, self.out / "checkpoints", *self.out.glob("checkpoints/step-*"), self.out / "export"):
             if folder.is_dir():
                 for name in (".DS_Store", "._shard-00001-of-00002.safetensors", "notes.txt"):
@@ -266,10 +266,10 @@ class Job:
         path.write_bytes(content)
         return "a bit"
 
-    # -- and then ----------------------------------------------------------------------------------------------------
+    # -- result ------------------------------------------------------------------------------------------------------
 
     def as_if_nothing_had_been(self, untouched: Path) -> None:
-        """Started once more, it ends as one that nobody touched; and once more, nothing changes."""
+        """Assert that one more start ends like an undisturbed job, and another one changes nothing."""
         for _ in range(2):
             self.record.starts += 1
             last = Forked(

@@ -1,4 +1,4 @@
-"""Machines and ranks that compute wrongly, for `guard` to take out: each is one change to `allreduce`."""
+"""Machines and ranks that compute wrongly, for `sdc_check` to evict: each changes `allreduce` in one place."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from lockstep.tasks.task import Task
 from lockstep.training.sdc_check import drawn
 from support.waiting_at_steps import Held
 
-FROM = 8  # updates that are made before
+FROM = 8  # updates made before the fault
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"
 
 
 class WrongGradient(Held):
-    """On `host-1`, among three ranks, a bit of a gradient is wrong in steps in which the micro-batch that is drawn is
-    this rank's: what comes before the step in which that is found has the right bits."""
+    """On `host-1` of three ranks, flip a bit of a gradient in steps whose drawn micro-batch belongs to this rank:
+    everything before the detection has the right bits."""
 
     host = "host-1"
-    wrong = False  # now
+    wrong = False  # whether it is wrong at the moment
 
     def faulty(self) -> bool:
         return socket.gethostname() == self.host and self.world.size == 3
 
     def build(self, task: Task) -> None:
         super().build(task)
-        self.named[WEIGHT].register_hook(self.flip)  # before guard listens there
+        self.named[WEIGHT].register_hook(self.flip)  # before sdc_check registers its hook
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         mine = share(self.run.micro_batches, self.world.rank, self.world.size)
@@ -44,13 +44,13 @@ class WrongGradient(Held):
 
 
 class WrongOnFirstHost(WrongGradient):
-    """The same on the machine where all meet, which has rank 0."""
+    """The same on the machine of the rendezvous, which has rank 0."""
 
     host = "host-0"
 
 
 class WrongRank(WrongGradient):
-    """The same on one of three ranks of a machine, which keeps its name when ranks are numbered anew."""
+    """The same on one of three ranks of a machine; it keeps its identity when ranks are renumbered."""
 
     def faulty(self) -> bool:
         assert self.world.members is not None
@@ -66,7 +66,7 @@ class WrongFirstRank(WrongGradient):
 
 
 class WrongWeight(Held):
-    """On `host-1`, among three ranks, a bit of a weight changes after step `FROM`."""
+    """On `host-1` of three ranks, change a bit of a weight after step `FROM`."""
 
     def faulty(self) -> bool:
         return socket.gethostname() == "host-1" and self.world.size == 3

@@ -1,4 +1,4 @@
-"""The variables of the process that runs the tests, before a test has changed any."""
+"""Environment of the test process before any test has changed it."""
 
 import os
 

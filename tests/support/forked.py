@@ -1,12 +1,11 @@
-"""A `lockstep` command forked from a process that has imported what it imports: a start in a tenth of the time.
+"""Fork a `lockstep` command from a process with its imports: starts in a tenth of the time.
 
-In: words of a command line, a folder, a cache, variables. Out: what looks like `subprocess.Popen`. Only the imports
-and the seed of hashes are not the command's own: working directory, session, environment, handlers of signals,
-descriptors, limits, and how it ends are those of a new process. The server that its ranks are forked from is forked
-from the command, where a new one would import everything again, and so are the processes of `MODULES` and of scripts
-that it starts: trials of a sweep, ranks of torchrun. What an import reads cannot be given afterwards: `can_fork` says
-whether a command needs a new interpreter. `programs` are `python`, `lockstep` and `torchrun` for a shell, which ask for
-such a process (`warm_python.py`).
+In: words of a command line, a folder, a cache, variables. Out: an object like `subprocess.Popen`. Only the imports and
+the hash seed are shared: working directory, session, environment, signal handlers, descriptors, limits and the exit are
+those of a new process. The fork server of its ranks is forked from the command, as are the processes of `MODULES` and
+scripts that it starts: trials of a sweep, ranks of torchrun. Variables that imports read cannot be changed afterwards:
+`can_fork` says whether a command needs a new interpreter. `programs` are `python`, `lockstep` and `torchrun` for a
+shell, which request such a process (`warm_python.py`).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from lockstep.launchers.processes import elastic  # noqa: F401
 from lockstep_trace.run import INJECT
 from support.places import TESTS_PATH
 
-# Variables that libraries read while they are imported; PYTHONPATH is seen to.
+# Variables that libraries read at import; PYTHONPATH is handled.
 READ_BY_IMPORTS = (
     "HF_",
     "TORCH_",
@@ -75,24 +74,24 @@ LATER = (
     "TORCH_CPP_LOG_LEVEL",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-)  # seen to, or read when they are used
-SET = {"DS_ACCELERATOR": "cpu"}  # by `engines` for what it imports, and by commands for what they start
-FORK_TRACED = "LOCKSTEP_TESTS_FORK_TRACED"  # a variable: scripts that are traced need no interpreter of their own
-# that are run as `python -m`
+)  # handled, or read at use
+SET = {"DS_ACCELERATOR": "cpu"}  # by `engines` for its imports, and by commands for their children
+FORK_TRACED = "LOCKSTEP_TESTS_FORK_TRACED"  # a variable: traced scripts need no new interpreter
+# modules run as `python -m`
 MODULES = ("lockstep", "lockstep.lab.subprocess_job", "torch.distributed.run", "accelerate.commands.launch")
 MODULES += ("lockstep_clouds.sagemaker_entry",)
 _NEW_NET, _NEW_MOUNTS, _NEW_NAMES = 0x40000000, 0x20000, 0x4000000  # of <sched.h>
 _SLAVE, _DETACH = 0x84000, 2  # of <sys/mount.h>
-_Main = type(multiprocessing.process.current_process())  # this file is imported before anything is forked
+_Main = type(multiprocessing.process.current_process())  # this file is imported before any fork
 _spawned = util.spawnv_passfds  # type: ignore[attr-defined]
 _executed = subprocess._fork_exec  # type: ignore[attr-defined]
-_imported_with: dict[str, str] = {}  # in the process of a command: what it began with
+_imported_with: dict[str, str] = {}  # in a command's process: its initial variables
 
 
 def can_fork(words: Sequence[str], environment: dict[str, str], server: dict[str, str]) -> bool:
-    """Whether no import would read in `environment` what it did not read in the server's, and nothing is to be traced
-    from its first import on, unless `FORK_TRACED` says that torch may be there when the tracer begins. What a traced
-    process starts itself would have two tracers."""
+    """Whether no import would read `environment` differently from the server's, and nothing must be traced from its
+    first import on, unless `FORK_TRACED` allows torch to be imported before the tracer. Children of a traced process
+    would have two tracers."""
     if (folder := _injected(environment)) is not None:
         traces = not words[0].startswith("lockstep") and "lockstep_tracer" not in sys.modules
         if not traces or not folder.is_dir() or not environment.get(FORK_TRACED):
@@ -101,22 +100,22 @@ def can_fork(words: Sequence[str], environment: dict[str, str], server: dict[str
 
 
 def _injected(environment: dict[str, str]) -> Path | None:
-    """The folder with the tracer that is on a process's path."""
+    """Folder with the tracer on a process's path."""
     folders = map(Path, environment.get("PYTHONPATH", "").split(os.pathsep))
     return next((folder for folder in folders if folder.name == INJECT), None)
 
 
 def read_differently(one: dict[str, str], other: dict[str, str]) -> list[str]:
-    """The variables that imports read and that differ."""
+    """Variables read by imports that differ."""
     one, other = SET | one, SET | other
     differ = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
     return sorted(name for name in differ - {*LATER} if name.startswith(READ_BY_IMPORTS))
 
 
 def words_of(command: Sequence[str]) -> list[str] | None:
-    """The module and its words of a `python -m` that can be forked, a script and its words, or `-c` with its code; None
-    for other commands, and for a portable run, whose libraries look at its variables as they are loaded."""
-    words = [word for word in command[1:3] if word != "-u"] + list(command[3:])  # torchrun's: output without a buffer
+    """Module and words of a forkable `python -m`, a script and its words, or `-c` with its code; None for other
+    commands, and for a portable run, whose libraries read its variables while loading."""
+    words = [word for word in command[1:3] if word != "-u"] + list(command[3:])  # torchrun's flag for unbuffered output
     if command[0] != sys.executable or not words or "strategy.exact=portable" in words:
         return None
     if words[0] == "-m":
@@ -136,9 +135,8 @@ class Forked:
         host: tuple[str, str] | None = None,
         terminal: str | None = None,
     ) -> None:
-        """`words`: a module and what it is told. `most_bytes`: beyond which none of its files may grow. `host`: the
-        network namespace to be in, and the machine's name there; whoever has started it then reads what it says.
-        `terminal`: the device of one that it is in the foreground of, and whose other end is read."""
+        """`words`: a module and its arguments. `most_bytes`: limit of file sizes. `host`: the network namespace and
+        host name; its starter reads the output. `terminal`: the device of a terminal in whose foreground it runs."""
         from support.harness import server_environment
 
         self.args = words
@@ -147,7 +145,8 @@ class Forked:
         (out, its_out), (err, its_err), (ready, its_ready) = (context.Pipe(duplex=False) for _ in range(3))
         ignored = [number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN]
         arguments = (words, str(folder), environment, most_bytes, host, terminal, ignored, its_out, its_err, its_ready)
-        self._process = context.Process(target=_become, args=arguments, daemon=True)  # no end of tests waits for it
+        # the end of tests does not wait for it
+        self._process = context.Process(target=_become, args=arguments, daemon=True)
         self._process.start()
         for theirs in (its_out, its_err, its_ready):
             theirs.close()
@@ -185,7 +184,7 @@ class Forked:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Also waits for others that hold its output, as a pipe's reader does."""
+        """Wait for the end, and for other holders of its output, as a reader of a pipe does."""
         limit = None if timeout is None else time.monotonic() + timeout
         for reader in self._readers:
             reader.join(None if limit is None else max(0, limit - time.monotonic()))
@@ -207,7 +206,7 @@ class Forked:
 
 @functools.cache
 def address() -> str:
-    """Where `warm_python.py` asks for processes."""
+    """Address at which `warm_python.py` requests processes."""
     from support.harness import server_environment
 
     variables = server_environment()
@@ -223,7 +222,7 @@ def address() -> str:
 
 
 def programs(folder: Path) -> Path:
-    """`python`, `python3`, `lockstep`, `torchrun`, `accelerate` in `folder`: programs that are this interpreter's."""
+    """Create `python`, `python3`, `lockstep`, `torchrun`, `accelerate` in `folder`, all for this interpreter."""
     folder.mkdir(parents=True, exist_ok=True)
     client = shlex.join([sys.executable, "-I", "-S", f"{TESTS_PATH}/support/warm_python.py", address()])
     modules = {"lockstep": "lockstep", "torchrun": "torch.distributed.run"}
@@ -238,12 +237,13 @@ def programs(folder: Path) -> Path:
     return folder
 
 
-# -- in a process that hands out others ----------------------------------------------------------------------------
+# -- in a process that serves requests ---------------------------------------------------------------------------------
 
 
 def _serve(listener: socket.socket, variables: dict[str, str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which multiprocessing ends it, whatever runs before have ignored
+    # multiprocessing ends it with SIGTERM, which an ancestor may have ignored
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     while True:
         connection, _ = listener.accept()
         if os.fork() == 0:
@@ -257,7 +257,7 @@ def _serve(listener: socket.socket, variables: dict[str, str]) -> None:
 
 
 def _stand_in(connection: socket.socket, variables: dict[str, str]) -> None:
-    """Begin the process that was asked for, pass on signals, and say how it ended. It is killed if its client is."""
+    """Start the requested process, forward signals, and report its end. It is killed if its client dies."""
     head, descriptors, *_ = socket.recv_fds(connection, 4, 3)
     (size,), body = struct.unpack("I", head), b""
     while len(body) < size:
@@ -290,7 +290,7 @@ def _stand_in(connection: socket.socket, variables: dict[str, str]) -> None:
     while ended not in [place for place, _ in poll.poll()]:
         numbers = connection.recv(64)
         for number in numbers or [signal.SIGKILL]:
-            # a node of SLURM that is lost takes with it what the task has started
+            # a lost SLURM node kills everything that its task has started
             (os.kill if numbers or "SLURMD_NODENAME" not in environment else os.killpg)(pid, number)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):
@@ -298,7 +298,8 @@ def _stand_in(connection: socket.socket, variables: dict[str, str]) -> None:
     os._exit(0)
 
 
-# -- in the process of the command -----------------------------------------------------------------------------------
+# -- in the process of the command
+# --------------------------------------------------------------------------------------
 
 
 def _become(
@@ -313,7 +314,7 @@ def _become(
     err: Connection,
     ready: Connection,
 ) -> None:
-    """Take the place of a new process, and never return."""
+    """Become the new process; never returns."""
     os.setsid()
     if host is not None:
         _move_to(*host)
@@ -321,12 +322,12 @@ def _become(
     with open(os.devnull) as nothing:
         for number, place in ((nothing.fileno(), 0), (out.fileno(), 1), (err.fileno(), 2)):
             os.dup2(number, place)
-    if terminal is not None:  # the first one that the leader of a session opens is the session's
+    if terminal is not None:  # the first terminal opened by a session leader becomes the session's
         for place in range(3):
             os.dup2(os.open(terminal, os.O_RDWR), place)
-    numpy.random.seed()  # torch begins with the same number in every process, numpy does not
+    numpy.random.seed()  # torch starts with the same seed in every process, numpy does not
     _no_handlers()
-    for number in STOP_SIGNALS:  # which the server may ignore, when a launcher of a test has started it
+    for number in STOP_SIGNALS:  # the server may ignore them if a test's launcher has started it
         signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
     _interruptible()
     if most_bytes is not None:
@@ -337,7 +338,7 @@ def _become(
 
 
 def _run(words: list[str], environment: dict[str, str]) -> None:
-    """What a new interpreter does in this folder, with these handlers and descriptors. Never returns."""
+    """Run as a new interpreter would, in this folder with these handlers and descriptors. Never returns."""
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.stdout.reconfigure(write_through=bool(environment.get("PYTHONUNBUFFERED")))
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -349,7 +350,7 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
     _imported_with.clear()
     _imported_with.update(environment)
     tempfile.tempdir = None
-    if environment.get("TQDM_DISABLE"):  # which tqdm has read
+    if environment.get("TQDM_DISABLE"):  # tqdm has read it
         tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)  # type: ignore[method-assign]
     _alone()
     if script or words[0] == "-c":
@@ -361,13 +362,14 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
     if script:
         _end(lambda: _run_script(words[0]))
     package = hasattr(sys.modules.get(words[0]), "__path__")
-    sys.modules.pop(f"{words[0]}.__main__" if package else words[0], None)  # or Python warns that it is run twice
+    # otherwise Python warns about running it twice
+    sys.modules.pop(f"{words[0]}.__main__" if package else words[0], None)
     _end(lambda: runpy.run_module(words[0], run_name="__main__", alter_sys=True))
 
 
 def _run_script(path: str) -> None:
-    """As Python runs a file: its names live until the process ends. `runpy.run_path` frees them at once, and a DDP
-    model over gloo that is freed right after a backward joins a thread that waits for the interpreter's lock (torch
+    """Run a script as Python does: its names live until the process ends. `runpy.run_path` frees them at once, and a
+    DDP model over gloo that is freed right after a backward joins a thread that waits for the interpreter's lock (torch
     2.13)."""
     main = ModuleType("__main__")
     main.__file__ = path
@@ -376,46 +378,46 @@ def _run_script(path: str) -> None:
 
 
 def _trace(environment: dict[str, str]) -> None:
-    """As Python's start does where the tracer is on the path: torch is there, so it begins at once."""
+    """Start the tracer as Python's startup does if it is on the path; torch is imported, so it begins at once."""
     if (folder := _injected(environment)) is not None:
         start = runpy.run_path(str(folder / "sitecustomize.py"))["start"]
-        sys.meta_path.pop(0)  # what waits for torch
+        sys.meta_path.pop(0)  # the finder that waits for torch
         start()
 
 
 def _move_to(space: str, name: str) -> None:
-    """As `ip netns exec SPACE unshare --uts` and `hostname NAME` do."""
+    """Do what `ip netns exec SPACE unshare --uts` and `hostname NAME` do."""
     _called("setns", os.open(f"/run/netns/{space}", os.O_RDONLY), _NEW_NET)
     _called("unshare", _NEW_MOUNTS | _NEW_NAMES)
     socket.sethostname(name)
-    _called("mount", b"", b"/", b"none", _SLAVE, None)  # /sys tells of this network's devices, and of no other place
+    _called("mount", b"", b"/", b"none", _SLAVE, None)  # /sys must show this network's devices
     _called("umount2", b"/sys", _DETACH)
     _called("mount", space.encode(), b"/sys", b"sysfs", 0, None)
 
 
 def _move_beside(pid: int) -> None:
-    """To the network, the name and the mounts of another process, such as one in a container."""
+    """Enter the network, host name and mounts of another process, such as one in a container."""
     for space, kind in (("net", _NEW_NET), ("uts", _NEW_NAMES), ("mnt", _NEW_MOUNTS)):
         if os.readlink(place := f"/proc/{pid}/ns/{space}") != os.readlink(f"/proc/self/ns/{space}"):
             _called("setns", os.open(place, os.O_RDONLY), kind)
 
 
 def _called(function: str, *arguments: Any) -> None:
-    """Of the C library. Errors: OSError."""
+    """Call a function of the C library. Errors: OSError."""
     if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments):
         raise OSError(ctypes.get_errno(), f"{function}{arguments}")
 
 
 def _path(folder: str, given: str) -> None:
-    """`sys.path` as `python -m` has it in `folder`."""
+    """`sys.path` as of `python -m` in `folder`."""
     ours = {"", os.path.dirname(TESTS_PATH), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
-    # pytest adds the folders of tests
+    # added by pytest: folders of tests
     others = [path for path in sys.path if path not in ours and not path.startswith(TESTS_PATH)]
     sys.path[:] = [folder, *filter(None, given.split(os.pathsep)), *others]
 
 
 def _alone() -> None:
-    """Nobody's child, as far as `multiprocessing` knows: servers and trackers of the tests are none of its own."""
+    """Detach from the tests' servers and trackers, as far as `multiprocessing` knows."""
     processes = multiprocessing.process
     processes._current_process = _Main()  # type: ignore[attr-defined]
     processes._parent_process = None  # type: ignore[attr-defined]
@@ -427,8 +429,9 @@ def _alone() -> None:
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
     util.spawnv_passfds = _forked_server  # type: ignore[attr-defined]
     subprocess._fork_exec = _forked_module  # type: ignore[attr-defined]
-    concurrent.futures.thread._threads_queues.clear()  # of pools, one of whose threads may have forked this process
-    # what the process before registered for its own end, such as to remove its temporary folders
+    # of thread pools; one of their threads may have forked this process
+    concurrent.futures.thread._threads_queues.clear()
+    # exit handlers of the parent, for example removing its temporary folders
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
@@ -437,7 +440,7 @@ def _alone() -> None:
 
 
 def _end(main: Callable[[], object]) -> None:
-    """As the interpreter ends: with a traceback or none, after all threads and what was registered for the end."""
+    """End as the interpreter does: with or without a traceback, after all threads and exit handlers."""
     status: object = 1
     try:
         main()
@@ -461,13 +464,13 @@ def _end(main: Callable[[], object]) -> None:
 
 
 def _interruptible() -> None:
-    """As Python begins, unless Ctrl-C is ignored."""
+    """Restore Ctrl-C handling as at Python's start, unless it is ignored."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _no_handlers() -> None:
-    """As after `exec`: what is ignored stays so."""
+    """Reset handlers as `exec` does: ignored signals stay ignored."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -481,7 +484,7 @@ def _close_all_but(kept: set[int]) -> None:
 
 
 def _forked_server(path: bytes, words: list[str], descriptors: list[int]) -> int:
-    """Instead of `multiprocessing.util.spawnv_passfds`: also the server that ranks are forked from has imported all."""
+    """Replaces `multiprocessing.util.spawnv_passfds`, so that the fork server of ranks has all imports, too."""
     if "forkserver import main" not in words[-1]:
         return _spawned(path, words, descriptors)
     if pid := os.fork():
@@ -503,7 +506,7 @@ def _forked_module(
     variables: Sequence[bytes] | None,
     *more: Any,
 ) -> int:
-    """Instead of `subprocess._fork_exec`: what a command starts as `python -m` of a module that has been imported."""
+    """Replaces `subprocess._fork_exec` for `python -m` of an imported module."""
     words = words_of([os.fsdecode(word) for word in args])
     pairs = [os.fsdecode(each).partition("=") for each in variables or ()]
     environment = dict(os.environ) if variables is None else {name: value for name, _, value in pairs}
@@ -514,7 +517,7 @@ def _forked_module(
         stream.flush()
     if pid := os.fork():
         return pid
-    gc.freeze()  # what the process before has left: a store whose threads are not here ends a process that collects it
+    gc.freeze()  # the parent's objects: collecting a store without its threads ends the process
     try:
         if session:
             os.setsid()
@@ -523,7 +526,7 @@ def _forked_module(
         for number, place in ((stdin, 0), (stdout, 1), (stderr, 2)):
             if number >= 0:
                 os.dup2(number, place)
-        os.close(failed)  # whose end tells that it has begun
+        os.close(failed)  # closing it signals the start
         _close_all_but({0, 1, 2, *kept} - {failed})
         _no_handlers()
         _interruptible()

@@ -25,7 +25,7 @@ LLAMA = {
 
 
 def steps_of(world: World, run: Run, steps: int = 3) -> dict[str, Any]:
-    """The rate of the first is 0, and the third begins with weights that the second has changed."""
+    """Steps whose first rate is 0, so that the third is the first with changed weights."""
     _, strategy, feed = build_with_feed(run, world)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t, steps)) for t in range(steps)]
     found = {

@@ -1,7 +1,7 @@
-"""A fuzzer of what people give lockstep: run files, rows and arguments. Seeded; each case runs in this process.
+"""Fuzzer of user input: run files, rows and arguments. Seeded; each case runs in this process.
 
-In: a seed. Out: cases, and what came of each: success, or status 2 with a message; all else is a finding. By hand:
-`PYTHONPATH=tests python -m support.fuzz SEED SECONDS`; there a case that kills its process or hangs is a finding, too.
+In: a seed. Out: cases and results: success, or status 2 with a message; anything else is a finding. By hand:
+`PYTHONPATH=tests python -m support.fuzz SEED SECONDS`, where crashes and hangs are findings, too.
 """
 
 import bz2
@@ -35,7 +35,7 @@ from support.harness import TINY, tiny
 
 RUN = TINY | {"name": "fuzzed", "output": "out", "launch": {"device": "cpu", "threads": 1, "processes": 1}}
 KINDS = ("run", "text", "rows", "words")
-START_S = 120  # of imports, on a busy machine
+START_S = 120  # for imports, on a busy machine
 LIMIT_S = 60
 DEEP = 30_000
 
@@ -44,7 +44,7 @@ def _words(text: str) -> list[str]:
     return text.split()
 
 
-# Values that no key expects, or hardly any.
+# values that hardly any key expects
 TEXTS = (
     *("", " ", "a" * 5000, "9" * 5000, "\x00", "\ud800", "\u202e", "é", "😀"),
     *_words("null ~ ~nobody/x * [ ${HOME} $(id) ../x a/b a.b a.b.C . / - --help 0x10 1_000 1:30 1e400 nan = a=b"),
@@ -55,7 +55,7 @@ VALUES: tuple[Any, ...] = (
     *(float("nan"), float("inf"), [], {}, [None], [[]], [1, "a"], {"a": 1}, {"name": None}, {1: 2}, {None: None}),
     *([{}], [{"source": "x"}], {"source": {}}, {"": ""}, ["x"] * 50, b"\xff\x00", {"a": {"a": {"a": {}}}}),
 )
-# What a text of YAML may have besides.
+# further YAML syntax
 YAML = (
     *("&a [*a]", "&a {b: *a}", "!!python/object:os.system x", "!!binary x", "!!set {a, b}", "!!int x", "!!timestamp x"),
     *("<<: [1]", "? [a]\n: b", "? {a: b}\n: c", "\t", "%YAML 9.9\n---\n", "---\n---\n", "...\n", "'", '"\\ud800"'),
@@ -65,7 +65,7 @@ YAML = (
 
 @dataclass
 class Finding:
-    """What was neither success nor a message."""
+    """A result that is neither success nor a message."""
 
     case: str
     what: str
@@ -73,7 +73,7 @@ class Finding:
 
 @dataclass
 class Fuzz:
-    """Cases in a folder of their own, which is emptied before each."""
+    """Cases in their own folder, which is emptied before each."""
 
     folder: Path
     seed: int
@@ -81,7 +81,7 @@ class Fuzz:
     statuses: dict[str, int] = field(default_factory=dict)
 
     def run(self, number: int) -> None:
-        """Case `number` of this seed."""
+        """Run case `number` of this seed."""
         self.chance = random.Random(f"{self.seed}/{number}")
         kind = KINDS[number % len(KINDS)]
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -103,7 +103,7 @@ class Fuzz:
             self.findings.append(Finding(f"{kind}, seed {self.seed}, case {number}: {[w[:200] for w in words]}", what))
         self.statuses[f"{kind} {status}"] = self.statuses.get(f"{kind} {status}", 0) + 1
 
-    # -- what is given -----------------------------------------------------------------------------------------------
+    # -- input -------------------------------------------------------------------------------------------------------
 
     def value(self) -> Any:
         kind = self.chance.randrange(8)
@@ -111,10 +111,10 @@ class Fuzz:
             return self.chance.choice(VALUES)
         if kind < 7:
             return self.chance.choice(TEXTS)
-        return f"@{self.chance.choice((50, 300, 1500))}@"  # becomes so many lists in each other
+        return f"@{self.chance.choice((50, 300, 1500))}@"  # becomes that many nested lists
 
     def of_run(self) -> list[str]:
-        """A run file with a few keys that hold what they should not."""
+        """A run file with a few invalid values."""
         values = json.loads(json.dumps(RUN))
         own, every = sorted(messages.flat(tiny().model_dump())), sorted(messages.keys_of(Run))
         for _ in range(self.chance.choice((1, 1, 1, 2, 4))):
@@ -132,7 +132,7 @@ class Fuzz:
         return ["train", "run.yaml"]
 
     def of_text(self) -> list[str]:
-        """A run file whose text somebody has put his hands on."""
+        """A run file with a corrupted text."""
         text = yaml.safe_dump(RUN)
         content = text.encode()
         for _ in range(self.chance.choice((1, 1, 2, 5))):
@@ -152,7 +152,7 @@ class Fuzz:
         return ["train", "run.yaml"]
 
     def of_rows(self) -> list[str]:
-        """A file of rows with something odd in it."""
+        """A file of rows with something odd."""
         ending = self.chance.choice((".jsonl", ".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet"))
         rows = [{"text": f"some words {i}", "label": i % 3} for i in range(self.chance.choice((1, 3, 40, 40, 40)))]
         content = getattr(self, f"_{ending[1:]}")(rows)
@@ -239,7 +239,7 @@ class Fuzz:
         return out.getvalue()
 
     def of_words(self) -> list[str]:
-        """A command line; what would start something for long or ask a network is left out."""
+        """A command line, without anything that would start a long job or use a network."""
         Path("run.yaml").write_text(yaml.safe_dump(RUN))
         Path("folder").mkdir()
         for name in ("run.yaml", "launch.json", "metrics.jsonl", "config.json", "export.json"):
@@ -269,13 +269,13 @@ class Fuzz:
 
 
 def deepened(text: str) -> str:
-    """With lists in lists where `value` has asked for them."""
+    """Insert the nested lists requested by `value`."""
     return re.sub("['\"]?@(\\d+)@['\"]?", lambda found: "[" * int(found[1]) + "]" * int(found[1]), text)
 
 
 @contextmanager
 def alarm() -> Any:
-    """What takes longer than `LIMIT_S` is a finding."""
+    """Make a case that takes longer than `LIMIT_S` a finding."""
 
     def late(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"more than {LIMIT_S} s")
@@ -290,13 +290,13 @@ def alarm() -> Any:
 
 
 def without_ranks(patch: Callable[[Any, str, Any], None]) -> None:
-    """`lockstep train` does all that comes before ranks are started, and nothing after it."""
+    """Make `lockstep train` stop before it starts ranks."""
     patch(local.Local, "start", lambda *_: 0)
     patch(local, "prestart", lambda run: None)
 
 
 def _by_hand(seed: int, seconds: float) -> None:
-    """Cases in a child, from where the last child was when it died, until the time is over."""
+    """Run cases in a child until time is up, resuming after a crash."""
     until, number = time.monotonic() + seconds, 0
     while time.monotonic() < until:
         left_s = until - time.monotonic()

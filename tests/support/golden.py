@@ -1,4 +1,4 @@
-"""Texts that are compared with what is written down in tests/golden; LOCKSTEP_GOLDEN=1 writes them down anew."""
+"""Texts compared with files in tests/golden; LOCKSTEP_GOLDEN=1 rewrites the files."""
 
 import os
 
@@ -8,7 +8,7 @@ FOLDER = TESTS / "golden"
 
 
 def compare(name: str, text: str) -> None:
-    """`text` is what the file of this name holds."""
+    """Assert that `text` equals the file of this name."""
     if os.environ.get("LOCKSTEP_GOLDEN"):
         (FOLDER / name).parent.mkdir(exist_ok=True)
         (FOLDER / name).write_text(text)

@@ -1,6 +1,6 @@
-"""Run a function on n gloo processes that meet through a file: no port guessing, and torch is imported once.
+"""Run a function on n gloo processes that rendezvous through a file: no ports, and torch is imported once.
 
-In: a module-level function of a `World` and arguments. Out: what it returned on each rank, in rank order.
+In: a module-level function of a `World` and arguments. Out: its results in rank order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PRELOADED = [
 ]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
-LEAN = f"{TESTS_PATH}/support/lean"  # before all others in PYTHONPATH: a new interpreter without DeepSpeed
+LEAN = f"{TESTS_PATH}/support/lean"  # first in PYTHONPATH: hides DeepSpeed from new interpreters
 
 TINY = {
     "name": "tiny",
@@ -63,8 +63,8 @@ TINY = {
 
 
 def tiny(*overrides: str, **values: Any) -> Run:
-    """A run of seconds: two small layers with dropout, clipping that bites, and a short last step of each epoch.
-    `fsdp2` without options gathers for each micro-batch, as it does where a model is large."""
+    """A run of seconds: two small layers with dropout, effective clipping, and a short last step per epoch. `fsdp2`
+    without options gathers for each micro-batch, as for a large model."""
     run = load(None, list(overrides), TINY | values)
     if run.strategy.name == "fsdp2" and not run.strategy.options:
         options = {"gather": "micro_batch"}
@@ -73,7 +73,7 @@ def tiny(*overrides: str, **values: Any) -> Run:
 
 
 def build(run: Run, world: World) -> tuple[Task, Strategy]:
-    """The task and the built strategy of a run."""
+    """Task and built strategy of a run."""
     task_class = find("tasks", run.task.name)
     task = task_class(run, prepared := prepare(run, task_class))
     strategy = make_strategy(Job.of(run, world.size), world)
@@ -85,7 +85,7 @@ def build(run: Run, world: World) -> tuple[Task, Strategy]:
 
 
 def build_with_feed(run: Run, world: World) -> tuple[Task, Strategy, StepLoader]:
-    """As `build`, and what makes the batches of this rank's steps."""
+    """`build`, and the loader of this rank's steps."""
     task, strategy = build(run, world)
     return task, strategy, StepLoader(run, task, strategy.own_micro_batches(), world.device)
 
@@ -107,9 +107,9 @@ def run_on(
     timeout_s: float = 120,
     joined: bool = True,
 ) -> list[Any]:
-    """`function(world, *arguments)` on each of `ranks` processes, which have joined unless the function does that
-    itself. `run`: of the world; else the first among the arguments, or the first of a list or mapping of runs there, or
-    `tiny()`. Errors: the first rank's traceback, as an AssertionError, and how ranks ended that said nothing."""
+    """Run `function(world, *arguments)` on each of `ranks` processes, which have joined unless the function does that
+    itself. `run`: of the world; by default the first among the arguments, or in a list or mapping there, or `tiny()`.
+    Errors: AssertionError with the first rank's traceback, and how silent ranks ended."""
     run = run or next(_runs_in(arguments), None) or tiny()
     server_environment()
     with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +142,7 @@ def run_on(
 def rank_0_of(
     ranks: int, function: Callable[..., dict[str, Any]], *arguments: Any, alike: tuple[str, ...], timeout_s: float = 120
 ) -> dict[str, Any]:
-    """What `run_on` returns of rank 0, once these entries have been found to be the same on every rank."""
+    """Rank 0's result of `run_on`, after checking that the entries `alike` are equal on all ranks."""
     first, *others = run_on(ranks, function, *arguments, timeout_s=timeout_s)
     for other in others:
         assert {key: other[key] for key in alike} == {key: first[key] for key in alike}
@@ -157,7 +157,7 @@ def _runs_in(arguments: tuple[Any, ...]) -> Iterator[Run]:
 
 @functools.cache
 def server_environment() -> dict[str, str]:
-    """Start the server that ranks and commands are forked from, unless it runs. Returns the variables it began with."""
+    """Start the fork server of ranks and commands, unless it runs. Returns its initial variables."""
     with first_environment():
         forkserver.ensure_running()
         return dict(os.environ)
@@ -165,21 +165,21 @@ def server_environment() -> dict[str, str]:
 
 @contextmanager
 def first_environment(**variables: str) -> Iterator[None]:
-    """In here this process has the variables that it began with, and these: those of a server that is started."""
+    """Context in which this process has its initial variables, and the given ones, for starting a server."""
     with pytest.MonkeyPatch.context() as patch:
         for name in os.environ.keys() - AT_FIRST.keys():
             patch.delenv(name)
         for name, value in (AT_FIRST | variables).items():
             patch.setenv(name, value)
-        # Python 3.11 gives the server no path to find `engines` on
+        # Python 3.11 gives the server no path to `engines`
         patch.setenv("PYTHONPATH", TESTS_PATH, prepend=os.pathsep)
-        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command sets it before it imports torch
+        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command sets it before importing torch
         yield
 
 
 def _ends(processes: list[Any], folder: str) -> str:
-    """How each rank ended so far (a signal is a negative number), and where it was if a signal ended it: the first
-    error that arrives may be of a rank that only missed another one."""
+    """How each rank has ended so far (negative: a signal) and where a signaled rank was: the first error that arrives
+    may come from a rank that only lost another one."""
     for process in processes:
         process.join(0.5)
     said = [f"exit status of ranks: {[process.exitcode for process in processes]}"]
@@ -212,23 +212,23 @@ def _rank(
         value = function(world, *arguments)
         world.barrier()
         world.close()
-        results.put((rank, pickle.dumps(value), None))  # by value: this process ends before it is read
+        results.put((rank, pickle.dumps(value), None))  # pickled, because this process may end before it is read
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
 
 
 def lockstep_environment(cache: Path) -> dict[str, str]:
-    """The environment of a `lockstep` command in a test."""
+    """Environment of a `lockstep` command in a test."""
     return {**os.environ, "LOCKSTEP_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
 
 
 def lean() -> dict[str, str]:
-    """Variables with which new interpreters are without DeepSpeed."""
+    """Variables that hide DeepSpeed from new interpreters."""
     return {"PYTHONPATH": os.pathsep.join([LEAN, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def works(world: World, run: Run) -> int:
-    """A rank: the exit status of its work."""
+    """Run as a rank; returns its exit status."""
     from lockstep.training.rank import work
     from lockstep.training.resolve import for_rank
 

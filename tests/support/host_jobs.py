@@ -1,4 +1,4 @@
-"""What tests of jobs on several hosts share: a small run, the launcher `torchrun` on a host, holding it at a step."""
+"""Shared code of tests on several hosts: a small run, the launcher `torchrun` on a host, holding it at a step."""
 
 import json
 import time
@@ -25,7 +25,7 @@ SMALL = TINY | {
     "track": {"every": 1},
     "verify": {"plain": False},  # as in `command.RUN`
 }
-# A machine that shares two cores with others may not get one of them for six seconds, and would count as lost.
+# On a machine with two shared cores a process may get no CPU for six seconds, and would count as lost.
 LOST_S = 12
 QUICK = [f"launch.keep_alive_timeout_s={LOST_S}", "launch.last_call_timeout_s=3", "launch.max_restarts=3"]
 HELD = "strategy.name=support.waiting_at_steps.Held"
@@ -39,13 +39,13 @@ def write(folder: Path, **values: object) -> Path:
 
 
 def bits(folder: Path) -> str:
-    """SHA-256 of weights and optimizer at the end, whoever wrote them."""
+    """SHA-256 of weights and optimizer state at the end, on any machine."""
     return digest(folder / f"out/checkpoints/step-{STEPS:06d}")
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> str:
-    """The bits of one process on one machine."""
+    """Bits of one process on one machine."""
     folder = write(tmp_path_factory.mktemp("alone"))
     status, _, err = ended(start([*LOCKSTEP, "train", "run.yaml"], folder, cache))
     assert status == 0, err
@@ -53,13 +53,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> str:
 
 
 def torchrun(made: Hosts, host: int, *words: str, folder: Path | None = None, machines: str = "2", at: int = 0) -> Job:
-    """The launcher `torchrun` on a host; it meets the others on host `at`."""
+    """Start the launcher `torchrun` on a host; it joins the others at host `at`."""
     options = ["launch.name=torchrun", f"launch.machines={machines}", f"launch.rendezvous={made.address(at)}:{PORT}"]
     return made.start(host, [*LOCKSTEP, "train", "run.yaml", *options, *words], folder, PYTHONPATH=TESTS_PATH)
 
 
 def hold(step: int, *folders: Path) -> None:
-    """Jobs of these folders shall not go beyond so many steps."""
+    """Hold the jobs of these folders at a step."""
     for folder in folders:
         (folder / "hold.new").write_text(str(step))
         (folder / "hold.new").rename(folder / "hold")
@@ -71,12 +71,12 @@ def release(*folders: Path) -> None:
 
 
 def own(made: Hosts) -> list[Path]:
-    """Every host's own folder, with the run file."""
+    """Write the run file into every host's own folder."""
     return [write(made.folder(host)) for host in range(made.count)]
 
 
 def until(true: Callable[[], object], job: Job, seconds: float = 500) -> None:
-    """Wait, as long as the job runs. The limit is only there so that a failure ends."""
+    """Wait while the job runs. The limit only makes failures end."""
     limit = time.monotonic() + seconds
     while not true():
         assert job.process.poll() is None, f"has ended:\n{job.out}\n{job.err}"
@@ -85,16 +85,16 @@ def until(true: Callable[[], object], job: Job, seconds: float = 500) -> None:
 
 
 def until_step(folder: Path, step: int, job: Job) -> None:
-    """The job has come so far, and the checkpoint before that is written."""
+    """Wait until the job has reached a step, and the checkpoint before it is written."""
     until(lambda: step_of(folder) >= step and saved(folder) >= step - step % 6, job)
 
 
 def begun(
     made: Hosts, *folders: Path, words: list[str] = CONTINUE, machines: str = "1:2", at: int = 0, **more: str
 ) -> list[Job]:
-    """A job of two hosts, rank 0 on the first, that has come to step 8 and is held there. Whichever way the second has
-    come in: a busy machine may take minutes to start it. `more`: one more word of a host's command, by its name."""
-    hold(1, *folders)  # not the try of a step before the first
+    """Start a job of two hosts, rank 0 on the first, held at step 8. The second may take minutes to join on a busy
+    machine. `more`: an extra word for a host's command, by its name."""
+    hold(1, *folders)  # not the dry run before the first step
     own_words = [[more[name]] if (name := f"host_{host}") in more else [] for host in range(2)]
     every = [[*words, f"launch.node_rank={host}", *own_words[host]] for host in range(2)]
     first, second = (
@@ -113,7 +113,7 @@ def regrouped(folder: Path) -> list[str]:
 
 
 def untouched(folder: Path, *jobs: Job) -> None:
-    """No process of a rank that was left has started again, and nothing was read from a checkpoint."""
+    """Assert that no surviving rank was restarted, and no checkpoint was read."""
     events = (folder / "out/events.jsonl").read_text()
     assert events.count('"event": "start"') == 1
     for job in jobs:

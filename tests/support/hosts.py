@@ -1,6 +1,6 @@
-"""Several machines on one: network namespaces on a bridge, each with its own address, host name and folder for files.
+"""Several machines on one: network namespaces on a bridge, each with its own address, host name and folder.
 
-In: how many. Out: a `Hosts` that runs commands on each of them, cuts and heals links, slows them down, and ends whole
+In: their number. Out: a `Hosts` that runs commands on them, cuts and heals links, slows them down, and ends whole
 machines. Needs root, iproute2, nftables and util-linux on Linux.
 """
 
@@ -31,7 +31,7 @@ SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 def missing() -> str | None:
-    """Why there can be no hosts here, or None."""
+    """Reason why hosts cannot be created here, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs Linux and root"
     lacking = [program for program in NEEDED if shutil.which(program, path=SEARCHED) is None]
@@ -45,18 +45,18 @@ cluster = [pytest.mark.cluster, pytest.mark.processes, pytest.mark.skipif(missin
 
 
 def run(*words: str) -> str:
-    """A command of the system. Errors: AssertionError with what it said."""
+    """Run a system command. Errors: AssertionError with its output."""
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PATH": SEARCHED})
     assert done.returncode == 0, f"{' '.join(words)}: {done.stderr or done.stdout}"
     return done.stdout
 
 
 class Job:
-    """A process on a host, with when it said what."""
+    """A process on a host, with time stamps of its output."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
-        self.lines: list[tuple[float, str, str]] = []  # when, "out" or "err", what
+        self.lines: list[tuple[float, str, str]] = []  # (time, "out" or "err", line)
         self._readers = [
             threading.Thread(target=self._read, args=(stream, name), daemon=True)
             for name, stream in (("out", process.stdout), ("err", process.stderr))
@@ -80,11 +80,11 @@ class Job:
         return self.text("err")
 
     def when(self, words: str, since: float = 0.0) -> float | None:
-        """When it first said that, after some time, by the monotonic clock."""
+        """Time at which it first printed the words after `since`, by the monotonic clock."""
         return next((when for when, _, line in list(self.lines) if words in line and when >= since), None)
 
     def says(self, words: str, seconds: float = 400, since: float = 0.0) -> float:
-        """Wait for it to say that. Returns when it did."""
+        """Wait until it prints the words. Returns the time."""
         limit = time.monotonic() + seconds
         while (when := self.when(words, since)) is None:
             assert self.process.poll() is None or self.when(words, since), (
@@ -95,7 +95,7 @@ class Job:
         return when
 
     def ended(self, seconds: float = 600) -> int:
-        """Its exit status."""
+        """Exit status."""
         status = self.process.wait(seconds)
         for reader in self._readers:
             reader.join(10)
@@ -107,7 +107,7 @@ class Hosts:
     """Host i has the address 10.77.N.1i, the name `host-i` and the folder `folder(i)`."""
 
     count: int
-    root: Path  # host i's own files are in `root/host-i`
+    root: Path  # host i's files are in `root/host-i`
     cache: Path
     name: str = field(default_factory=lambda: f"ls{os.getpid() % 100000}")
     started: list[Job] = field(default_factory=list)
@@ -124,11 +124,11 @@ class Hosts:
         return f"{self.name}-{host}"
 
     def folder(self, host: int) -> Path:
-        """Its working directory, which no other host uses."""
+        """Working directory of a host, used by no other."""
         return self.root / f"host-{host}"
 
     def temporary(self, host: int) -> Path:
-        """Its folder for temporary files. The name is short, however deep `root` is: sockets are opened in it."""
+        """Temporary folder of a host, with a short name, because sockets are created in it."""
         return self.scratch / str(host)
 
     def open(self) -> None:
@@ -177,8 +177,8 @@ class Hosts:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def start(self, host: int, command: Sequence[str], folder: Path | None = None, **variables: str) -> Job:
-        """A command on a host, with a host name and a folder for temporary files of its own, in `folder` (default: its
-        own). Where it is `lockstep`, without the seconds of its imports."""
+        """Start a command on a host with its own host name and temporary folder, in `folder` (default: its own).
+        `lockstep` starts without the seconds of its imports."""
         inside = f'hostname host-{host}; exec "$@"'
         words = ["ip", "netns", "exec", self.space(host), "unshare", "--uts", "sh", "-c", inside, "sh", *command]
         environment = {k: v for k, v in lockstep_environment(self.cache).items() if k != "GLOO_SOCKET_IFNAME"}
@@ -206,7 +206,7 @@ class Hosts:
         return [int(word) for word in run("ip", "netns", "pids", self.space(host)).split()]
 
     def youngest(self, host: int) -> int:
-        """The process that began last, a rank as a rule. (Numbers of processes begin again at some point.)"""
+        """The newest process, usually a rank. (Process numbers may wrap around.)"""
         began = {}
         for pid in self.pids(host):
             with contextlib.suppress(OSError):
@@ -214,18 +214,18 @@ class Hosts:
         return max(began, key=lambda pid: (began[pid], pid))
 
     def kill(self, host: int) -> None:
-        """End every process of a host at once, as a loss of power does, except that the kernel still says goodbye."""
+        """Kill all processes of a host at once, like a power loss, except that the kernel closes connections."""
         while pids := self.pids(host):
             for pid in pids:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 
     def cut(self, host: int) -> None:
-        """Nothing comes in or goes out, and nobody is told: a cable that is pulled."""
+        """Drop all traffic of a host silently, like an unplugged cable."""
         self.drop(host, ("input", 'iifname != "lo" drop'), ("output", 'oifname != "lo" drop'))
 
     def lose(self, host: int, percent: int) -> None:
-        """So many of the packets that come in are dropped."""
+        """Drop a share of the incoming packets."""
         self.drop(host, ("input", f'iifname != "lo" numgen random mod 100 < {percent} drop'))
 
     def drop(self, host: int, *rules: tuple[str, str]) -> None:
@@ -239,14 +239,14 @@ class Hosts:
         run("ip", "netns", "exec", self.space(host), "nft", "delete", "table", "inet", "cut")
 
     def limit(self, host: int, mbit: float) -> None:
-        """What goes out, in Mbit/s."""
+        """Limit outgoing traffic, in Mbit/s."""
         words = ["tc", "-n", self.space(host), "qdisc", "replace", "dev", "eth0", "root"]
         run(*words, "tbf", "rate", f"{mbit}mbit", "burst", "32kbit", "latency", "400ms")
 
 
 @contextlib.contextmanager
 def hosts(count: int, root: Path, cache: Path) -> Iterator[Hosts]:
-    """So many hosts, all gone afterwards with whatever ran on them."""
+    """Create hosts that are removed with all their processes at the end."""
     made = Hosts(count, root, cache)
     try:
         made.open()

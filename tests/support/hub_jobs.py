@@ -45,7 +45,7 @@ def hub() -> Iterator[Hub]:
 
 
 def at_loopback(address: str, token: str | None) -> None:
-    """Send huggingface_hub there, in a process that has imported it already. Not undone."""
+    """Redirect huggingface_hub in a process that has imported it. Not undone."""
     constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = address, False, True
     os.environ |= {"HF_HUB_OFFLINE": "0", "HF_TOKEN": token or ""}
     time.sleep = lambda seconds: None  # type: ignore[assignment]  # nobody waits before trying again
@@ -68,16 +68,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def finished(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it, whose pushes are nobody else's."""
+    """A copy of it for pushes of one test."""
     shutil.copytree(trained, tmp_path / "run")
     return tmp_path / "run"
 
 
 @pytest.fixture
 def lockstep(hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """The command in this process, sent to the loopback; nobody waits before trying again."""
+    """Run the command in this process against the loopback, without waits between attempts."""
     for name in ("ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET"):
-        monkeypatch.setattr(constants, name, getattr(constants, name))  # put back afterwards
+        monkeypatch.setattr(constants, name, getattr(constants, name))  # restored afterwards
     monkeypatch.setattr(time, "sleep", time.sleep)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_TOKEN", "")
@@ -92,6 +92,6 @@ def lockstep(hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
 
 
 def process(folder: Path, cache: Path, hub: Hub, *command: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own that finds the loopback in its environment."""
+    """A process that finds the loopback in its environment."""
     environment = lockstep_environment(cache) | hub.environment(folder / "hf") | {"GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

@@ -1,8 +1,8 @@
-"""A small Hub on the loopback: the part of its protocol that pushing and loading need, with faults to inject.
+"""A small Hub on the loopback: the protocol for pushing and loading, with fault injection.
 
-In: requests of huggingface_hub, datasets and transformers (`Hub.environment` points them here). Out: repositories whose
-bytes a test can look at, and what was asked for. A fault is put before an answer: a status, "cut" for a connection
-that ends without one, or "silent" for none at all.
+In: requests of huggingface_hub, datasets and transformers (`Hub.environment` directs them here). Out: repositories
+whose bytes a test can inspect, and the requests. A fault replaces an answer: a status, "cut" for a closed connection,
+or "silent" for no answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from huggingface_hub import ModelCard
 
 WRITER, READER = "w-4711", "r-4711"
-TOKENS = {WRITER: "write", READER: "read"}  # token -> its role; both are of the account `user`
+TOKENS = {WRITER: "write", READER: "read"}  # token -> its role, both of the account `user`
 LFS = (".safetensors", ".bin", ".parquet", ".arrow")
 
 
@@ -48,8 +48,8 @@ class Hub:
 
     def __init__(self) -> None:
         self.repositories: dict[tuple[str, str], Repository] = {}
-        self.objects: dict[str, bytes] = {}  # sha256 -> content, as LFS keeps it
-        self.faults: dict[str, list[int | str]] = {}  # what is asked for -> what comes instead, one a request
+        self.objects: dict[str, bytes] = {}  # sha256 -> content, as in LFS
+        self.faults: dict[str, list[int | str]] = {}  # request -> faults, one per request
         self.asked: list[str] = []
         self.received = 0  # bytes of files
         self.quiet = threading.Event()  # set at the end: "silent" answers wait for it
@@ -67,17 +67,17 @@ class Hub:
         self._server.server_close()
 
     def environment(self, home: object, token: str | None = WRITER) -> dict[str, str]:
-        """Variables that send the libraries here, with a cache of their own."""
+        """Variables that direct the libraries here, with a separate cache."""
         found = {"HF_ENDPOINT": self.address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         found |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_DATASETS_CACHE": f"{home}/datasets", "NO_PROXY": "*"}
         return found | ({"HF_TOKEN": token} if token is not None else {})
 
     def put(self, kind: str, name: str, files: dict[str, bytes], branch: str = "main", **about: bool) -> str:
-        """A repository's next commit. `kind`: models or datasets."""
+        """Add a commit to a repository. `kind`: models or datasets."""
         return self.repositories.setdefault((kind, name), Repository(**about)).commit(files, branch)
 
     def files(self, name: str, kind: str = "models") -> dict[str, bytes]:
-        """What a reader of the repository sees."""
+        """Files as seen by a reader of the repository."""
         found = self.repositories[kind, name]
         return found.commits[found.names["main"]] if found.names else {}
 
@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.asked.append(f"{what} {self.command} {path}")
         if fault == "silent":
             self.hub.quiet.wait()
-        if fault == "cut":  # in the middle of what is being sent
+        if fault == "cut":  # in the middle of the body
             self.rfile.read(size // 2)
             self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
@@ -194,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
             wanted = [f for f in files if (f in asked if what == "paths-info" else f.startswith(rest))]
             found = [_entry(f, files[f]) for f in wanted]
-            if what == "tree" and "recursive=true" not in self.path.lower():  # of deeper ones the folder's name
+            if what == "tree" and "recursive=true" not in self.path.lower():  # for nested files, the folder's name
                 start = f"{rest}/" if rest else ""
                 inner = {f: f.removeprefix(start).partition("/") for f in wanted}
                 found = [each for each in found if not inner[each["path"]][1]]
@@ -238,11 +238,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Silent."""
+        """Print nothing."""
 
 
 def _git(content: bytes) -> str:
-    """Git's name for a blob."""
+    """Git's hash of a blob."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 

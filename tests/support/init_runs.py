@@ -1,4 +1,4 @@
-"""What `lockstep init` writes for the data of a folder."""
+"""Run files that `lockstep init` writes for the data of a folder."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def answering(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
 
 
 def steps_in(run: Run) -> tuple[int, int, int]:
-    """Examples, steps an epoch and in all, as training has them."""
+    """Examples, steps per epoch and in total, as in training."""
     examples = examples_in(prepare(run, plugins.find("tasks", run.task.name)).splits["train"])  # type: ignore[arg-type]
     epoch = Order(examples, run.batch_size, run.seed).steps_per_epoch
     return examples, epoch, total_steps(run.epochs, run.steps, epoch)
 
 
 def check_arithmetic(path: Path) -> None:
-    """What the file says is what training does, and its intervals come due before the end."""
+    """Assert that the file's arithmetic is that of training, and its intervals occur before the end."""
     run = load(path, [])
     examples, epoch, total = steps_in(run)
     text = path.read_text().replace("\n# ", " ")

@@ -1,14 +1,14 @@
-"""The tests that start processes and are quick enough, and tell enough, to be asked every time: `make test` runs them
-beside all that start none. `.ci/run` runs every test.
+"""Tests with processes that are fast and informative enough for every run: `make test` runs them besides all tests
+without processes. `.ci/run` runs every test.
 
-In: what pytest has collected. Out: the mark `kernel` on the tests below; one that is not there any more is an error.
+In: the collected tests. Out: the mark `kernel` on the tests below; a missing one is an error.
 """
 
 import pytest
 
 EXACT = "strategies/test_strategies.py::test_exact_means_the_bits_of_single"
 KERNEL = {
-    # each strategy that gives bits, at 2 and 3 processes (a pipeline's stages divide them), and bf16
+    # each reproducible strategy, at 2 and 3 processes (a pipeline's stages divide them), and bf16
     *(
         f"{EXACT}[{name}-{ranks}-fp32]"
         for name in ("allreduce", "ddp", "fsdp2", "hf_accelerate", "hf_trainer")
@@ -28,7 +28,7 @@ KERNEL = {
     "strategies/test_strategies.py::test_the_control_a_mean_of_means_is_seen_in_the_norm",
     "strategies/test_strategies.py::test_the_control_bf16_has_other_bits",
     "strategies/test_fsdp2.py::test_the_control_fsdp_s_own_sums_have_other_bits",
-    # what broke the promise once
+    # regressions of the promise
     "strategies/test_strategies.py::test_more_pieces_than_examples_leave_blank_ones",
     "strategies/test_strategies.py::test_row_sparse_gradients_have_the_bits_of_dense_ones",
     "strategies/test_unused.py::test_weights_that_not_every_piece_uses_keep_the_bits[layerdrop-ddp-3]",
@@ -40,10 +40,10 @@ KERNEL = {
     "checkpoint/test_checkpoint_pairs.py::test_a_checkpoint_under_another_strategy[fsdp2-ddp]",
     "checkpoint/test_checkpoint_pairs.py::test_a_checkpoint_under_another_strategy[ddp-fsdp2]",
     "checkpoint/test_checkpoint_pairs.py::test_the_control_one_step_less_has_other_bits",
-    # a mistake that `verify` finds, and none where there is none
+    # a bug that `verify` detects, and none without a bug
     "proof/test_verify.py::test_a_mistake_is_named[true-MeanOfMeans-said0]",
     "proof/test_verify.py::test_what_is_right_passes[2-overrides1]",
-    # the command: what it leaves, stopped and gone on with, killed and started again
+    # the command: its files, stop and resume, kill and restart
     "jobs/test_command.py::test_what_a_run_leaves",
     "jobs/test_command.py::test_what_its_metrics_say",
     "jobs/test_command.py::test_a_stop_on_request_is_75_and_the_same_command_goes_on[2-1]",
@@ -53,7 +53,7 @@ FILES = {name.partition("::")[0] for name in KERNEL}
 
 
 def mark(items: list[pytest.Item]) -> None:
-    """Errors: `pytest.UsageError` for a test of the kernel that its file does not have."""
+    """Mark the tests. Errors: `pytest.UsageError` for a missing one."""
     wanted = {name: name.partition("::")[0] for name in KERNEL}
     files = set()
     for item in items:

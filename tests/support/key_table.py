@@ -1,8 +1,8 @@
-"""Every key of the run file, with what changing it changes: the data of the site's page reference/run-file-keys.md
+"""Every key of the run file and what changing it changes: data of the site's page reference/run-file-keys.md
 (docs/site.py) and of its test.
 
-In: nothing. Out: `KEYS`, a key -> `Tried`, a pair of small runs that differ in the key and what must differ between
-them, or `Elsewhere`, the test file that tries it, because it needs several processes, a network, a cluster or a GPU.
+In: nothing. Out: `KEYS`, a key -> `Tried`, a pair of small runs that differ in the key and the expected differences, or
+`Elsewhere`, the test file that tries it because it needs several processes, a network, a cluster or a GPU.
 `PYTHONPATH=tests python -m support.key_table` prints the page.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What may differ between two runs, and in which words the page says so.
+# effect -> its words on the page
 EFFECTS = {
     "order": "which examples stand in which step and micro-batch",
     "inputs": "tokens and targets, compared where the order is the same",
@@ -25,15 +25,15 @@ EFFECTS = {
 }
 
 
-# Kinds of runs that are not of classification, as tests/support/task_runs.py calls them.
+# kinds of runs other than classification, by their names in tests/support/task_runs.py
 OTHER_TASKS = ("packed", "documents", "prompts", "messages", "translation", "token_classification", "preference")
 OTHER_TASKS += ("reward", "masked", "questions", "pairs")
 
 
 @dataclass(frozen=True)
 class Tried:
-    """Two runs of `kind` (key_table_runs.py) with `beside`: one as it is, one with `change` as well. `effects`: what
-    must differ between them, and nothing else may. Where weights differ, export and scores do as well."""
+    """Two runs of `kind` (key_table_runs.py) with `beside`, one of them with `change`. `effects`: exactly what must
+    differ between them. If weights differ, export and scores do, too."""
 
     change: str
     effects: str
@@ -230,7 +230,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "hub.license": Tried("hub.license=mit", "text"),
     "hub.language": Tried("hub.language=en", "text"),
     "hub.tags": Tried("hub.tags=[small]", "text"),
-    # tasks: the keys of the others; those that several have, of one of them
+    # keys of the other tasks; a key of several tasks is tried on one
     "task.source": Elsewhere("inputs", "tasks/test_translation.py", "another language"),
     "task.target": Elsewhere("inputs", "tasks/test_translation.py", "another language"),
     "task.prefix": Tried("task.prefix='translate: '", "order weights", "translation"),
@@ -322,7 +322,7 @@ for tracker, names in TRACKERS.items():
 
 
 def row(key: str, case: Tried | Elsewhere) -> str:
-    """A line of the page."""
+    """Format a line of the page."""
     changes = ", ".join(case.effects.split())
     if isinstance(case, Elsewhere):
         return f"| `{key}` | {changes} | | needs {case.needs}: `tests/{case.test}` |"
@@ -334,7 +334,7 @@ def row(key: str, case: Tried | Elsewhere) -> str:
 
 
 def page() -> str:
-    """The text of reference/run-file-keys.md."""
+    """Text of reference/run-file-keys.md."""
     words = "\n".join(f"- **{name}**: {text}" for name, text in EFFECTS.items())
     rows = "\n".join(row(key, KEYS[key]) for key in sorted(KEYS))
     return f"""# What each key changes

@@ -1,7 +1,7 @@
-"""Small runs whose keys are changed one by one, and what is seen of each: for tests/config/test_run_file_keys.py.
+"""Small runs whose keys are changed one by one, and their observations, for tests/config/test_run_file_keys.py.
 
 In: a kind of run, overrides, a folder. Out: a hash of each thing that a key may change (`key_table.EFFECTS`). Keys that
-change arithmetic alone are seen in three steps of a strategy; the others in a whole `lockstep train`.
+only change arithmetic are observed in three steps of a strategy; the others in a whole `lockstep train`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ STEPS = 3
 INPUTS = ("input_ids", "token_type_ids", "decoder_input_ids")
 SMALL = {"steps": STEPS, "micro_batches": 4, "strategy": {"name": "single"}, "track": {"every": 1}}
 SMALL |= {"launch": TINY["launch"] | {"processes": 1}, "fingerprint": {"every": 1}}
-RUN_FILE = re.compile(r"(`{3,})yaml.*?\1", re.DOTALL)  # in the model card, and with every key in it
+RUN_FILE = re.compile(r"(`{3,})yaml.*?\1", re.DOTALL)  # in the model card, with every key in it
 TIMES = re.compile(r"[\d.,]+ ?(s|ms|min|h|MiB|GiB|/s)\b|\d{4}-\d\d-\d\d[T ][\d:.]+Z?")
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Classified texts, some of them twice."""
+    """Labelled texts, some of them duplicates."""
     draw = random.Random(seed)
     found = []
     for place in range(count):
@@ -59,7 +59,7 @@ def _rows(folder: Path, train: list[dict[str, Any]], validation: list[dict[str, 
 
 
 def _plain(row: dict[str, Any]) -> str:
-    """Its text without commas, which would part a table's columns."""
+    """Text of a row without commas, which would separate cells."""
     return row["text"].replace(",", "")
 
 
@@ -95,7 +95,7 @@ def _task(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _easy(folder: Path) -> dict[str, Any]:
-    """Translations that a small model half learns in forty steps: a sentence of its own for each word."""
+    """Translations that a small model half learns in forty steps: one sentence per word."""
     draw = random.Random(0)
     word, answers = (
         ["dog", "cat", "bird"],
@@ -127,7 +127,7 @@ KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 class Place:
-    """A folder of data, of each kind once, and of what was seen of runs that several keys begin with."""
+    """A folder with data of each kind, and observations shared by several keys."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.bases, self.seen = folder, {}, {}
@@ -139,7 +139,7 @@ class Place:
         return self.bases[kind]
 
     def observed(self, kind: str, words: tuple[str, ...], whole: bool, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-        """What is seen of a run of `kind` with these overrides, `whole` or in three steps."""
+        """Observations of a run of `kind` with these overrides, `whole` or of three steps."""
         key = kind, words, whole
         if key not in self.seen:
             self.seen[key] = self._whole(kind, words, patch) if whole else self._steps(kind, words, patch)
@@ -190,8 +190,8 @@ Batch = tuple[list[int], str, list[float]]
 
 
 def watch(patch: pytest.MonkeyPatch) -> dict[tuple[int, int], Batch]:
-    """Step and micro-batch -> the rows that it is made of, a hash of tokens and whole-number targets, and targets that
-    are fractions; filled as a run trains."""
+    """Record while a run trains: (step, micro-batch) -> its rows, a hash of tokens and integer targets, and fractional
+    targets."""
     seen: dict[tuple[int, int], Batch] = {}
     collated = StepLoader._collated
 
@@ -211,7 +211,7 @@ def watch(patch: pytest.MonkeyPatch) -> dict[tuple[int, int], Batch]:
 
 
 def batches(told: dict[tuple[int, int], Batch]) -> dict[str, Any]:
-    """The rows, and what they hold, by step and micro-batch."""
+    """Rows and their content, by step and micro-batch."""
     return {
         "order": sorted((at, batch[0]) for at, batch in told.items()),
         "inputs": sorted((at, *batch[1:]) for at, batch in told.items()),
@@ -219,7 +219,7 @@ def batches(told: dict[tuple[int, int], Batch]) -> dict[str, Any]:
 
 
 def results(output: Path) -> dict[str, Any]:
-    """What a finished run left."""
+    """Files of a finished run."""
     lines = [json.loads(line) for line in (output / "fingerprints.jsonl").read_text().splitlines()]
     logged = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     names = sorted(str(path.relative_to(output)) for path in output.rglob("*") if path.is_file())
@@ -242,8 +242,8 @@ def results(output: Path) -> dict[str, Any]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
-    """What differs. Inputs are compared where the order is the same; scores and export only of the same weights, and
-    texts only of the same scores, as they follow from these."""
+    """Differences of two runs. Inputs are compared if the order is equal; scores and export only with equal weights,
+    and texts only with equal scores."""
     if one["refused"] or other["refused"]:
         return {"refused"} if one["refused"] != other["refused"] else set()
     different = {name for name in ("order", "files") if one.get(name) != other.get(name)}
@@ -258,7 +258,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
 
 
 def same_weights(one: Any, other: Any) -> bool:
-    """Whether two runs trained as many steps to the same weights, seen at steps that both tell of."""
+    """Whether two runs trained as many steps to the same weights, at steps recorded by both."""
     if not isinstance(one, dict):
         return bool(one == other)
     both = [pair for step in one.keys() & other.keys() for pair in zip(one[step], other[step], strict=True)]
@@ -266,8 +266,7 @@ def same_weights(one: Any, other: Any) -> bool:
 
 
 def alike(one: Any, other: Any, near: float = 1e-6) -> bool:
-    """Whether two values are the same but for the last digits of fractions. `near`: how far two that are about zero may
-    be apart."""
+    """Whether two values are equal up to the last digits of fractions. `near`: tolerance around zero."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-4, abs_tol=near)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -278,7 +277,7 @@ def alike(one: Any, other: Any, near: float = 1e-6) -> bool:
 
 
 def tried(place: Place, case: Tried, patch: pytest.MonkeyPatch) -> set[str]:
-    """What a case changes."""
+    """Observed effects of a case."""
     whole = not {*case.effects.split()} <= {"order", "inputs", "weights"}
     one = place.observed(case.kind, case.beside, whole, patch)
     return differences(one, place.observed(case.kind, (*case.beside, case.change), whole, patch))

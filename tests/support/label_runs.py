@@ -1,6 +1,6 @@
-"""Small runs of everything that `classification` learns, on made-up data, for the tests that hold them to the promise.
+"""Small runs of everything that `classification` learns, on generated data, for tests of the promise.
 
-In: a folder to write data in, the name of a kind, overrides. Out: runs of seconds.
+In: a folder for data, the name of a kind, overrides. Out: runs of seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def row(draw: random.Random) -> dict[str, Any]:
-    """One made-up example, with labels of every kind; its numbers count words, from below zero."""
+    """One generated example with labels of every kind; its numbers count words, starting below zero."""
     text = sentence(draw)
     words = text.split()
     there = [animal for animal in ANIMALS if animal in words]

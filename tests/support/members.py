@@ -1,10 +1,10 @@
-"""Processes that have ended, without one."""
+"""Stand-ins for ended processes."""
 
 from __future__ import annotations
 
 
 class Ended:
-    """A process as `multiprocessing` has it."""
+    """An ended process with the interface of `multiprocessing`."""
 
     def __init__(self, exitcode: int | None) -> None:
         self.exitcode, self.pid, self.sentinel = exitcode, 0, 0

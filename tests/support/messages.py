@@ -1,4 +1,4 @@
-"""Looking for messages by their codes, and for the values that they name: the words may change."""
+"""Check messages by their codes and the values they name; their wording may change."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,15 +11,15 @@ from lockstep.config.errors import RunError, codes, uncoded
 
 @contextmanager
 def raises(code: str, *values: str, error: type[Exception] = RunError) -> Iterator[pytest.ExceptionInfo[Any]]:
-    """The block raises an error with this code, whose message holds all these values. `error`: another one, such
-    as pydantic or `run_on` makes of it."""
+    """Context that expects an error with this code whose message contains all these values. `error`: another class,
+    such as pydantic's or that of `run_on`."""
     with pytest.raises(error) as caught:
         yield caught
     assert mentions(str(caught.value), code, *values)
 
 
 def mentions(text: str, code: str, *values: str) -> bool:
-    """Whether a text holds a message with this code and, beside it, all these values."""
+    """Whether a text has a message with this code that contains all these values."""
     held = " ".join(uncoded(text).split())
     missing = [value for value in values if " ".join(value.split()) not in held]
     assert code in codes(text), f"{code} is not in: {text}"

@@ -18,13 +18,13 @@ def job(folder: Path, *overrides: str) -> Job:
 
 
 def copied(job: Job) -> str | None:
-    """Wait for all there is to copy. Returns what went wrong."""
+    """Wait until everything is copied. Returns the errors."""
     assert job.checkpoints.mirror is not None
     return mirrors.finish(job.run, job.said.append, job.checkpoints.mirror)
 
 
 def once(*faults: str | int, on: str, method: str = "PUT") -> Callable[[Asked], str | int | None]:
-    """These, one after the other, instead of answers about names that hold `on`."""
+    """Return these faults, one after another, for requests whose name contains `on`."""
     left, lock = list(faults), threading.Lock()
 
     def fault(asked: Asked) -> str | int | None:

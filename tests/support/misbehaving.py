@@ -1,4 +1,4 @@
-"""Strategies that do one thing badly at a known moment, as `allreduce` otherwise: code that a run file names."""
+"""Strategies that fail in one way at a known moment, otherwise `allreduce`: code named by a run file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Breaks(AllReduce):
 
 
 class Crashing(AllReduce):
-    """Falls over in its second step."""
+    """Crashes in its second step."""
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         if batch.step == 1:
@@ -58,7 +58,7 @@ class Exploding(AllReduce):
 
 
 class NoMemory(AllReduce):
-    """No memory for the longest examples, on the last rank."""
+    """The last rank runs out of memory on the longest examples."""
 
     def dry_run(self, batch: Any, *then: Any) -> None:
         if self.world.rank == self.world.size - 1:
@@ -67,8 +67,8 @@ class NoMemory(AllReduce):
 
 
 def planted(strategy: Strategy, overflows: dict[int, float], infinite: int = -1) -> None:
-    """The loss of these steps is so large that fp16 overflows in backward at its usual scale; of `infinite` it is no
-    number."""
+    """Scale the loss of these steps so that fp16 overflows in backward at the usual loss scale; for `infinite`, make it
+    infinite."""
     loss_sum, step = strategy.task.loss_sum, strategy.train_step  # type: ignore[attr-defined]
     at = [-1]
 
@@ -86,7 +86,7 @@ def planted(strategy: Strategy, overflows: dict[int, float], infinite: int = -1)
 
 
 class Overflowing(AllReduce):
-    """Steps 3 and 7 overflow; where there is no file `go`, the job is killed in the middle of step 8."""
+    """Steps 3 and 7 overflow; without a file `go`, the job is killed in the middle of step 8."""
 
     def build(self, task: Any) -> None:
         super().build(task)
@@ -100,7 +100,7 @@ class Overflowing(AllReduce):
 
 
 class Endless(AllReduce):
-    """Step 15 does not end by itself."""
+    """Step 15 never ends."""
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         while batch.step == 15:
@@ -109,7 +109,7 @@ class Endless(AllReduce):
 
 
 class Dawdling(AllReduce):
-    """Rank 1 stops in the middle of step 20 and never comes back, the first time."""
+    """Rank 1 hangs in the middle of step 20, the first time."""
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         marker = Path("dawdled")
@@ -121,7 +121,7 @@ class Dawdling(AllReduce):
 
 
 class Hungry(AllReduce):
-    """Rank 1 does so at step 15; a file `ate` says so."""
+    """Rank 1 takes up all memory at step 15; a file `ate` says so."""
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         if batch.step == 15 and self.world.rank == 1 and not Path("ate").exists():
@@ -129,5 +129,5 @@ class Hungry(AllReduce):
             eaten = []
             while True:
                 eaten.append(torch.ones(2_000_000))
-                time.sleep(0.002)  # its launcher looks at it once a second
+                time.sleep(0.002)  # its launcher looks once per second
         return super().train_step(batch, learning_rate)

@@ -1,4 +1,4 @@
-"""The fifty commonest mistakes with a run file or a command: what a person did, in a fresh folder."""
+"""The fifty most frequent mistakes with a run file or a command, each in a fresh folder."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ RUN: dict[str, Any] = {
 
 
 class Mistake(NamedTuple):
-    """What a person did, and the message that says so."""
+    """A mistake, and the message that reports it."""
 
     name: str
     code: str
     shown: str  # a value in the message
     words: str  # of the command, after `lockstep`; the run file is run.yaml
-    change: Callable[[Path], object] | None = None  # of the folder, in which a good run.yaml and train.csv are
+    change: Callable[[Path], object] | None = None  # applied to a folder with a valid run.yaml and train.csv
     environment: dict[str, str] | None = None
 
     def arguments(self) -> list[str]:
-        """The words of the command; what stands in braces is one of them."""
+        """Words of the command; braces group one word."""
         return re.findall(r"(?:[^\s{]|\{[^}]*\})+", self.words)
 
 
 def prepare(folder: Path) -> None:
-    """A run file and data that train."""
+    """Write a valid run file and data."""
     rows = [f"a text of number {n} here,{('joy', 'anger')[n % 2]}" for n in range(40)]
     (folder / "train.csv").write_text("\n".join(["text,label", *rows]) + "\n")
     (folder / "run.yaml").write_text(yaml.safe_dump(RUN))
@@ -50,7 +50,7 @@ def text(name: str, content: str | bytes) -> Callable[[Path], object]:
 
 
 def table(*rows: str) -> Callable[[Path], object]:
-    """Other rows in train.csv."""
+    """Replace the rows of train.csv."""
     return text("train.csv", "".join(f"{row}\n" for row in ("text,label", *rows)))
 
 
@@ -66,7 +66,7 @@ def line(old: str, new: str) -> Callable[[Path], object]:
 
 
 def inside(folder_name: str, file: str, content: str = "{}") -> Callable[[Path], object]:
-    """A folder with one file."""
+    """Create a folder with one file."""
 
     def change(folder: Path) -> None:
         (folder / folder_name).mkdir()

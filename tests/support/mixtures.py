@@ -1,4 +1,4 @@
-"""Runs of several sources."""
+"""Runs with several sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def texts(folder: Path, name: str, count: int, **more: Any) -> Path:
 
 
 def mixed(folder: Path, *overrides: str, weights: tuple[Any, ...] = (None, None, None), **values: Any) -> Run:
-    """Three sources of different formats, columns and types of labels."""
+    """Three sources with different formats, columns and label types."""
     texts(folder, "web", 60)
     other = [{"said": {"text": f"book says {i}"}, "mood": i % 2, "kind": "a" if i < 50 else "b"} for i in range(60)]
     moods = datasets.ClassLabel(names=["fear", "joy"])

@@ -1,4 +1,4 @@
-"""Scripts in the manner of public ones, for `lockstep init --from`, and what comes of them."""
+"""Scripts in the style of public ones, for `lockstep init --from`, and their results."""
 
 from pathlib import Path
 
@@ -243,7 +243,7 @@ def moved(path: str, text: str, *words: str) -> Run:
 
 
 def refused(path: str, text: str, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What is said instead of a file."""
+    """Message printed instead of a file."""
     Path(path).write_text(text)
     assert main(["init", "moved.yaml", "--yes", "--from", path, *words]) == 2
     assert not Path("moved.yaml").exists()

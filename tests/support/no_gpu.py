@@ -1,10 +1,9 @@
-"""Training steps on a device that torch calls `cuda`, on a machine that has none: tensors without numbers, a rank whose
-others are not there, and everything written down that the host would wait for.
+"""Training steps on a device that torch calls `cuda`, without a GPU: tensors without data, a rank without peers, and a
+record of every operation that the host would wait for.
 
 In: `python no_gpu.py LIBRARY CASES ANSWERS`, with `tests` in PYTHONPATH; the library is compiled from `no_gpu.cpp`, and
-has to be loaded before torch is. Out: a JSON file for each case, made in a process that is forked from this one. What
-stands in for torch.cuda here is what its Python functions would hand to a driver: streams, events, the generator.
-No operation is.
+must be loaded before torch. Out: a JSON file per case, made in a forked process. The stand-ins for torch.cuda replace
+calls of a driver: streams, events, the generator; no operations.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from torch.utils._pytree import tree_leaves
 DEVICE = torch.device("cuda", 0)
 aten = torch.ops.aten
 VALUES = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.is_nonzero, aten.masked_select, aten.bincount}
-VALUES |= {aten.unique_dim, aten._unique2, aten.unique_consecutive}  # their answer, or its size, depends on numbers
+VALUES |= {aten.unique_dim, aten._unique2, aten.unique_consecutive}  # their result, or its size, depends on data
 
 
 def place() -> str:
-    """Who asks: lockstep's innermost line, or the package within which an engine does."""
+    """The caller: lockstep's innermost line, or the package within an engine."""
     for frame in reversed(traceback.extract_stack()):
         path = frame.filename
         if "/lockstep/" in path:
@@ -58,17 +57,17 @@ def place() -> str:
 
 
 class Watch(TorchDispatchMode):
-    """Notes each operation of a cuda tensor that the host waits for, while `on`, and lets it go on with an answer."""
+    """Records each operation on a cuda tensor that the host waits for, while `on`, and answers it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.on = False
         self.step = 0
         self.waits: Counter[str] = Counter()
-        self.scalars: Counter[str] = Counter()  # numbers of the host in operations of the device, which cost nothing
+        self.scalars: Counter[str] = Counter()  # host numbers in device operations, which cost nothing
         self.operations = 0
         self.names: Counter[str] = Counter()
-        self.products: set[int] = set()  # all sizes of matrix products in 16 bits
+        self.products: set[int] = set()  # sizes of 16-bit matrix products
 
     def wait(self, what: str) -> None:
         if self.on:
@@ -114,8 +113,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def across(self, name: str, source: Tensor, to: torch.device, non_blocking: bool) -> None:
-        """A copy from host to device or back. The host waits unless it says that it does not; from memory that is not
-        page-locked in any case."""
+        """Copy between host and device. The host waits unless it is non-blocking from page-locked memory."""
         kinds = source.device.type, to.type
         if kinds == ("cpu", "cuda") and not (non_blocking and hasattr(source, "is_page_locked")):
             self.wait(f"{name} to the device")
@@ -124,7 +122,7 @@ class Watch(TorchDispatchMode):
 
 
 def on_the_host(func: Any, tensors: list[Tensor], kwargs: Any) -> bool:
-    """Whether an operation is computed as it is: of whole numbers of the host, which decide shapes and who is who."""
+    """Whether an operation is really computed: on integers of the host, which determine shapes."""
     if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
         return False
     if torch.device(kwargs.get("device") or "cpu").type != "cpu":
@@ -134,24 +132,25 @@ def on_the_host(func: Any, tensors: list[Tensor], kwargs: Any) -> bool:
 
 
 def answer(func: Any, tensors: list[Tensor]) -> Any:
-    """What it is told, where there are no numbers: all is finite, and nothing is found."""
+    """Answer without data: everything is finite, and nothing is found."""
     first = tensors[0]
     if func.overloadpacket is aten._local_scalar_dense:
         return True if first.dtype is torch.bool else 0.0 if first.is_floating_point() else 0
     if func.overloadpacket is aten.nonzero:
         return torch.empty(0, first.dim(), dtype=torch.int64, device=first.device)
-    if func.overloadpacket is aten.equal:  # weights that are tied or not, when a model is made
+    if func.overloadpacket is aten.equal:  # whether weights are tied, when a model is built
         return first is tensors[1]
     raise NotImplementedError(f"{func}: what it gives depends on numbers that are not there")
 
 
-# -- what torch.cuda's Python hands to a driver -----------------------------------------------------------------------
+# -- torch.cuda's Python functions that call a driver
+# -------------------------------------------------------------------
 
 WATCH = Watch()
 
 
 class Stream:
-    """In order, and in no time."""
+    """A stream that runs in order and takes no time."""
 
     stream_id = cuda_stream = 0
     device, device_index, device_type = DEVICE, 0, 1
@@ -201,7 +200,7 @@ ONE = Stream()
 
 
 def pretended(stack: ExitStack) -> None:
-    """One GPU, for what asks torch.cuda about it."""
+    """Pretend to have one GPU."""
     instead: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -222,7 +221,7 @@ def pretended(stack: ExitStack) -> None:
         "stream": lambda stream: ONE,
         "set_stream": lambda stream: None,
         "synchronize": lambda device=None: WATCH.wait("torch.cuda.synchronize"),
-        "get_rng_state": lambda device=None: STATE.clone(),  # the host has it
+        "get_rng_state": lambda device=None: STATE.clone(),  # kept by the host
         "set_rng_state": lambda state, device=None: None,
         "get_device_properties": lambda device=None: SimpleNamespace(
             name="no GPU", total_memory=80 << 30, major=9, minor=0
@@ -238,7 +237,7 @@ def pretended(stack: ExitStack) -> None:
     for name, value in instead.items():
         stack.enter_context(patch.object(torch.cuda, name, value))
     stack.enter_context(patch.object(Tensor, "record_stream", lambda *_: None))
-    # transformers takes a tensor without numbers for one that is being traced, and then asks it for none
+    # transformers takes a tensor without data for one that is being traced, and then asks it for none
     stack.enter_context(patch("transformers.utils.import_utils.is_fake_tensor", lambda x: False))
     for name in ("range_push", "range_pop"):
         stack.enter_context(patch.object(torch.cuda.nvtx, name, lambda *_: 0))
@@ -246,13 +245,13 @@ def pretended(stack: ExitStack) -> None:
 
 
 class NoNumbers(FakeTensorMode):
-    """As torch has it where there is no device."""
+    """Behaves as torch without a device."""
 
     avoid_device_init = True  # type: ignore[assignment]
 
 
 class Reducer:
-    """DistributedDataParallel's, but that it keeps its first buckets: the ranks agree on others by numbers."""
+    """DistributedDataParallel's reducer, which keeps its first buckets: ranks agree on others by data."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -264,11 +263,12 @@ class Reducer:
         return getattr(self._reducer, name)
 
 
-# -- a case -----------------------------------------------------------------------------------------------------------
+# -- a case
+# -------------------------------------------------------------------------------------------------------------
 
 
 def run_of(case: dict[str, Any]) -> Any:
-    """The run of a case: of texts in classes where it names no other kind."""
+    """Run of a case; a text classification by default."""
     from support import label_runs, task_runs
     from support.harness import tiny
 
@@ -280,7 +280,7 @@ def run_of(case: dict[str, Any]) -> Any:
 
 
 def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[Any]]:
-    """A task, its strategy that is not built yet, and the batches of this rank on the host."""
+    """Task, unbuilt strategy and this rank's batches on the host."""
     from lockstep.config import plugins
     from lockstep.data.prepare import prepare
     from lockstep.tasks.abilities import UsesReference
@@ -306,7 +306,7 @@ def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[A
     times, summed = run.micro_batches // len(feed.indices), strategy.sum_of_step
 
     def sums(tensor: Tensor) -> Tensor:
-        """Of numbers, as if the others had what this rank has."""
+        """Sum as if the other ranks had this rank's values."""
         total = summed(tensor)
         return total if isinstance(total, FakeTensor) else total * times
 
@@ -315,21 +315,21 @@ def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[A
 
 
 def build(task: Any, strategy: Any, stack: ExitStack) -> None:
-    """With a model without numbers, past what torch's and DeepSpeed's C++ would read of them."""
+    """Build with a model without data, bypassing C++ of torch and DeepSpeed that would read it."""
     from torch.nn.parallel import distributed as parallel
 
     from lockstep.strategies import fsdp2
     from lockstep_plan import simulated
 
     stage_3 = strategy.run.strategy.name == "zero3"
-    model, place = task.model, DEVICE if stage_3 else None  # DeepSpeed moves it by `.data`, which says nothing here
+    model, place = task.model, DEVICE if stage_3 else None  # DeepSpeed moves it by `.data`, which is not recorded here
 
     def make(empty: bool = False) -> Any:
         whole = partial(model, empty=True)
         return simulated.on_meta(whole) if empty else simulated.emptied(whole, place)
 
     task.model = make
-    # as FSDP does, by `.data`
+    # by `.data`, as FSDP does
     stack.enter_context(patch.object(fsdp2, "roomy", lambda model: simulated.emptied(lambda: model, DEVICE)))
     stack.enter_context(patch.object(parallel, "_verify_param_shape_across_processes", lambda *_: None))
     stack.enter_context(simulated.nobody_disagrees("deepspeed" in strategy.needs, "cuda"))
@@ -342,7 +342,7 @@ def build(task: Any, strategy: Any, stack: ExitStack) -> None:
 
 
 def trained(case: dict[str, Any]) -> dict[str, Any]:
-    """The steps of one case: what the host waited for in each of them."""
+    """Operations that the host waited for, by step of a case."""
     numbers = NoNumbers(allow_non_fake_inputs=True)
     task, strategy, batches = prepared(case, numbers)
     with numbers, WATCH, ExitStack() as stack:
@@ -373,7 +373,7 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def planting() -> Any:
-    """An observer that does what no step may do."""
+    """An observer that does forbidden things."""
     from lockstep.strategies.observer import StepObserver
 
     class Planting(StepObserver):
@@ -384,13 +384,13 @@ def planting() -> Any:
 
 
 def planted() -> None:
-    """What no step may do, in the middle of an update."""
+    """Forbidden operations in the middle of an update."""
     there = torch.ones(3, device=DEVICE)
     event = torch.cuda.Event()
     event.record()
     there.sum().item()
     torch.tensor([1, 2, 3], device=DEVICE)
-    torch.arange(3).to(DEVICE, non_blocking=True)  # of memory that is not page-locked
+    torch.arange(3).to(DEVICE, non_blocking=True)  # memory that is not page-locked
     there.cpu()
     (there > 0).nonzero()
     event.synchronize()

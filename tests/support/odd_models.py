@@ -1,5 +1,6 @@
-"""Models that engines have trouble with, as somebody's own task has them: weights that only some micro-batches use, or
-some steps, or nobody; a transposed weight; an output of a class that no engine knows."""
+"""Models that are difficult for engines, as in a user's task: weights used only in some micro-batches or steps, or
+never; a transposed weight; an output of an unknown class.
+"""
 
 from typing import Any
 
@@ -12,7 +13,7 @@ step = 0  # set by the test
 
 
 class Answer:
-    """No dataclass, no mapping."""
+    """Neither dataclass nor mapping."""
 
     __slots__ = ("logits", "more")
 
@@ -25,9 +26,9 @@ class Odd(nn.Module):
 
     def __init__(self, words: int, labels: int) -> None:
         super().__init__()
-        self.embed, self.positions = nn.Embedding(words, 16), nn.Embedding(300, 16)  # both of them by row
+        self.embed, self.positions = nn.Embedding(words, 16), nn.Embedding(300, 16)  # both row-wise
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-        self.mix = nn.Parameter(torch.randn(40, 16).t() / 4)  # 16 x 40, the other way round in memory
+        self.mix = nn.Parameter(torch.randn(40, 16).t() / 4)  # 16 x 40, transposed in memory
         self.head, self.back = nn.Linear(40, labels), nn.Linear(40, labels)
         self.back.weight = self.head.weight  # tied
         self.sometimes, self.early, self.never, self.aside = (nn.Linear(40, 40) for _ in range(4))
@@ -47,7 +48,7 @@ class Odd(nn.Module):
 
 
 class Task(Classification):
-    """Built as the run's seed says."""
+    """Built from the run's seed."""
 
     def made(self) -> nn.Module:
         torch.manual_seed(self.run.seed)
@@ -59,7 +60,7 @@ class Task(Classification):
 
 
 class Scaled(Odd):
-    """With a weight that is a single number."""
+    """With a scalar weight."""
 
     def __init__(self, words: int, labels: int) -> None:
         super().__init__(words, labels)
@@ -89,7 +90,7 @@ class Detached(Task):
 
 
 class Either(Odd):
-    """Every micro-batch runs one of two layers of the same size."""
+    """Every micro-batch uses one of two layers of equal size."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Answer:
         x = self.layers[int(torch.rand([]) * 2)](self.embed(input_ids))

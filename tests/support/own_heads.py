@@ -1,4 +1,4 @@
-"""Tiny pretrained models whose files hold a head of their own under `tie_word_embeddings: true`."""
+"""Tiny pretrained models whose files hold a separate head although `tie_word_embeddings: true`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADS = {
 
 
 def save(folder: Path, kind: str, apart: bool = True, rows: int = SIZE) -> None:
-    """A model and its tokenizer. `apart`: the file's head is another matrix, of so many `rows`; else the same one."""
+    """Save a model and its tokenizer. `apart`: the file has a separate head with `rows` rows; else the tied one."""
     torch.manual_seed(0)
     if kind == "gpt2":
         model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=SIZE, n_positions=64))

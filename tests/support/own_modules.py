@@ -1,4 +1,4 @@
-"""Modules of a user's own, as files, and runs of them."""
+"""User modules as files, and runs of them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ MEAN = TOY.replace("LOSS", "torch.nn.functional.mse_loss(outputs, answers)")
 
 
 def job(here: Path, code: str, *overrides: str, functions: tuple[str, ...] = (), **values: Any) -> Run:
-    """A run of a module with this code: of a name of its own, since it is imported once a process. `functions`: keys of
-    the task that name a function of their own name, beside model, data and loss."""
+    """A run of a module with this code, under a unique name, because it is imported once per process. `functions`: keys
+    of the task that name a function of the same name, besides model, data and loss."""
     module = f"mine_{hashlib.sha256(code.encode()).hexdigest()[:12]}"
     (here / f"{module}.py").write_text(code)
     names = {"model": "build", "data": "data", "loss": "loss"} | {name: name for name in functions}
@@ -55,7 +55,7 @@ def job(here: Path, code: str, *overrides: str, functions: tuple[str, ...] = (),
 
 
 def found_of(run: Run) -> dict[str, Any]:
-    """What is found out about a run's functions."""
+    """Facts found about a run's functions."""
     return prepare(run, find("tasks", run.task.name)).facts  # type: ignore[arg-type]
 
 

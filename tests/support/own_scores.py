@@ -1,18 +1,18 @@
-"""Metrics of a user's own, right and wrong ones, for the tests of `metrics`."""
+"""User metrics, correct and wrong ones, for the tests of `metrics`."""
 
 from typing import Any
 
 import numpy as np
 
-SEEN: list[tuple[np.ndarray, np.ndarray]] = []  # what `order` was given, in this process
+SEEN: list[tuple[np.ndarray, np.ndarray]] = []  # arguments of `order` in this process
 
 
 def order(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Numbers that another order of the rows, or a row too many, would change."""
+    """Numbers that depend on the order and number of the rows."""
     SEEN.append((predictions, labels))
     place = np.arange(1, len(labels) + 1) / len(labels)
     found = {"rows": len(labels), "in_order": float((place * predictions.reshape(len(labels), -1)[:, 0]).sum())}
-    predictions[:] = 0  # must not be seen by others
+    predictions[:] = 0  # others must not see this
     return found
 
 
@@ -51,11 +51,12 @@ def truth(predictions: np.ndarray, labels: np.ndarray) -> bool:
 number = 3
 
 
-# -- of other tasks than classification: what is given, and the task's own scores, made again ------------------------
+# -- other tasks: their arguments, and their own scores recomputed
+# --------------------------------------------------------
 
 
 def _given(predictions: np.ndarray, labels: np.ndarray, of_each: Any) -> dict[str, float]:
-    """How many rows there are, and a number that another order of theirs would change."""
+    """Number of rows, and a number that depends on their order."""
     SEEN.append((predictions, labels))
     place = np.arange(1, len(labels) + 1) / len(labels)
     return {"rows": len(labels), "in_order": float((place * np.asarray(of_each, dtype=np.float64)).sum())}
@@ -100,7 +101,7 @@ def vectors(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     asked, right = predictions[:, 0], predictions[:, 1:]
     cosines = (asked[:, None] * right).sum(-1)  # [N, texts - 1]
     among = asked @ right[:, 0].T
-    first = labels[among.argmax(1), 1]  # the number of the text that is nearest
+    first = labels[among.argmax(1), 1]  # index of the nearest text
     told = {"own_triplets": float((cosines[:, :1] > cosines[:, 1:]).mean())}
     return _given(predictions, labels, cosines[:, 0]) | told | {"own_recall": float((first == labels[:, 1]).mean())}
 

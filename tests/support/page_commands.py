@@ -67,7 +67,7 @@ _BLOCK = re.compile(
 LIMIT_S = 1200
 _SHELL = "pip() { :; }\n"
 NEED_A_MARK = ("sh", "bash", "console", "python", "text", "")
-# How many of these lines there are depends on the time that passed.
+# their number depends on time
 _PROGRESS = re.compile(r"preparing |checks made |step (PATH|0 validation)")
 
 
@@ -77,7 +77,7 @@ class Block:
     line: int
     language: str
     code: str
-    note: str  # as above, without the marks of a comment; "" where there is none
+    note: str  # as above, without comment marks; "" without a comment
     span: tuple[int, int]  # of the code, in the text of the page
 
     @property
@@ -103,19 +103,19 @@ def blocks(page: Path) -> list[Block]:
 
 
 def levels_of(page: Path) -> list[str]:
-    """How long the page takes to run, the shortest first; none: nothing of it is run."""
+    """Levels at which the page can be run, shortest first; empty: nothing is run."""
     levels = {block.level for block in blocks(page) if block.note.startswith("run")}
     return sorted(levels, key=LEVELS.index)
 
 
 def modules_of(page: Path) -> list[str]:
-    """The modules beyond those of a development environment that the page's commands need."""
+    """Modules that the page's commands need beyond a development environment."""
     words = {word for block in blocks(page) if block.note.startswith("run") for word in block.note.split()}
     return sorted(word.removeprefix("needs=") for word in words if word.startswith("needs="))
 
 
 def unmarked(page: Path) -> list[str]:
-    """Where blocks stand that a command could run or print, without a mark that says that it does or why not."""
+    """Places of blocks that a command could run or print, without a mark that says so or why not."""
     return [block.where for block in blocks(page) if block.language in NEED_A_MARK and not block.note]
 
 
@@ -126,7 +126,7 @@ STARTERS = ("torchrun", "accelerate", "srun")
 
 
 def problems(block: Block) -> list[str]:
-    """What is wrong with a block, as far as this can be said without running it."""
+    """Problems of a block that can be found without running it."""
     if block.note.startswith("source "):
         return _of_source(block.code, ROOT / block.note.removeprefix("source ").strip())
     if block.note.startswith("tested by "):
@@ -142,7 +142,7 @@ def problems(block: Block) -> list[str]:
 
 
 def command_lines(code: str) -> Iterator[list[str]]:
-    """The words of each command of a shell block; pipes and `&&` part commands."""
+    """Words of each command of a shell block; pipes and `&&` separate commands."""
     joined = re.sub(r"\\\n", " ", code)
     joined = re.sub(r"^\((.*)\)( &)?$", r"\1", joined, flags=re.M)
     joined = re.sub(r"<<'?(\w+)'?\n.*?\n\1\n", "\n", joined, flags=re.S)
@@ -150,7 +150,7 @@ def command_lines(code: str) -> Iterator[list[str]]:
         try:
             words = shlex.split(line, comments=True)
         except ValueError:
-            continue  # a part of a text of several lines
+            continue  # part of a multi-line text
         command: list[str] = []
         for word in [*words, "|"]:
             if word in ("|", "&&", "||", ";", "&", ">", ">>"):
@@ -236,7 +236,7 @@ def _of_keys(known: argparse.Namespace, overrides: list[str]) -> list[str]:
 
 
 def _of_python(code: str) -> list[str]:
-    """A module, the body of a function, or rows of a table."""
+    """Parse as a module, the body of a function, or rows of a table."""
     inside = textwrap.indent(code, "    ")
     errors = []
     for text in (code, f"def body():\n{inside}", f"table = {{\n{code}}}"):
@@ -250,7 +250,7 @@ def _of_python(code: str) -> list[str]:
 
 
 def _of_source(code: str, path: Path) -> list[str]:
-    """Parts between lines "..." that a file does not have, or has elsewhere. Lines may be broken otherwise."""
+    """Parts between lines "..." that a file lacks, or has in another place. Line breaks may differ."""
     there, at, wrong = _without_spaces(path.read_text(encoding="utf-8")), 0, []
     for part in re.split(r"^\s*\.\.\.$", code, flags=re.M):
         found = there.find(_without_spaces(part), at)
@@ -266,7 +266,7 @@ def _without_spaces(code: str) -> str:
 
 
 def _of_yaml(code: str) -> list[str]:
-    """A run file, or some sections of one, must load."""
+    """Load as a run file, or as some sections of one."""
     try:
         values = yaml.safe_load(code)
     except yaml.YAMLError as error:
@@ -285,8 +285,7 @@ def _of_yaml(code: str) -> list[str]:
 
 
 def run(page: Path, folder: Path, cache: Path, level: str = LEVELS[-1], write: bool = False) -> None:
-    """Run a page in a folder, its blocks up to a level. Errors: `AssertionError`, which shows the command and what it
-    printed."""
+    """Run a page's blocks up to a level in a folder. Errors: `AssertionError` with the command and its output."""
     text = page.read_text(encoding="utf-8")
     with Hub() as hub:
         shown = _run(page, folder, environment(folder, cache), hub, level, write)
@@ -303,7 +302,7 @@ def run(page: Path, folder: Path, cache: Path, level: str = LEVELS[-1], write: b
 def _run(
     page: Path, folder: Path, variables: dict[str, str], hub: Hub, level: str, write: bool
 ) -> list[tuple[tuple[int, int], str]]:
-    """What was printed, by where the page shows it."""
+    """Printed output, by the place where the page shows it."""
     printed: str | None = ""
     shown = []
     for block in reversed(blocks(page)):  # a page may show a file after the command that reads it
@@ -341,7 +340,7 @@ def _save(folder: Path, block: Block) -> None:
 
 
 def _ended(command: list[str | Path], cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """A command, its output, and no process of it left behind."""
+    """Run a command to its end, without leaving processes behind."""
     out = cwd / ".printed"
     with out.open("w") as file:
         process = subprocess.Popen(
@@ -362,7 +361,7 @@ def _ended(command: list[str | Path], cwd: Path, env: dict[str, str]) -> subproc
 
 
 def _tidy(printed: str) -> str:
-    """Without lines of progress but the first: a quick machine prints fewer of them."""
+    """Remove all progress lines but the first: a fast machine prints fewer."""
     lines = printed.splitlines()
     steps = [at for at, line in enumerate(lines) if re.match(r"step +\d+/\d+ ", line)]
     scored = [at for at, line in enumerate(lines) if re.match(r"step +\d+ +validation", line)]
@@ -379,7 +378,7 @@ def _plain_line(line: str) -> str:
 
 
 def _shortened(printed: str, before: str) -> str:
-    """What was printed, without the lines that the page leaves out: between its first and last lines around "..."."""
+    """Remove printed lines that the page leaves out at "..."."""
     if "..." not in before.splitlines() or before.strip() == "...":
         return printed.rstrip() + "\n"
     lines, kept = printed.rstrip().splitlines(), []
@@ -395,7 +394,7 @@ def _shortened(printed: str, before: str) -> str:
 
 
 def environment(folder: Path, cache: Path) -> dict[str, str]:
-    """Variables of commands of a page: `lockstep`, `python` and `torchrun` are those of this interpreter."""
+    """Environment of a page's commands: `lockstep`, `python` and `torchrun` of this interpreter."""
     return {
         **os.environ,
         FORK_TRACED: "1",
@@ -430,7 +429,7 @@ def _plain(text: str) -> str:
 
 
 def main() -> None:
-    """Run pages, and write what their commands print into them."""
+    """Run pages, and write their commands' output into them."""
     for name in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
             run(Path(name).resolve(), Path(folder).resolve(), Path(cache).resolve(), write=True)

@@ -1,4 +1,4 @@
-"""What a plan says of memory, and what ranks take."""
+"""Memory predicted by plans, and real memory of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEAR = 0.05
 MODEL = {"type": "gpt2", "config": {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 32}}
 
 
-DEEP = MODEL | {"config": {**MODEL["config"], "n_layer": 4}}  # layers ahead are gathered, and a stage each is given
+DEEP = MODEL | {"config": {**MODEL["config"], "n_layer": 4}}  # some layers are prefetched, and each stage gets one
 
 
 @dataclass
@@ -30,13 +30,13 @@ class Taken:
 
 
 def taken(world: World, run: Run) -> Taken:
-    """The same steps as a simulation makes, with numbers."""
+    """Run the steps of a simulation with real data."""
     with Storages() as seen:
         _, strategy, feed = build_with_feed(run, world)
         usual, longest = feed.make(middle(feed)), feed.longest()
         for _ in range(2):
             strategy.train_step(usual, 1e-3)
-            time.sleep(0.3)  # gloo's threads let go
+            time.sleep(0.3)  # gloo's threads free their tensors
             gc.collect()
         at_rest = seen.alive
         seen.restart()
@@ -50,7 +50,7 @@ def planned(world: World, run: Run, ranks: int, rank: int) -> Simulated:
 
 
 def simulated(**changed: object) -> Simulated:
-    """A rank of four, of two machines."""
+    """Simulate one rank of four, on two machines."""
     told: dict = {
         "rank": 0,
         "at_rest": {"weights": 4},

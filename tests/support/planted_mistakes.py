@@ -1,4 +1,4 @@
-"""Strategies that make one mistake, in one step, for `lockstep diff` to find: each is one change to `allreduce`."""
+"""Strategies with one fault in one step, for `lockstep diff` to find: each changes `allreduce` in one place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.strategies.allreduce import AllReduce
 from lockstep.tasks.task import Task
 from lockstep.training.sdc_check import drawn
 
-STEP, MICRO_BATCH = 6, 3  # as fingerprints count steps
+STEP, MICRO_BATCH = 6, 3  # as counted in fingerprints
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"
 
 
@@ -24,7 +24,7 @@ class _Planted(AllReduce):
 
 
 class OtherDropout(_Planted):
-    """One micro-batch draws other numbers."""
+    """One micro-batch draws other random numbers."""
 
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
         if (self.at, micro.index) == (STEP, MICRO_BATCH):
@@ -33,7 +33,7 @@ class OtherDropout(_Planted):
 
 
 class WrongLeaf(_Planted):
-    """One weight's gradient is wrong, in one number, in one micro-batch."""
+    """One number of one weight's gradient is wrong in one micro-batch."""
 
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
         def flip(gradient: Tensor) -> Tensor:
@@ -58,21 +58,21 @@ class WrongSum(_Planted):
 
 
 class AllTwice(_Planted):
-    """All of them."""
+    """All gradients are counted twice."""
 
     def reduce(self) -> list[Tensor]:
         return [g * (2 if self.at == STEP else 1) for g in super().reduce()]
 
 
 class WrongRate(_Planted):
-    """The update is made at another rate."""
+    """The update uses another rate."""
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         return super().train_step(batch, learning_rate * (1.001 if batch.step + 1 == STEP else 1))
 
 
 class BitFlip(_Planted):
-    """The lowest bit of one number of a gradient changes in the micro-batch that `guard` draws, in one step."""
+    """The lowest bit of one number of a gradient flips in the micro-batch that `sdc_check` draws, in one step."""
 
     times = 1000
     under_way = -1
@@ -97,6 +97,6 @@ class BitFlip(_Planted):
 
 
 class BitFlipOnce(BitFlip):
-    """And not again when the step is computed once more."""
+    """As `BitFlip`, but not when the step is recomputed."""
 
     times = 1

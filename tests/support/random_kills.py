@@ -1,8 +1,8 @@
-"""A fault-injection tool: jobs whose processes are killed at random moments, started again with another number of
-processes under another strategy, until they end.
+"""Fault injection: jobs whose processes are killed at random moments and restarted with other numbers of processes and
+strategies until they end.
 
-In: a seed and how many kills. Out: what was done to them, and whether each job ended with the bits of one that nobody
-touched. The same seed chooses the same victims, worlds and kinds of moments; the exact instant is the machine's.
+In: a seed and the number of kills. Out: the kills, and whether each job ended with the bits of an undisturbed one. The
+seed determines victims, worlds and kinds of moments; the exact instant depends on the machine.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from support.command import (
     write,
 )
 
-STRATEGIES = ("allreduce", "ddp", "fsdp2", "hf_accelerate", "hf_trainer")  # and single where there is one process
+STRATEGIES = ("allreduce", "ddp", "fsdp2", "hf_accelerate", "hf_trainer")  # and single with one process
 MOMENTS = ("starting", "training", "saving", "ending")
-WEIGHTS = (3, 4, 3, 1)  # of the moments
+WEIGHTS = (3, 4, 3, 1)  # probabilities of the moments
 VICTIMS = ("a rank", "the launcher", "all")
 
 
@@ -49,28 +49,28 @@ class Kill:
     moment: str
     victim: str
     resumed_from: int  # newest checkpoint before the start
-    reached: int  # last step in metrics.jsonl when it was killed
+    reached: int  # last step in metrics.jsonl at the kill
 
 
 @dataclass
 class Record:
-    """What was tried, and what came of it."""
+    """Attempts and results."""
 
     seed: int
     kills: list[Kill] = field(default_factory=list)
     jobs: int = 0
-    lost: int = 0  # jobs that ended with other bits or other metrics
+    lost: int = 0  # jobs with other bits or metrics
 
     def plain(self) -> dict:
         return asdict(self)
 
 
 def kill_and_resume(folder: Path, cache: Path, untouched: Path, kills: int, seed: int) -> Record:
-    """Jobs under `folder`, one after the other, until `kills` processes were killed; `untouched` holds the bits they
-    have to end with. Errors: AssertionError with the record when a job ends with others."""
+    """Run jobs under `folder`, one after the other, until `kills` processes were killed; `untouched` has the expected
+    bits. Errors: AssertionError with the record if a job ends with others."""
     chance = random.Random(seed)
     record = Record(seed)
-    start_s = 1.5  # seconds from the command to its first step, as last seen
+    start_s = 1.5  # seconds from the command to its first step, as last observed
     while len(record.kills) < kills:
         job = folder / f"job-{record.jobs}"
         write(job)
@@ -87,7 +87,7 @@ def kill_and_resume(folder: Path, cache: Path, untouched: Path, kills: int, seed
             came = wait_for(true, process)
             if moment == "training" and came:
                 start_s = min(20.0, time.monotonic() - began)
-            if not came:  # it reached its end first: nothing to kill
+            if not came:  # it ended before the kill
                 status, out, err = ended(process)
                 assert status == 0, (record.plain(), out, err)
                 break
@@ -107,7 +107,8 @@ def kill_and_resume(folder: Path, cache: Path, untouched: Path, kills: int, seed
 
 
 def moment_of(job: Path, moment: str, instant: float, step: int, starts: int) -> Callable[[], bool]:
-    """Whether the moment to kill has come; but for `starting`, not before this start has followed `starts` others."""
+    """Whether the moment to kill has come; except for `starting`, not before this start has followed `starts`
+    others."""
     checkpoints = job / "out/checkpoints"
     come = {
         "training": lambda: step_of(job) >= step,
@@ -121,13 +122,13 @@ def moment_of(job: Path, moment: str, instant: float, step: int, starts: int) ->
 
 
 def starts_of(job: Path) -> int:
-    """How often the job has come to where it trains."""
+    """How often the job has started to train."""
     events = job / "out/events.jsonl"
     return events.read_bytes().count(b'"event": "start"') if events.exists() else 0
 
 
 def wait_for(true: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
-    """Until it is true; False when the process ended first."""
+    """Wait until it is true; False if the process ended first."""
     limit = time.monotonic() + 550
     while not true():
         if process.poll() is not None:
@@ -139,7 +140,7 @@ def wait_for(true: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
 
 def kill(victim: str, process: subprocess.Popen[str], job: Path, chance: random.Random) -> None:
     if victim == "a rank":
-        ranks = ranks_of(process, job) or [process.pid]  # one process, or none that has started
+        ranks = ranks_of(process, job) or [process.pid]  # one process, or none started yet
         _end(chance.choice(ranks))
     elif victim == "the launcher":
         process.kill()

@@ -1,7 +1,7 @@
-"""Jobs whose ranks are struck again and again while they train, and go on: what is done to them, and what came of it.
+"""Jobs whose ranks are killed repeatedly while the others continue: the kills, and the results.
 
-In: a seed. Out: a world, a strategy and a list of strikes (`self_killing_strategies.py`), carried out; the job's bits
-and lines are those of one that nobody touched.
+In: a seed. Out: a world, a strategy and a list of strikes (`self_killing_strategies.py`), carried out; bits and lines
+must equal those of an undisturbed job.
 """
 
 import json
@@ -16,14 +16,14 @@ from support.command import LOCKSTEP, RUN, bits, each_step_once, ended, finish, 
 from support.places import TESTS_PATH
 from support.self_killing_strategies import EXCHANGE, PHASES
 
-VALUES = {"micro_batches": 8, "steps": 60}  # a strike that comes late still finds an evaluation or a checkpoint
-SHORT = {"micro_batches": 4, "steps": 20}  # of the jobs that are struck once or twice, at chosen steps
+VALUES = {"micro_batches": 8, "steps": 60}  # long enough for a late strike to meet an evaluation or a checkpoint
+SHORT = {"micro_batches": 4, "steps": 20}  # for jobs with one or two strikes at chosen steps
 KINDS = ("StruckAllReduce", "StruckDDP")
 
 
 @dataclass
 class Job:
-    """One job, and what was done to it."""
+    """One job and its strikes."""
 
     seed: int
     strategy: str
@@ -31,31 +31,30 @@ class Job:
     strikes: list[dict] = field(default_factory=list)  # planned
     done: list[dict] = field(default_factory=list)
     restarted: int = 0  # times all ranks were started again
-    equal: bool = False  # bits, lines and status
+    equal: bool = False  # full restarts
 
     def plain(self) -> dict:
         return asdict(self)
 
 
 def struck(strategy: str, world: int, *strikes: tuple[int, int, str, int], saved: int = 0) -> Job:
-    """Of (step, rank, phase, in a world of so many at least), once the checkpoint of step `saved` is there."""
+    """A strike (step, rank, phase, minimum world size), once the checkpoint of step `saved` exists."""
     names = ("step", "rank", "phase", "world")
     return Job(0, strategy, world, [dict(zip(names, each, strict=True)) | {"saved": saved} for each in strikes])
 
 
 def untouched(folder: Path, cache: Path, *words: str, values: dict[str, int] = SHORT) -> Path:
-    """A job alone, which others that are struck are compared with."""
+    """An undisturbed job to compare with."""
     write(folder, **values)
     finish(folder, cache, "launch.processes=1", "strategy.name=single", *words)
     return folder
 
 
 def drawn(seed: int, count: int, steps: int, kinds: tuple[str, ...] = KINDS) -> Job:
-    """A job of `count` strikes, half of them where ranks depend on each other; the others can go on after each.
+    """Draw a job of `count` strikes, half of them where ranks depend on each other; the others can continue after each.
 
-    What is struck while ranks meet comes right after a loss in a full world of three at least: then others hold the
-    state. Nothing is struck after the last step, where a loss starts all again: evaluations and checkpoints that are
-    struck are those of `RUN` before it.
+    Strikes during the rendezvous follow a loss in a full world of at least three, so that others hold the state. There
+    are none after the last step, where a loss restarts everything; evaluations and checkpoints are struck before it.
     """
     chance = random.Random(seed)
     world = chance.randint(2, 6)
@@ -66,24 +65,23 @@ def drawn(seed: int, count: int, steps: int, kinds: tuple[str, ...] = KINDS) -> 
         meets = phase in ("forming", "meeting")
         every = {"evaluation": RUN["evaluate"]["every"], "saving": RUN["checkpoint"]["every"]}.get(phase, 1)
         step = now + chance.randint(0, 2 * (steps - 2 - now) // left)
-        step -= -step % -every  # at which it comes
+        step -= -step % -every  # the step at which it occurs
         room = steps - 2 - step >= left and step < steps - 1
         if not room or (phase == "joining" and not job.strikes) or (meets and (world == 2 or left == 1)):
             continue
         if meets:
             before = chance.choice(("step", "forward", "gradient", *EXCHANGE))
             job.strikes.append({"step": step, "rank": chance.randint(0, 5), "phase": before, "world": world})
-        full = chance.random() < 0.5 and not meets and steps - step > 3 * world  # each one that comes takes steps
-        most = world if full else 2  # strike a full world, or whoever is left
-        due = max(1, step - 5) if every > 1 else step  # ranks may have to be waited for first
+        full = chance.random() < 0.5 and not meets and steps - step > 3 * world  # each replacement takes steps to join
+        most = world if full else 2  # strike a full world, or any survivor
+        due = max(1, step - 5) if every > 1 else step  # ranks may have to be waited for
         job.strikes.append({"step": due, "rank": chance.randint(0, 5), "phase": phase, "world": most})
         now = step + 1
     return job
 
 
 def carried_out(job: Job, folder: Path, cache: Path, untouched: Path, *words: str, replaced: int = 100) -> Job:
-    """The job, to its end. Errors: AssertionError with what it said when it ends otherwise than `untouched`, whose run
-    it is."""
+    """Run the job to its end. Errors: AssertionError with its output if it ends otherwise than `untouched`."""
     said = ended_after(job, folder, cache, untouched, *words, replaced=replaced)
     steps = yaml.safe_load((folder / "run.yaml").read_text())["steps"]
     assert bits(folder, steps) == bits(untouched, steps), said
@@ -98,7 +96,7 @@ def carried_out(job: Job, folder: Path, cache: Path, untouched: Path, *words: st
 def ended_after(
     job: Job, folder: Path, cache: Path, untouched: Path, *words: str, replaced: int = 100
 ) -> tuple[dict, str, str]:
-    """The job, to its end, and what it said. Errors: AssertionError where its status is not 0."""
+    """Run the job to its end, and return its output. Errors: AssertionError if its status is not 0."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shutil.copy(untouched / "run.yaml", folder)

@@ -1,4 +1,4 @@
-"""Folders of runs, and the text of their pages."""
+"""Run folders, and the text of their pages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 
 def folder_of(path: Path, rate: float = 1e-3, steps: int = 40, slow: float = 1.0, name: str = "made") -> Path:
-    """An output folder as a run of three ranks leaves it; rank 2 works `slow` times as long as the others, which wait
-    for it."""
+    """An output folder of a run with three ranks; rank 2 works `slow` times as long as the others, which wait for
+    it."""
     path.mkdir(parents=True)
     (path / "run.yaml").write_text(json.dumps({"name": name, "optim": {"learning_rate": rate}, "seed": 0}))
     metrics, ranks = [], []
@@ -49,7 +49,7 @@ def folder_of(path: Path, rate: float = 1e-3, steps: int = 40, slow: float = 1.0
 
 
 def text_of(page: Path) -> str:
-    """What a person reads."""
+    """Visible text of a page."""
     found: list[str] = []
 
     class Reader(HTMLParser):

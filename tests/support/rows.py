@@ -1,4 +1,4 @@
-"""Rows of local files, prepared."""
+"""Prepared rows of local files."""
 
 from __future__ import annotations
 

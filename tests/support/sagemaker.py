@@ -1,4 +1,4 @@
-"""Jobs for SageMaker, and what is asked of AWS."""
+"""Jobs for SageMaker, and the requests to AWS."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RUN = TINY | {"name": "tiny", "output": "out", "launch": LAUNCH}
 
 
 def needs(module: str) -> Any:
-    """A module of the extras sagemaker and cloud-tests; without it the test ends here."""
+    """Import a module of the extras sagemaker and cloud-tests, or skip the test."""
     return pytest.importorskip(module, reason="needs the extras sagemaker and cloud-tests")
 
 

@@ -1,4 +1,4 @@
-"""SageMaker's instances as hosts with a network of their own."""
+"""SageMaker instances as hosts with their own network."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RUN = TINY | {
 }
 
 
-# A mount namespace of its own, in which /opt/ml is this host's folder, and names are those of the job.
+# A mount namespace in which /opt/ml is this host's folder, and names are those of the job.
 CONTAINER = """
 mount -t tmpfs none /opt && mkdir /opt/ml && mount --bind {ml} /opt/ml && mount --bind {names} /etc/hosts &&
 export PATH={programs}:$PATH PIP_NO_INDEX=1 && {environment} exec {command}
@@ -58,7 +58,7 @@ class Instances:
         return self.made.folder(host) / "ml"
 
     def lay_out(self, host: int) -> None:
-        """What SageMaker has put there when the container starts."""
+        """Write the files that SageMaker puts there before the container starts."""
         ml = self.ml(host)
         for folder in ("code", "model", "output", "checkpoints", "input/config", "input/data/source"):
             (ml / folder).mkdir(parents=True, exist_ok=True)
@@ -69,8 +69,8 @@ class Instances:
         (ml / "input/config/hyperparameters.json").write_text(json.dumps(self.request["HyperParameters"]))
 
     def start(self, host: int, warm: bool = False) -> Any:
-        """Run the container's command as the request has it. `warm`: by a Python that has imported lockstep, not that
-        of the job's code."""
+        """Run the container's command as requested. `warm`: with a Python that has imported lockstep, not the job's
+        code."""
         entry = self.request["AlgorithmSpecification"]
         assert entry["ContainerEntrypoint"] + entry["ContainerArguments"] == ["/bin/sh", "-c", COMMAND]
         script = CONTAINER.format(
@@ -88,7 +88,7 @@ class Instances:
         return [(job.ended(), job.out, job.err) for job in started]
 
     def moved(self) -> None:
-        """AWS took the instances back: the next ones get what was brought to S3, which all hosts write to."""
+        """Simulate reclaimed instances: the next ones get the content of S3, which all hosts write to."""
         kept = self.made.root / "s3"
         for host in range(self.made.count):
             shutil.copytree(self.ml(host) / "checkpoints", kept, dirs_exist_ok=True)

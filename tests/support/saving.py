@@ -1,4 +1,4 @@
-"""What tests of checkpoints share: a job of one process, step by step."""
+"""Shared code of checkpoint tests: a job of one process, step by step."""
 
 import io
 import subprocess
@@ -25,7 +25,7 @@ def run_in(folder: Path, *overrides: str) -> Run:
 
 
 class Job:
-    """One process that trains, as far as checkpoints can tell."""
+    """One process that trains, as far as checkpoints are concerned."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.world, self.said = run, World(run), list[str]()
@@ -38,7 +38,7 @@ class Job:
         return Checkpoints(run, self.world, self.task.prepared, 6, self.said.append)
 
     def step(self) -> str:
-        """Returns a digest of the whole state after it."""
+        """Make a step. Returns a digest of the whole state after it."""
         self.strategy.train_step(self.feed.make(self.done), 5e-3)
         self.done += 1
         return digest(self.strategy.state_dict())
@@ -47,7 +47,7 @@ class Job:
         self.checkpoints.save(self.done, self.strategy, scores)
 
     def saved(self, **scores: float) -> str:
-        """A step, and its checkpoint."""
+        """Make a step and its checkpoint."""
         state = self.step()
         self.save(**scores)
         self.checkpoints.settle()
@@ -55,13 +55,13 @@ class Job:
 
 
 def here(folder: Path) -> list[str]:
-    """What is in a run's folder of checkpoints."""
+    """Content of a run's folder of checkpoints."""
     return sorted(p.name for p in (folder / "checkpoints").iterdir())
 
 
 @contextmanager
 def disk(folder: Path, kilobytes: int) -> Iterator[None]:
-    """A disk of its own at `folder`; skips the test where this user may mount none."""
+    """Mount a separate disk at `folder`; skips the test if this user may not mount."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
     mounted = subprocess.run(command, capture_output=True, check=False)
@@ -74,8 +74,8 @@ def disk(folder: Path, kilobytes: int) -> Iterator[None]:
 
 
 def trained(run: Run, after: int = 0, event: Callable[[], None] = lambda: None) -> tuple[int, str]:
-    """A whole run in this process, as its only rank; once `after` updates are done, and what was being saved is, the
-    event happens. Returns its status, and what it said."""
+    """Train a whole run in this process as its only rank; after `after` updates, and pending saves, the event happens.
+    Returns status and output."""
     real = hooks.SaveInFlight.after_step
 
     def disturbed(hook: hooks.SaveInFlight, state: TrainState, last: bool) -> bool:
@@ -94,5 +94,5 @@ def trained(run: Run, after: int = 0, event: Callable[[], None] = lambda: None) 
 
 
 def bytes_in(folder: Path) -> dict[str, bytes]:
-    """Every file, by name."""
+    """Content of every file, by name."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,4 +1,4 @@
-"""Runs whose processor computes wrongly once, and what `sdc_check` makes of them."""
+"""Runs with one wrong computation, and the findings of `sdc_check`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from support.harness import build_with_feed, digest
 STEPS = 6
 
 
-Fault = Callable[[Any, World, int], None]  # of a strategy, a rank, a step that comes
+Fault = Callable[[Any, World, int], None]  # (strategy, rank, next step)
 
 
 def guarded(world: World, run: Run, fault: Fault | None = None) -> dict[str, Any]:
-    """Steps under guard; what was found in each, and the digest at the end."""
+    """Run steps with sdc_check; returns the findings of each, and the final digest."""
     _, strategy, feed = build_with_feed(run, world)
     session: Any = SimpleNamespace(run=run, world=world, feed=feed, strategy=strategy)
     guard, found = SdcCheck(session) if run.sdc_check.every else strategy, {}
@@ -41,7 +41,7 @@ def guarded(world: World, run: Run, fault: Fault | None = None) -> dict[str, Any
 
 
 def flipped(tensor: Tensor, bit: int = 0) -> Tensor:
-    """The same with a bit of its largest number changed: the lowest one, which may be lost in a sum of activations."""
+    """Flip a bit of a tensor's largest number: the lowest bit might be lost in a sum of activations."""
     changed = tensor.detach().clone().contiguous()
     place = changed.abs().view(-1).argmax()
     changed.view(-1).view(torch.int32)[place] ^= 1 << bit
@@ -57,7 +57,7 @@ Wrong = Callable[[Any, Callable[[], bool]], None]
 
 
 class Planted:
-    """One micro-batch of every step is computed wrongly, as part of the step, by the rank whose it is."""
+    """Every step computes one micro-batch wrongly, on the rank that owns it."""
 
     def __init__(self, micro_batch: int, wrong: Wrong) -> None:
         self.micro_batch, self.wrong = micro_batch, wrong

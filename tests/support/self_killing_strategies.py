@@ -1,9 +1,9 @@
-"""Strategies whose ranks kill themselves where a list says: at a step, in a phase of it. Same bits.
+"""Strategies whose ranks kill themselves at listed steps and phases. Same bits.
 
 In: `strikes.json` in the working directory, a list of {step, rank, phase, world, saved}: from that step on, in a world
-of at least so many ranks, the rank (modulo their number) ends by SIGKILL when it comes to the phase; with `saved`, not
-before the checkpoint of that step is there. Strikes are taken one after another; `struck-0` and so on say which are
-done, by which step, rank and world.
+of at least that size, the rank (modulo their number) ends by SIGKILL when it reaches the phase; with `saved`, not
+before the checkpoint of that step exists. Strikes are carried out in order; `struck-0` and so on record the done ones
+with step, rank and world.
 """
 
 import json
@@ -29,22 +29,22 @@ from lockstep.strategies.zero3 import Zero3
 
 EXCHANGE = ("sent", "summed", "agree", "agreed", "update", "updated")
 OTHERS = ("step", "forward", "gradient", "evaluation", "saving", "forming", "meeting", "joining")
-PHASES = EXCHANGE + OTHERS  # that are drawn; the others are for tests that choose: not every rank comes to them
+PHASES = EXCHANGE + OTHERS  # phases to draw from; not every rank reaches the others
 MEETS = ("forming", "meeting")
 CHOSEN = ("handing", "writing", "naming", "late")
-PATIENCE_S = 60.0  # that a strike waits in each step for its world, or for somebody who joins
+PATIENCE_S = 60.0  # how long a strike waits for its world size
 
 
 class Striking:
-    """Mixed into a strategy."""
+    """Mixin of a strategy."""
 
     world: Any
-    due = -1  # the number of a strike that is this rank's to carry out
+    due = -1  # number of this rank's next strike
     phase = ""
-    unheard = False  # whether this rank loses contact before the update that the one that is struck has made: `late`
+    unheard = False  # whether this rank loses contact before an update that the struck one has made: `late`
 
     def look(self, step: int, patience_s: float = 0.0) -> None:
-        """Which strike comes next, and whether it is this rank's."""
+        """Determine the next strike, and whether it is this rank's."""
         self.due, self.phase = self.next(step, patience_s)
 
     def next(self, step: int, patience_s: float) -> tuple[int, str]:
@@ -67,7 +67,7 @@ class Striking:
         return -1, ""
 
     def come_to(self, phase: str) -> None:
-        """Called by the thread that writes checkpoints, too."""
+        """Reach a phase; also called by the thread that writes checkpoints."""
         due = self.due
         if due < 0 or phase != self.phase or self.world.size == 1:
             return
@@ -109,7 +109,7 @@ class Striking:
         return found
 
     def apply_gradient(self, *arguments: Any) -> Any:
-        if self.unheard:  # as if contact had been lost once all have what the update needs
+        if self.unheard:  # as if contact were lost after all have what the update needs
             self.unheard, meet = False, self.world.barrier
 
             def barrier() -> None:
@@ -153,7 +153,7 @@ _now: Striking | None = None
 
 
 def _after(name: str, phase: str) -> None:
-    """The same, once something of the exchange has begun."""
+    """Reach a phase after some of the exchange has begun."""
     plain = getattr(reduction.Scatter if name == "submit" else reduction.Exchange, name)
 
     def told(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -165,7 +165,7 @@ def _after(name: str, phase: str) -> None:
 
 
 def _before_meeting() -> None:
-    """The same, when ranks have come to a generation and form its group."""
+    """Reach a phase when ranks of a generation form their group."""
     plain: Any = World._meet
 
     def told(self: World) -> None:
@@ -176,7 +176,7 @@ def _before_meeting() -> None:
 
 
 def _while_handing() -> None:
-    """The same on a rank that holds the state, while one that comes in gets it: some of it has arrived there."""
+    """Reach a phase on a rank that sends the state, after a part of it has arrived."""
     plain: Any = World.send_round
 
     def told(self: World, tensor: Any, source: int) -> None:
@@ -187,8 +187,8 @@ def _while_handing() -> None:
 
 
 def _while_writing() -> None:
-    """The same in the thread that writes a checkpoint: half of a file is written, or all are, and the folder has not
-    got its name yet."""
+    """Reach a phase in the thread that writes a checkpoint: half of a file or all files are written, and the folder is
+    not renamed yet."""
     plain = storage.write
 
     def halves(blocks: Any) -> Any:
@@ -215,7 +215,7 @@ def _come_to(phase: str) -> None:
 
 
 def _look_and_come_to(phase: str) -> None:
-    if _now is not None and "world" in vars(_now):  # it is emptied once another one is built for other ranks
+    if _now is not None and "world" in vars(_now):  # emptied once another strategy is built for other ranks
         _now.look(getattr(_now, "step", 0))
         _now.come_to(phase)
 

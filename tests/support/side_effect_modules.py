@@ -1,4 +1,4 @@
-"""Modules whose forward changes something by itself, for the task `module`; `Plain` does not."""
+"""Modules whose forward has side effects, for the task `module`; `Plain` has none."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FrozenRows(Plain):
 
 
 class LateHook(Plain):
-    """The same, put on in the first forward."""
+    """A hook added in the first forward."""
 
     hooked = False
 
@@ -70,7 +70,7 @@ class ClampedElsewhere(Plain):
 
 
 class ClampedLate(Plain):
-    """A limit that begins with a certain call, which no trial sees."""
+    """A limit from a certain call on, which no trial reaches."""
 
     calls = 0
 
@@ -103,7 +103,7 @@ class Replaced(Plain):
 
 
 class MovedInMemory(Plain):
-    """The numbers stay the same; they lie in another order, as after `to(memory_format=torch.channels_last)`."""
+    """Equal numbers in another memory layout, as after `to(memory_format=torch.channels_last)`."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.first.weight.data = self.first.weight.data.t().contiguous().t()
@@ -111,7 +111,7 @@ class MovedInMemory(Plain):
 
 
 class MovedLate(MovedInMemory):
-    """Not in the trial step, nor in the first one."""
+    """The same, but not in the trial step or the first one."""
 
     calls = 0
 
@@ -121,7 +121,7 @@ class MovedLate(MovedInMemory):
 
 
 class Teacher(Plain):
-    """A moving average of weights, which equals them until they learn."""
+    """A moving average of weights, equal to them until they learn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Count(Plain):
 
 
 class Switched(Plain):
-    """What is trained depends on a count of calls: from the first one, or after a while."""
+    """What is trained depends on a count of calls: from the first one, or later."""
 
     calls, trained = 0, 0
 
@@ -171,7 +171,7 @@ class SwitchedLate(Switched):
 
 
 class Keeps(Plain):
-    """Holds a weight's numbers past the weight."""
+    """Keeps a weight's numbers beyond the weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class KeepsInFunction(Plain):
 
 
 class Center(Plain):
-    """A moving average in a plain tensor, and one that the first forward makes."""
+    """A moving average in a plain tensor, and one created by the first forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Center(Plain):
 
 
 class Queue(Plain):
-    """What it put out before, in a list and in memory of its own."""
+    """Earlier outputs, in a list and in a separate buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Queue(Plain):
 
 
 class Functional(Plain):
-    """Calls of modules with other tensors in the place of weights, and gradients within forward (torch.func)."""
+    """Calls modules with other tensors in place of weights, and computes gradients within forward (torch.func)."""
 
     def forward(self, x: Tensor) -> Tensor:
         def inner(weights: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ class Functional(Plain):
 
 
 class Evaluated(Plain):
-    """Other weights in evaluation, as rwkv has: they are put back by the next forward in training."""
+    """Uses other weights in evaluation, as rwkv does; the next training forward restores them."""
 
     halved = False
 
@@ -259,9 +259,9 @@ class Evaluated(Plain):
 
 
 class LeavesOut(Plain):
-    """Runs one of its blocks for some batches only, of up to four examples."""
+    """Skips one of its blocks for batches of up to four examples."""
 
-    sizes = (1, 2, 3, 4)  # of batches that may leave it out
+    sizes = (1, 2, 3, 4)  # sizes of batches that may skip it
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class LeavesOut(Plain):
 
 
 class LeavesOutOfFour(LeavesOut):
-    """The same for micro-batches of four examples alone, which no single example shows."""
+    """Skips a block for micro-batches of four examples only, which no single example reveals."""
 
     sizes = (4,)
 
@@ -297,7 +297,7 @@ class Mean(nn.Module):
 
 
 def Chain(layer: type[nn.Linear] = nn.Linear) -> nn.Sequential:
-    """What a pipeline cuts."""
+    """A chain that a pipeline can cut."""
     return nn.Sequential(Mean(), nn.Linear(8, 16), nn.GELU(), layer(16, 16), nn.GELU(), nn.Linear(16, 2))
 
 

@@ -1,7 +1,7 @@
-"""Strategies that send a stop signal at a moment of their choice, and a terminal of one's own.
+"""Strategies that send a stop signal at a chosen moment, and a controlling terminal.
 
-In: environment variables. Out: the signal, once, from rank 0: to the command that a person started ("launcher"),
-to all of its processes ("group"), as a terminal does, or to itself ("rank").
+In: environment variables. Out: the signal, once, from rank 0: to the user's command ("launcher"), to all of its
+processes ("group"), as a terminal does, or to itself ("rank").
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Signalled(AllReduce):
     updates = 0
 
     def _at(self, moment: str) -> None:
-        if not (self.trained or moment.startswith("step")):  # the dry run tries the end too
+        if not (self.trained or moment.startswith("step")):  # the dry run tries the end, too
             return
         if self.sent or os.environ.get("RANK", "0") != "0" or os.environ.get("MOMENT") != moment:
             return
@@ -59,13 +59,13 @@ class Signalled(AllReduce):
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         self._at(f"step {batch.step}")
         self.updates = batch.step + 1
-        Signalled.trained = self.updates == self.run.steps  # of the class: the last lines ask that
+        Signalled.trained = self.updates == self.run.steps  # on the class: read by the last lines
         return super().train_step(batch, learning_rate)
 
     def forward(self, inputs: Any) -> Any:
         if ACTIVITY.name.startswith("evaluation") and not self.sent:
             self._at("evaluation" if self.trained else f"step {self.updates} evaluated")
-            if self.sent:  # the launcher may be slower in telling the ranks than the rest of the evaluation takes
+            if self.sent:  # the launcher may be slower than the rest of the evaluation
                 assert self.world.stop.wait(120), "the signal has not reached rank 0"
         return super().forward(inputs)
 
@@ -85,7 +85,7 @@ class Signalled(AllReduce):
 
 
 class Terminal:
-    """A command in the foreground of a terminal of its own."""
+    """A command in the foreground of its own terminal."""
 
     def __init__(self, folder: Path, cache: Path, *words: str, **more: str) -> None:
         self._ours, theirs = pty.openpty()
@@ -103,14 +103,14 @@ class Terminal:
         os.close(self._ours)
 
     def read(self, until: Callable[[], bool] = lambda: False, seconds: float = 200) -> None:
-        """What it says until something is so, or until it has ended."""
+        """Output until a condition holds, or until it has ended."""
         while not until():
             readable = select.select([self._ours], [], [], 0.05)[0]
             seconds -= 0 if readable else 0.05
             assert seconds > 0, f"it neither moves nor ends: {self.text}"
             try:
                 data = os.read(self._ours, 65536) if readable else b" "
-            except OSError:  # nobody is at the other end
+            except OSError:  # the other end is closed
                 data = b""
             if not data:
                 return
@@ -121,7 +121,7 @@ class Terminal:
 
 
 def state_of(folder: Path, cache: Path) -> dict[str, Any]:
-    """What `lockstep status` says of `folder/out`."""
+    """Output of `lockstep status` for `folder/out`."""
     import json
 
     status, out, err = ended(start([*LOCKSTEP, "status", "out", "--json"], folder, cache))

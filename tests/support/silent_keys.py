@@ -1,7 +1,7 @@
-"""Each key of the run file beside each kind of task, set to another value: what `benchmarks/silent_keys.py` runs.
+"""Each key of the run file with another value, for each kind of task: input of `benchmarks/silent_keys.py`.
 
-In: nothing. Out: `keys_of` a kind, `words_of` that change one, and `IDLE`, the pairs that may be without effect. Keys
-come from the sections and the plug-ins, kinds from what `tests/crossed` draws: a new key without a value is an error.
+In: nothing. Out: `keys_of` a kind, `words_of` that change a key, and `IDLE`, the pairs that may have no effect. Keys
+come from the sections and the plug-ins, kinds from `tests/crossed`: a new key without a value is an error.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ KINDS = tuple(TASKS)
 SECTIONS = ("data", "tokenizer", "model", "optim", "evaluate", "average", "strategy")
 TOP = ("seed", "epochs", "steps", "max_time", "on_nonfinite", "batch_size", "micro_batches", "precision", "metrics")
 TOP += ("export",)
-ELSEWHERE = {"task.name", "model.compile"}  # test_run_file_keys.py; a compiler and a minute a run: test_compiled.py
-# Key -> words that set it. ENDING: of files of rows; LOSS, PACKING: another than the run's.
+ELSEWHERE = {"task.name", "model.compile"}  # test_run_file_keys.py; a compiler and a minute per run: test_compiled.py
+# Key -> words that set it. ENDING: of row files; LOSS, PACKING: another than the run's.
 VALUES: dict[str, tuple[str, ...]] = {
     "seed": ("seed=5",),
     "epochs": ("epochs=4", "steps=null"),
@@ -134,11 +134,11 @@ VALUES: dict[str, tuple[str, ...]] = {
     "task.collate": ("task.collate=mine.reversed_items",),
     "task.metrics": ("task.metrics=mine.always_one",),
 }
-# Of keys that name columns: one that holds other things, or is not there.
+# for keys that name columns: another column, or a missing one
 COLUMNS = "text text_pair label image prompt response messages tools negative anchor positive chosen rejected question"
 COLUMNS += " context answers source target words tags"
 VALUES |= {f"task.{key}": (f"task.{key}=lang",) for key in COLUMNS.split()}
-# Appended to the module of one's own.
+# appended to the user's module
 FUNCTIONS = """
 
 def cost(item):
@@ -177,7 +177,7 @@ def data_again():
     return {split: list(items)[1:] for split, items in (made if isinstance(made, dict) else {"train": made}).items()}
 """
 
-# Kinds and keys, with * for any part -> why the change may show nowhere.
+# (kind, key), with * for any part -> reason why the change may have no effect
 IDLE: dict[tuple[str, str], str] = {
     ("*", "max_time"): "the run ends sooner",
     ("*", "on_nonfinite"): "every loss is finite",
@@ -196,7 +196,7 @@ IDLE: dict[tuple[str, str], str] = {
 
 
 def keys_of(kind: str) -> dict[str, Any]:
-    """The keys that a run of a kind may have -> their fields."""
+    """Keys that a run of a kind may have -> their fields."""
     task, adamw = (_options(*of) for of in (("tasks", TASKS_OF[kind]), ("optimizers", "adamw")))
     found = {key: Run.model_fields[key] for key in TOP}
     found |= {f"task.{key}": field for key, field in task.items()}
@@ -217,7 +217,7 @@ def _options(plugin: str, name: str) -> dict[str, Any]:
 
 
 def words_of(kind: str, key: str, field: Any, run: Mapping[str, Any]) -> list[str]:
-    """Words that set a key to another value than it has. `run`: the keys of the run that is changed, flat."""
+    """Words that set a key to another value. `run`: the flat keys of the run to change."""
     loss = {"preference": "ipo", "module": "mine.twice"}.get(TASKS_OF[kind], "focal")
     apart = run.get("task.packing") is False or kind.endswith(("prompts", "messages"))
     known = {

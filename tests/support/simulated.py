@@ -1,8 +1,8 @@
-"""Many ranks in one process: a thread each, of which one runs at a time, on torch's threaded process groups.
+"""Many ranks in one process: a thread each, one running at a time, on torch's threaded process groups.
 
-In: a run, and how many ranks. Out: the weights of every rank after some steps, by the strategies' own code from
-`train_step` down to torch.distributed; and what was sent. A rank runs until it has to wait for another one, and takes
-its random state with it, so a thousand ranks share one generator and draw what each would draw alone.
+In: a run, and the number of ranks. Out: the weights of every rank after some steps, by the strategies' own code from
+`train_step` down to torch.distributed; and the traffic. A rank runs until it waits for another, and takes its random
+state with it, so a thousand ranks share one generator and draw as each would alone.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.strategy import make_strategy
 from lockstep.training.data_loader import StepLoader
 
-WAIT_S = 7200.0  # for other ranks, which compute one after another, maybe on a busy machine
+WAIT_S = 7200.0  # for other ranks, which run one after another, maybe on a busy machine
 
 
 class Turn:
-    """Who may run: whoever holds the lock. Nobody else draws random numbers or computes meanwhile."""
+    """The right to run: held by one rank at a time. No other draws random numbers or computes meanwhile."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -46,7 +46,7 @@ class Turn:
         return threading.Condition(self.lock)
 
     def wait(self, condition: threading.Condition, ready: Callable[[], bool]) -> None:
-        """Let others run until something is there."""
+        """Let others run until a condition holds."""
         if ready():
             return
         drawn = torch.get_rng_state()
@@ -55,7 +55,7 @@ class Turn:
         self.conditions.remove(condition)
         torch.set_rng_state(drawn)
         if self.failed is not None:
-            raise SystemExit  # the rank that failed first says why
+            raise SystemExit  # the rank that failed first reports why
         assert there, "other ranks did not come"
 
     def fail(self, error: BaseException) -> None:
@@ -67,15 +67,15 @@ class Turn:
 
 @dataclass
 class Traffic:
-    """What was sent from rank to rank: messages and bytes."""
+    """Messages and bytes sent between ranks."""
 
     messages: Counter[tuple[int, int]] = field(default_factory=Counter)
     bytes: Counter[tuple[int, int]] = field(default_factory=Counter)
-    collectives: Counter[str] = field(default_factory=Counter)  # calls, of all ranks
+    collectives: Counter[str] = field(default_factory=Counter)  # calls over all ranks
 
 
 class Meeting:
-    """A collective of all ranks of a group, in the place of torch's own, which waits outside of a rank's turn."""
+    """A collective over a group, in place of torch's, which would block outside of a turn."""
 
     turn: Turn
     traffic: Traffic
@@ -96,7 +96,7 @@ class Meeting:
 
 
 class Together:
-    """An all-gather into one tensor: a copy a rank, where torch's makes one of each pair."""
+    """All-gather into one tensor: one copy per rank, instead of one per pair."""
 
     def work(self, data: list[tuple[Tensor, Tensor]]) -> None:
         every = torch.cat([own.detach().reshape(-1) for _, own in data])
@@ -128,7 +128,7 @@ class _Box:
 
 
 class Group(threaded.ProcessLocalGroup):
-    """torch's threaded group, with messages from rank to rank."""
+    """torch's threaded group, with point-to-point messages."""
 
     turn: Turn
     traffic: Traffic
@@ -178,7 +178,7 @@ class SimulatedWorld(World):
 
 @contextmanager
 def groups(turn: Turn, traffic: Traffic) -> Iterator[None]:
-    """Process groups are of threads in here."""
+    """Context in which process groups are made of threads."""
     if "simulated" not in dist.Backend.backend_list:
         dist.Backend.register_backend("simulated", _group, devices=["cpu"])
     Meeting.turn = Group.turn = turn
@@ -196,7 +196,7 @@ def groups(turn: Turn, traffic: Traffic) -> Iterator[None]:
 
 
 def on_ranks(run: Run, hosts: Sequence[str], work: Callable[[World], Any]) -> tuple[list[Any], Traffic]:
-    """What `work` gives on each of so many ranks, in rank order, and what they sent. Errors: the first rank's."""
+    """Results of `work` on each rank, in rank order, and their traffic. Errors: the first rank's."""
     turn, traffic, found = Turn(), Traffic(), [None] * len(hosts)
 
     def live(rank: int) -> None:
@@ -220,7 +220,7 @@ def on_ranks(run: Run, hosts: Sequence[str], work: Callable[[World], Any]) -> tu
 
 @dataclass
 class Job:
-    """A run whose steps were collated once, for whichever ranks."""
+    """A run whose steps are collated once for all ranks."""
 
     run: Run
     steps: int = 3
@@ -232,7 +232,7 @@ class Job:
         self.batches: list[StepBatch] = [feed.make(step) for step in range(self.steps)]
 
     def __call__(self, world: World) -> dict[str, Tensor]:
-        """The weights, or this rank's parts of them, after the steps."""
+        """Weights, or this rank's shards, after the steps."""
         strategy = make_strategy(Job.of(self.run), world)
         strategy.build(self.task)
         own = set(strategy.own_micro_batches())
@@ -280,7 +280,7 @@ def loss(outputs, answers):
 
 
 def whole(parts: Sequence[dict[str, Tensor]], like: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The weights as each rank has them; where ranks have parts, each copy that they have together."""
+    """Full weights of each rank; for shards, each combined copy."""
     if all(part[name].shape == tensor.shape for part in parts for name, tensor in like.items()):
         return list(parts)
     every = {name: torch.cat([part[name] for part in parts]).view(-1, *like[name].shape) for name in like}

@@ -1,7 +1,7 @@
 """A real SLURM cluster of two nodes on this machine, for a test session: one slurmctld and two slurmd in a folder.
 
-In: an empty folder. Out: `SLURM_CONF` for the programs of SLURM; `stop` ends what was started, by process id. Needs
-root and Debian's slurm-wlm; no systemd, munge or cgroups.
+In: an empty folder. Out: `SLURM_CONF` for SLURM's programs; `stop` ends everything that was started, by process id.
+Needs root and Debian's slurm-wlm; no systemd, munge or cgroups.
 """
 
 import os
@@ -57,7 +57,7 @@ PartitionName=urgent Nodes=n[1-2] PriorityTier=10 PreemptMode=OFF MaxTime=INFINI
 
 
 def missing() -> str | None:
-    """Why there can be no cluster here, or None."""
+    """Reason why there can be no cluster here, or None."""
     if os.geteuid() != 0:
         return "SLURM's daemons need root here"
     lacking = [name for name in ("slurmctld", "slurmd", "sbatch", "srun", "scontrol") if shutil.which(name) is None]
@@ -65,12 +65,12 @@ def missing() -> str | None:
 
 
 class Cluster:
-    """Two nodes of 4 CPUs, `main` (preempted after `grace_s` seconds) and `urgent` over it."""
+    """Two nodes of 4 CPUs; partition `main` is preempted by `urgent` after `grace_s` seconds."""
 
     def __init__(self, folder: Path, grace_s: int = 60) -> None:
         self.folder = folder
         self.config = folder / "slurm.conf"
-        self.python = str(programs(folder / "programs") / "python")  # which has imported everything
+        self.python = str(programs(folder / "programs") / "python")  # an interpreter with all imports
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         for name in ("state", "spool-n1", "spool-n2"):
             (folder / name).mkdir(parents=True)
@@ -89,18 +89,18 @@ class Cluster:
             raise
 
     def start(self, name: str, command: list[str]) -> None:
-        """A daemon in the foreground, as a child of ours."""
+        """Start a daemon in the foreground, as our child."""
         with open(self.folder / f"{name}.out", "ab") as out:
             self._daemons[name] = subprocess.Popen(
                 [*command, "-f", str(self.config)], env=os.environ | self.variables, stdout=out, stderr=out
             )
 
     def start_node(self, node: str) -> None:
-        """Bring back a node that was killed."""
+        """Restart a killed node."""
         self.start(node, ["slurmd", "-D", "-N", node])
 
     def kill_node(self, node: str) -> None:
-        """As when a machine loses power: its slurmd, the stepd of its steps and their tasks are gone at once."""
+        """Kill a node like a power loss: slurmd, its stepds and their tasks at once."""
         os.kill(self._daemons.pop(node).pid, signal.SIGKILL)
         spool, stepds, tasks = str(self.folder / f"spool-{node}"), set(), []
         for pid in _processes():
@@ -115,29 +115,29 @@ class Cluster:
                 tasks.append(pid)
                 if _name(parent := _parent(pid)) == "slurmstepd":
                     stepds.add(parent)
-        for pid in [*stepds, *tasks]:  # a stepd that lived on would tell the controller how its task has ended
+        for pid in [*stepds, *tasks]:  # a surviving stepd would report to the controller how its task ended
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
     def ask(self, *command: str) -> str:
-        """What a program of SLURM prints."""
+        """Output of a SLURM program."""
         return subprocess.run(
             command, env=os.environ | self.variables, capture_output=True, text=True, check=False, timeout=60
         ).stdout
 
     def field(self, job: str, name: str) -> str:
-        """Of `scontrol show job`: JobState, ExitCode, Restarts, Reason, ..."""
+        """A field of `scontrol show job`: JobState, ExitCode, Restarts, Reason, ..."""
         words = self.ask("scontrol", "-o", "show", "job", job).split()
         return next((word.partition("=")[2] for word in words if word.startswith(f"{name}=")), "")
 
     def hurry(self, job: str) -> None:
-        """A job that was queued again waits for two minutes otherwise. Not at once: a node refuses credentials of the
-        second in which it ended the job before."""
+        """Skip the two-minute wait of a requeued job. Not at once: a node refuses credentials from the second in which
+        it ended the previous job."""
         time.sleep(2)
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def until(self, true: Callable[[], bool], what: str, seconds: float = 120) -> None:
-        """Wait for something. The limit is only there so that a failure ends."""
+        """Wait for a condition. The limit only makes failures end."""
         limit = time.monotonic() + seconds
         while not true():
             if time.monotonic() >= limit:
@@ -183,7 +183,7 @@ def _processes() -> list[int]:
 
 
 def _free_ports() -> list[int]:
-    """slurmctld's, and two neighbours for the nodes; below those that the system gives out by itself."""
+    """Ports for slurmctld and two adjacent ones for the nodes, below those that the system assigns."""
     first = 14_000 + 4 * (os.getpid() % 1000)
     for start in range(first, 19_000, 4):
         try:

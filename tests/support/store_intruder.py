@@ -1,8 +1,8 @@
-"""What a stranger on the network does: `python store_intruder.py HOST PORT HOW MARKER` writes into the store that it
-finds there, under every key that is there and under those that torch and lockstep read. Prints how many keys.
+"""Attack by a stranger on the network: `python store_intruder.py HOST PORT HOW MARKER` writes to the store it finds
+there, under every existing key and those that torch and lockstep read. Prints the number of keys.
 
-HOW: `pickle` (it would make the folder MARKER), `malformed` (half of a JSON text), `forged` (well-formed); the last two
-under the seal that anybody can make; `beats` (signs of life of the ranks, under that seal, over theirs for a while).
+HOW: `pickle` (it would create the folder MARKER), `malformed` (half of a JSON text), `forged` (well-formed); the last
+two with a seal that anybody can make; `beats` (heartbeats of the ranks with that seal, over theirs for a while).
 """
 
 import json
@@ -30,7 +30,7 @@ STATE: dict[str, Any] = {
 
 
 class Code:
-    """A pickle that makes a folder when it is loaded."""
+    """A pickle that creates a folder when it is loaded."""
 
     def __init__(self, marker: str) -> None:
         self.marker = marker
@@ -40,7 +40,7 @@ class Code:
 
 
 def values(how: str, marker: str, key: str) -> bytes:
-    """What to write under a key."""
+    """Values to write under a key."""
     if how == "pickle":
         return pickle.dumps(Code(marker))
     first, _, rest = key.partition("/")
@@ -52,14 +52,14 @@ def values(how: str, marker: str, key: str) -> bytes:
 
 
 def beat(how: str, marker: str, rank: str) -> bytes:
-    """What to write for a rank: as if it had come to its end, and the others had not to wait for it."""
+    """Forged heartbeat of a rank: as if it had finished, and the others need not wait."""
     return pickle.dumps(Code(marker)) if how == "pickle" else network.seal("", f"watch/{rank}", b'{"over": true}')
 
 
 def over(store: Any, beats: list[str], how: str, marker: str) -> bool:
-    """Write over the ranks' beats for a minute, or until the job has ended and the store with it. Returns whether
-    that was so soon that the job may not have read any of it, and the connection may have been lost."""
-    for rounds in range(600):  # the ranks write their own every second
+    """Overwrite the ranks' heartbeats for a minute, or until the job and its store have ended. Returns whether that was
+    so early that the job may not have read any."""
+    for rounds in range(600):  # the ranks write theirs every second
         try:
             for key in beats:
                 store.set(key, beat(how, marker, key.rpartition("/")[2]))

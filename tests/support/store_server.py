@@ -1,8 +1,8 @@
-"""An object store that this machine can run (moto's S3 server), and a proxy before it that injects faults.
+"""A local object store (moto's S3 server), and a proxy in front of it that injects faults.
 
-In: requests of obstore (`Store.environment` sends them to the proxy). Out: a bucket whose objects a test can look at
-and change, and what was asked for. A test gives `fault` a function of each request: what it returns comes instead of
-the store's answer, or happens on its way.
+In: requests of obstore (`Store.environment` directs them to the proxy). Out: a bucket whose objects a test can inspect
+and change, and the requests. `fault`: a function of each request whose result replaces the store's answer, or happens
+on the way.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _BLOCK = 2**14
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: `key` is that of the object, `listing` whether names are asked for."""
+    """A request: `key` of the object, `listing`: whether names are requested."""
 
     method: str
     key: str
     listing: bool
-    start: int  # of the bytes that are wanted
+    start: int  # of the requested bytes
 
 
 class Proxy:
-    """What stands before a server, and hands requests on; started by whoever starts the server."""
+    """Forwards requests to a server; started with it."""
 
-    root = f"/{BUCKET}"  # of the paths of objects
+    root = f"/{BUCKET}"  # prefix of object paths
 
     def __init__(self) -> None:
         self.fault: Callable[[Asked], str | int | None] = lambda asked: None
-        self.hidden: Callable[[str], bool] = lambda key: False  # which names a listing leaves out
+        self.hidden: Callable[[str], bool] = lambda key: False  # names that a listing leaves out
         self.asked: list[Asked] = []
-        self.slow_s = 0.0  # a block of 16 KiB takes on its way
+        self.slow_s = 0.0  # seconds per block of 16 KiB
         self._proxy = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"store": self}))
         self._proxy.daemon_threads = True
         self.port = 0  # of the server
@@ -63,7 +63,7 @@ class Proxy:
         self._proxy.server_close()
 
     def sent(self, pattern: str, method: str = "PUT") -> int:
-        """How often objects with such names were asked for."""
+        """Number of requests for objects with such names."""
         return sum(1 for each in self.asked if each.method == method and re.search(pattern, each.key))
 
 
@@ -74,7 +74,7 @@ class Store(Proxy):
         from moto.server import ThreadedMotoServer
 
         super().__init__()
-        # a line a request: a test that fails would show these, and its own lines would be cut
+        # one line per request would hide a failing test's own output
         logging.getLogger("werkzeug").setLevel(logging.WARNING)
         self._moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
 
@@ -113,11 +113,11 @@ class Store(Proxy):
 
     @property
     def as_google(self) -> dict[str, str]:
-        """Variables for gs://: S3's protocol and Google's XML one are alike in all that obstore asks for."""
+        """The same for gs://: S3's protocol and Google's XML API are alike for obstore."""
         return {"GOOGLE_BASE_URL": self.address, "GOOGLE_BEARER_TOKEN": "a-token", "NO_PROXY": "*"}
 
     def clear(self) -> None:
-        """As it was at the start."""
+        """Restore the initial state."""
         self.fault, self.hidden, self.slow_s = (lambda asked: None), (lambda key: False), 0.0
         for key in self.names():
             self.remove(key)
@@ -137,14 +137,14 @@ class Store(Proxy):
         self.client.delete_object(Bucket=BUCKET, Key=key)
 
     def flip(self, key: str) -> None:
-        """Change one bit in the middle of an object."""
+        """Flip one bit in the middle of an object."""
         content = bytearray(self.get(key))
         content[len(content) // 2] ^= 1
         self.put(key, bytes(content))
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Hands a request on. A fault is a status, `cut` (the connection ends half way), or `silent`."""
+    """Forwards a request. A fault is a status, `cut` (closed half way), or `silent`."""
 
     store: Proxy
     protocol_version = "HTTP/1.1"
@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_one_request(self) -> None:
         try:
             super().handle_one_request()
-        except (OSError, http.client.HTTPException):  # the other side has had enough
+        except (OSError, http.client.HTTPException):  # the other side has closed
             self.close_connection = True
 
     def _answer(self) -> None:
@@ -213,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        """Print nothing."""
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _answer
 

@@ -15,7 +15,7 @@ EXACT = [name for name in NAMES if plugins.find("strategies", name).exact]
 
 
 def steps_of(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
-    """Train a few steps; what must be equal everywhere."""
+    """Train a few steps; returns what must be equal everywhere."""
     _, strategy, feed = build_with_feed(run, world)
     rates = [learning_rate(run.optim, t, steps) for t in range(steps)]
     results = [strategy.train_step(feed.make(t).to(world.device), rate) for t, rate in enumerate(rates)]
@@ -33,5 +33,5 @@ def steps_of(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
 
 
 def worlds(name: str) -> list[int]:
-    """The numbers of processes a strategy is tried at; a pipeline's model has two layers, for two stages."""
+    """Numbers of processes on which a strategy is tried; a pipeline's model has two layers, for two stages."""
     return {"single": [1], "pipeline": [2, 4]}.get(name, [1, 2, 3, 4])

@@ -1,6 +1,6 @@
-"""Streamed runs of seconds on made-up shards, for the tests of streaming.
+"""Streamed runs of seconds on generated shards.
 
-In: a folder to write shards in, and their format. Out: the files, and runs that stream them in small windows.
+In: a folder for shards, and their format. Out: the files, and runs that stream them in small windows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rows_of(count: int, seed: int = 0) -> Rows:
 
 
 def write(path: Path, rows: Rows) -> Path:
-    """A file of the format that its name says."""
+    """Write a file in the format of its name."""
     name, _, ending = path.name.partition(".")
     plain = f".{ending}".removesuffix(next((p for p in PACKERS if p and path.name.endswith(p)), ""))
     packed = PACKERS[path.suffix if path.suffix in PACKERS else ""]
@@ -65,7 +65,7 @@ def write(path: Path, rows: Rows) -> Path:
 
 
 def archive_of(name: str, rows: Rows) -> bytes:
-    """As WebDataset writes: a text and a value a row, and something that is neither."""
+    """An archive as of WebDataset: a text and a value per row, and an unrelated file."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         for number, row in enumerate(rows):
@@ -78,7 +78,7 @@ def archive_of(name: str, rows: Rows) -> bytes:
 
 
 def shards(folder: Path, ending: str = ".jsonl", sizes: Iterable[int] = (40, 7, 33, 0, 20)) -> Path:
-    """A folder with shards of train and a validation split."""
+    """A folder with train shards and a validation split."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, size in enumerate(sizes):
         rows = rows_of(size, number)
@@ -89,7 +89,7 @@ def shards(folder: Path, ending: str = ".jsonl", sizes: Iterable[int] = (40, 7, 
 
 
 def streamed(folder: Path, *overrides: str, **values: Any) -> Run:
-    """A run over the shards of a folder. `values` stand beside those of `TINY`."""
+    """A run over a folder's shards. `values`: besides those of `TINY`."""
     data = {"source": str(folder), "stream": True, "stream_window": 24, "max_length": 32} | values.pop("data", {})
     return load(None, list(overrides), TINY | {"data": data} | values)
 
@@ -114,7 +114,7 @@ def mixture(folder: Path) -> dict[str, Any]:
 
 
 def changed(path: Path, how: str) -> None:
-    """What may become of a shard: `other` keeps its size and its time."""
+    """Change a shard: `other` keeps its size and time."""
     before = path.stat()
     if how == "gone":
         path.unlink()
@@ -128,7 +128,7 @@ def changed(path: Path, how: str) -> None:
 
 
 def trained(world: World, run: Run) -> dict[str, Any]:
-    """Steps of two epochs, and the weights of the model."""
+    """Steps of two epochs, and the model's weights."""
     _, strategy, feed = build_with_feed(run, world)
     losses = [float(strategy.train_step(batch, 5e-3).loss) for batch in feed.steps(0)]
     weights = strategy.export()
@@ -147,7 +147,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(run: Run) -> str:
-    """The one line with which preparing a run is refused."""
+    """The line that refuses a run's preparation."""
     with pytest.raises(RunError) as caught:
         prepare(run, Classification)
     assert "\n" not in str(caught.value)

@@ -1,6 +1,6 @@
-"""Small trainings whose fault is told under --verbose, each beside a right program that looks like it.
+"""Small trainings whose fault is reported under --verbose, each with a similar correct program.
 
-In: torch. Out: functions, by the code of the finding that has to be made of each.
+In: torch. Out: functions, by the code of the expected finding.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from support.traced_cases import DATA, X, Y, batches, net, sgd, step
 
 
 def rows_sorted_by_class(wrong: bool) -> None:
-    """The control: rows that are shuffled."""
+    """Control: shuffled rows."""
     order = Y.sort().indices if wrong else torch.randperm(len(Y))
     model = net()
     optimizer = sgd(model)
@@ -34,7 +34,7 @@ def swapped_groups(wrong: bool) -> None:
 
 
 def a_squared_difference(wrong: bool) -> None:
-    """The control: differences of all pairs of outputs, as in a loss of ranks."""
+    """Control: differences of all pairs of outputs, as in a ranking loss."""
     model = nn.Linear(12, 1)
     optimizer = sgd(model, 1e-3)
     for x, _ in batches():

@@ -1,6 +1,6 @@
-"""Small runs of every task on made-up data, for the tests that hold them to the promise.
+"""Small runs of every task on generated data, for tests of the promise.
 
-In: a folder to write data in. Out: runs of seconds, with dropout, clipping that bites, and unequal counts of targets.
+In: a folder for data. Out: runs of seconds, with dropout, effective clipping, and unequal target counts.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def write(path: Path, rows: list[dict]) -> None:
 
 
 def rows_of(kind: str, draw: random.Random) -> dict[str, Any]:
-    """One made-up example."""
+    """One generated example."""
     text = sentence(draw)
     if kind == "translation":
         return {"translation": {"en": text, "de": " ".join(w[::-1] + "ü" for w in text.split())}}
     if kind == "prompts":
         return {"question": text, "answer": " ".join(sentence(draw, 3) for _ in range(draw.choice([1, 1, 4])))}
     if kind == "messages":
-        said = "yes ." if draw.random() < 0.7 else f"{sentence(draw, 14)} {sentence(draw, 14)}"  # far from equally long
+        said = "yes ." if draw.random() < 0.7 else f"{sentence(draw, 14)} {sentence(draw, 14)}"  # very unequal lengths
         turns = [("user", sentence(draw, 5)), ("assistant", said), ("user", "why ."), ("assistant", "no .")]
         return {"messages": [{"role": role, "content": said} for role, said in turns[: draw.choice([2, 2, 4])]]}
     if kind == "questions":

@@ -1,7 +1,7 @@
-"""How much memory tensors needed at most, of which something was written: what a system that gives pages when they are
-touched had to give. Counted tensor by tensor, so that allocators, threads and other processes change nothing.
+"""Peak memory of written tensors: what a system that allocates pages on first touch must provide. Counted per tensor,
+independent of allocators, threads and other processes.
 
-In: operations that run inside `Written()`. Out: `most`, in bytes.
+In: operations inside of `Written()`. Out: `most`, in bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNTOUCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 
 
 class Written(TorchDispatchMode):
-    """Counts a storage from its first writing on, by as many bytes as were written, until it is gone."""
+    """Counts a storage from its first write on, by the written bytes, until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,11 +28,11 @@ class Written(TorchDispatchMode):
         self._held: dict[int, int] = {}  # storage -> bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if DTensor in types:  # its own operations on local tensors come by here
+        if DTensor in types:  # its operations on local tensors are dispatched separately
             return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func.namespace == "c10d":  # collectives write into what they are given, and their schemas do not say so
+        if func.namespace == "c10d":  # collectives write to their arguments, which their schemas do not declare
             written = tree_leaves((args, kwargs))
         else:
             slots = zip(func._schema.arguments, args, strict=False)

@@ -1,4 +1,4 @@
-"""Tiny pretrained models with their tokenizers: of words that the tests choose, and tokens beyond the model's rows."""
+"""Tiny pretrained models with their tokenizers: of chosen words, and tokens beyond the model's rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attenti
 
 
 def tokenizer_of(words: Sequence[str] = WORDS, added: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A word is a token; `[CLS] text [SEP]`."""
+    """A tokenizer with one token per word; `[CLS] text [SEP]`."""
     made = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.train_from_iterator([" ".join(words)], trainers.WordLevelTrainer(special_tokens=SPECIAL))
@@ -43,7 +43,7 @@ def tokenizer_of(words: Sequence[str] = WORDS, added: Sequence[str] = ()) -> Pre
 
 
 def save(folder: Path, kind: str = "bert", added: Sequence[str] = (), rows: int | None = None) -> None:
-    """A model with rows for `WORDS`, or so many, and a tokenizer of these and of what is `added`."""
+    """Save a model with rows for `WORDS`, or `rows` rows, and a tokenizer of these and `added` words."""
     torch.manual_seed(0)
     tokenizer = tokenizer_of(added=added)
     size = len(WORDS) + len(SPECIAL) if rows is None else rows
@@ -61,7 +61,7 @@ def save(folder: Path, kind: str = "bert", added: Sequence[str] = (), rows: int 
 
 
 def run_on(folder: Path, rows: Sequence[dict[str, Any]], *overrides: str, model: str = "model", **task: Any) -> Run:
-    """A run of the model in `folder`/`model` on these rows, the last quarter of which is validation."""
+    """A run of the model in `folder`/`model` on these rows, with the last quarter for validation."""
     cut = len(rows) - len(rows) // 4
     for split, part in (("train", rows[:cut]), ("validation", rows[cut:])):
         lines = "".join(json.dumps(row) + "\n" for row in part)
@@ -78,5 +78,5 @@ def run_on(folder: Path, rows: Sequence[dict[str, Any]], *overrides: str, model:
 
 
 def text_of(number: int, *more: str) -> str:
-    """A text of four words, another one for each number."""
+    """A distinct text of four words for each number."""
     return " ".join([*(WORDS[(number * step + step) % len(WORDS)] for step in (1, 2, 3, 5)), *more])

@@ -1,6 +1,6 @@
-"""Small trainings: faults, each beside a right program that looks like it, and right programs of unusual styles.
+"""Small trainings: faults, each with a similar correct program, and correct programs of unusual styles.
 
-In: torch. Out: functions, by the code of the finding that has to be made of each.
+In: torch. Out: functions, by the code of the expected finding.
 """
 
 import copy
@@ -38,7 +38,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tenso
 
 
 class Stream(IterableDataset):
-    """Of all examples, or of a worker's share."""
+    """A stream of all examples, or of a worker's share."""
 
     def __init__(self, whole: bool) -> None:
         self.whole = whole
@@ -49,7 +49,8 @@ class Stream(IterableDataset):
         yield from (DATA[i] for i in range(first, len(DATA), every))
 
 
-# -- pairs: a fault, and what looks like it ---------------------------------------------------------------------------
+# -- pairs: a fault, and a similar correct program
+# ------------------------------------------------------------------------
 
 
 def loaders_made_anew(wrong: bool) -> None:
@@ -64,7 +65,7 @@ def loaders_made_anew(wrong: bool) -> None:
 
 
 def an_epoch_made_again(wrong: bool) -> None:
-    """Right: from the weights that it began with."""
+    """Right: restarted from its initial weights."""
     model = net()
     optimizer = sgd(model)
     start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -84,7 +85,7 @@ def a_stream_of_workers(wrong: bool) -> None:
 
 
 def one_batch(wrong: bool) -> None:
-    """Right: a trial on one batch asks once."""
+    """Right: a trial on one batch requests it once."""
     model, loader = net(), DataLoader(DATA, batch_size=12)
     optimizer = sgd(model)
     x, y = next(iter(loader))
@@ -130,7 +131,7 @@ def clipping_each_part(wrong: bool) -> None:
 
 
 def rows_of_a_split(wrong: bool) -> None:
-    """Right: rows of training itself are scored as well."""
+    """Right: rows of the training data are scored as well."""
     train, validation = random_split(DATA, [72, 24])
     model = net()
     optimizer = sgd(model)
@@ -157,7 +158,7 @@ def two_splits(wrong: bool) -> None:
 
 
 def frozen_weights(wrong: bool) -> None:
-    """Right: set free later."""
+    """Right: unfrozen later."""
     body, head = net(), nn.Linear(3, 3)
     optimizers = sgd(body), sgd(head)
     for i, (x, y) in enumerate(batches()):
@@ -178,7 +179,7 @@ def a_new_head(wrong: bool) -> None:
 
 
 def a_replaced_model(wrong: bool) -> None:
-    """Right: layers are called by `forward`, so that nobody calls a model."""
+    """Right: layers are called by `forward`, so that no model is called."""
     model = net()
     optimizer = sgd(model)
     model = copy.deepcopy(model) if wrong else model
@@ -214,7 +215,7 @@ def a_loaded_schedule(wrong: bool) -> None:
 
 
 def one_region_of_autocast(wrong: bool) -> None:
-    """Right: the cache of casts is off."""
+    """Right: the autocast cache is disabled."""
     model = net()
     optimizer = sgd(model)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=wrong):
@@ -223,7 +224,7 @@ def one_region_of_autocast(wrong: bool) -> None:
 
 
 def a_region_for_each_step(wrong: bool) -> None:
-    """An outer region that is off keeps the cache of those inside of it."""
+    """A disabled outer region keeps the cache of inner ones."""
     model = net()
     optimizer = sgd(model)
     with torch.autocast("cpu", enabled=False):
@@ -252,7 +253,7 @@ def shapes_of_a_regression(wrong: bool) -> None:
 
 
 def softmax_twice(wrong: bool) -> None:
-    """Right: the logarithm of a softmax has itself as its softmax."""
+    """Right: the log-softmax is its own log-softmax."""
     model = nn.Sequential(net(), nn.Softmax(-1) if wrong else nn.LogSoftmax(-1))
     optimizer = sgd(model)
     for x, y in batches():
@@ -270,7 +271,7 @@ def sigmoid_twice(wrong: bool) -> None:
 
 
 def evaluated_in_training_mode(wrong: bool) -> None:
-    """Right: dropout is sampled, several times for each example."""
+    """Right: dropout is sampled several times per example."""
     train, validation = random_split(DATA, [72, 24])
     model = net(0.2)
     optimizer = sgd(model)
@@ -295,7 +296,7 @@ def left_in_evaluation_mode(wrong: bool) -> None:
 
 
 def a_rate_of_zero(wrong: bool) -> None:
-    """Right: it warms up from zero."""
+    """Right: a warm-up from zero."""
     model = net()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0.0, 1 - n / 6) if wrong else n / 6)
@@ -328,7 +329,7 @@ def gradients_kept(wrong: bool) -> None:
 
 
 def a_schedule_of_another_optimizer(wrong: bool) -> None:
-    """Right: two optimizers of the same parameters take turns, and one has a schedule."""
+    """Right: two optimizers of the same parameters alternate, and one has a schedule."""
     model = net()
     first, second = sgd(model), torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(first, 0.9)
@@ -414,7 +415,7 @@ def checkpoints_without_gradients(wrong: bool) -> None:
 
 
 def scored_by_a_loop(wrong: bool) -> None:
-    """Right: rows without labels, of which the model's answers are trained on."""
+    """Right: unlabelled rows, on whose predictions the model is trained."""
     model = net(0.2)
     optimizer = sgd(model)
     held = X[72:]
@@ -447,7 +448,7 @@ def a_loss_of_probabilities(wrong: bool) -> None:
 
 
 def a_head_that_is_replaced(wrong: bool) -> None:
-    """A second optimizer, made before or after the head of its model is replaced."""
+    """A second optimizer, created before or after the model's head is replaced."""
     model = net()
     optimizer = sgd(model)
     for x, y in batches(1):
@@ -461,7 +462,7 @@ def a_head_that_is_replaced(wrong: bool) -> None:
 
 
 def labels_that_are_shifted(wrong: bool) -> None:
-    """The control: labels that are shifted, and a loss of the script's own."""
+    """Control: shifted labels, with a loss of the script's own."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=16, n_embd=8, n_layer=1, n_head=1))
@@ -514,11 +515,13 @@ PAIRS: dict[Callable[[bool], None], str] = {
 }
 
 
-# -- what is right, and was accused -----------------------------------------------------------------------------------
+# -- correct programs that were accused
+# -----------------------------------------------------------------------------------
 
 
 def a_checkpoint_is_read_into_the_model() -> None:
-    """As torch.distributed.checkpoint reads: into the tensors of the model's own state_dict, which is loaded then."""
+    """Load as torch.distributed.checkpoint does: into the tensors of the model's own state_dict, which is then
+    loaded."""
     model = net()
     optimizer = sgd(model)
     kept = copy.deepcopy(model.state_dict())
@@ -530,7 +533,7 @@ def a_checkpoint_is_read_into_the_model() -> None:
                 tensor.copy_(kept[name])
             model.load_state_dict(state)
     other = net()
-    other.load_state_dict(other.state_dict())  # read into a new model
+    other.load_state_dict(other.state_dict())  # loaded into a new model
 
 
 def a_mean_teacher() -> None:
@@ -610,7 +613,7 @@ def a_compiled_step() -> None:
 
 
 def copies_that_are_written_to() -> None:
-    """So, and into gradients that stay."""
+    """Copies that are written to, with gradients that stay."""
     copies_in_single_precision(True)
 
 

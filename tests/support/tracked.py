@@ -1,4 +1,4 @@
-"""What a tracker's own store holds."""
+"""Content of a tracker's own store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lockstep.config import plugins
 
 
 def there(name: str) -> None:
-    """Skip a test of a tracker that is not installed."""
+    """Skip the test if a tracker is not installed."""
     for package in plugins.find("track", name).packages:  # type: ignore[attr-defined]
         pytest.importorskip(package)
 

@@ -1,4 +1,4 @@
-"""Variants of a script with a Trainer: what changes the training, and what does not. Named by what was changed."""
+"""Variants of a script with a Trainer: changes that affect training, and others. Named by the change."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MAIN = (
 )
 
 CHANGING: dict[str, str] = {
-    # those that the reader was made with
+    # used while writing the reader
     "loss in a subclass of a subclass": before(
         METRICS,
         "class Base(Trainer):\n    pass\n\nclass Own(Base):\n    def compute_loss(self, model, inputs, **more):\n"
@@ -89,7 +89,7 @@ CHANGING: dict[str, str] = {
     ),
     "arguments set by a method": before(MAKES, "args.set_optimizer(name='sgd', learning_rate=0.1)"),
     "trained in a loop": changed(TRAINED, (TRAINS, f"for fold in range(3):\n    {TRAINS}")),
-    # those that were kept apart until it was done
+    # held out until it was finished
     "a model of its own": before(METRICS, WRAPPED, ("Trainer(model=model", "Trainer(model=Wrapped(model)")),
     "an optimizer by keyword": before(
         SETS,
@@ -138,7 +138,7 @@ QUIET: dict[str, str] = {
     "a log of its own": subclass(
         "    def log(self, logs, *more):\n        print(logs)\n        super().log(logs, *more)"
     ),
-    # kept apart
+    # held out
     "in a function": MAIN,
     "labels of a column": labelled('rows["stars"]'),
     "timing, saving, wandb": changed(

@@ -1,5 +1,6 @@
-"""A strategy that waits before a step for as long as a test wants, so that something can happen in the middle of a job.
-Same bits."""
+"""A strategy that waits before a step for as long as a test wants, so that something can happen within a job. Same
+bits.
+"""
 
 import os
 import time
@@ -13,7 +14,7 @@ HOLD = Path("hold")
 
 
 def held(step: int) -> bool:
-    """Whether a step may not begin. The file may be taken away at any moment."""
+    """Whether a step may not begin. The file may disappear at any moment."""
     try:
         return step >= int(HOLD.read_text() or 0)
     except FileNotFoundError:
@@ -21,8 +22,8 @@ def held(step: int) -> bool:
 
 
 class Held(SavesAtOnce, AllReduce):
-    """`allreduce`; while there is a file `hold` in the working directory, no step from the one it names on begins,
-    unless a rank is asked to stop, which a file `asked` then says. A checkpoint of two steps before is there then."""
+    """`allreduce`; while a file `hold` exists in the working directory, no step from the one it names begins, unless a
+    rank is asked to stop, which a file `asked` reports. The checkpoint of two steps before exists then."""
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         while held(batch.step) and not self.world.stop.came:
@@ -33,8 +34,7 @@ class Held(SavesAtOnce, AllReduce):
 
 
 class Together(SavesAtOnce):
-    """The same, but for ranks that are to meet again: what one of them waits for is a loss, or a rank that comes in.
-    Mixed into a strategy."""
+    """Mixin for ranks that will rendezvous again: what one of them waits for is a loss, or a joining rank."""
 
     world: Any
 
@@ -54,7 +54,7 @@ class HeldTogether(Together, AllReduce):
 
 
 class Told(Held):
-    """The same; says in a file where the ranks' own store is."""
+    """The same; writes the address of the ranks' own store to a file."""
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         Path("port").write_text(os.environ["MASTER_PORT"])

@@ -1,4 +1,4 @@
-"""A strategy that waits in the middle of a run, so that a test can do something to it there."""
+"""A strategy that waits in the middle of a run, so that a test can intervene there."""
 
 import os
 import time
@@ -12,9 +12,8 @@ STEP = 25
 
 
 class Held(SavesAtOnce, AllReduce):
-    """Step 25 does not begin before a rank is asked to stop, or a file `go` is there; not longer than two minutes a
-    step, so that nothing hangs for ever. A file `held-PID` says that a rank has come to it. The checkpoint of step 20
-    is there then."""
+    """Step 25 does not begin before a rank is asked to stop, or a file `go` exists, for at most two minutes per step. A
+    file `held-PID` says that a rank has reached it. The checkpoint of step 20 exists then."""
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         limit = time.monotonic() + float(os.environ.get("HELD_S", "120"))

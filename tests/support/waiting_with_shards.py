@@ -1,4 +1,4 @@
-"""Strategies whose ranks share the state out, and wait before a step as long as a test wants: `waiting_at_steps.py`."""
+"""Strategies whose ranks shard the state, and wait before a step as long as a test wants: `waiting_at_steps.py`."""
 
 from lockstep.strategies.fsdp2 import FSDP2, ShardedOptimizer
 from lockstep.strategies.pipeline import Pipeline

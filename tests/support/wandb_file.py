@@ -1,6 +1,6 @@
-"""Reads what W&B keeps of an offline run: a .wandb file of protobuf records in LevelDB's log format.
+"""Read W&B's file of an offline run: a .wandb file of protobuf records in LevelDB's log format.
 
-In: a file. Out: its records, in order. W&B's own reader is no longer part of its package.
+In: a file. Out: its records, in order. W&B's package no longer has a reader.
 """
 
 import struct
@@ -13,7 +13,7 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 def records(path: Path) -> Iterator[Any]:
-    """`wandb.proto.wandb_internal_pb2.Record`s."""
+    """Yield `wandb.proto.wandb_internal_pb2.Record`s."""
     from wandb.proto import wandb_internal_pb2
 
     data, place, parts = path.read_bytes(), 0, b""

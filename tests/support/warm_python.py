@@ -1,9 +1,9 @@
-"""`python` for a shell, without the seconds of its imports: asks `forked.address` for a process that has made them.
+"""`python` for a shell, without the seconds of its imports: requests a process with them from `forked.address`.
 
-    python -I -S warm_python.py ADDRESS WORDS ...
+python -I -S warm_python.py ADDRESS WORDS ...
 
-In: words as `python` has them; working directory, variables, descriptors and ignored signals are passed on. Out: the
-process's exit status, or the signal that ended it. It becomes a new interpreter where such a process will not do.
+In: words as for `python`; working directory, variables, descriptors and ignored signals are passed on. Out: the
+process's exit status, or the signal that ended it. It becomes a new interpreter if such a process would not do.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""A web server on the loopback whose files a test can change, with faults to inject.
+"""A web server on the loopback with changeable files and fault injection.
 
 In: requests for files of `Served.files`. Out: their bytes, by ranges, with ETags. A fault is a status, "cut" for an
-answer that ends half way, or "slow" for one that takes a while.
+answer that ends half way, or "slow".
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Served:
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
-        self.faults: dict[str, list[int | str]] = {}  # file -> what comes instead, one an answer with its bytes
-        self.asked: list[str] = []  # files whose bytes were asked for
+        self.faults: dict[str, list[int | str]] = {}  # file -> faults, one per answer with its bytes
+        self.asked: list[str] = []  # files whose bytes were requested
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"served": self}))
         self._server.daemon_threads = True
         self.address = f"http://127.0.0.1:{self._server.server_port}"
@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = len(body) < length
 
     def log_message(self, *_: object) -> None:
-        """Silent."""
+        """Print nothing."""
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Which keys a person wrote, and which others a message talks about as if he had.
+"""Keys that a user wrote, and keys that a message wrongly treats as written.
 
-By other code than that of lockstep: a message may begin with a key only if that was written, or if the message says
-that it is a default, or that it is missing.
+Independent of lockstep's code: a message may begin with a key only if it was written, or if the message calls it a
+default or missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHORT |= {"strategy": "name", "launch": "name", "track": "to"}
 
 @cache
 def known_keys() -> frozenset[str]:
-    """Every dotted key of a run file, those of the tasks, optimizers and launchers included, and the sections."""
+    """Every dotted key of a run file, including those of tasks, optimizers and launchers, and the sections."""
     names = set(Run.model_fields)
     for section, field in Run.model_fields.items():
         inner = getattr(field.annotation, "model_fields", {})
@@ -48,7 +48,7 @@ def _flat(values: Any, prefix: str) -> Iterator[str]:
 
 
 def keys_written(file: Path | None, words: Iterable[str]) -> set[str]:
-    """The keys in a run file, if it can be read, and in the words of a command line."""
+    """Keys in a run file, if readable, and in the words of a command line."""
     keys: set[str] = set()
     if file is not None and file.is_file():
         try:
@@ -65,7 +65,7 @@ def keys_written(file: Path | None, words: Iterable[str]) -> set[str]:
 
 
 def accused(text: str, written: set[str] | Sequence[str]) -> list[str]:
-    """The lines of a text that are about a key that nobody wrote, and do not say that it is a default."""
+    """Lines about a key that nobody wrote, and that do not call it a default."""
     found = []
     for line in text.splitlines():
         about = _ABOUT.match(line.strip())
