@@ -100,11 +100,17 @@ class Web:
                     f"{address}: the server refuses access (HTTP {error.code}); check the address and your permissions",
                 ) from None
             raise StoreError(
-                "LS2136", f"{address}: the server answered HTTP {error.code}", again=error.code in _AGAIN
+                "LS2136",
+                f"{address}: the server answered HTTP {error.code}; check the address, or try again later",
+                again=error.code in _AGAIN,
             ) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
-            raise StoreError("LS2137", f"{address} is not reachable: {one_line(reason, 200)}", again=True) from None
+            raise StoreError(
+                "LS2137",
+                f"{address} is not reachable: {one_line(reason, 200)}; check the address and the network",
+                again=True,
+            ) from None
 
     def _url(self, address: Address) -> str:
         return f"{address.root}/{quote(address.path, safe='/%')}"

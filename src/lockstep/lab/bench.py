@@ -308,7 +308,9 @@ def write(request: Bench, rows: Sequence[BenchRow]) -> None:
         (request.folder / "bench.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
         write_page(request.folder / "bench.html", "bench.html.jinja", title=f"{request.base.name}: bench", **page)
     except OSError as error:
-        raise RunError("LS8030", f"--out: cannot write to {request.folder}: {error.strerror}") from error
+        raise RunError(
+            "LS8030", f"--out: cannot write to {request.folder}: {error.strerror}; give another --out"
+        ) from error
 
 
 def plots(rows: Sequence[BenchRow]) -> list[str]:

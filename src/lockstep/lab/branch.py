@@ -215,7 +215,9 @@ def place(begun: Begun, run: Run, ours: Course) -> None:
             _linked(source, folder_of(run) / aside, manifest.hashes)
             placed(run, _own(manifest, run, ours, begun.scored), folder_of(run) / aside)
     except OSError as caught:
-        raise RunError("LS8061", f"output: cannot write to {run.folder}: {caught.strerror or caught}") from caught
+        raise RunError(
+            "LS8061", f"output: cannot write to {run.folder}: {caught.strerror or caught}; choose another output"
+        ) from caught
 
 
 def _own(manifest: Manifest, run: Run, ours: Course, scored: bool) -> Manifest:

@@ -576,4 +576,4 @@ def write(page: Path, outcomes: list[Outcome], facts: dict[str, Any]) -> None:
             steps=STEPS,
         )
     except OSError as error:
-        raise RunError("LS8174", f"--page: {page} cannot be written: {error.strerror}") from error
+        raise RunError("LS8174", f"--page: {page} cannot be written: {error.strerror}; give another --page") from error

@@ -189,9 +189,14 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
         rendezvous.admit(facts(run, data.key))
     except RendezvousConnectionError as caught:
         raise RunError(
-            "LS7434", f"launch.rendezvous: {host}:{port} does not answer as a rendezvous: {caught}"
+            "LS7434",
+            f"launch.rendezvous: {host}:{port} does not answer as a rendezvous: {caught}; correct host and port",
         ) from None
     except RendezvousError as caught:  # wrong secret, or data from a stranger
-        raise RunError("LS7435", f"launch.rendezvous: the rendezvous at {host}:{port} failed: {caught}") from None
+        raise RunError(
+            "LS7435",
+            f"launch.rendezvous: the rendezvous at {host}:{port} failed: {caught}; give all machines one "
+            "secret, and a port that only this job uses",
+        ) from None
     sent = run if plan.job is None else plan.job.dump()
     return run_agent(run, processes_of(run), rendezvous, entry, (sent, tuple(words), variables), say)

@@ -62,7 +62,9 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
     if not differing:
         shared = by_step(records[0]).keys() & by_step(records[1]).keys()
         if not shared:
-            raise RunError("LS8152", f"{a} and {b} have no step in common")
+            raise RunError(
+                "LS8152", f"{a} and {b} have fingerprints of no common step; train both with one fingerprint.every"
+            )
         if faulty:
             _tell(console, "no step differs, but these lines prove nothing:", faulty)
             return 1

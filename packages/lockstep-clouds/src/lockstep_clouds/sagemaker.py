@@ -213,5 +213,7 @@ class Sagemaker(SubmittedJob):
         try:
             client.stop_training_job(TrainingJobName=record.job)
         except (BotoCoreError, ClientError) as caught:
-            raise RunError("LS7374", f"AWS did not stop training job {record.job}: {aws.explained(caught)}") from None
+            raise RunError(
+                "LS7374", f"AWS did not stop training job {record.job}: {aws.explained(caught)}; run the command again"
+            ) from None
         return f"AWS was asked to stop training job {record.job}; it has 120 s to write its checkpoint"

@@ -38,11 +38,14 @@ def describe(client: Any, name: str) -> dict[str, Any] | None:
         if caught.response.get("Error", {}).get("Code") in ("ValidationException", "ResourceNotFound"):
             return None
         raise RunError(
-            "LS7260", f"AWS does not report the status of training job {name}: {aws.explained(caught)}"
+            "LS7260",
+            f"AWS does not report the status of training job {name}: {aws.explained(caught)}; run the command again",
         ) from None
     except BotoCoreError as caught:
         raise RunError(
-            "LS7261", f"the status of training job {name} cannot be read from AWS: {aws.explained(caught)}"
+            "LS7261",
+            f"the status of training job {name} cannot be read from AWS: {aws.explained(caught)}; "
+            "run the command again",
         ) from None
 
 

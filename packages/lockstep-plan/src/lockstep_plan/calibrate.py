@@ -258,7 +258,7 @@ def write(device: Device, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RunError("LS8044", f"--out: {path} cannot be written: {error.strerror}") from error
+        raise RunError("LS8044", f"--out: {path} cannot be written: {error.strerror}; give another --out") from error
 
 
 def check_finite(figures: Mapping[str, Any]) -> None:

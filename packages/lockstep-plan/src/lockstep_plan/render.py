@@ -128,7 +128,7 @@ def page(path: Path, title: str, plans: Sequence[Plan], device: Device, price: f
             refused=refused,
         )
     except OSError as error:
-        raise RunError("LS8340", f"--out: {path} cannot be written: {error.strerror}") from error
+        raise RunError("LS8340", f"--out: {path} cannot be written: {error.strerror}; give another --out") from error
 
 
 def plots(plans: Sequence[Plan], names: Sequence[str], device: Device) -> list[str]:

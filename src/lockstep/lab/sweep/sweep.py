@@ -206,7 +206,9 @@ class Leaderboard:
             self.sweep.folder.mkdir(parents=True, exist_ok=True)
             (self.sweep.folder / FILE).write_text(json.dumps(values, indent=1), encoding="utf-8")
         except OSError as error:
-            raise RunError("LS8353", f"--out: cannot write to {self.sweep.folder}: {error.strerror}") from error
+            raise RunError(
+                "LS8353", f"--out: cannot write to {self.sweep.folder}: {error.strerror}; give another --out"
+            ) from error
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Columns and cells of the table, best trial first."""

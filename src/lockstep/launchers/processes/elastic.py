@@ -138,7 +138,13 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
         )
         return FAILED
     except RendezvousError as caught:  # forged or damaged state, detected by torch elastic or here
-        error(coded("LS7316", f"the rendezvous at {rendezvous.at}:{rendezvous.port} failed: {caught}"))
+        error(
+            coded(
+                "LS7316",
+                f"the rendezvous at {rendezvous.at}:{rendezvous.port} failed: {caught}; "
+                "start the same command again on every machine",
+            )
+        )
         return FAILED
     if result is None:  # the job ended while this machine was spare
         return agent.left_out()

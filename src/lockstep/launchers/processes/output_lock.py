@@ -237,7 +237,9 @@ def take(folder: Path, say: Callable[[str], None], beat_s: float = BEAT_S, stale
             if (state := look(path)) is not None:
                 _wait_for_the_end(path, state, say, beat_s, stale_s)
     except OSError as caught:
-        raise RunError("LS7343", f"output: cannot write to {folder}: {caught.strerror}") from caught
+        raise RunError(
+            "LS7343", f"output: cannot write to {folder}: {caught.strerror}; choose another output"
+        ) from caught
     return Lock(folder, descriptor, holder, new_folders, beat_s)
 
 
@@ -415,7 +417,7 @@ def check_ours(run: Run) -> None:
     try:  # list first: another start of this run may be writing its first files
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as caught:
-        raise RunError("LS7345", f"output: cannot read {folder}: {caught.strerror}") from None
+        raise RunError("LS7345", f"output: cannot read {folder}: {caught.strerror}; choose another output") from None
     own = job_record.read(folder) is not None or _written_for(folder)
     if own or any(folder.glob("checkpoints/step-*/manifest.json")):
         return
