@@ -183,8 +183,8 @@ def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace)
     with ExitStack() as stack:
         finish = stack.enter_context(json_output.recording(name)) if getattr(known, "answer_json", False) else int
         if commands.of(name).computes:
-            ACTIVITY.at("importing torch and transformers")
-            stack.enter_context(Waiting(lambda: ACTIVITY.name))
+            ACTIVITY.set("importing torch and transformers")
+            stack.enter_context(CommandNote(lambda: ACTIVITY.name))
         return finish(next(int(answer) for answer in answers if answer is not None))
 
 

@@ -102,7 +102,7 @@ def test_a_trainer_script_is_read_line_by_line(here: Path, capsys: pytest.Captur
         (
             'NAME = "acme/encoder"',
             "NAME = f'acme/{size:>{width}}'",
-            "the model's name is known only when the script runs",
+            "its value is known only when the script runs",
         ),
         ("ARGUMENTS", "ARGUMENTS, neftune_noise_alpha=5", "neftune_noise_alpha: 5 (no noise"),
         ("ARGUMENTS", "ARGUMENTS, optim='adafactor'", "the rate of adafactor (Trainer's takes the rate as it is"),

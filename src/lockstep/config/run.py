@@ -643,9 +643,7 @@ def write_run_yaml(run: Run) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
         replace_text(run.folder / "run.yaml", run.dump())
     except OSError as error:
-        raise RunError(
-            "LS1117", f"output: cannot write to {run.folder}: {error.strerror}; choose another output"
-        ) from error
+        raise RunError("LS1117", f"output: cannot write to {run.folder}: {error.strerror}; choose another") from error
 
 
 def redirected(folder: Path) -> str | None:

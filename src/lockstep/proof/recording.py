@@ -28,6 +28,7 @@ from lockstep.tasks.task import Task
 from lockstep.training import plain_sides
 from lockstep.training.evaluation import evaluate
 from lockstep.training.session import Session, build_session, join_ranks
+from lockstep.training.startup import try_a_step
 from lockstep_trace.record import StepRecord, prints_of, read_records, write_records
 from lockstep_trace.step_writer import RankStep, StepWriter, WholeStep
 from lockstep_trace.tracer.inputs import call_inputs

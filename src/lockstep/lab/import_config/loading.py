@@ -84,9 +84,7 @@ class Reading:
             key = (keys or {}).get(name)
             self.draft.unclear(f"line {call.line}: {call.name}({name}={code})", RUNS, *((key,) if key else ()))
         for code in arguments.more:
-            self.draft.unclear(
-                f"line {call.line}: {call.name}({code})", "its content is known only when the script runs"
-            )
+            self.draft.unclear(f"line {call.line}: {call.name}({code})", RUNS)
 
 
 def untyped(draft: RunDraft, where: str) -> None:
@@ -165,9 +163,7 @@ def pretrained(call: Call, at: Reading) -> None:
         return  # a second load: a reference model, or one for inference
     at.models.append(code)
     if unknown is not None:
-        at.draft.unclear(
-            f"line {call.line}: {unknown}", "the model's name is known only when the script runs", "model.source"
-        )
+        at.draft.unclear(f"line {call.line}: {unknown}", RUNS, "model.source")
     else:
         at.set(call, "model.source", source)
     _model(call, at, arguments, task)
