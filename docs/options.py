@@ -34,7 +34,7 @@ def page() -> str:
     parts = [HEAD]
     for purpose, members in commands.PURPOSES.items():
         parts.append(f"## {purpose}\n")
-        parts += [_command(name, text) for name, text in members.items()]
+        parts += [_command(name, command.text) for name, command in members.items()]
     return "\n".join(parts)
 
 

@@ -13,6 +13,7 @@ from lockstep.distributed import torch_internals
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.fsdp import TreeScatter
 from lockstep.strategies.fsdp2 import FSDP2
+from lockstep.strategies.job import Job
 from lockstep.tasks.models import padding
 from lockstep.training.data_loader import StepLoader
 from support.fsdp2_runs import LLAMA, of
@@ -214,7 +215,7 @@ def test_the_control_fsdp_s_own_sums_have_other_bits(single: dict) -> None:
 )
 def test_what_cannot_work_is_refused(options: dict, ranks: int, said: tuple[str, ...]) -> None:
     with raises(*said):
-        FSDP2.check(tiny(strategy={"name": "fsdp2", "options": options}), ranks)
+        FSDP2.check(Job.of(tiny(strategy={"name": "fsdp2", "options": options}), ranks))
 
 
 @pytest.mark.parametrize(
@@ -224,4 +225,4 @@ def test_what_cannot_work_is_refused(options: dict, ranks: int, said: tuple[str,
 def test_what_the_engine_s_own_tensor_parallelism_cannot_share_is_refused(model: dict, said: tuple[str, ...]) -> None:
     strategy = {"name": "fsdp2", "exact": False, "options": {"tensor_parallel": 4}}
     with raises(*said):
-        FSDP2.check(tiny(strategy=strategy, **model), 4)
+        FSDP2.check(Job.of(tiny(strategy=strategy, **model), 4))

@@ -336,13 +336,13 @@ def test_autograd_s_own_sums_are_equal_to_rounding(task: str) -> None:
 )
 def test_what_cannot_work_is_refused_before_anything_is_built(processes: int, overrides: tuple, said: str) -> None:
     with pytest.raises(RunError) as error:
-        Pipeline.check(tiny("strategy.name=pipeline", *overrides), processes)
+        Pipeline.check(Job.of(tiny("strategy.name=pipeline", *overrides), processes))
     assert said in str(error.value)
 
 
 @pytest.mark.parametrize(("processes", "stages"), [(2, ()), (4, ("strategy.options.stages=2",))])
 def test_two_layers_are_enough_for_two_stages(processes: int, stages: tuple[str, ...]) -> None:
-    Pipeline.check(tiny("strategy.name=pipeline", *stages), processes)
+    Pipeline.check(Job.of(tiny("strategy.name=pipeline", *stages), processes))
 
 
 @pytest.mark.processes
