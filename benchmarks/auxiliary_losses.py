@@ -80,7 +80,7 @@ def entries(run: Any, head: str, config: Any) -> dict[str, str]:
         other = copy.deepcopy(config)
         for path, value in values.items():
             *outer, last = path.split(".")
-            setattr(config_checks._read(other, ".".join(outer)) if outer else other, last, value)
+            setattr(config_checks._at(other, ".".join(outer)) if outer else other, last, value)
         found[named] = outcome(run, head, other)
         if found[named] == "term" and not config_checks.auxiliary_term(run, head, other):
             found[named] = "term that is not refused"

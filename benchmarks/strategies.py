@@ -82,7 +82,7 @@ def row(label: str, found: Recording, verdict: Comparison, wrong: list[str], bas
         label,
         str(found.processes),
         f"{first.loss:.6f}",
-        f"{first.norm:.6f}",
+        f"{first.grad_norm:.6f}",
         *(apart(verdict, what) for what in ("loss", "norm", "gradient")),
         f"{found.examples_per_s:.1f}",
         f"{speed:.2f}",
@@ -138,7 +138,9 @@ def main() -> None:
                 verdict = compare(mine.folder, single)
                 wrong = findings(found, verdict)
                 table.append(row(label, found, verdict, wrong, base))
-                found = replace(found, steps=[replace(step, hashes={}) for step in found.steps])
+                found = replace(
+                    found, steps=[replace(s, before={}, computed=(), gradients={}, after={}) for s in found.steps]
+                )
                 kept.append({"label": label, "options": options, "wrong": wrong, **asdict(found)})
                 args.out.write_text(json.dumps({"processor": processor(), "runs": kept}, indent=1))
                 print(f"{label} at {processes}: {table[-1][4:]} ({time.perf_counter() - start:.0f} s)", flush=True)

@@ -14,6 +14,8 @@ import pytest
 from support.assumed import rests_on_it
 from support.wandb_file import records
 
+pytestmark = pytest.mark.slow  # imports each tracker
+
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Any:

@@ -122,7 +122,7 @@ def hashes(folder: Path, name: str, values: dict[str, Any]) -> dict[int, dict[st
     return {line["step"]: {k: line[k] for k in ("hash", "weights", "optimizer") if k in line} for line in lines}
 
 
-@pytest.mark.parametrize("kind", ["documents", *map(slow, ("preference", "module", *SLOW)), *map(long, LONG)])
+@pytest.mark.parametrize("kind", [*map(slow, ("documents", "preference", "module", *SLOW)), *map(long, LONG)])
 def test_keys_that_are_no_arithmetic_change_no_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     if kind == "module":

@@ -24,6 +24,8 @@ from support.marks import slow
 from support.task_runs import BERT, TASKS, TEMPLATE, make, write
 
 # Task keys -> values to change them to, where they are not numbers or yes and no.
+pytestmark = pytest.mark.slow  # prepares data for each key
+
 OTHERS: dict[str, list[Any]] = {
     "chat_template": [TEMPLATE.replace("<", "["), None],
     "turns": ["each"],

@@ -134,6 +134,7 @@ def test_all_ranks_together_hold_the_step_s_examples(ranks: int, values: dict[st
             assert sorted(row for part in parts for row in rows_in(part)) == sorted(wanted_rows(whole, rows))
 
 
+@pytest.mark.slow
 def test_a_resume_makes_the_same_batches_and_reads_a_window_and_a_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +158,7 @@ def test_a_resume_makes_the_same_batches_and_reads_a_window_and_a_shard(
         assert [batch.ids.tolist() for batch in islice(feed.steps(after), 12)] == untouched[after:][:12]
 
 
+@pytest.mark.slow
 def test_what_is_in_memory_does_not_grow(tmp_path: Path) -> None:
     most = []
     for count in (6, 24):

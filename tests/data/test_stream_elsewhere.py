@@ -23,6 +23,8 @@ from support.store_server import BUCKET, Asked, Store
 from support.stream_runs import SMALL, batches, content, feed_of, folder, refusal, shards, streamed, trained
 from support.web_server import Served, web
 
+pytestmark = pytest.mark.slow  # servers, ports and many small jobs
+
 __all__ = ["folder", "web"]  # fixtures
 
 RUN = ("batch_size=8", "epochs=2", "steps=null", "seed=3")

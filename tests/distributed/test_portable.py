@@ -109,6 +109,7 @@ def test_portable_is_part_of_the_arithmetic() -> None:
     assert changed().arithmetic() == changed(name="ddp").arithmetic()
 
 
+@pytest.mark.slow
 def test_what_has_other_bits_elsewhere_is_refused_before_a_process_starts() -> None:
     run = load(None, {"strategy.name": "ddp", "strategy.exact": "portable", "model.compile": True}, TINY)
     with raises("LS5140", "model.compile"):

@@ -8,7 +8,7 @@ import yaml
 
 from lockstep.config.run import RunError
 from lockstep.launchers.accelerate import Accelerate
-from lockstep.launchers.start import joined
+from lockstep.launchers.start import run_as_rank
 from lockstep.proof.verify import verify
 from support.harness import tiny
 from support.messages import raises
@@ -97,7 +97,7 @@ def test_ranks_of_accelerate_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         "ACCELERATE_GRADIENT_CLIPPING": "auto",
     }.items():
         monkeypatch.setenv(name, value)
-    for start in (joined, lambda run: verify(run, 1)):
+    for start in (run_as_rank, lambda run: verify(run, 1)):
         with pytest.raises(RunError) as caught:
             start(tiny())
         assert str(caught.value).count("\n") == 2

@@ -231,6 +231,7 @@ def test_a_stop_signal_that_only_one_that_comes_has_heard(code: int, asked: bool
     assert ranks.joining == ({1} if told else set())
 
 
+@pytest.mark.slow
 def test_who_does_not_come_out_of_a_group_that_was_cut_off_counts_as_lost(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

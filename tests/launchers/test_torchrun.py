@@ -26,7 +26,7 @@ from lockstep.distributed.world import World
 from lockstep.launchers.accelerate import Accelerate
 from lockstep.launchers.processes.elastic import Agent
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
-from lockstep.launchers.start import joined, joining
+from lockstep.launchers.start import joining, run_as_rank
 from lockstep.launchers.torchrun import Torchrun, node_range
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import join_ranks
@@ -158,7 +158,7 @@ def test_a_world_that_is_not_the_one_that_was_asked_for(monkeypatch: pytest.Monk
     monkeypatch.setenv("LOCKSTEP_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCKSTEP_STATUS_FILE", str(tmp_path / "status"))
     with raises("LS7411", "4", "1"):
-        joined(tiny())
+        run_as_rank(tiny())
     assert (tmp_path / "status").read_text() == "2"
 
 

@@ -55,6 +55,7 @@ def here(*overrides: str, **values: Any) -> dict[str, Any]:
     return steps_of(World(run), run)
 
 
+@pytest.mark.slow
 def test_no_code_for_each_length_and_none_for_each_layer(codes: list[Any]) -> None:
     """Padded micro-batches, such without padding, single examples: three codes, whatever comes after. Names of weights
     stay, and the steps are those that they were."""
