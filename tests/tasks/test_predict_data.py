@@ -110,6 +110,7 @@ def test_what_cannot_be_asked_is_refused(output: Path, tmp_path: Path, capfd: py
         ),
         (f"{tmp_path}/no.jsonl.gz", "no.jsonl.gz looks like a file, and there is none"),
         (f"{tmp_path}/*.txt", "*.txt looks like a file, and there is none"),
+        (f"{tmp_path}/a b.csv", "a b.csv looks like a file, and there is none"),
         (str(tmp_path), f"{tmp_path} is a folder; name its files"),
     ):
         assert main(["predict", str(output), "hello", name]) == 2

@@ -169,7 +169,7 @@ def test_the_report_command_writes_a_page_each_and_one_for_all(tmp_path: Path, c
     for name in "ab":
         folder_of(tmp_path / name)
     assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert capsys.readouterr().out.split() == [
+    assert capsys.readouterr().out.splitlines() == [
         str(tmp_path / page) for page in ("a/report.html", "b/report.html", "comparison.html")
     ]
     assert main(["report", str(tmp_path / "a"), str(tmp_path / "b"), "--to", str(tmp_path / "p.html")]) == 0

@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,8 @@ def test_one_process_promises_nothing_of_several(name: str, tmp_path: Path) -> N
     assert works(World(run), run) == 0
     said = log(run.folder)
     assert "the same weights on" not in said
-    assert f"lockstep evaluate {run.folder} # scores the exported model once more" in said
+    assert f"next {shlex.join(['lockstep', 'evaluate', str(run.folder)])}" in said
+    assert "repeat " not in said  # that command, too, and no other
     assert ("this model trains on one process only" in said) == (name != "SwitchedLate")  # seen while it trains
 
 

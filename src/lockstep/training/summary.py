@@ -115,9 +115,9 @@ def closing(
     console.facts({"model": f"{run.folder}/export ({task.loader} loads it)"} | ({"sha256": weights} if weights else {}))
     if (page := run.folder / "report.html").is_file():
         console.facts({"report": page.resolve().as_uri()}, whole=True)  # a link that opens in a browser
-    console.facts(
-        {"repeat": f"{command}  # {does.removeprefix('gives ')}", "next": what_next(task, console.samples)}, whole=True
-    )
+    then = what_next(task, console.samples)
+    once_more = {"repeat": f"{command}  # {does.removeprefix('gives ')}"} if command != then else {}
+    console.facts(once_more | {"next": then}, whole=True)
 
 
 def better_step(run: Run, best: Best, exported: int, scores: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
