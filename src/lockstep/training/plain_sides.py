@@ -234,7 +234,7 @@ def plain_model(job: Plain, model: nn.Module) -> nn.Module:
     """Build a transformers model (and peft adapter, if any) that shares the parameters and buffers of `model` where
     they are float32. Errors: `PlainFailed`, if names or shapes differ; `Elsewhere`, if too many weights would have to
     be converted."""
-    with plain_path(), adapters.no_rename_warning():
+    with plain_path(), adapters.peft_without_warnings():
         try:
             plain = build_model(job, empty=True)
         except NotCovered:

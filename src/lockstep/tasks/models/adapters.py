@@ -80,9 +80,11 @@ def config(run: Run, head: str) -> Any:
 
 
 @contextmanager
-def no_rename_warning() -> Iterator[None]:
-    """Suppress a peft warning about an attribute that transformers has renamed."""
+def peft_without_warnings() -> Iterator[None]:
+    """Suppress two warnings of peft: about an attribute that transformers has renamed, and about an adapter on tied
+    weights, which `storage_dtype.merged` unties before it merges."""
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         yield
 
@@ -92,7 +94,7 @@ def wrap(run: Run, model: nn.Module, head: str) -> nn.Module:
     from peft import get_peft_model
 
     try:
-        with no_rename_warning():
+        with peft_without_warnings():
             return get_peft_model(model, config(run, head))
     except (TypeError, ValueError) as error:  # no such modules, or an unsupported adapter type
         raise RunError("LS3076", f"model.adapter: {' '.join(str(error).split())[:400]}") from error
@@ -133,7 +135,7 @@ def load_onto(base: nn.Module, export: Path, trainable: bool = False) -> Any:
     warns of weights that the folder lacks, and leaves them as they are drawn."""
     from peft import PeftModel
 
-    with no_rename_warning():
+    with peft_without_warnings():
         warnings.filterwarnings("ignore", message="Found missing adapter keys", category=UserWarning)  # refused below
         model = PeftModel.from_pretrained(base, export, is_trainable=trainable)
     _check_names(model, export)

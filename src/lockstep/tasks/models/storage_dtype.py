@@ -8,6 +8,7 @@ computation are bfloat16.
 
 from __future__ import annotations
 
+import warnings
 from types import MethodType
 from typing import Any
 
@@ -116,7 +117,9 @@ def merged(model: Any, low: bool) -> nn.Module:
         parameter.data = parameter.data.float()
     untied = _untie_adapted(model)
     tied = getattr(model.get_base_model().config, "tie_word_embeddings", False)
-    whole = model.merge_and_unload()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Model with `tie_word_embeddings=True`")  # untied above
+        whole = model.merge_and_unload()
     for parameter in whole.parameters():
         parameter.data = parameter.data.to(dtype)
     whole.config.dtype = dtype
