@@ -10,7 +10,7 @@ import pytest
 from support.harness import digest
 from support.marks import long
 from support.own_modules import job
-from support.simulated import SMALL, Job, on_ranks, whole
+from support.simulated import SMALL, SimulatedJob, on_ranks, whole
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def found_here(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def hashes(here: Path, micro_batches: int, ranks: int, a_host: int, *overrides: str) -> set[str]:
     """Of the weights that ranks end with, so many of them on each host."""
     words = (f"micro_batches={micro_batches}", f"batch_size={micro_batches * 2 + 3}", *overrides)
-    trained = Job(job(here, SMALL, *words))
+    trained = SimulatedJob(job(here, SMALL, *words))
     parts, _ = on_ranks(trained.run, [f"host-{rank // a_host}" for rank in range(ranks)], trained)
     like = dict(trained.task.model().named_parameters())
     return {digest(weights) for weights in whole(parts, like)}

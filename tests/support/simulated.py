@@ -28,6 +28,7 @@ from lockstep.data.batch import StepBatch
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
+from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import make_strategy
 from lockstep.training.data_loader import StepLoader
 
@@ -219,7 +220,7 @@ def on_ranks(run: Run, hosts: Sequence[str], work: Callable[[World], Any]) -> tu
 
 
 @dataclass
-class Job:
+class SimulatedJob:
     """A run whose steps are collated once for all ranks."""
 
     run: Run

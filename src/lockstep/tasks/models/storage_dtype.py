@@ -118,7 +118,7 @@ def merged(model: Any, low: bool) -> nn.Module:
     untied = _untie_adapted(model)
     tied = getattr(model.get_base_model().config, "tie_word_embeddings", False)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Model with `tie_word_embeddings=True`")  # untied above
+        warnings.filterwarnings("ignore", message="(Model with `tie_word|Input and output embeddings)")  # untied above
         whole = model.merge_and_unload()
     for parameter in whole.parameters():
         parameter.data = parameter.data.to(dtype)
