@@ -182,7 +182,7 @@ def write(run: Run, steps: int, path: Path) -> int:
     """Record a few steps and write their hashes to a file. Returns 0, or the exit status of a job that failed. Errors:
     `RunError`."""
     if not path.parent.is_dir():
-        raise RunError("LS8390", f"--write: no such folder: {path.parent}")
+        raise RunError("LS8390", f"--write: no such folder: {path.parent}; make it, or choose another file")
     console = Console(True)
     golden = record_golden(run, steps)
     if isinstance(golden, int):
@@ -190,7 +190,7 @@ def write(run: Run, steps: int, path: Path) -> int:
     try:
         write_records(path, *golden)
     except OSError as error:
-        raise RunError("LS8391", f"--write: {path}: {error.strerror}") from error
+        raise RunError("LS8391", f"--write: {path}: {error.strerror}; choose another file") from error
     console.say(f"{path}: hashes of {len(golden[1])} steps; compare with lockstep verify ... --against {path}")
     return 0
 
@@ -223,10 +223,12 @@ def read_golden(path: Path) -> tuple[dict[str, Any], list[StepRecord]]:
     try:
         facts, steps = read_records(path)
     except OSError as error:
-        raise RunError("LS8392", f"--against: {path}: {error.strerror}") from error
+        raise RunError("LS8392", f"--against: {path}: {error.strerror}; lockstep verify --write makes it") from error
     except ValueError as error:
         if error.code == "LS9150":  # type: ignore[attr-defined]
-            raise RunError("LS8393", f"--against: {path} is not JSON") from None
+            raise RunError(
+                "LS8393", f"--against: {path} is not JSON; write it anew with lockstep verify --write"
+            ) from None
         facts, steps = {}, []
     if "asked" not in facts or not steps:
         raise RunError(

@@ -9,7 +9,7 @@ parsed and never run).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.lab.import_config import axolotl, command_line, loops, trainer, trainer_script
 from lockstep.lab.import_config.script import Script
-from lockstep.lab.import_config.table import FILL_IN, NAMES, RunDraft, decides, only_its_own, read_keys
+from lockstep.lab.import_config.table import FILL_IN, NAMES, Gap, RunDraft, decides, only_its_own, read_keys
 from lockstep.lab.init import columns, detect_layout, init, questions
 from lockstep.lab.init.columns import DatasetProfile
 from lockstep.lab.init.questions import Ask, Prompter
@@ -75,9 +75,12 @@ def move(
         _from_scratch(draft, looked)
     _settle(path, draft, looked, talk)
     text = _text(path, origin, source.called, draft, talk)
+    refused = [] if partial else draft.deciding()  # which the error lists
     for gap in draft.gaps:
-        talk.console.say(str(gap))
-    _complete(origin, draft, partial)
+        if gap not in refused:
+            talk.console.say(str(gap))
+    if refused:
+        raise _incomplete(origin, refused)
     run = _written(path, text, partial, talk)
     listed = "; the file lists what was left out" if draft.gaps else ""
     talk.console.say(f"wrote {path}: {run.task.name}{listed}")
@@ -101,14 +104,11 @@ def _deepspeed(draft: RunDraft) -> None:
         draft.read.append(f"{file} -> strategy")
 
 
-def _complete(origin: Path, draft: RunDraft, partial: bool) -> None:
-    """Check that nothing that decides the training is missing. Errors: `RunError` if something is."""
-    deciding = draft.deciding()
-    if partial or not deciding:
-        return
+def _incomplete(origin: Path, deciding: Sequence[Gap]) -> RunError:
+    """The error for gaps that decide the training."""
     keys = list(dict.fromkeys(key for gap in deciding for key in gap.by))
     hint = f"give a replacement ({', '.join(f'{key}=...' for key in keys[:6])}), or " if keys else ""
-    raise RunError(
+    return RunError(
         "LS8209",
         "\n".join(
             [
