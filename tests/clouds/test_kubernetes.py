@@ -272,7 +272,7 @@ def test_submit_then_status_logs_stop(cluster: Cluster, here: Path, capsys: pyte
     assert (record.launcher, record.job) == ("kubernetes", name)
     cluster.has(ready=2, active=2)
     assert main(["status", "out"]) == 0
-    assert "2 of 2 pods run" in capsys.readouterr().out
+    assert "2 of 2 pods ready" in capsys.readouterr().out
     assert main(["train", "run.yaml"]) == 2  # it is being trained
     assert "lockstep stop" in capsys.readouterr().err
     cluster.answer(logs=(0, "[pod/a] step 1\n[pod/b] step 1\n", ""))

@@ -91,7 +91,11 @@ class Terminal:
         self._ours, theirs = pty.openpty()
         environment = environment_of(cache, TERM="dumb", **more)
         words = ("lockstep", "train", "run.yaml", *words)
-        self.process = Forked([*words], folder, environment, terminal=os.ttyname(theirs))
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored, and all below
+        try:
+            self.process = Forked([*words], folder, environment, terminal=os.ttyname(theirs))
+        finally:
+            signal.signal(signal.SIGINT, before)
         os.close(theirs)
         self.text = ""
 

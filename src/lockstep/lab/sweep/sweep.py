@@ -320,7 +320,7 @@ def sweep(request: Sweep) -> int:
     if endless := [t.name for t in board.trials if t.state == "done" and board.metric(t) is None]:
         console.say(f"{request.metric.removeprefix('-')} is not a finite number in {', '.join(endless)}")
     if stopped or any(trial.state == "stopped" for trial in board.trials):
-        console.say("stopped; the same command continues")
+        console.say("stopped; the same command goes on")
         return STOPPED
     return int(bool(endless) or any(trial.state == "failed" for trial in board.trials))
 

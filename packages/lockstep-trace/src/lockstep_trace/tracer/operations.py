@@ -479,7 +479,8 @@ def _wrap_resize(hooks: Hooks) -> None:
     @functools.wraps(original)
     def resize(self: Any, size: int) -> Any:
         operations = _running(hooks)
-        allocates = operations is not None and operations.active and not self.size()
+        real = self.device.type != "meta"  # the compiler's tensors without numbers have no address
+        allocates = operations is not None and operations.active and size and not self.size() and real
         result = original(self, size)
         if allocates and operations is not None:
             operations.allocated(self.data_ptr())
