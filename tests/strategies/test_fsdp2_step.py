@@ -175,7 +175,7 @@ def test_a_weight_that_is_one_number_counts_once_in_the_norm(ranks: int) -> None
             stepped={"matrix": rows, "number": number},
             named={"matrix": matrix, "number": number},
             rows=[],
-            spread=None,
+            to_dtensor=None,
         )
         squares += ShardedOptimizer.whole_gradient(held, [rows, number]).norm().square()
     assert torch.allclose(squares.sqrt(), torch.cat([matrix.reshape(-1), number[None]]).norm(), rtol=1e-6)
