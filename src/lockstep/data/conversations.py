@@ -7,6 +7,8 @@ derived from rendered prefixes of the conversation: up to a turn with the genera
 This requires each prefix to be a prefix of the next. Templates of reasoning models render earlier turns differently
 once a later one exists (they drop the thinking): such conversations are refused, naming the turn, or each turn is
 trained as rendered when it is the last.
+
+Chats of preference pairs are rendered by `_spoken` in `tasks/answer_pairs.py`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: columns of texts, or of conversations. Out: `input_ids`, the chosen answer with its prompt, followed by the rejected
 answer with its prompt; `targets`, equal to the tokens in answers (if the chat template has marks, in what it marks
 there) and IGNORED elsewhere; and `chosen`, the number of tokens of the chosen part. A micro-batch has the two answers
-of a pair in adjacent rows.
+of a pair in adjacent rows. Chats of other tasks are rendered by `data/conversations.py`.
 """
 
 from __future__ import annotations
