@@ -23,12 +23,14 @@ def ray_facts() -> dict[str, Any]:
 
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/ray_train.py")
+@pytest.mark.long  # a cluster of its own takes two minutes
 def test_ray_connects_once(ray_facts: dict[str, Any]) -> None:
     """is_initialized is False before init; init("local") starts a cluster, which shutdown ends."""
     assert [ray_facts[name] for name in ("before", "begun", "after")] == [False, True, False]
 
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/ray_train.py")
+@pytest.mark.long  # a cluster of its own takes two minutes
 def test_ray_workers_know_their_ranks(ray_facts: dict[str, Any]) -> None:
     """get_context has the rank, the number of workers, and both on this machine; workers are in the folder of the one
     who asked, with RAY_CHDIR_TO_TRIAL_DIR=0; broadcast_from_rank_zero gives all what rank 0 gave."""
@@ -42,6 +44,7 @@ def test_ray_workers_know_their_ranks(ray_facts: dict[str, Any]) -> None:
 
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/ray_train.py")
+@pytest.mark.long  # a cluster of its own takes two minutes
 def test_ray_forms_no_group_where_its_backend_does_none(ray_facts: dict[str, Any]) -> None:
     """A TorchConfig whose backend_cls is Backend forms no process group; the function runs in a thread of its own,
     where Python hears no signals."""
@@ -50,6 +53,7 @@ def test_ray_forms_no_group_where_its_backend_does_none(ray_facts: dict[str, Any
 
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/ray_train.py")
+@pytest.mark.long  # a cluster of its own takes two minutes
 def test_ray_tells_what_a_worker_raised(ray_facts: dict[str, Any]) -> None:
     """Where one worker's function raises more often than max_failures, fit raises an error that names the worker's."""
     (error,) = ray_facts["fit"]
