@@ -288,25 +288,22 @@ class Sampling(nn.Module):
         return self.head(code + torch.randn_like(code))  # type: ignore[no-any-return]
 
 
-def codes_that_are_sampled() -> None:
-    model = Sampling()
+def in_two_micro_batches(model: nn.Module) -> None:
     optimizer = sgd(model)
     for i, (x, y) in enumerate(batches(X, Y, size=4)):
         (functional.cross_entropy(model(x), y) / 2).backward()
         if i % 2:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def codes_that_are_sampled() -> None:
+    in_two_micro_batches(Sampling())
 
 
 def statistics_of_micro_batches() -> None:
     """Batch norm under accumulation: right, and not to be compared."""
-    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    optimizer = sgd(model)
-    for i, (x, y) in enumerate(batches(X, Y, size=4)):
-        (functional.cross_entropy(model(x), y) / 2).backward()
-        if i % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    in_two_micro_batches(nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
 
 
 PAIRS: dict[Callable[[bool], None], str] = {

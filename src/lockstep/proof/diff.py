@@ -215,8 +215,7 @@ def modules_of(run: Run, output: Path, step: int) -> StepRecord:
 def cause_of(a: StepRecord, b: StepRecord, kind: str) -> str:
     """Return the likely cause, by the kind of the first value that differs."""
     if kind != "gradient":
-        cause = causes.OF_KIND[kind]
-        return cause if "likely: " in cause else f"likely: {cause}"
+        return causes.OF_KIND[kind]
     wrong, factors = factors_of(a, b)  # the gradients of all micro-batches are equal
     if factors and all(abs(f - 1) < 1e-4 for f in factors):
         return "equal within rounding; likely: another order of summation (strategy.exact, micro_batches)"

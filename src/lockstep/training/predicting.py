@@ -115,7 +115,7 @@ def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]
     for a word that can only be a file name, if that file does not exist."""
     path = Path(word)
     if not os.path.isfile(word):  # accepts any text; Path.is_file raises for long ones
-        one_name = len(word.split()) == 1 or _is_folder(path) or (os.sep in word and _is_folder(path.parent))
+        one_name = len(word.split()) == 1 or (os.sep in word and _is_folder(path.parent))
         if one_name and (row_files.format_of(path) or _is_folder(path)):
             what = "is a folder; name its files" if _is_folder(path) else "looks like a file, and there is none"
             raise RunError("LS5074", f"predict: {word} {what}. To predict this text itself, add --texts")

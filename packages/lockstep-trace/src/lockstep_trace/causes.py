@@ -79,16 +79,16 @@ OTHER_TARGETS = (
     "and ordered"
 )
 OF_KIND = {  # where both compute the same values before it, and nothing else is known
-    "start weights": "the runs began with other weights (the model, its source, or the seed)",
-    "examples": "another order of the data (seed, batch_size, data, or a filter)",
-    "inputs": "the same rows became other tokens (data, tokenizer, truncation, or micro_batches)",
+    "start weights": "likely: the runs began with other weights (the model, its source, or the seed)",
+    "examples": "likely: another order of the data (seed, batch_size, data, or a filter)",
+    "inputs": "likely: the same rows became other tokens (data, tokenizer, truncation, or micro_batches)",
     "output": "weights and tokens are equal; likely: dropout or its seed, precision, or code of the model",
     "loss": "the outputs are equal; likely: the task's loss or its targets",
     "output gradient": "forward is equal; likely: the model's backward, precision, or an option that recomputes",
     "leaf gradient": "the layer's inputs are equal; likely: how its weight gradient is computed, or a hook on it",
-    "norm": NORM,
+    "norm": f"likely: {NORM}",
     "loss sum": "the loss of each micro-batch is equal; likely: how they are added, which changes no weight",
-    "learning rate": "the schedule (optim.learning_rate, its warm-up, or the number of steps)",
+    "learning rate": "likely: the schedule (optim.learning_rate, its warm-up, or the number of steps)",
     "update": "all gradients are equal; likely: clipping, weight decay, or the optimizer and its options",
 }
 LENGTHS = (
