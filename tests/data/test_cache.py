@@ -255,13 +255,13 @@ def test_rows_are_converted_by_the_code_as_it_is(tmp_path: Path, monkeypatch: py
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     seen = []
-    for ending in ("old", "new"):
+    for ending in ("old", "newer"):  # of another length: Python knows a module that changed by its second and size
         (tmp_path / "converting_helper.py").write_text(f"def ended(texts): return [t + '-{ending}' for t in texts]\n")
         monkeypatch.delitem(sys.modules, "converting_helper", raising=False)
         helper = importlib.import_module("converting_helper")
         convert = lambda batch, helper=helper: {"a": helper.ended(batch["a"])}  # noqa: E731
         seen += source.map_rows(rows, convert, {"a": datasets.Value("string")})["a"][:]
-    assert seen == ["x-old", "x-new"]
+    assert seen == ["x-old", "x-newer"]
 
 
 def test_no_mapped_rows_are_taken_from_the_cache_of_datasets() -> None:
