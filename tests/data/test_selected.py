@@ -242,10 +242,10 @@ def test_examples_that_stand_in_two_splits_are_told_or_left_out(
     found = prepared(run)
     assert sizes(found) == {"train": 81, "validation": 22, "test": 4}
     assert splitting.warnings(found.facts) == [
-        "2 of 22 validation examples stand in train, too; the first is row 5 of validation, row 9 of train: "
-        "'word  9'. Scores on them flatter; data.decontaminate=true leaves them out of train",
-        "1 of 4 test examples stand in train, too; the first is row 3 of test, row 9 of train: 'word 9 '. Scores on "
-        "them flatter; data.decontaminate=true leaves them out of train",
+        "2 of 22 validation examples are also in train; the first is row 5 of validation, row 9 of train: "
+        "'word  9'. Scores on them are too good; data.decontaminate=true removes them from train",
+        "1 of 4 test examples are also in train; the first is row 3 of test, row 9 of train: 'word 9 '. Scores on "
+        "them are too good; data.decontaminate=true removes them from train",
     ]
     dropped = prepared(run_of(tmp_path, "data.decontaminate=true"))
     assert sizes(dropped) == {"train": 78, "validation": 22, "test": 4}
@@ -253,7 +253,7 @@ def test_examples_that_stand_in_two_splits_are_told_or_left_out(
     assert splitting.warnings(dropped.facts) == []
     (tmp_path / "run.yaml").write_text(run.dump())
     assert main(["plan", str(tmp_path / "run.yaml")]) == 0
-    assert "note: 2 of 22 validation examples stand in train" in capsys.readouterr().out
+    assert "note: 2 of 22 validation examples are also in train" in capsys.readouterr().out
     assert (
         main(["plan", str(tmp_path / "run.yaml"), "data.decontaminate=true", "data.filter={text: {max_words: 2}}"]) == 0
     )

@@ -150,8 +150,8 @@ class DataSection(Streaming, Section):
     )
     decontaminate: bool = Field(
         False,
-        description="leave rows out of train, counted, whose texts stand in validation or test, too; false: say how "
-        "many there are",
+        description="remove rows from train, and count them, whose texts are also in validation or test; false: say "
+        "how many there are",
     )
     drop_missing: bool = Field(
         False,

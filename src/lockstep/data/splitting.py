@@ -259,9 +259,9 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
     if facts.get("dropped"):
         return messages
     return messages + [
-        f"{counts['examples']:,} of {counts['of']:,} {split} examples stand in train, too; the first is row "
+        f"{counts['examples']:,} of {counts['of']:,} {split} examples are also in train; the first is row "
         f"{counts['row']:,} of {split}, {counts.get('train_place') or 'row {train_row:,} of train'.format(**counts)}: "
-        f"{counts['text']!r}. Scores on them flatter; data.decontaminate=true leaves them out of train"
+        f"{counts['text']!r}. Scores on them are too good; data.decontaminate=true removes them from train"
         for split, counts in facts.get("overlap", {}).items()
     ]
 

@@ -153,8 +153,8 @@ def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: tor
     ]
     if wrong:
         return ExportComparison(
-            f"{folder} is written, but by from_pretrained, with the tokenizer as it is saved there, examples have "
-            f"other losses than in this run: {'; '.join(wrong)}. The checkpoints are sound; the export is not what was "
+            f"{folder} was written, but loaded by from_pretrained with its own tokenizer it gives examples other "
+            f"losses than this run did: {'; '.join(wrong)}. The checkpoints are sound, but the export is not what was "
             "trained: do not use it before this is understood. The same command writes it again",
             False,
         )

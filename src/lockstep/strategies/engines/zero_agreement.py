@@ -108,7 +108,7 @@ def refuse(rows: Sequence[str], key: str) -> None:
 
 
 def _as_it_is(value: float | None) -> str:
-    return "" if value is None else f", and comes to {value:g} here"
+    return "" if value is None else f", and is {value:g} here"
 
 
 def _off(value: Any) -> bool:

@@ -358,7 +358,7 @@ def _differed(event: Mapping[str, Any]) -> str:
     then = "computed once more" if event.get("retried") else "stopped"
     if out:
         then = f"{out} computed wrongly and left"
-    return f"in step {event.get('step', 0) + 1:,} ranks did not come to the same bits: {then}"
+    return f"in step {event.get('step', 0) + 1:,} ranks computed different bits: {then}"
 
 
 def _starts(history: History) -> str:
