@@ -1,6 +1,7 @@
-"""docs/reference/options.md: every command and its options, from the argument parsers.
+"""Generate the site's page reference/options.md: every command and its options.
 
-In: `lockstep.commands`. Out: `page()`, the text, which `PYTHONPATH=src python docs/options.py` writes.
+In: the argument parsers of `lockstep.commands`, which import without torch. Out: `page()`, its text, which
+docs/site.py writes.
 """
 
 from __future__ import annotations
@@ -8,16 +9,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-from pathlib import Path
 
 from lockstep import commands
 
-PAGE = Path(__file__).parent / "reference/options.md"
 HEAD = """# Options of every command
 
-Written by `PYTHONPATH=src python docs/options.py` from the parsers; `lockstep COMMAND --help` prints the same. What a
-command is for, exit statuses and what OUTPUT holds: [commands](commands.md). Where a command takes `RUN.yaml`, keys of
-the run file follow it as `key=value` or `--key value`.
+`lockstep COMMAND --help` prints the same. Purpose of each command, exit statuses and contents of OUTPUT:
+[commands](commands.md). After `RUN.yaml`, keys of the run file may follow as `key=value` or `--key value`.
 """
 
 
@@ -61,7 +59,3 @@ def _row(action: argparse.Action) -> str:
 
 def _safe(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

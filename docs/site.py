@@ -2,7 +2,7 @@
 
 In: the repository. Out: the pages of docs/, README, CONTRIBUTING, CHANGELOG, the log and the museum's list as pages,
 the run files in runs/ as one page, the list of all messages (docs/messages.py) and a page with a section for each,
-which docs/publish.py splits, what each key changes
+which docs/publish.py splits, options of every command (docs/options.py), what each key changes
 (tests/support/key_table.py), tables of other systems' keys (docs/tables.py), and llms.txt; source and results that
 pages link to become files under repository/, as they are. Links are changed to suit the site, and the code of a
 message becomes a link to its entry. A link to what does not exist is left alone: `zensical build --strict` fails.
@@ -15,10 +15,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path[1:1] = [str(path) for path in (Path(__file__).parents[1] / "src", *Path(__file__).parents[1].glob("packages/*/src"))]
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from agents import llms
 from messages import CODE as MESSAGE_CODE
 from messages import CODE_PAGES, KEY_PAGE, MESSAGES, code_pages, messages, read
+from options import page as options
 from tables import fill
 
 from support import key_table
@@ -55,6 +57,7 @@ def main(out: Path) -> None:
     _write(out / "reference/runs.md", _run_files())
     _write(out / MESSAGES, messages())
     _write(out / KEY_PAGE, key_table.page())
+    _write(out / "reference/options.md", options())
     _write(out / CODE_PAGES / "index.md", code_pages())
     for place in sorted(copied):
         _write(out / f"repository/{place}.txt", (ROOT / place).read_text(encoding="utf-8"))

@@ -125,11 +125,6 @@ def test_what_agents_are_told_is_what_contributing_says() -> None:
     assert len(text.split()) < 1500
 
 
-def test_the_options_of_commands_are_those_of_the_parsers() -> None:
-    text = (DOCS / "reference/options.md").read_text(encoding="utf-8")
-    assert text == script("options").page(), "PYTHONPATH=src python docs/options.py writes it"
-
-
 def test_the_list_of_pages_has_every_page() -> None:
     listed = set(re.findall(r"\(([\w/-]+)\.html\)", _agents().llms()))
     pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md")} - {"index"}
