@@ -15,9 +15,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path[1:1] = [
-    str(path) for path in (Path(__file__).parents[1] / "src", *Path(__file__).parents[1].glob("packages/*/src"))
-]
+sys.path.extend(str(path) for path in Path(__file__).parents[1].glob("packages/*/src"))
+sys.path.append(str(Path(__file__).parents[1] / "src"))
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from agents import llms
 from messages import CODE as MESSAGE_CODE
