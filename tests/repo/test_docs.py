@@ -19,13 +19,16 @@ KEYS = [key for key in _ALL if not any(other.startswith(f"{key}.") for other in 
 
 
 def test_every_key_is_documented() -> None:
-    text = (ROOT / "docs/reference/run-file.md").read_text()
+    text = "".join((ROOT / f"docs/reference/{page}.md").read_text() for page in ("run-file", "tasks"))
     assert [key for key in KEYS if f"`{key}`" not in text] == []
 
 
 @pytest.mark.parametrize("task", [name for name in plugins.names("tasks") if name != "classification"])
 def test_every_key_of_every_task_is_documented(task: str) -> None:
-    page = (ROOT / "docs/reference/tasks.md").read_text().partition(f"## `{task}`")[2].partition("\n## ")[0]
+    text = (ROOT / "docs/reference/tasks.md").read_text()
+    page = text.partition(f"## `{task}`")[2].partition("\n## ")[0]
+    shared = re.findall(r"^\| `task.*", text.partition("## Keys of several tasks")[2].partition("\n## ")[0], re.M)
+    page += "\n".join(line for line in shared if f"`{task}`" in line.split(" | ")[1])
     fields = plugins.find("tasks", task).Options.model_fields  # type: ignore[attr-defined]
     rows = [f"| `task.{key}` |" for key in fields] + [str(field.description) for field in fields.values()]
     assert [row for row in rows if row not in page] == []
