@@ -96,7 +96,7 @@ size:
 
 site: SITE := build/docs-environment
 site:
-	@test -x $(SITE)/bin/zensical || { "$(PYTHON)" -m venv $(SITE) && $(SITE)/bin/python -m pip install -q $$("$(PYTHON)" -c "import tomllib; \
+	@$(SITE)/bin/python -c "import mkdocstrings, packaging, pydantic, rich, yaml, zensical" 2> /dev/null || { "$(PYTHON)" -m venv $(SITE) && $(SITE)/bin/python -m pip install -q $$("$(PYTHON)" -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])"); }
 	@$(SITE)/bin/python docs/site.py
 	@$(SITE)/bin/zensical build --strict --clean --config-file mkdocs.yml
