@@ -1,5 +1,6 @@
 """What a plan makes of simulated ranks: rates, messages, waiting, money; and what it refuses. No process is started."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,19 @@ def test_simulated_ranks_are_on_the_machines_of_the_device(monkeypatch: pytest.M
     assert [found[each].tree(4) for each in (2, 4)] == [True, False]
 
 
+def test_mfu_is_the_share_of_the_stated_rate_of_all_devices() -> None:
+    """A step of 0.5 s with 1,000 tokens of 6e9 operations each, on two devices."""
+    step = Estimate({"forward": 0.5, "messages": 0.0, "waiting": 0.0}, [], 0, True, simulated())
+    for keys, rate in (
+        ({"precision": "bf16"}, 989e12),
+        ({}, 67e12),
+        ({"model": {"source": "m", "dtype": "bfloat16"}}, 989e12),
+    ):
+        planned = Plan(tiny(**keys), 2, step, tokens=1000, operations=6e9)
+        assert planned.mfu(devices.load("h100")) == pytest.approx(1000 * 6e9 / 0.5 / (2 * rate))
+        assert planned.mfu(devices.load("h100").model_copy(update={"kind": "cpu"})) == 0
+
+
 def test_candidates_are_powers_of_two_that_a_step_has_examples_for() -> None:
     run = tiny(batch_size=22)
     assert {each.micro_batches for each in candidates(run, 5)} == {8, 16}
@@ -183,6 +197,7 @@ def test_a_plan_on_the_terminal_and_as_a_page(
     assert "2.0 GB of 80.0 GB in backward: weights 1.0 GB, activations 1.0 GB" in said
     assert "all to all, inside a machine: 1 messages, 500.0 MB" in said
     assert "device-hours, " in said
+    assert re.search(r"^rate +[\d,]+ tokens/s, [\de.-]+% of the device's stated rate \(MFU\)$", said, re.M)
     assert "weights 1.0 GB" in (run_file.parent / "plan.html").read_text()
     assert (
         main(["plan", "run.yaml", "--simulate", "--processes", "2", "4", "precision=bf16", "--out", "grown.html"]) == 0

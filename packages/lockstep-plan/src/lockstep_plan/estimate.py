@@ -83,7 +83,7 @@ def estimate(job: Job, simulated: Sequence[Simulated], device: Device, feed: Ste
 def computed(job: Job, of: Simulated, device: Device) -> dict[str, float]:
     """Seconds of computing by phase."""
     run, ranks = job.run, job.processes
-    precision = "bf16" if run.precision == "fp32" and run.model.trained_in_bfloat16 else run.precision
+    precision = precision_of(run)
     slower = device.slower(ranks)
     besides = device.micro_batch_s + device.engine_s.get(strategy_key(job), 0.0)
     mixed = any(phase == "forward+backward" for phase, *_ in of.ops)  # then overlapping is mixed, too
@@ -93,6 +93,11 @@ def computed(job: Job, of: Simulated, device: Device) -> dict[str, float]:
         each = slower * device.scale(like) * device.seconds(precision, flops, size)
         seconds[phase] = seconds.get(phase, 0.0) + count * each
     return seconds
+
+
+def precision_of(run: Run) -> str:
+    """The precision of a run's matrix products."""
+    return "bf16" if run.precision == "fp32" and run.model.trained_in_bfloat16 else run.precision
 
 
 def strategy_key(job: Job) -> str:

@@ -5,6 +5,7 @@ In: a run, numbers of processes and a device. Out: `Plan`s. Nothing of the run i
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,15 @@ import torch
 from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.lab.subprocess_job import Child
 from lockstep.strategies.abilities import ChoosesByMemory
+from lockstep.strategies.exact.optim import freeze
 from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import counts
 from lockstep.training.resolve import resolve_strategy
+from lockstep.training.utilization import operations_per_token
 from lockstep_plan import fake_world as ranks_of
-from lockstep_plan.devices import Device
-from lockstep_plan.estimate import Estimate, estimate, padding, power_of_two
+from lockstep_plan.devices import Device, at
+from lockstep_plan.estimate import Estimate, estimate, padding, power_of_two, precision_of
 
 AT_ONCE = 2  # parallel simulations
 Say = Callable[[str], None]
@@ -38,6 +41,15 @@ class Plan:
     refused: str | None = None
     padding: float = 1.0
     steps: int = 0
+    tokens: float = 0.0  # of a step, without padding; 0 for a task without tokens
+    operations: float = 0.0  # of a token's forward and backward; 0 if they are not known
+
+    def mfu(self, device: Device) -> float:
+        """Model FLOPs utilization, of the device's stated rate; 0 if it is not known, and on CPUs."""
+        if self.estimate is None or device.kind == "cpu":
+            return 0.0
+        rate = at(device.flops[precision_of(self.run)], math.inf) * self.processes  # type: ignore[index]
+        return self.operations * self.tokens / self.estimate.step_s / rate
 
     @property
     def device_hours(self) -> float:
@@ -60,10 +72,9 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
         )
     job = Job.of(run, processes).with_data()
     task = job.make_task()
+    model = freeze(run, task.model(empty=True))
+    sizes = counts(model)
     if issubclass(job.strategy, ChoosesByMemory) and job.strategy.needs_memory_to_resolve(run):
-        from lockstep.strategies.exact.optim import freeze
-
-        sizes = counts(freeze(run, task.model(empty=True)))
         run = job.strategy.resolve_options(run, processes, *sizes, int(device.memory_bytes))
         job = job.having(run)
     resolve_strategy(run, processes)
@@ -75,7 +86,9 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
     feed = StepLoader(run, task, [], torch.device("cpu"))
     simulated = simulate(job, device, say)
     estimated = estimate(job, simulated, device, feed)
-    return Plan(run, processes, estimated, None, padding(feed), feed.total)
+    length = task.splits["train"].mean_length if task.unit == "tokens" else 0.0
+    operations = 0.0 if task.own_model else operations_per_token(model, *sizes, length)
+    return Plan(run, processes, estimated, None, padding(feed), feed.total, length * run.batch_size, operations)
 
 
 def feed_of(job: Job) -> StepLoader:

@@ -64,11 +64,22 @@ def facts(plan: Plan, device: Device, price: float | None) -> dict[str, str]:
     )
     rows |= {
         "step": f"{charts.seconds(estimate.step_s)} ({phases})",
+        **rate(plan, device),
         "idle": f"{estimate.waiting:.0%} of a step: {waiting:.0%} for slower ranks, the rest for messages",
         "padding": f"{plan.padding:.2f} computed for each real token",
         "run": f"{plan.steps:,} steps, {charts.seconds(estimate.step_s * plan.steps)}; {cost(plan, price)}",
     }
     return rows
+
+
+def rate(plan: Plan, device: Device) -> dict[str, str]:
+    """The row of tokens per second, and of MFU if it is known; none for a task without tokens."""
+    assert plan.estimate is not None
+    if not plan.tokens:
+        return {}
+    mfu = plan.mfu(device)
+    share = f", {100 * mfu:.2g}% of the device's stated rate (MFU)" if mfu else ""
+    return {"rate": f"{plan.tokens / plan.estimate.step_s:,.0f} tokens/s{share}"}
 
 
 def memory_line(kinds: dict[str, int]) -> str:
