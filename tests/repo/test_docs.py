@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 from lockstep import commands
 from lockstep.cli import main
@@ -21,6 +22,17 @@ KEYS = [key for key in _ALL if not any(other.startswith(f"{key}.") for other in 
 def test_every_key_is_documented() -> None:
     text = "".join((ROOT / f"docs/reference/{page}.md").read_text() for page in ("run-file", "tasks"))
     assert [key for key in KEYS if f"`{key}`" not in text] == []
+
+
+def test_the_run_file_s_tables_have_the_defaults_of_the_source() -> None:
+    rows = re.findall(
+        r"^\| `([\w.]+)` \| .*? (?<!\\)\| `(.*?)` (?<!\\)\| ", (ROOT / "docs/reference/run-file.md").read_text(), re.M
+    )
+    source = {key: _ALL[key].get_default(call_default_factory=True) for key, _ in rows if key in _ALL}
+    number = {key for key, default in source.items() if isinstance(default, float)}
+    stated = {key: float(text) if key in number else yaml.safe_load(text) for key, text in rows if key in source}
+    assert len(stated) > 100
+    assert stated == source
 
 
 @pytest.mark.parametrize("task", [name for name in plugins.names("tasks") if name != "classification"])

@@ -435,12 +435,12 @@ class Streaming(Keys):
     )
     stream_window: Annotated[int, Field(ge=1)] = Field(
         WINDOW,
-        description="of a stream: examples that are shuffled together, from one shard after another; of each source",
+        description="examples of a stream that are shuffled together, per source",
     )
 
     stream_cache_gb: Annotated[float, Field(gt=0)] = Field(
         CACHE_GB,
-        description="gigabytes of the cache that copies of shards from elsewhere may take, of all runs; changes no bit",
+        description="most gigabytes of the cache for copies of remote shards, over all runs; changes no bit",
     )
 
     @model_validator(mode="after")

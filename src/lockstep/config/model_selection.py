@@ -32,7 +32,7 @@ class EvaluateSection(Section):
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="how much better than the best before an evaluation has to be, for evaluate.patience to count anew",
+        description="improvement over the best evaluation that resets evaluate.patience",
     )
     limit: Positive | None = Field(
         None,

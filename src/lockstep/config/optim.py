@@ -105,7 +105,10 @@ class OptimSection(PluginSection):
     )
     warmup_fraction: float = Field(0.0, ge=0, le=1, description="the same as a share of all steps")
     min_lr_ratio: float = Field(
-        0.0, ge=0, le=1, description="what linear, cosine, polynomial, wsd and one_cycle end at: share of learning_rate"
+        0.0,
+        ge=0,
+        le=1,
+        description="final rate of linear, cosine, polynomial, wsd and one_cycle, as a share of learning_rate",
     )
     power: float = Field(1.0, gt=0, description="exponent of polynomial")
     decay_fraction: float = Field(0.1, gt=0, le=1, description="share of all steps, the last ones, in which wsd falls")
@@ -124,8 +127,8 @@ class OptimSection(PluginSection):
     )
     master_weights: bool = Field(
         True,
-        description="with model.dtype bfloat16: a float32 copy of the weights, which is updated and rounded into them; "
-        "false: none, and updates below a weight's last bit are lost",
+        description="with model.dtype bfloat16: update a float32 copy of the weights and round it into them; false: no "
+        "copy, and updates below a weight's last bit are lost",
     )
     max_grad_norm: float | None = Field(1.0, ge=0, description="largest gradient norm; 0 or null: no clipping")
 

@@ -76,7 +76,8 @@ class Run(Section):
     remote_dir: Mirror | None = Field(
         None,
         description="address in an object store (s3://, gs:// or az://, BUCKET/FOLDER) that checkpoints and the export "
-        "are copied to; a start whose OUTPUT has none as new goes on from the newest whole one there",
+        "are copied to; a start resumes from the newest complete checkpoint there, unless OUTPUT has a newer "
+        "one",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
     task: TaskSection = Field(default_factory=TaskSection)  # type: ignore[arg-type]
@@ -107,7 +108,7 @@ class Run(Section):
     launch: LaunchSection = Field(default_factory=LaunchSection)  # type: ignore[arg-type]
     metrics: Names = Field(
         default_factory=list,
-        description="functions of yours, of all predictions and labels of a split, as my_file.function",
+        description="your functions of all predictions and labels of a split, as my_file.function",
     )
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)  # type: ignore[arg-type]
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # type: ignore[arg-type]

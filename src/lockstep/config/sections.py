@@ -145,13 +145,13 @@ class DataSection(Streaming, Section):
     )
     deduplicate: bool = Field(
         False,
-        description="of rows of train that hold the same, up to white space, in all columns the task reads, use the "
-        "first, and count the others",
+        description="drop and count rows of train that equal an earlier row, apart from white space, in all columns "
+        "the task reads",
     )
     decontaminate: bool = Field(
         False,
-        description="remove rows from train, and count them, whose texts are also in validation or test; false: say "
-        "how many there are",
+        description="drop and count rows of train whose texts also occur in validation or test; false: report their "
+        "number",
     )
     drop_missing: bool = Field(
         False,
@@ -159,13 +159,12 @@ class DataSection(Streaming, Section):
     )
     drop_unusable: bool = Field(
         False,
-        description="leave out, and count, rows of which nothing can be learned or scored: a negative that is its "
-        "row's own text, two answers that are the same, and in validation and test a label or tag that train has not; "
-        "false: refuse them",
+        description="drop and count rows that cannot be trained on or scored: a negative equal to its row's own text, "
+        "two equal answers, or a validation or test label that train lacks; false: refuse them",
     )
     follow_links: bool = Field(
         False,
-        description="read files that links in the folders named lead to, outside of these; false: refuse them",
+        description="read files outside the named folders that symbolic links in them lead to; false: refuse them",
     )
     encoding: str = Field("utf-8", description="of text files: utf-8, utf-16, latin-1, cp1252, ..., by Python's names")
     limit: Positive | None = Field(None, description="use at most this many examples of each split")
@@ -361,24 +360,25 @@ class LaunchSection(PluginSection):
     max_restarts: Steps = Field(0, description="times a job whose rank died starts again from its last checkpoint")
     on_rank_failure: Literal["restart", "continue"] = Field(
         "restart",
-        description="when a rank is killed or a machine is lost; continue: the others finish the step, without a "
-        "checkpoint, and what takes its place (ranks: at most max_restarts of them) gets the state from them",
+        description="when a rank is killed or a machine is lost; continue: the others finish the step without a "
+        "checkpoint and send their state to replacements (at most max_restarts ranks)",
     )
     replicate_every: Steps = Field(
         0,
-        description="steps between copies of each rank's share of the state in the memory of another rank, from which "
-        "strategies that share it out go on under on_rank_failure=continue; 0: none",
+        description="steps between copies of each rank's share of the state in the memory of another rank, to which "
+        "fsdp2, pipeline and ZeRO go back under on_rank_failure=continue; 0: none",
     )
     timeout_s: float = Field(600.0, gt=0, description="seconds a collective may wait for the other ranks")
     hang_timeout_s: float = Field(
         300.0,
         ge=0,
-        description="seconds a rank may be silent, or in one place, before it is named and the job ends; 0: any",
+        description="seconds of silence or no progress after which a rank is named with its step and stack, and the "
+        "job ends; 0: never",
     )
     rebalance_every: Steps = Field(
         0,
-        description="steps between looks at how long each rank takes for a token; one that is slow for a while hands "
-        "micro-batches over to others; 0: never",
+        description="steps between measurements of each rank's time per token; a rank that stays slow hands "
+        "micro-batches to others; 0: never",
     )
 
     @model_validator(mode="after")
@@ -414,7 +414,9 @@ class CheckpointSection(Section):
         "it; default: any that has",
     )
     changed_code: Literal["refuse", "allow"] = Field(
-        "refuse", description="when your own task or strategy was edited since: refuse to go on, or say so and go on"
+        "refuse",
+        description="when your own task or strategy was edited since the checkpoint: refuse to resume, or resume with "
+        "a note",
     )
 
 
