@@ -154,6 +154,9 @@ def test_a_column_of_texts_and_numbers_is_refused_with_the_row(tmp_path: Path) -
     assert facts(stream | {"types": {"label": "text"}})["labels"] == sorted([*LIKE_JSON, "7"])
 
 
+NUMBERS: dict[str, list[Any]] = {"whole": [0, 1], "decimals": [0.0, 1.0]}
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_files_of_texts_and_of_numbers_are_refused_in_either_order(ending: str, tmp_path: Path) -> None:
     """The reader of `datasets` gives every file the types of the first: "01" became 1."""
@@ -161,6 +164,16 @@ def test_files_of_texts_and_of_numbers_are_refused_in_either_order(ending: str, 
     for files in (names, names[::-1]):
         with raises("LS2106" if ending == "jsonl" else "LS2197", "'label'"):
             facts({"train": files})
+
+
+def test_parquet_files_of_integers_and_of_decimals_are_united_in_either_order(tmp_path: Path) -> None:
+    """They were refused, and the advice, data.types={label: text}, made "0" and "0.0" two labels."""
+    whole, decimals = [save(tmp_path / f"{name}.parquet", rows(kinds, 24)) for name, kinds in NUMBERS.items()]
+    for files in ([whole, decimals], [decimals, whole]):
+        assert facts({"train": files})["labels"] == ["0", "1"]
+    large = save(tmp_path / "large.parquet", rows([2**53 + 1, 0], 24))
+    with raises("LS2410", "large.parquet", str(2**53 + 1)):
+        facts({"train": [large, decimals]})
 
 
 def test_a_text_among_numbers_is_named_as_it_stands(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ def is_text(rows: Dataset, column: str) -> bool:
 
 
 def common(features: Sequence[Any]) -> Any:
-    """The type that represents all of these without loss, or None."""
+    """The type that represents all of these, or None. Integers beside floats become float64; casting to it fails for an
+    integer that it cannot represent."""
     import datasets
 
     typed = [feature for feature in features if getattr(feature, "dtype", None) != "null"]
@@ -54,9 +55,13 @@ def common(features: Sequence[Any]) -> Any:
     if any(getattr(feature, "names", None) for feature in typed):
         return None
     dtypes = {str(getattr(feature, "dtype", feature)) for feature in typed}
-    for alike, to in ((("string", "large_string"), "large_string"), (("int8", "int16", "int32", "int64"), "int64")):
-        if dtypes <= set(alike):
-            return next((feature for feature in typed if getattr(feature, "dtype", "") == to), datasets.Value(to))
+    for alike, to in (
+        ("(large_)?string", "large_string"),
+        ("u?int[0-9]+", "int64"),
+        ("(u?int|float)[0-9]+", "float64"),
+    ):
+        if all(re.fullmatch(alike, dtype) for dtype in dtypes):
+            return datasets.Value(to)
     return None
 
 

@@ -338,8 +338,21 @@ def together(
                 f"{key}: {what} must have columns of the same types, but {column!r} holds {_kind(kinds[one])} "
                 f"in {one} and {_kind(kinds[other])} in {other}{mend}",
             )
-    alike = [_with_columns(part, names).cast(features) for _, part in parts]
-    return datasets.concatenate_datasets(alike)
+    return datasets.concatenate_datasets([_cast(part, features, f"{key}: {what}", file) for file, part in parts])
+
+
+def _cast(part: Dataset, features: Features, what: str, file: Any) -> Dataset:
+    """Give a part these columns and types. Errors: `RunError` for a number that the common type cannot represent."""
+    import pyarrow as pa
+
+    try:
+        return _with_columns(part, list(features)).cast(features)
+    except pa.ArrowInvalid as error:
+        raise RunError(
+            "LS2410",
+            f"{what} must have columns of the same types, and {file} has a number that does not fit the type of the "
+            f"others: {error}; write integers and decimals in columns of their own",
+        ) from None
 
 
 def _with_columns(part: Dataset, names: list[str]) -> Dataset:
