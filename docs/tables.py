@@ -29,12 +29,16 @@ def table(system: str) -> str:
     for name, row in there.items():
         if "none" not in row:
             here = f"`{row['to']}`" if row.get("to") else "nothing to set"
-            lines.append(f"| `{name}` | {here} | {_cell(row.get('how', ''))} |")
-    missing = {name: row["none"] for name, row in there.items() if "none" in row}
+            lines.append(f"| {_names(name, row)} | {here} | {_cell(row.get('how', ''))} |")
+    missing = {_names(name, row): row["none"] for name, row in there.items() if "none" in row}
     if missing:
         lines += ["", "No counterpart; `init --from` lists those that are set:", "", "| theirs | why |", "|---|---|"]
-        lines += [f"| `{name}` | {_cell(why)} |" for name, why in missing.items()]
+        lines += [f"| {names} | {_cell(why)} |" for names, why in missing.items()]
     return "\n".join(lines)
+
+
+def _names(name: str, row: dict[str, Any]) -> str:
+    return ", ".join(f"`{each}`" for each in (name, *row.get("newer", ())))
 
 
 def _cell(value: Any) -> str:
