@@ -34,10 +34,10 @@ from transformers import TrainerCallback, TrainingArguments
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
+from lockstep.config.schedules import learning_rate
 from lockstep.data import source
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import optim
 from lockstep.strategies.job import strategy_class
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.models.model_configs import load_config
@@ -69,7 +69,7 @@ class Ours:
     def train(self) -> list[dict[str, float]]:
         told = []
         for step in range(self.feed.total):
-            rate = optim.learning_rate(self.run.optim, step, self.feed.total)
+            rate = learning_rate(self.run.optim, step, self.feed.total)
             result = self.strategy.train_step(self.feed.make(step), rate)
             told.append({"loss": float(result.loss), "norm": float(result.grad_norm), "rate": rate})
         return told

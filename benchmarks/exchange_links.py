@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
-from lockstep.strategies.exact.reduction import Exchange, layout_of
+from lockstep.strategies.exact.reduction_tree import Exchange, layout_of
 
 PORT = 29511
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.storage import StateHash
+from lockstep.checkpoint.shard_files import StateHash
 from lockstep.config import plugins
 from lockstep.config.run import load
 from lockstep.data.prepare import prepare

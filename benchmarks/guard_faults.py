@@ -28,7 +28,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.reduction import share
+from lockstep.strategies.exact.reduction_tree import share
 from lockstep.strategies.job import strategy_class
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.errors import CorruptionDetected

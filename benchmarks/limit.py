@@ -24,10 +24,10 @@ from torch import nn
 
 from lockstep.config import plugins
 from lockstep.config.run import load
+from lockstep.config.schedules import learning_rate
 from lockstep.data.prepare import prepare
 from lockstep.distributed.system_metrics import keep_freed_memory
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import optim
 from lockstep.training.data_loader import StepLoader
 
 
@@ -105,7 +105,7 @@ def main() -> None:
             feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
             batches = [feed.make(t) for t in range(args.steps + 2)]
             weights = matrix_weights(strategy.model)
-            rate = optim.learning_rate(run.optim, 10, 100)
+            rate = learning_rate(run.optim, 10, 100)
             top, loop = peak(dtype), bare(task.model().train(), precision == "bf16", args.steps)
             rates = []
             for batch in batches:

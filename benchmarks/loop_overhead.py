@@ -27,7 +27,7 @@ from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.reduction import share
+from lockstep.strategies.exact.reduction_tree import share
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.trackers import Trackers

@@ -37,7 +37,7 @@ import torch.distributed.fsdp  # noqa: E402
 import torch.utils.checkpoint  # noqa: E402, F401
 
 from lockstep_trace import tracer  # noqa: E402
-from lockstep_trace.compare import Comparison, compare  # noqa: E402
+from lockstep_trace.compare_traces import Comparison, compare_traces  # noqa: E402
 from lockstep_trace.errors import TraceError  # noqa: E402
 from lockstep_trace.findings import findings, proved  # noqa: E402
 from lockstep_trace.read import Trace, read  # noqa: E402
@@ -229,7 +229,7 @@ def look(runs: Runs, exhibit: Exhibit) -> Result:
 
 def _first(reference: Trace, trace: Trace, perturbed: Trace) -> Comparison | None:
     """Verdict of the first optimizer with differing steps, as in `lockstep diff`; None if all agree."""
-    verdicts = (compare(reference, trace, perturbed, optimizer=number) for number in reference.optimizers)
+    verdicts = (compare_traces(reference, trace, perturbed, optimizer=number) for number in reference.optimizers)
     return next((verdict for verdict in verdicts if verdict.first is not None), None)
 
 

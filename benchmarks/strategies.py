@@ -23,9 +23,9 @@ from run import processor
 from lockstep.config import plugins
 from lockstep.config.run import QUICK_START, Run, RunError, load, write_run_yaml
 from lockstep.proof.recording import Recording, read
-from lockstep.proof.verify import RECORD, compare, findings, record_alone
+from lockstep.proof.verify import RECORD, compare_recordings, findings, record_alone
 from lockstep.strategies.job import Job, strategy_class
-from lockstep_trace.compare import Comparison
+from lockstep_trace.compare_traces import Comparison
 
 # (name in the table, strategy.name, strategy.options)
 EVERY: list[tuple[str, str, dict]] = [
@@ -135,7 +135,7 @@ def main() -> None:
                 if (failed := record(mine, args.steps, args.timed)) is not None:
                     raise SystemExit(f"{label} at {processes} processes failed:\n{failed}")
                 found = read(mine.folder)
-                verdict = compare(mine.folder, single)
+                verdict = compare_recordings(mine.folder, single)
                 wrong = findings(found, verdict)
                 table.append(row(label, found, verdict, wrong, base))
                 found = replace(

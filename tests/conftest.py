@@ -65,8 +65,8 @@ WEIGHTS = {"processes": 1, "slow": 4, "cluster": 15}
 # additional time of files: compilation, the whole quick start, a REPL, hosts and pods with their own interpreters,
 # joining and leaving ranks, hundreds of steps in pytest's process
 BEYOND = {"test_compiled.py": 40, "test_quick_start.py": 40, "test_python.py": 30, "test_kubernetes_pods.py": 15}
-BEYOND |= {"test_page_commands.py": 150, "test_portable.py": 50, "test_lost_shards.py": 45, "test_watch.py": 15}
-BEYOND |= {"test_elastic.py": 70, "test_sagemaker_hosts.py": 50, "test_hosts.py": 40, "test_pipeline.py": 40}
+BEYOND |= {"test_page_commands.py": 150, "test_portable.py": 50, "test_lost_shards.py": 45, "test_hang_watchdog.py": 15}
+BEYOND |= {"test_recovery.py": 70, "test_sagemaker_hosts.py": 50, "test_hosts.py": 40, "test_pipeline.py": 40}
 BEYOND |= {"test_without_gpu.py": 30, "test_stream.py": 10, "test_stream_elsewhere.py": 5, "test_label_exports.py": 5}
 
 _started: list[str] = []  # processes started by the current test

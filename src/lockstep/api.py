@@ -234,7 +234,7 @@ def replay(
     Returns an object with `model` (before the step), `batch`, `gradients`, `losses` by row, and `same`: whether all
     recomputed fingerprints equal the recorded ones. Builds the model and runs its code in this process. Errors:
     `RunError`."""
-    from lockstep.proof.diff import open_replay
+    from lockstep.proof.replay import open_replay
 
     _begins()
     return open_replay(_folder(output), step, overrides or {}, processes, strategy)

@@ -23,7 +23,7 @@ def test_a_weight_used_twice_is_told_of_once() -> None:
     assert seen == [[5.0, 5.0]]
 
 
-@rests_on_it("src/lockstep/strategies/observer.py", "src/lockstep/proof/replaying.py")
+@rests_on_it("src/lockstep/strategies/observer.py", "src/lockstep/proof/replay_rank.py")
 def test_a_tensor_hook_sees_one_backward_alone() -> None:
     """A hook of register_hook on a weight gets this backward's gradient, whatever .grad holds already."""
     weight = nn.Parameter(torch.ones(2))
@@ -48,7 +48,7 @@ def test_gradients_can_be_wider_than_weights() -> None:
     assert weight.grad.item() == 257.0
 
 
-@rests_on_it("src/lockstep/strategies/exact/gradient.py", "src/lockstep/strategies/replicated.py")
+@rests_on_it("src/lockstep/strategies/exact/norm_and_clip.py", "src/lockstep/strategies/replicated.py")
 def test_an_unused_weight_has_no_gradient() -> None:
     """A weight that a backward does not reach keeps None as .grad; one that gets zeros has zeros."""
     used, unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
@@ -58,7 +58,7 @@ def test_an_unused_weight_has_no_gradient() -> None:
     assert unused.grad is None
 
 
-@rests_on_it("src/lockstep/strategies/exact/optim.py", "src/lockstep/strategies/exact/gradient.py")
+@rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/strategies/exact/norm_and_clip.py")
 def test_a_gradient_lies_in_memory_as_its_weight_does() -> None:
     """.grad of a contiguous weight is contiguous, though the product's gradient is a transposed matrix."""
     weight = nn.Parameter(torch.randn(3, 5))
@@ -67,7 +67,7 @@ def test_a_gradient_lies_in_memory_as_its_weight_does() -> None:
     assert weight.grad.is_contiguous()
 
 
-@rests_on_it("src/lockstep/strategies/exact/reduction.py", "src/lockstep/plain/train.py")
+@rests_on_it("src/lockstep/strategies/exact/reduction_tree.py", "src/lockstep/plain/train.py")
 def test_accumulating_is_adding_from_the_left() -> None:
     """Several backwards add to .grad in their order: ((a + b) + c), bit for bit."""
     torch.manual_seed(0)
@@ -170,7 +170,7 @@ def test_the_node_that_was_made_last_runs_first() -> None:
     assert seen == ["second", "first"]
 
 
-@rests_on_it("src/lockstep/strategies/exact/optim.py", "src/lockstep/checkpoint/storage.py")
+@rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/checkpoint/shard_files.py")
 def test_names_of_weights_are_in_the_order_of_registration() -> None:
     """named_parameters and state_dict are in the order of registration; a tied weight comes once in the former, under
     its first name, and twice in the latter."""
@@ -185,7 +185,7 @@ def test_names_of_weights_are_in_the_order_of_registration() -> None:
     assert list(Tied().state_dict()) == ["second.weight", "first.weight"]
 
 
-@rests_on_it("src/lockstep/checkpoint/storage.py", "src/lockstep/strategies/exact/optim.py")
+@rests_on_it("src/lockstep/checkpoint/shard_files.py", "src/lockstep/strategies/exact/stepper.py")
 def test_buffers_that_are_not_persistent_are_not_saved() -> None:
     """state_dict leaves out buffers registered with persistent=False; named_buffers has them."""
     module = nn.Module()

@@ -105,7 +105,7 @@ def test_special_tokens_are_found_in_texts_before_they_are_normalized() -> None:
     assert tokenizer.encode("A[SEP]B").tokens == ["a", "[SEP]", "b"]
 
 
-@rests_on_it("src/lockstep/checkpoint/storage.py", "src/lockstep/tasks/modules/wrapped_module.py")
+@rests_on_it("src/lockstep/checkpoint/shard_files.py", "src/lockstep/tasks/modules/wrapped_module.py")
 def test_safetensors_keep_bits_and_refuse_shared_storage(tmp_path: Path) -> None:
     """save_file keeps every bit, NaN and -0.0 among them, in bfloat16 and float32, and refuses tensors that share
     storage."""

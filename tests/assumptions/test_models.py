@@ -179,7 +179,7 @@ def test_generation_needs_padding_on_the_left() -> None:
     assert right[0, :5].tolist() == [7, 6, 5, 0, 0]
 
 
-@rests_on_it("src/lockstep/checkpoint/exported.py", "src/lockstep/checkpoint/storage.py")
+@rests_on_it("src/lockstep/checkpoint/exported.py", "src/lockstep/checkpoint/shard_files.py")
 def test_the_same_tensors_make_the_same_file(tmp_path: Path) -> None:
     """safetensors writes the same bytes for the same tensors, in whatever order they are given."""
     from safetensors.torch import save_file
@@ -190,7 +190,7 @@ def test_the_same_tensors_make_the_same_file(tmp_path: Path) -> None:
     assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
 
 
-@rests_on_it("src/lockstep/checkpoint/storage.py", "src/lockstep/training/reference_pass.py")
+@rests_on_it("src/lockstep/checkpoint/shard_files.py", "src/lockstep/training/reference_pass.py")
 def test_a_cut_file_of_tensors_raises(tmp_path: Path) -> None:
     """safe_open raises SafetensorError for a file that ends too early."""
     from safetensors import SafetensorError, safe_open

@@ -10,7 +10,7 @@ from support.assumed_ranks import OCTETS, RANKS, bits, facts
 pytestmark = pytest.mark.processes
 
 
-@rests_on_it("src/lockstep/strategies/exact/reduction.py", "src/lockstep/strategies/strategy.py")
+@rests_on_it("src/lockstep/strategies/exact/reduction_tree.py", "src/lockstep/strategies/strategy.py")
 def test_all_ranks_have_the_bits_of_a_sum() -> None:
     """all_reduce gives every rank the same bits, at odd sizes too."""
     first, *others = facts()["sum_at_odd_sizes"]
@@ -43,7 +43,7 @@ def test_a_gather_keeps_bits_and_order() -> None:
 
 
 @rests_on_it(
-    "src/lockstep/distributed/world.py", "src/lockstep/strategies/fsdp2.py", "src/lockstep/checkpoint/storage.py"
+    "src/lockstep/distributed/world.py", "src/lockstep/strategies/fsdp2.py", "src/lockstep/checkpoint/shard_files.py"
 )
 def test_a_broadcast_keeps_bits() -> None:
     """broadcast gives every rank the bits of the source, in float32 and bfloat16."""
@@ -52,7 +52,7 @@ def test_a_broadcast_keeps_bits() -> None:
     assert all(each == first for each in others)
 
 
-@rests_on_it("src/lockstep/strategies/exact/reduction.py")
+@rests_on_it("src/lockstep/strategies/exact/reduction_tree.py")
 def test_pieces_of_all_to_all_are_in_the_order_of_ranks() -> None:
     """all_to_all_single with unequal pieces puts them one after another in the order of the ranks they are of."""
     for rank, seen in enumerate(facts()["uneven_all_to_all"]):
@@ -108,13 +108,13 @@ def test_ddp_averages_and_a_hook_does_not() -> None:
         assert in_bucket
 
 
-@rests_on_it("src/lockstep/checkpoint/storage.py")
+@rests_on_it("src/lockstep/checkpoint/shard_files.py")
 def test_a_checkpoint_takes_unsharded_values_of_any_rank() -> None:
     """torch.distributed.checkpoint divides values that are not sharded among ranks: they have to be equal on all."""
     assert len(set(facts()["checkpoint_of_unequal_values"][0])) > 1
 
 
-@rests_on_it("src/lockstep/checkpoint/storage.py")
+@rests_on_it("src/lockstep/checkpoint/shard_files.py")
 def test_shards_are_read_whole_by_one_process() -> None:
     """Shards saved by three ranks load into one whole tensor."""
     assert facts()["checkpoint_of_shards"] == [True] * RANKS
@@ -131,13 +131,13 @@ def test_a_distributed_sampler_repeats_the_first_rows() -> None:
     assert [seen[1] for seen in facts()["sampled_rows"]] != [seen[3] for seen in facts()["sampled_rows"]]
 
 
-@rests_on_it("src/lockstep/training/elastic/recovery.py", "src/lockstep/distributed/world.py")
+@rests_on_it("src/lockstep/training/recovery/recovery.py", "src/lockstep/distributed/world.py")
 def test_a_group_is_formed_again_in_one_process() -> None:
     """After destroy_process_group another group is formed in the same processes."""
     assert facts()["formed_again"] == [3.0] * RANKS
 
 
-@rests_on_it("src/lockstep/distributed/watchdog.py")
+@rests_on_it("src/lockstep/distributed/hang_watchdog.py")
 def test_a_lost_rank_is_told_of_by_gloo() -> None:
     """A collective with a rank that is gone raises RuntimeError with one of the messages that name a lost peer."""
     lost = (

@@ -63,7 +63,7 @@ def test_manual_seed_alone_decides_dropout() -> None:
     assert torch.equal(*masks)
 
 
-@rests_on_it("src/lockstep/strategies/exact/averaging.py", "src/lockstep/strategies/exact/reduction.py")
+@rests_on_it("src/lockstep/strategies/exact/averaging.py", "src/lockstep/strategies/exact/reduction_tree.py")
 def test_foreach_is_the_same_as_one_by_one() -> None:
     """torch._foreach_add_ and _foreach_mul_ have the bits of add_ and mul_ of each tensor, at odd sizes too."""
     sizes = (1, 3, 17, 1023)
@@ -74,7 +74,7 @@ def test_foreach_is_the_same_as_one_by_one() -> None:
     assert all(torch.equal(a, b) for a, b in zip(left, ones, strict=True))
 
 
-@rests_on_it("src/lockstep/strategies/exact/optim.py")
+@rests_on_it("src/lockstep/strategies/exact/stepper.py")
 def test_an_optimizer_moves_an_element_alike_in_any_cut() -> None:
     """AdamW moves each element as in the whole tensor if a tensor is cut into lines of 16 numbers, for any cut."""
     torch.manual_seed(0)
@@ -134,7 +134,7 @@ def test_hidden_keys_have_no_say(kind: torch.dtype) -> None:
     assert torch.equal(before, scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
 
-@rests_on_it("src/lockstep/checkpoint/storage.py")
+@rests_on_it("src/lockstep/checkpoint/shard_files.py")
 def test_a_checkpoint_loads_by_name_and_widens(tmp_path: Path) -> None:
     """torch.distributed.checkpoint raises for a name that the checkpoint lacks, ignores one that is not asked for, and
     casts to the dtype of the tensor that it loads into."""
@@ -150,7 +150,7 @@ def test_a_checkpoint_loads_by_name_and_widens(tmp_path: Path) -> None:
         dcp.load({"c": torch.zeros(2)}, checkpoint_id=str(tmp_path), no_dist=True)
 
 
-@rests_on_it("src/lockstep/strategies/exact/optim.py")
+@rests_on_it("src/lockstep/strategies/exact/stepper.py")
 def test_load_state_dict_takes_the_saved_options() -> None:
     """Optimizer.load_state_dict replaces lr, foreach and fused of the new optimizer by those that were saved, and casts
     moments, but not `step`, to the parameter's dtype."""
@@ -174,7 +174,7 @@ def test_a_loader_draws_from_the_generator_of_all() -> None:
     assert not torch.equal(before, torch.get_rng_state())
 
 
-@rests_on_it("src/lockstep/strategies/exact/gradient.py")
+@rests_on_it("src/lockstep/strategies/exact/norm_and_clip.py")
 def test_foreach_norm_is_summed_in_double() -> None:
     """torch._foreach_norm with the dtype float64 sums squares in float64: small numbers beside a large one count."""
     (norm,) = torch._foreach_norm([torch.tensor([1e4, *[1e-2] * 1000])], 2, torch.float64)

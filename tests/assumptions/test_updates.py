@@ -38,7 +38,7 @@ def test_fused_kernels_agree_with_plain_ones_in_float32(kind: str) -> None:
     assert torch.allclose(fused, plain, rtol=1e-5, atol=1e-6)
 
 
-@rests_on_it("src/lockstep/strategies/exact/optim.py", "src/lockstep/strategies/optimizers/sgd.py")
+@rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/strategies/optimizers/sgd.py")
 def test_fused_sgd_does_not_move_bfloat16() -> None:
     """torch's fused SGD leaves bfloat16 weights as they are on a CPU before 2.14, and moves them from then on; lockstep
     widens them to float32 first."""
@@ -67,7 +67,7 @@ def test_sgd_decays_by_way_of_the_gradient() -> None:
     assert weight.item() == pytest.approx(1 - 0.15)
 
 
-@rests_on_it("src/lockstep/strategies/exact/optim.py", "src/lockstep/strategies/engines/zero.py")
+@rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/strategies/engines/zero.py")
 def test_a_weight_without_gradient_is_left_alone() -> None:
     """An optimizer passes over a weight whose .grad is None: no decay, no state; zeros are decayed and counted."""
     without, zeros = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
@@ -79,7 +79,7 @@ def test_a_weight_without_gradient_is_left_alone() -> None:
     assert optimizer.state[zeros]["step"].item() == 1
 
 
-@rests_on_it("src/lockstep/strategies/exact/optim.py", "src/lockstep/checkpoint/storage.py")
+@rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/checkpoint/shard_files.py")
 def test_the_state_of_an_optimizer_is_by_number() -> None:
     """state_dict numbers parameters over all groups in their order; load_state_dict goes by number, not by name."""
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
@@ -104,7 +104,7 @@ def test_found_inf_leaves_weights_and_state() -> None:
     assert not moments[1].any()
 
 
-@rests_on_it("src/lockstep/plain/train.py", "src/lockstep/strategies/exact/gradient.py")
+@rests_on_it("src/lockstep/plain/train.py", "src/lockstep/strategies/exact/norm_and_clip.py")
 def test_clipping_multiplies_by_at_most_one() -> None:
     """clip_grad_norm_ returns the norm before it, multiplies by limit / (norm + 1e-6), and by 1 below the limit."""
     weight = nn.Parameter(torch.zeros(2))
@@ -116,7 +116,7 @@ def test_clipping_multiplies_by_at_most_one() -> None:
     assert torch.equal(before, weight.grad)
 
 
-@rests_on_it("src/lockstep/strategies/exact/gradient.py", "src/lockstep/plain/train.py")
+@rests_on_it("src/lockstep/strategies/exact/norm_and_clip.py", "src/lockstep/plain/train.py")
 def test_clipping_a_gradient_that_is_not_finite_makes_all_nan() -> None:
     """clip_grad_norm_ raises no error for a NaN and makes every gradient NaN: lockstep looks at the norm first."""
     good, bad = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
@@ -144,7 +144,7 @@ def test_global_step_hooks_see_every_optimizer() -> None:
     assert seen == ["before SGD", "after SGD", "before AdamW", "after AdamW"]
 
 
-@rests_on_it("src/lockstep/config/optim.py", "packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py")
+@rests_on_it("src/lockstep/config/schedules.py", "packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py")
 def test_a_schedule_sets_the_first_rate_when_it_is_made() -> None:
     """LambdaLR sets the rate of step 0 when it is made, and each step() that of the next step."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
@@ -163,7 +163,7 @@ def test_a_linear_warmup_begins_at_a_third() -> None:
     assert (known["start_factor"].default, known["end_factor"].default, known["total_iters"].default) == (1 / 3, 1.0, 5)
 
 
-@rests_on_it("src/lockstep/config/optim.py")
+@rests_on_it("src/lockstep/config/schedules.py")
 def test_one_cycle_has_its_usual_numbers() -> None:
     """OneCycleLR rises over 0.3 of the steps from 1/25 of the rate, and ends at that by 1e4, along a cosine."""
     known = inspect.signature(torch.optim.lr_scheduler.OneCycleLR).parameters
@@ -175,7 +175,7 @@ def test_one_cycle_has_its_usual_numbers() -> None:
     assert known["anneal_strategy"].default == "cos"
 
 
-@rests_on_it("src/lockstep/config/optim.py", "src/lockstep/lab/import_config/loops.py")
+@rests_on_it("src/lockstep/config/schedules.py", "src/lockstep/lab/import_config/loops.py")
 def test_usual_numbers_of_optimizers() -> None:
     """AdamW decays by 0.01 with betas 0.9, 0.999 and eps 1e-8; Adam and SGD do not decay; SGD has no momentum."""
     usual = {

@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from lockstep.checkpoint.manifest import averaged
-from lockstep.checkpoint.storage import Mean
+from lockstep.checkpoint.shard_files import Mean
 from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.distributed.sharded import WholeState

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint import storage
+from lockstep.checkpoint import shard_files
 from lockstep.checkpoint.checkpoint import CheckpointError, Checkpoints
 from lockstep.config.run import Run
 from lockstep.distributed import job_record
@@ -48,9 +48,9 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.events = threading.Event(), list[str]()
         self.begun = threading.Semaphore(0)
-        real = storage.write
+        real = shard_files.write
 
-        def slow(path: Path, blocks: Any) -> storage.Written:
+        def slow(path: Path, blocks: Any) -> shard_files.Written:
             if path.name == SHARD:
                 self.events.append(f"writing {path.parent.name[6:12]}")
                 self.begun.release()
@@ -59,7 +59,7 @@ class Gate:
             self.events.append(f"written {path.name}")
             return written
 
-        monkeypatch.setattr(storage, "write", slow)
+        monkeypatch.setattr(shard_files, "write", slow)
 
 
 @pytest.fixture
@@ -103,14 +103,14 @@ def test_without_waiting_a_checkpoint_is_finished_at_a_later_step(tmp_path: Path
 def test_at_most_one_is_in_flight(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next save waits for the one before; the end of the run for the last."""
     job = Job(run_in(tmp_path / "out"))
-    real = storage.Background.wait
+    real = shard_files.Background.wait
 
-    def wait(work: storage.Background, seconds: float | None = None) -> None:
+    def wait(work: shard_files.Background, seconds: float | None = None) -> None:
         gate.events.append("waiting")
         gate.open.set()  # only now may the first one be written
         real(work, seconds)
 
-    monkeypatch.setattr(storage.Background, "wait", wait)
+    monkeypatch.setattr(shard_files.Background, "wait", wait)
     first = job.step()
     job.save()
     assert gate.begun.acquire(timeout=60)
@@ -246,14 +246,14 @@ def one_rank_fails(world: World, run: Run, failing: int) -> tuple[list[str], str
     task, strategy, feed = build_with_feed(run, world)
     said: list[str] = []
     checkpoints = Checkpoints(run, world, task.prepared, 6, said.append)
-    real, error, step = storage.write, None, 0
+    real, error, step = shard_files.write, None, 0
 
-    def full(path: Path, blocks: Any) -> storage.Written:
+    def full(path: Path, blocks: Any) -> shard_files.Written:
         if checkpoints.newest == 1 and world.rank == failing and path.name != "manifest.json":
             raise OSError(28, "No space left on device", str(path))
         return real(path, blocks)
 
-    storage.write = full
+    shard_files.write = full
     try:
         for step in range(1, 6):
             strategy.train_step(feed.make(step), 1e-3)
@@ -263,7 +263,7 @@ def one_rank_fails(world: World, run: Run, failing: int) -> tuple[list[str], str
         checkpoints.settle()
     except CheckpointError as caught:
         error = str(caught)
-    storage.write = real
+    shard_files.write = real
     world.barrier()
     strategy.close()
     return said, error, here(run.folder), step
@@ -327,10 +327,10 @@ SLOW = """
 import os
 import time
 
-from lockstep.checkpoint import storage
+from lockstep.checkpoint import shard_files
 from lockstep.tasks.classification import Classification
 
-real = storage.write
+real = shard_files.write
 
 
 def write(path, blocks):
@@ -340,7 +340,7 @@ def write(path, blocks):
     return real(path, blocks)
 
 
-storage.write = write
+shard_files.write = write
 
 
 class Slow(Classification):

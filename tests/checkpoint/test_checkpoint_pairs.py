@@ -11,8 +11,8 @@ import pytest
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config import plugins
 from lockstep.config.run import Run
+from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.optim import learning_rate
 from support.checkpoints import digest as digest_of
 from support.fsdp2_runs import LLAMA
 from support.harness import build_with_feed, digest, run_on, tiny

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint import exported, storage
+from lockstep.checkpoint import exported, shard_files
 from lockstep.checkpoint.checkpoint import CheckpointError, finished
 from lockstep.checkpoint.export import write_export
 from lockstep.checkpoint.manifest import newest_first
@@ -155,7 +155,7 @@ def test_without_memory_for_it_on_failure_says_what_happens(
 ) -> None:
     job = Job(run_in(tmp_path / "out", f"checkpoint.on_failure={then}"))
     job.step()
-    monkeypatch.setattr(storage, "Shard", full)
+    monkeypatch.setattr(shard_files, "Shard", full)
     if then == "stop":
         with raises("LS6000", "rank 0", "3"):
             job.checkpoints.dry_run(job.strategy)

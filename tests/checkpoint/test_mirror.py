@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.checkpoint import remote_sync as mirrors
-from lockstep.checkpoint import storage
+from lockstep.checkpoint import shard_files
 from lockstep.checkpoint.manifest import FILE
 from lockstep.config.run import RunError
 from lockstep.data.object_store import Bucket, Patience
@@ -362,7 +362,7 @@ def test_a_model_that_output_does_not_take_is_in_the_mirror_too(
         return real(*given)
 
     monkeypatch.setattr(publish, "write_export", full)
-    monkeypatch.setattr(storage, "write", lambda *_: full())
+    monkeypatch.setattr(shard_files, "write", lambda *_: full())
     status, said = trained(run)
     (place,) = (tmp_path / "rescue").iterdir()
     assert status == 1

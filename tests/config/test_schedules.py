@@ -8,15 +8,9 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from lockstep.config.optim import (
-    BLOCKS,
-    NAMES,
-    OptimSection,
-    drawn,
-    learning_rate,
-    planned,
-)
 from lockstep.config.run import RunError, load
+from lockstep.config.schedules import BLOCKS, NAMES, drawn, learning_rate, planned
+from lockstep.config.sections import OptimSection
 from support.harness import TINY
 
 STEPS = 50

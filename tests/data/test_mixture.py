@@ -19,7 +19,7 @@ from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.order import PERIOD, ByLength, MixedOrder, _counts
 from lockstep.distributed.consistency_check import facts
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.reduction import share
+from lockstep.strategies.exact.reduction_tree import share
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from support.caches import prepared

@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.order import by_chance, cut, padded_cost
+from lockstep.data.order import by_chance, cut_micro_batches, padded_cost
 
 lengths = st.lists(st.integers(1, 120), min_size=1, max_size=60).map(np.array)
 
 
 @given(lengths, st.integers(1, 12))
 def test_every_example_is_in_one_piece(lengths: np.ndarray, micro_batches: int) -> None:
-    groups = cut(lengths, micro_batches)
+    groups = cut_micro_batches(lengths, micro_batches)
     assert len(groups) == micro_batches
     assert sorted(np.concatenate(groups)) == list(range(len(lengths)))
     assert sum(len(g) == 0 for g in groups) == max(0, micro_batches - len(lengths))
@@ -21,7 +21,7 @@ def test_every_example_is_in_one_piece(lengths: np.ndarray, micro_batches: int) 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9).map(np.array), st.integers(1, 4))
 def test_the_dearest_piece_is_as_cheap_as_any_contiguous_cut_makes_it(lengths: np.ndarray, micro_batches: int) -> None:
-    dearest = max(len(g) * lengths[g].max() for g in cut(lengths, micro_batches) if len(g))
+    dearest = max(len(g) * lengths[g].max() for g in cut_micro_batches(lengths, micro_batches) if len(g))
     ordered = np.sort(lengths)[::-1]
     best = None
     for bounds in itertools.combinations_with_replacement(range(len(ordered) + 1), micro_batches - 1):
@@ -34,7 +34,7 @@ def test_the_dearest_piece_is_as_cheap_as_any_contiguous_cut_makes_it(lengths: n
 def test_it_pads_far_less_than_chance() -> None:
     random = np.random.default_rng(0)
     lengths = np.minimum(87, 4 + random.gamma(2.5, 7, size=128).astype(int))
-    groups = cut(lengths, 8)
+    groups = cut_micro_batches(lengths, 8)
     assert (
         padded_cost(lengths, groups)
         < 1.2 * lengths.sum()
@@ -47,4 +47,6 @@ def test_it_pads_far_less_than_chance() -> None:
 
 def test_the_same_lengths_give_the_same_cut() -> None:
     lengths = np.array([5, 5, 5, 9, 9, 1, 1, 5])
-    assert [g.tolist() for g in cut(lengths, 3)] == [g.tolist() for g in cut(lengths.copy(), 3)]
+    assert [g.tolist() for g in cut_micro_batches(lengths, 3)] == [
+        g.tolist() for g in cut_micro_batches(lengths.copy(), 3)
+    ]

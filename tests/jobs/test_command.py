@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lockstep.config.run import load
-from lockstep.distributed.watchdog import tell_failure
+from lockstep.distributed.lost_contact import tell_failure
 from lockstep.strategies.engines.region import with_compile
 from support.command import (
     LOCKSTEP,

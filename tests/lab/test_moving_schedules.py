@@ -13,8 +13,8 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from lockstep.config.key_aliases import foreign_keys
-from lockstep.config.optim import SCHEDULES, learning_rate
 from lockstep.config.run import Run
+from lockstep.config.schedules import SCHEDULES, learning_rate
 from support.messages import mentions
 from support.moving_scripts import ACCELERATE, moved, refused
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lockstep.config.optim import learning_rate
+from lockstep.config.schedules import learning_rate
 from support.messages import mentions
 from support.moving_scripts import DPO, QLORA, STOPPING, TRAINER, USUAL, moved, refused
 

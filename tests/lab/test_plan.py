@@ -15,7 +15,7 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed import job_record
 from lockstep.lab.import_config.import_config import FILL_IN
 from lockstep.launchers import start
-from lockstep.strategies.exact import optim
+from lockstep.strategies.exact import stepper
 from lockstep.strategies.job import strategy_class
 from lockstep.training import resolve
 from support.command import STEPS, write
@@ -244,12 +244,12 @@ def test_the_optimizers_bytes_are_those_of_its_state(name: str, least: float, mo
     run = tiny(f"optim={name}", "model.config.n_embd=64")
     task_class = find("tasks", run.task.name)
     model = task_class(run, prepare(run, task_class)).model()
-    stepper = optim.build(run.optim, model)
+    optimizer = stepper.build(run.optim, model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    stepper.step()
-    kept = [each for state in stepper.state.values() for each in state.values() if each.dim()]
+    optimizer.step()
+    kept = [each for state in optimizer.state.values() for each in state.values() if each.dim()]
     count = sum(p.numel() for p in model.parameters())
-    found = optim.state_bytes(run.optim, model)
+    found = stepper.state_bytes(run.optim, model)
     assert found * count == pytest.approx(sum(each.nbytes for each in kept))
     assert least <= found <= most

@@ -13,8 +13,8 @@ from torch.distributed import TCPStore
 
 from lockstep.distributed import membership
 from lockstep.distributed.membership import Generation, MemberAddress, Membership, Roster
-from lockstep.launchers.processes.elastic_ranks import Ranks
-from lockstep.training.elastic.recovery import membership_message
+from lockstep.launchers.processes.watch_ranks import Ranks
+from lockstep.training.recovery.recovery import membership_message
 from support.members import Ended
 
 there: list[Membership] = []

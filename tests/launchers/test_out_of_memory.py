@@ -15,8 +15,8 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from lockstep.distributed import host_memory, job_record, system_metrics
 from lockstep.distributed.host_memory import Sources
-from lockstep.launchers.processes import elastic, out_of_memory
-from lockstep.launchers.processes.elastic import Agent
+from lockstep.launchers.processes import elastic_agent, out_of_memory
+from lockstep.launchers.processes.elastic_agent import Agent
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 from lockstep.launchers.processes.out_of_memory import Memory
 from support.command import LOCKSTEP, bits, ended, start_anew, until, write
@@ -201,7 +201,7 @@ def test_where_the_kernel_tells_nothing(tmp_path: Path) -> None:
 def test_what_follows_is_said_as_it_is(
     step: int | None, place: int, words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(elastic, "newest_whole", lambda run: step)
+    monkeypatch.setattr(elastic_agent, "newest_whole", lambda run: step)
     node = Node("a", "127.0.0.1", 1, holds=True)
     rendezvous: Any = ElasticRendezvous("127.0.0.1", 0, 1, 1, node, Limits(20, 1, 60))
     rendezvous.place = place

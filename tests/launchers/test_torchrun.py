@@ -24,7 +24,7 @@ from lockstep.distributed import consistency_check
 from lockstep.distributed.consistency_check import agree, disagreement, facts, fingerprint
 from lockstep.distributed.world import World
 from lockstep.launchers.accelerate import Accelerate
-from lockstep.launchers.processes.elastic import Agent
+from lockstep.launchers.processes.elastic_agent import Agent
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 from lockstep.launchers.start import joining, run_as_rank
 from lockstep.launchers.torchrun import Torchrun, node_range

@@ -449,5 +449,5 @@ def test_a_difference_is_measured_by_more_draws_before_it_is_one(folder: Path, m
         return against_plain.PlainComparison([step], ["a line"] if step.differs else [])
 
     monkeypatch.setattr(against_plain, "_compared", compared)
-    assert against_plain.compare(tiny(), folder).differences == []
+    assert against_plain.compare_with_plain(tiny(), folder).differences == []
     assert asked == [1, against_plain.MORE]

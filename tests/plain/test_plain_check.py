@@ -147,7 +147,7 @@ def test_a_sound_language_model_passes_and_so_does_its_export(
     run = make(tmp_path, kind, *ONE, *overrides)
     assert looked_at(run)[2] == []
     task, found, folder = exported(run, tmp_path)
-    compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
     assert compared.agrees, compared.text
     assert "3 examples" in compared.text
 
@@ -173,7 +173,7 @@ def test_every_other_task_passes_and_so_does_its_export(kind: str, loss_chunk: i
     run = make(tmp_path, kind, *ONE, *chunked)
     assert looked_at(run)[2] == []
     task, found, folder = exported(run, tmp_path)
-    compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
     assert compared.agrees, compared.text
     assert ("3 examples" in compared.text) == (kind not in ("masked", "preference"))
 
@@ -480,7 +480,7 @@ def exported(run: Run, folder: Path) -> tuple[Task, export_check.Evaluated, Path
 def test_a_sound_export_passes(overrides: tuple[str, ...], tmp_path: Path) -> None:
     run = tiny(*ONE, *overrides)
     task, found, folder = exported(run, tmp_path)
-    compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
     assert compared.agrees
     assert "3 examples" in compared.text
 
@@ -497,7 +497,7 @@ def test_an_export_that_a_container_has_no_memory_for_is_not_loaded(
     monkeypatch.setattr(host_memory, "limit", partial(host_memory.limit, sources))
     run = tiny(*ONE)
     task, found, folder = exported(run, tmp_path / "out")
-    compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
     assert compared.agrees
     assert "this machine has too little memory to load it" in compared.text
 
@@ -506,7 +506,7 @@ def test_an_export_that_a_container_has_no_memory_for_is_not_loaded(
 def test_a_sound_adapter_is_exported(export: str, source: Path, tmp_path: Path) -> None:
     run = on(source, f"model.adapter.export={export}")
     task, found, folder = exported(run, tmp_path)
-    compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
     assert compared.agrees, compared.text
     assert "3 examples" in compared.text
 
@@ -517,10 +517,10 @@ def test_scores_of_an_export_are_compared(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="needs the extra compared")
     run = tiny(*ONE)
     task, found, folder = exported(run, tmp_path)
-    compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
     assert "all together its accuracy, macro_f1" in compared.text
     wrong = replace(found, scores=found.scores | {"accuracy": found.scores["accuracy"] / 2 + 0.1})
-    compared = export_check.compare(run, task, wrong, folder, torch.device("cpu"))
+    compared = export_check.compare_export(run, task, wrong, folder, torch.device("cpu"))
     assert not compared.agrees
     assert "but other scores: accuracy" in compared.text
 
@@ -532,7 +532,7 @@ def test_scored_pairs_of_a_large_train_split_are_compared(tmp_path: Path) -> Non
     run = make(tmp_path, "pairs", *ONE, "task.negative=null", "task.score=score", "task.score_range=[0,4]")
     task, found, folder = exported(run, tmp_path / "out")
     assert len(task.splits["train"]) > len(task.splits["validation"])
-    compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
     assert compared.agrees, compared.text
     assert "all together its pearson, spearman" in compared.text
 
@@ -575,7 +575,7 @@ def test_an_export_that_is_another_model_is_an_error(change: Callable[[Path], No
     run = tiny(*ONE, "data.max_length=16")
     task, found, folder = exported(run, tmp_path)
     change(folder)
-    compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
     assert not compared.agrees
     assert str(folder) in compared.text
 

@@ -117,7 +117,7 @@ def compared(
     run: Any = SimpleNamespace(seed=0, precision=precision, task=named, optim=SimpleNamespace(name=optimizer))
     monkeypatch.setattr(against_plain, "_bytes", lambda folder, draws: needed)
     monkeypatch.setattr(against_plain, "load_file", lambda path: {})
-    return against_plain.compare(run, Path()).differences  # type: ignore[arg-type]
+    return against_plain.compare_with_plain(run, Path()).differences  # type: ignore[arg-type]
 
 
 def test_four_draws_show_what_rounding_comes_to_with_muon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.distributed.event_log import versions
 from lockstep.distributed.hardware import processor
-from lockstep.strategies.exact import optim
-from lockstep_trace.record import read_records
+from lockstep.proof import recording
+from lockstep_trace.step_record import read_records
 from support.harness import TINY
 from support.messages import mentions
 from support.places import TESTS
@@ -67,8 +67,8 @@ def test_a_change_of_code_is_found(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that no key tells of: a rate that is wrong in its last bit."""
-    right = optim.learning_rate
-    monkeypatch.setattr(optim, "learning_rate", lambda *given: right(*given) * (1 + 2**-20))
+    right = recording.learning_rate
+    monkeypatch.setattr(recording, "learning_rate", lambda *given: right(*given) * (1 + 2**-20))
     assert asked(folder) == 1
     out = capfd.readouterr().out
     assert "step 1: weights after the step:" in out

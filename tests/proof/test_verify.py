@@ -9,7 +9,7 @@ import yaml
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.proof import recording
-from lockstep.proof.verify import compare, findings, tell
+from lockstep.proof.verify import compare_recordings, findings, tell
 from lockstep.track.console import Console
 from lockstep.training.resolve import for_rank
 from support.command import LOCKSTEP, TORCHRUN, ended, start
@@ -35,7 +35,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def found(ours: Path, single: Path) -> str:
-    return "\n".join(findings(recording.read(ours), compare(ours, single)))
+    return "\n".join(findings(recording.read(ours), compare_recordings(ours, single)))
 
 
 @pytest.mark.parametrize(

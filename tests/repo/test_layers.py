@@ -51,6 +51,7 @@ ROOMS = (
 ADAPTERS = (
     "strategies/engines/",
     "launchers/processes/elastic",
+    "launchers/processes/watch_ranks.py",
     "distributed/torch_internals.py",
     "tasks/models/masks.py",
     "tasks/models/repeatable.py",
@@ -285,8 +286,8 @@ def test_every_adapter_is_in_the_table() -> None:
 
 
 def test_only_a_rank_that_may_lose_others_trains_with_recovery() -> None:
-    """`training/elastic/` is no room: it is above the loop, which it calls, and below the rank, which asks for it."""
-    inside = "training/elastic/"
+    """`training/recovery/` is no room: it is above the loop, which it calls, and below the rank, which asks for it."""
+    inside = "training/recovery/"
     asking = {
         file for file in FILES for name, _ in facts(ROOT / file).imports if (file_of(name) or "").startswith(inside)
     }
@@ -325,7 +326,7 @@ def test_tasks_know_nothing_of_ranks() -> None:
 
 
 SUBMITTING = ("config/", "launchers/", "commands/", "cli.py")
-ELASTIC = "launchers/processes/elastic"  # runs on machines that train
+ELASTIC = ("launchers/processes/elastic", "launchers/processes/watch_ranks.py")  # runs on machines that train
 
 
 def test_what_a_submitting_machine_needs_imports_no_torch_at_the_top() -> None:

@@ -15,9 +15,9 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from lockstep.config.run import Run
+from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks
-from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate

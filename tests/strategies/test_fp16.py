@@ -14,7 +14,7 @@ import torch
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import gradient
-from lockstep.strategies.exact.gradient import FIRST_SCALE, HIGHEST_SCALE, LOWEST_SCALE, SCALE_INTERVAL, LossScale
+from lockstep.strategies.exact.norm_and_clip import FIRST_SCALE, HIGHEST_SCALE, LOWEST_SCALE, SCALE_INTERVAL, LossScale
 from lockstep.strategies.strategy import NotFinite
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy

@@ -10,8 +10,8 @@ import torch
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run, load
+from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.fsdp2 import FSDP2, ShardedOptimizer
 from lockstep.strategies.job import Job, strategy_class
 from lockstep.training import model_stats

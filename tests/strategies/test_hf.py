@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from lockstep.config.run import Run
+from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import layers
-from lockstep.strategies.exact import optim
+from lockstep.strategies.exact import stepper
 from lockstep.strategies.job import Job
 from lockstep.strategies.job import strategy_class as class_of
 from lockstep.training.data_loader import StepLoader
@@ -27,7 +28,7 @@ CONSTANT = ("optim.schedule=constant", "optim.warmup_steps=0", "steps=4", "batch
 def by_lockstep(world: World, run: Run) -> dict[str, torch.Tensor]:
     _, strategy, feed = build_with_feed(run, world)
     for step in range(4):
-        strategy.train_step(feed.make(step), optim.learning_rate(run.optim, step, feed.total))
+        strategy.train_step(feed.make(step), learning_rate(run.optim, step, feed.total))
     weights = {k: v.clone() for k, v in (strategy.export() or {}).items()}
     strategy.close()
     return weights
@@ -77,7 +78,7 @@ def by_trainer(world: World, run: Run, folder: str) -> dict[str, torch.Tensor]:
             compute_loss_func=lambda outputs, labels, num_items_in_batch: (
                 task.loss_sum(outputs, labels) / num_items_in_batch
             ),
-            optimizers=(optim.build(run.optim, model), None),
+            optimizers=(stepper.build(run.optim, model), None),
         )
     trainer.train()
     return {k: v.detach().clone() for k, v in model.state_dict().items()}

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lockstep.config.run import Run
+from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
 from support.harness import build_with_feed, digest, run_on, tiny
 

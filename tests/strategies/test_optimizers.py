@@ -10,8 +10,8 @@ import pytest
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config import plugins
-from lockstep.config.optim import learning_rate
 from lockstep.config.run import Run, load
+from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy

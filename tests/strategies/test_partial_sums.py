@@ -10,7 +10,7 @@ from lockstep.config.run import Run
 from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
 from lockstep.strategies import fsdp2
-from lockstep.strategies.exact.reduction import most_held
+from lockstep.strategies.exact.reduction_tree import most_held
 from lockstep.strategies.job import strategy_class
 from support.harness import build_with_feed, run_on, tiny
 from support.tensor_writes import Written

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.schedules import learning_rate
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import cuts, layers, pipelining
-from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.job import Job
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.pipeline import Pipeline

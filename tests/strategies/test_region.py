@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from lockstep.checkpoint import manifest
 from lockstep.config.run import Run
+from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks, region
-from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.job import Job
 from lockstep.tasks.models import repeatable
 from lockstep.training import resolve

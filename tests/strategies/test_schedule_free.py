@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.checkpoint.storage import Files
+from lockstep.checkpoint.shard_files import Files
 from lockstep.training.checkpoint_model import evaluated
 from lockstep.training.errors import EvaluationInterrupted
 from lockstep.training.evaluation import evaluate, evaluate_with_tables, generate_samples

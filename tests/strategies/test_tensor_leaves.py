@@ -16,7 +16,7 @@ from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import tensor_plans
 from lockstep.strategies.exact import tensor_leaves
-from lockstep.strategies.exact.reduction import ReductionTree
+from lockstep.strategies.exact.reduction_tree import ReductionTree
 from lockstep.strategies.exact.tensor_leaves import (
     LeafRanks,
     Leaves,

@@ -14,11 +14,11 @@ import torch
 import yaml
 
 from lockstep.config.run import Run
+from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.zero import Zero
 from lockstep.strategies.engines.zero_partition import own_activations
-from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.job import Job
 from lockstep.strategies.job import strategy_class as class_of
 from lockstep.strategies.observer import GradientRecorder

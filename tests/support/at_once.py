@@ -7,10 +7,10 @@ steps that takes depends on the machine, and a held job makes none.
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.checkpoint import storage
+from lockstep.checkpoint import shard_files
 
 
-class AtOnce(storage.Background):
+class AtOnce(shard_files.Background):
     """Work that is finished on creation."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -22,5 +22,5 @@ class SavesAtOnce:
     """Mixin of a strategy: its ranks wait for the writing thread."""
 
     def build(self, task: Any) -> None:
-        storage.Background = AtOnce  # type: ignore[misc] - in a rank's process; `checkpoint.py` looks for it there
+        shard_files.Background = AtOnce  # type: ignore[misc] - in a rank's process; `checkpoint.py` looks for it there
         super().build(task)  # type: ignore[misc]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from lockstep.checkpoint.manifest import Manifest, broken, read_manifest
-from lockstep.checkpoint.storage import Files
+from lockstep.checkpoint.shard_files import Files
 
 
 def digest(folder: Path) -> str:

@@ -47,7 +47,7 @@ import torch.distributed.run  # noqa: F401
 from tqdm import tqdm
 
 from lockstep.distributed.signals import STOP_SIGNALS
-from lockstep.launchers.processes import elastic  # noqa: F401
+from lockstep.launchers.processes import elastic_agent  # noqa: F401
 from lockstep_trace.run import INJECT
 from support.places import TESTS_PATH
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.run import Run
+from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.optim import learning_rate
 from support.harness import build_with_feed, digest, rank_0_of, tiny
 
 LLAMA = {

@@ -185,7 +185,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "launch.processes_per_gpu": Elsewhere("nothing", "launchers/test_shared_gpus.py", "a GPU"),
     "launch.threads": Elsewhere("weights", "launchers/test_torchrun.py", "several threads"),
     "launch.max_restarts": Tried("launch.max_restarts=1", "nothing"),
-    "launch.on_rank_failure": Elsewhere("nothing", "training/test_elastic.py", "several processes"),
+    "launch.on_rank_failure": Elsewhere("nothing", "training/test_recovery.py", "several processes"),
     "launch.replicate_every": Elsewhere("nothing", "training/test_lost_shards.py", "several processes"),
     "launch.timeout_s": Tried("launch.timeout_s=99", "nothing"),
     "launch.hang_timeout_s": Tried("launch.hang_timeout_s=99", "nothing"),

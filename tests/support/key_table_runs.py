@@ -21,8 +21,8 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config.run import load
+from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.optim import learning_rate
 from lockstep.training.data_loader import StepLoader
 from support.harness import TINY, build_with_feed, digest
 from support.key_table import Tried

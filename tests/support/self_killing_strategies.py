@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import manifest, storage
+from lockstep.checkpoint import manifest, shard_files
 from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.ddp import DDP
@@ -189,7 +189,7 @@ def _while_handing() -> None:
 def _while_writing() -> None:
     """Reach a phase in the thread that writes a checkpoint: half of a file or all files are written, and the folder is
     not renamed yet."""
-    plain = storage.write
+    plain = shard_files.write
 
     def halves(blocks: Any) -> Any:
         for number, block in enumerate(blocks):
@@ -200,13 +200,13 @@ def _while_writing() -> None:
             else:
                 yield block
 
-    def told(path: Path, blocks: Any) -> storage.Written:
+    def told(path: Path, blocks: Any) -> shard_files.Written:
         found = plain(path, halves(blocks))
         if path.name == manifest.FILE:
             _come_to("naming")
         return found
 
-    storage.write = told
+    shard_files.write = told
 
 
 def _come_to(phase: str) -> None:

@@ -24,10 +24,10 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run
+from lockstep.config.schedules import learning_rate
 from lockstep.data.batch import StepBatch
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import make_strategy
 from lockstep.training.data_loader import StepLoader

@@ -6,8 +6,8 @@ from typing import Any
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
+from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.optim import learning_rate
 from support.harness import build_with_feed, digest
 
 NAMES = plugins.names("strategies")  # pipeline is skipped with an older torch: conftest.py

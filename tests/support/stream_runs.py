@@ -27,7 +27,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.reduction import share
+from lockstep.strategies.exact.reduction_tree import share
 from lockstep.tasks.classification import Classification
 from lockstep.training.data_loader import StepLoader
 from support.harness import TINY, build_with_feed, digest

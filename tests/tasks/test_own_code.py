@@ -15,7 +15,7 @@ from lockstep.data.batch import MicroBatch
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.world import World
 from lockstep.proof import recording
-from lockstep.proof.verify import compare, findings
+from lockstep.proof.verify import compare_recordings, findings
 from lockstep.tasks.classification import Classification
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import for_rank
@@ -197,7 +197,7 @@ def test_verify_compares_buffers_and_names_generators(tmp_path: Any) -> None:
     ]
 
     def said(folder: Any) -> str:
-        return "\n".join(findings(recording.read(folder), compare(folder, found[False, "single"])))
+        return "\n".join(findings(recording.read(folder), compare_recordings(folder, found[False, "single"])))
 
     assert said(found[False, "ddp"]) == ""
     assert "buffers differ after the step: transformer.drop.norm." in said(found[True, "ddp"])

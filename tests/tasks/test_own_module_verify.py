@@ -7,7 +7,7 @@ import pytest
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.proof import recording
-from lockstep.proof.verify import compare, findings
+from lockstep.proof.verify import compare_recordings, findings
 from lockstep.training.resolve import for_rank
 from support.harness import run_on
 from support.marks import slow
@@ -47,7 +47,7 @@ def of(model: str, strategy: str, ranks: int, folder: Path) -> Path:
 def test_what_a_module_does_beside_is_named(model: str, tmp_path: Path) -> None:
     alone, ours = of(model, "single", 1, tmp_path), of(model, "ddp", 2, tmp_path)
     mine = recording.read(ours)
-    said = findings(mine, compare(ours, alone))
+    said = findings(mine, compare_recordings(ours, alone))
     if model == "Base":
         assert said == []
         return

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lockstep_trace import tracer
-from lockstep_trace.compare import Comparison, compare
+from lockstep_trace.compare_traces import Comparison, compare_traces
 from lockstep_trace.findings import findings, proved
 from lockstep_trace.read import read
 from lockstep_trace.tracer.settings import Settings
@@ -52,7 +52,7 @@ def cross(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def verdict(folder: Path, other: Callable[[nn.Module, Tensor, Tensor], Tensor], anew: int = 99) -> Comparison:
     train(folder / "a", cross, nn.Linear(5, 3))
     train(folder / "b", other, nn.Linear(5, 3), anew)
-    return compare(read(folder / "a"), read(folder / "b"))
+    return compare_traces(read(folder / "a"), read(folder / "b"))
 
 
 def smoothed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def test_other_labels_are_not_another_order(tmp_path: Path, labels: bool) -> Non
 
     train(tmp_path / "a", lambda m, x, y: m(x, labels=y), Labelled())  # type: ignore[no-any-return]
     train(tmp_path / "b", other, Labelled())
-    result = compare(read(tmp_path / "a"), read(tmp_path / "b"))
+    result = compare_traces(read(tmp_path / "a"), read(tmp_path / "b"))
     assert result.first == "examples"
     assert ("the same inputs with other labels" in result.cause) is labels
     assert ("in another order" in result.cause) is not labels
@@ -107,7 +107,7 @@ def test_another_precision_is_named_where_losses_agree(tmp_path: Path) -> None:
 
     train(tmp_path / "a", constant, nn.Linear(5, 3))
     train(tmp_path / "b", in_half, nn.Linear(5, 3))
-    result = compare(read(tmp_path / "a"), read(tmp_path / "b"))
+    result = compare_traces(read(tmp_path / "a"), read(tmp_path / "b"))
     assert result.first == "gradient"
     assert "another precision on one side" in result.cause, result.cause
 
@@ -131,8 +131,10 @@ def test_a_tie_is_told_by_the_side_that_has_it(tmp_path: Path) -> None:
     for name, tied in (("apart", False), ("tied", True)):
         train(tmp_path / name, cross, Two(tied))
     apart, tied_ = (read(tmp_path / name) for name in ("apart", "tied"))
-    assert "tied to another parameter in the reference, and not here: tie it again" in compare(tied_, apart).cause
-    assert "tied to another parameter here, and not in the reference: it was tied" in compare(apart, tied_).cause
+    assert (
+        "tied to another parameter in the reference, and not here: tie it again" in compare_traces(tied_, apart).cause
+    )
+    assert "tied to another parameter here, and not in the reference: it was tied" in compare_traces(apart, tied_).cause
 
 
 @pytest.mark.parametrize("masked", [True, False])

@@ -14,7 +14,7 @@ from torch import nn
 
 import lockstep_trace
 from lockstep_trace import causes, tracer
-from lockstep_trace.compare import compare
+from lockstep_trace.compare_traces import compare_traces
 from lockstep_trace.errors import TraceError
 from lockstep_trace.findings import findings
 from lockstep_trace.losses import Losses
@@ -108,7 +108,7 @@ def test_a_block_of_a_notebook_is_traced_and_compared(tmp_path: Path) -> None:
     again = train(tmp_path / "b")
     assert all(torch.equal(w, v) for w, v in zip(weights, again, strict=True))
     a, b = read(tmp_path / "a"), read(tmp_path / "b")
-    verdict = compare(a, b, exact=True)
+    verdict = compare_traces(a, b, exact=True)
     assert verdict.first is None
     assert verdict.exact
     assert len(verdict.rows) == 4
@@ -144,10 +144,10 @@ def test_one_last_bit_of_a_large_tensor_is_not_the_same_bits(tmp_path: Path, kin
             place.copy_(torch.nextafter(place, torch.tensor(other)))
         after = {"w": tensors["update"], "table": tensors["buffers"]}
         sides.append(read(written(tmp_path / name, {"w": tensors["gradient"]}, after)))
-    verdict = compare(*sides, exact=True)
+    verdict = compare_traces(*sides, exact=True)
     assert verdict.first == kind
-    assert compare(*sides).first is None  # the control: it is nothing but rounding
-    assert compare(sides[0], sides[0], exact=True).exact
+    assert compare_traces(*sides).first is None  # the control: it is nothing but rounding
+    assert compare_traces(sides[0], sides[0], exact=True).exact
 
 
 def test_a_gradient_of_nan_on_one_side_alone_is_a_difference(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_gradient_of_nan_on_one_side_alone_is_a_difference(tmp_path: Path) -> 
     a, b = (read(written(tmp_path / name, gradients, weights)) for name in ("a", "b"))
     step = b.ranks[0].steps[0][0]
     vars(step)["unclipped"] = {"w": step.grads["w"]}  # as of a rank on which v took no part
-    verdict = compare(a, b)
+    verdict = compare_traces(a, b)
     assert (verdict.first, verdict.lines) == ("gradient", ("v: a gradient on one side alone",))
 
 
@@ -179,7 +179,7 @@ def test_steps_that_are_measured_are_those_of_a_whole_trace(
     whole, part = read(tmp_path / "whole"), read(tmp_path / "part")
     assert [s for s in part.steps(0) if part.at(0, s)[0][1].measured] == measured
     assert part.steps(0) == list(range(steps or 8))
-    verdict = compare(whole, part, exact=True)
+    verdict = compare_traces(whole, part, exact=True)
     assert verdict.first is None or verdict.lines[0].startswith("8 steps in the reference")
     assert all(not (row.gradient or row.update) for row in verdict.rows)
     assert [row.step for row in verdict.rows if row.update is not None] == measured
@@ -190,7 +190,7 @@ def test_the_first_difference_in_causal_order_is_named(tmp_path: Path) -> None:
     train(tmp_path / "loss", factor=2.0)
     train(tmp_path / "rate", rate=0.2)
     a = read(tmp_path / "a")
-    loss, rate = compare(a, read(tmp_path / "loss")), compare(a, read(tmp_path / "rate"))
+    loss, rate = compare_traces(a, read(tmp_path / "loss")), compare_traces(a, read(tmp_path / "rate"))
     assert (loss.first, loss.step) == ("loss", 0)
     assert (rate.first, rate.step) == ("learning rate", 0)
 
@@ -243,7 +243,7 @@ def test_examples_that_come_again_are_not_taken_for_another_order(tmp_path: Path
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
                 optimizer.step()
-    verdict = compare(read(tmp_path / "a"), read(tmp_path / "b"))
+    verdict = compare_traces(read(tmp_path / "a"), read(tmp_path / "b"))
     assert verdict.first == "examples"
     assert cause in verdict.cause
 
@@ -314,11 +314,11 @@ def test_the_first_module_that_differs_is_named_at_the_level_of_modules(tmp_path
                 model(torch.randn(8, 6, generator=torch.Generator().manual_seed(1))).square().mean().backward()
                 optimizer.step()
     a, b, c, d = (read(tmp_path / name) for name in "abcd")
-    verdict = compare(a, b)
+    verdict = compare_traces(a, b)
     assert verdict.first == "loss"
     assert "the first module whose output differs: 2 by" in verdict.lines[-1]
-    assert compare(a, c).first is None
-    assert len(compare(a, d).lines) == 1
+    assert compare_traces(a, c).first is None
+    assert len(compare_traces(a, d).lines) == 1
 
 
 def test_the_module_whose_backward_is_wrong_is_named_at_the_level_of_modules(tmp_path: Path) -> None:
@@ -332,10 +332,10 @@ def test_the_module_whose_backward_is_wrong_is_named_at_the_level_of_modules(tmp
                 optimizer.zero_grad()
                 model(torch.randn(8, 6, generator=torch.Generator().manual_seed(1))).square().mean().backward()
                 optimizer.step()
-    verdict = compare(read(tmp_path / "a"), read(tmp_path / "b"))
+    verdict = compare_traces(read(tmp_path / "a"), read(tmp_path / "b"))
     assert verdict.first == "gradient"
     assert "in backward whose output gets another gradient: 1 by" in verdict.lines[-1]
-    assert compare(read(tmp_path / "a"), read(tmp_path / "c")).first is None
+    assert compare_traces(read(tmp_path / "a"), read(tmp_path / "c")).first is None
 
 
 class Drawn(nn.Dropout):
@@ -363,7 +363,7 @@ def test_dropout_is_named_where_gradients_differ_and_losses_nearly_agree(tmp_pat
                 if seed == 2 and not dropout and parameter.grad is not None:
                     parameter.grad = parameter.grad.roll(1, 0)
             optimizer.step()
-    verdict = compare(read(tmp_path / "a"), read(tmp_path / "b"))
+    verdict = compare_traces(read(tmp_path / "a"), read(tmp_path / "b"))
     assert verdict.first == "gradient"
     assert (verdict.cause == causes.OTHER_DRAWS) is (dropout > 0), verdict.cause
 
@@ -385,7 +385,7 @@ def test_two_traces_without_a_common_name_are_refused_with_both_lists(tmp_path: 
         model(torch.ones(1, 2), torch.ones(1, 2)).sum().backward()
         optimizer.step()
     with raises("LS9010", "0.weight", error=TraceError):
-        compare(read(tmp_path / "a"), read(tmp_path / "b"))
+        compare_traces(read(tmp_path / "a"), read(tmp_path / "b"))
 
 
 class Held(torch.utils.data.Dataset):

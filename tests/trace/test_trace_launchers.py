@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_trace.compare import compare
+from lockstep_trace.compare_traces import compare_traces
 from lockstep_trace.findings import findings
 from lockstep_trace.read import read
 from support import slurm_cluster
@@ -45,7 +45,7 @@ def of_two_ranks(folder: Path, reference: Path) -> None:
     trace = read(folder)
     assert (len(trace.ranks), trace.world, trace.steps(0)) == (2, 2, [0, 1, 2])
     assert findings(trace) == []
-    assert compare(read(reference), trace).first is None
+    assert compare_traces(read(reference), trace).first is None
 
 
 @pytest.fixture(scope="module", name="reference")

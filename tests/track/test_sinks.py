@@ -14,7 +14,7 @@ import yaml
 from lockstep import api
 from lockstep.checkpoint import export
 from lockstep.config.run import Run, load, write_run_yaml
-from lockstep.distributed.watchdog import tell_failure
+from lockstep.distributed.lost_contact import tell_failure
 from lockstep.distributed.world import World
 from lockstep.lab.sweep import sweep_file
 from lockstep.lab.sweep.sweep import Leaderboard

@@ -17,7 +17,7 @@ from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.lab.sweep import sweep
 from lockstep.lab.sweep.sweep_file import read as read_sweep
-from lockstep.proof import attest, diff, verify
+from lockstep.proof import attest, diff, replay, verify
 from lockstep.proof import recording as recordings
 from lockstep.proof.recording import TRACE, Recording
 from lockstep.strategies.job import Job, strategy_class
@@ -30,7 +30,7 @@ from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session
 from lockstep.training.throughput import Spikes
 from lockstep_plan import calibrate
-from lockstep_trace.record import StepRecord, prints_of
+from lockstep_trace.step_record import StepRecord, prints_of
 from lockstep_trace.step_writer import RankStep, StepWriter, WholeStep
 from support.command import CommandJob, bits, lines, train, write
 from support.harness import build, build_with_feed, digest, run_on, tiny
@@ -300,10 +300,10 @@ def test_what_is_not_finite_passes_nowhere(
     assert "step 2: loss or gradient norm is not finite" in " ".join(capsys.readouterr().out.split())
     assert diff.diff(*(output(tmp_path / name, 1.0, 2.0) for name in "cd"), [], look=False) == 0
     good, worse = (StepRecord.of_numbers(1, loss, 1.0) for loss in (1.0, bad))
-    assert diff.first_mismatch([replace(good, finite=True)], [good]) is None
-    assert "not finite" in str(diff.first_mismatch([worse], [worse]))  # audit asks this, too
-    assert "not finite" in str(diff.first_mismatch([replace(good, finite=False)], [good]))
-    assert diff.first_mismatch([worse], [worse], skips=True) is None  # a loss scale leaves such steps out
+    assert replay.first_mismatch([replace(good, finite=True)], [good]) is None
+    assert "not finite" in str(replay.first_mismatch([worse], [worse]))  # audit asks this, too
+    assert "not finite" in str(replay.first_mismatch([replace(good, finite=False)], [good]))
+    assert replay.first_mismatch([worse], [worse], skips=True) is None  # a loss scale leaves such steps out
     assert "not finite" in str(attest._of_numbers(a))
     assert attest._of_numbers(tmp_path / "c") is None
 

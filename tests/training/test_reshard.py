@@ -9,9 +9,9 @@ import torch
 
 from lockstep.config.run import Run, load
 from lockstep.distributed.sharded import Incomplete, PeerReader, TensorSlice
-from lockstep.training.elastic.peer_checkpoints import PeerCheckpoints, neighbours
-from lockstep.training.elastic.reshard import newest_complete
 from lockstep.training.errors import TrainingFailed
+from lockstep.training.recovery.peer_checkpoints import PeerCheckpoints, neighbours
+from lockstep.training.recovery.reshard import newest_complete
 from lockstep.training.resolve import resolve_strategy
 from lockstep.training.train_state import TrainState
 from support.messages import raises

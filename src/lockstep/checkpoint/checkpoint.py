@@ -40,7 +40,7 @@ from lockstep.distributed.event_log import launched_by
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.checkpoint.storage import Background, Shard
+    from lockstep.checkpoint.shard_files import Background, Shard
     from lockstep.distributed.sharded import Saved, ShardedState
     from lockstep.distributed.world import World
 
@@ -106,7 +106,7 @@ class Checkpoints:
         """Start writing the state after `step` updates; first waits for the previous save to finish. `scores`: the
         evaluation after this step. `state`: the `TrainState.state_dict` that `resume` restores. Collective. Errors:
         `CheckpointError`, if checkpoint.on_failure is `stop`."""
-        from lockstep.checkpoint.storage import Background
+        from lockstep.checkpoint.shard_files import Background
 
         self.settle()
         parts = strategy.sharded_state_dict()
@@ -154,7 +154,7 @@ class Checkpoints:
     def _lay_out(self, parts: dict[str, Tensor]) -> list[str]:
         """Allocate a buffer for these parts unless the present one fits. Returns failures, with rank and host.
         Collective."""
-        from lockstep.checkpoint.storage import Shard
+        from lockstep.checkpoint.shard_files import Shard
 
         laid_out = self.world.all_gather(
             (self.room.checkpoints_away(), self._shard is None or not self._shard.suits(parts))
@@ -240,7 +240,7 @@ class Checkpoints:
 
     def _written(self, saving: _Saving) -> None:
         """Collect the results once every rank has written its file or failed, and start the commit."""
-        from lockstep.checkpoint.storage import Background
+        from lockstep.checkpoint.shard_files import Background
 
         outcomes = self.world.all_gather((saving.work.result, reason_of(saving.work.error), self.world.host))
         faults = [f"rank {i} on {host}: {reason}" for i, (_, reason, host) in enumerate(outcomes) if reason]
@@ -375,7 +375,7 @@ class Checkpoints:
     def take_mean(self, strategy: ShardedState, step: int) -> list[int]:
         """Load the mean of the weights of the last `average.last` checkpoints, including that of `step`. Returns their
         steps. Collective. Errors: `CheckpointError`, on every rank, if one of them cannot be read."""
-        from lockstep.checkpoint.storage import Mean
+        from lockstep.checkpoint.shard_files import Mean
 
         steps, saved = manifests.averaged(self.run, step, self.every), []
         every, _ = self.catalog.list_checkpoints()
@@ -404,7 +404,7 @@ class Checkpoints:
         return fault
 
     def _open(self, path: Path, manifest: Manifest) -> Saved:
-        from lockstep.checkpoint.storage import Files, FromMain
+        from lockstep.checkpoint.shard_files import Files, FromMain
 
         if all(self.world.all_gather(self._writes())):
             return Files(path, manifest.hashes)

@@ -24,7 +24,7 @@ from lockstep.config.run import Run, RunError, redirected
 from lockstep.data.cache import cache_folder
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.storage import Written
+    from lockstep.checkpoint.shard_files import Written
 
 
 def commit(run: Run, manifest: Manifest, aside: Path, files: list[Written], in_use: Collection[str] = ()) -> None:
@@ -45,7 +45,7 @@ def commit(run: Run, manifest: Manifest, aside: Path, files: list[Written], in_u
 def placed(run: Run, manifest: Manifest, aside: Path) -> Path:
     """Write the manifest into a folder and rename it to its checkpoint's name, replacing what is there. Errors:
     `OSError`."""
-    from lockstep.checkpoint.storage import write
+    from lockstep.checkpoint.shard_files import write
 
     write(aside / manifests.FILE, [manifest.dump()])
     sync(aside)

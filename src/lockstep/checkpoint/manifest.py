@@ -196,7 +196,7 @@ def parsed(content: bytes, name: str) -> Manifest | str:
 def add_scores(folder: Path, scores: Mapping[str, float], state: Mapping[str, Any]) -> None:
     """Replace the scores and training state in a checkpoint's manifest, atomically. Errors: `OSError`; the manifest is
     then unchanged."""
-    from lockstep.checkpoint.storage import write
+    from lockstep.checkpoint.shard_files import write
 
     if isinstance(manifest := read_manifest(folder), Manifest):
         plain = {name: float(value) for name, value in scores.items()}

@@ -104,7 +104,7 @@ class CheckpointCatalog:
     def _by_main(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
         """Run `work` on rank 0 and broadcast its result or error, however long it takes. Collective. Errors:
         `RunError`, the same on every rank."""
-        from lockstep.checkpoint.storage import Background
+        from lockstep.checkpoint.shard_files import Background
 
         task = Background(work if self.world.is_main else lambda: None)
         while self.world.all_reduce_max(int(not task.done))():

@@ -69,7 +69,7 @@ def replay_arguments(parser: argparse.ArgumentParser) -> None:
 def run_replay(args: argparse.Namespace) -> int:
     if args.processes < 1:
         raise RunError("LS8122", f"--processes: invalid value {args.processes}; expected an integer >= 1")
-    from lockstep.proof.diff import replay
+    from lockstep.proof.replay import replay
 
     return replay(Path(args.output), args.step, args.overrides, args.strategy, args.processes, args.begin)
 

@@ -29,7 +29,6 @@ from lockstep.config.data_sources import Mirror, PathText, is_address
 from lockstep.config.errors import InvalidValue, coded
 from lockstep.config.errors import RunError as RunError
 from lockstep.config.model_selection import AverageSection, EvaluateSection, choose_best
-from lockstep.config.optim import OptimSection
 from lockstep.config.quick_start import QUICK_START as QUICK_START
 from lockstep.config.quick_start import quick_start_for
 from lockstep.config.sections import (
@@ -45,6 +44,7 @@ from lockstep.config.sections import (
     LaunchSection,
     ModelSection,
     Names,
+    OptimSection,
     PluginSection,
     Positive,
     Precision,

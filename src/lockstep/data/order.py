@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 
-def cut(lengths: np.ndarray, micro_batches: int) -> list[np.ndarray]:
+def cut_micro_batches(lengths: np.ndarray, micro_batches: int) -> list[np.ndarray]:
     """Split positions into `lengths` into `micro_batches` groups whose costs (examples x longest) are as equal as
     contiguous splits allow.
 

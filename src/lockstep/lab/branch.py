@@ -37,7 +37,7 @@ from lockstep.track.console import Console, error
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 from lockstep.training.shared_prefix import OF_STEPS, Course, course, parting, shares_nothing
-from lockstep_trace.record import by_step, differences
+from lockstep_trace.step_record import by_step, differences
 
 
 @dataclass(frozen=True)

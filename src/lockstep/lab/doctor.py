@@ -545,10 +545,10 @@ def alone(words: list[str]) -> int:
 def compared(folder: Path, alone: Path) -> tuple[str, list[str]]:
     """Compare two recordings as `verify` does."""
     from lockstep.proof.recording import read
-    from lockstep.proof.verify import compare, findings, promise
+    from lockstep.proof.verify import compare_recordings, findings, promise
 
     mine = read(folder)
-    if wrong := findings(mine, compare(folder, alone)):
+    if wrong := findings(mine, compare_recordings(folder, alone)):
         return "NOT as promised", [promise(mine), *wrong]
     return AS_PROMISED[0] if mine.bits else AS_PROMISED[1], []
 

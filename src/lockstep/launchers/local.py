@@ -68,7 +68,7 @@ class Local(Launcher):
             return worker.main(plan.job or run, words=words)
         for name, value in plan.variables.items():
             os.environ.setdefault(name, value)
-        from lockstep.launchers.processes.elastic import run_agent
+        from lockstep.launchers.processes.elastic_agent import run_agent
         from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 
         prestart(run)

@@ -152,7 +152,7 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
 
     from lockstep.checkpoint.manifest import newest_first
     from lockstep.distributed.consistency_check import facts
-    from lockstep.launchers.processes.elastic import run_agent
+    from lockstep.launchers.processes.elastic_agent import run_agent
     from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 
     prestart(run)

@@ -5,10 +5,10 @@ cause (`lockstep_trace/causes.py`), and the parts of the run that plain does not
 second plain run whose weights differ in their last bit (TTrace, arXiv:2506.09280), and in half precision also by a
 third one in float32.
 
-`lockstep_trace/compare.py` is not used, for three reasons. Plain is the judge of everything else, so torch compares
-whole tensors without any code of the tracer. A sketch has an error of about 4 % of a difference, too much for the
-narrow tolerances of half precision. And a trace has a single perturbed companion, but Muon needs four, the norm has a
-tolerance of its own, and of some optimizers only the first gradient is known.
+`compare_traces.py` of lockstep-trace is not used for three reasons. Plain is the judge of everything else, so torch
+compares whole tensors without any code of the tracer. A sketch has an error of about 4 % of a difference, too much for
+the narrow tolerances of half precision. And a trace has a single perturbed companion, but Muon needs four, the norm has
+a tolerance of its own, and of some optimizers only the first gradient is known.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def differences(run: Run, steps: int = 2) -> PlainComparison:
         alone = Run.load(values | {"output": folder, "launch": {"device": run.launch.device, "processes": 1}})
         with closing(World(alone)) as world:
             plain_sides.record_plain(for_rank(alone, world), world, str(steps))
-            return compare(run, Path(folder) / FOLDER)
+            return compare_with_plain(run, Path(folder) / FOLDER)
 
 
 def covers(run: Run) -> bool:
@@ -122,7 +122,7 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
             uncovered=f"it needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
         )
     else:
-        result = compare(run, folder)
+        result = compare_with_plain(run, folder)
     if result.steps:
         rows = [_row(step.number, step.differences) for step in result.steps]
         console.table("relative differences from the plain reference", COLUMNS, rows, key="plain")
@@ -158,7 +158,7 @@ def _row(number: int, sizes: Mapping[str, float]) -> list[str]:
     return [str(number), *(f"{sizes[key]:.1e}" if key in sizes else "" for key in ("loss", "norm", *TENSORS))]
 
 
-def compare(run: Run, folder: Path) -> PlainComparison:
+def compare_with_plain(run: Run, folder: Path) -> PlainComparison:
     """Compare the steps recorded in a folder with plain's."""
     verdict = _compared(run, folder, _draws(run))
     again = any(step.differs for step in verdict.steps) and _draws(run) < MORE
@@ -168,7 +168,7 @@ def compare(run: Run, folder: Path) -> PlainComparison:
 
 
 def _compared(run: Run, folder: Path, draws: int) -> PlainComparison:
-    """`compare` with a given number of perturbed runs, which measure the tolerance."""
+    """`compare_with_plain` with a given number of perturbed runs, which measure the tolerance."""
     record, verdict = PlainRecord.read(folder), PlainComparison()
     try:
         seed_libraries(run.seed)  # data of the user's own may be drawn

@@ -20,13 +20,13 @@ from lockstep.checkpoint.manifest import FILE as MANIFEST
 from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
 from lockstep.config.run import Run, RunError, load, require_output
 from lockstep.launchers import start
-from lockstep.proof.diff import first_mismatch, replayed, run_to_recompute, start_of
+from lockstep.proof.replay import first_mismatch, replayed, run_to_recompute, start_of
 from lockstep.strategies.job import Job
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of, scores_of
 from lockstep.training import fingerprints
 from lockstep_trace.plurals import quantity
-from lockstep_trace.record import read_records
+from lockstep_trace.step_record import read_records
 
 FORMAT = 1
 FOLDER, NAME, SIGNATURE = "attestation", "attestation.json", "attestation.sig"
@@ -299,7 +299,7 @@ def _of_steps(
     seed: int | None,
 ) -> str | None:
     """Recompute random steps; describe the first that differs from its record, or return None."""
-    from lockstep.proof.replaying import RECORDS
+    from lockstep.proof.replay_rank import RECORDS
 
     steps, draw = then["steps"], random.Random(seed)
     begins = sorted({0, *(each["step"] for each in then["checkpoints"])} - {steps})

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.config.optim import OptimSection
+from lockstep.config.schedules import learning_rate
+from lockstep.config.sections import OptimSection
 from lockstep.data.batch import StepBatch
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.system_metrics import measured
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.update import GradientUpdate
 from lockstep.strategies.job import Job
 from lockstep.strategies.observer import GradientRecorder
@@ -29,7 +29,7 @@ from lockstep.training import plain_sides
 from lockstep.training.evaluation import evaluate
 from lockstep.training.session import Session, build_session, join_ranks
 from lockstep.training.startup import try_a_step
-from lockstep_trace.record import StepRecord, prints_of, read_records, write_records
+from lockstep_trace.step_record import StepRecord, prints_of, read_records, write_records
 from lockstep_trace.step_writer import RankStep, StepWriter, WholeStep
 from lockstep_trace.tracer.inputs import call_inputs
 from lockstep_trace.tracer.placement import has_stochastic
@@ -62,7 +62,7 @@ def numbers_of(optimizer: OptimSection, total: int, per_epoch: int, steps: int, 
     before the weights change (a warmup starts with learning rate 0), they begin later, so that the last but one is the
     first to change the weights."""
     if begin is None:
-        still = next((n for n in range(total) if optim.learning_rate(optimizer, n, total)), 0)
+        still = next((n for n in range(total) if learning_rate(optimizer, n, total)), 0)
         begin = max(0, min(still + 2 - max(steps, 2), total - steps))
     first = list(range(begin, min(begin + steps, total)))
     last = min(per_epoch, total) - 1
@@ -85,16 +85,16 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
         plain_sides.save_untrained(session)
     for number in numbers:
         batch = feed.make(number).to(world.device)
-        learning_rate = optim.learning_rate(run.optim, number, feed.total)
-        result = strategy.train_step(batch, learning_rate)
-        writer.step(number, batch, float(result.loss), float(result.grad_norm), learning_rate)
+        rate = learning_rate(run.optim, number, feed.total)
+        result = strategy.train_step(batch, rate)
+        writer.step(number, batch, float(result.loss), float(result.grad_norm), rate)
     strategy.observer = None
     dtypes = writer.dtypes()
     writer.close()
     if int(plain):
         plain_sides.record_session(session, int(plain))
     seconds, bytes_held = _cost(session, int(timed))
-    rate = run.batch_size / seconds if seconds else None
+    per_second = run.batch_size / seconds if seconds else None
     bits, rounding = strategy.gives_bits(run), strategy.rounding(run)
     recording = Recording(
         run.strategy.name,
@@ -105,7 +105,7 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
         writer.steps,
         dtypes,
         seconds,
-        rate,
+        per_second,
         bytes_held,
         uncovered,
         task.warnings,

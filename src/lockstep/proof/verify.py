@@ -32,23 +32,22 @@ from lockstep.proof import against_plain
 from lockstep.proof.recording import FILE as RECORDS
 from lockstep.proof.recording import TRACE, Recording, read
 from lockstep.track.console import Console
-from lockstep_trace import compare as comparing
-from lockstep_trace.compare import Comparison, Tolerance
+from lockstep_trace import compare_traces as comparing
+from lockstep_trace.compare_traces import Comparison, Tolerance
 from lockstep_trace.plurals import quantity
 from lockstep_trace.read import read as read_trace
-from lockstep_trace.record import StepRecord, read_records, write_records
-from lockstep_trace.record import compare as record_compare
 from lockstep_trace.report import write as write_page
+from lockstep_trace.step_record import StepRecord, compare_records, read_records, write_records
 from lockstep_trace.terminal import lines_of, say_numbers
 
 RECORD = "lockstep.proof.recording.record"  # entry point of every rank
 DRIFT = 1e-2  # relative to the whole update: AdamW amplifies rounding where a gradient is almost zero
 
 
-def compare(ours: Path, single: Path) -> Comparison:
+def compare_recordings(ours: Path, single: Path) -> Comparison:
     """Compare two recordings: the first difference that the strategy of the first one does not allow. Errors:
     `TraceError`."""
-    return comparing.compare(read_trace(single / TRACE), read_trace(ours / TRACE), tolerance=allowed(read(ours)))
+    return comparing.compare_traces(read_trace(single / TRACE), read_trace(ours / TRACE), tolerance=allowed(read(ours)))
 
 
 def allowed(mine: Recording) -> Tolerance:
@@ -148,7 +147,7 @@ def record_alone(run: Run, folder: Path, steps: int, timed: int = 0) -> int:
 
 def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None, folder: Path | None = None) -> int:
     """Print the table and the verdict. `folder`: keeps both traces and a page. Returns the exit status."""
-    mine, compared = read(ours), compare(ours, single)
+    mine, compared = read(ours), compare_recordings(ours, single)
     wrong = findings(mine, compared)
     if verdict is not None:
         answer = {"agrees": not wrong, "promise": "bits" if mine.bits else "rounding", "differences": wrong}
@@ -280,7 +279,7 @@ def first_difference(then: Sequence[StepRecord], now: Sequence[StepRecord]) -> s
     """Describe the first value that differs, or return None."""
     if [record.step for record in then] != [record.step for record in now]:
         return "other steps are compared, because an epoch has another length"
-    differing = record_compare(then, now)
+    differing = compare_records(then, now)
     if not differing:
         return None
     first, text = differing[0], f"step {differing[0].step}: {differing[0]}"

@@ -65,7 +65,7 @@ class Recomputes(GradientUpdate):
 class ShardedRecovery(GradientUpdate):
     """A strategy with sharded state that surviving ranks can reshard after a failure: `launch.on_rank_failure:
     continue`. It tells which state this rank holds after an interrupted step: the one before the update or the one
-    after it. `training/elastic/reshard.py` does the rest.
+    after it. `training/recovery/reshard.py` does the rest.
 
     If several ranks hold the same shard, a barrier before the optimizer step makes the update all-or-nothing: no rank
     updates before all have what they need. A rank that lost contact and missed an update that others applied applies it

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.config.run import RunError
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.exact.reduction import Exchange, all_reduce_flat, buckets
+from lockstep.strategies.exact.reduction_tree import Exchange, all_reduce_flat, buckets
 from lockstep.strategies.job import Job
 from lockstep.strategies.replicated import WholeStateRecovery
 from lockstep.tasks.task import Task

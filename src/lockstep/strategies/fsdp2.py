@@ -41,11 +41,10 @@ from lockstep.strategies.engines.fsdp import (
     sums_in_float32,
 )
 from lockstep.strategies.engines.side_effects import SideEffects, first_few, refuse_own_tensors
-from lockstep.strategies.exact import held_state, optim
-from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.optim import ParamGroupSpec, make_model
+from lockstep.strategies.exact import held_state, stepper
+from lockstep.strategies.exact.norm_and_clip import Gradient, Part
 from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, links
-from lockstep.strategies.exact.reduction import (
+from lockstep.strategies.exact.reduction_tree import (
     ReductionTree,
     Scatter,
     buckets,
@@ -56,6 +55,7 @@ from lockstep.strategies.exact.reduction import (
 )
 from lockstep.strategies.exact.rows import RowSlots, rows_between
 from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.stepper import ParamGroupSpec, make_model
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.strategies.job import Job
 from lockstep.strategies.observer import listening, observing
@@ -327,7 +327,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             self.blocks = layers.named_blocks(self.model, named)
         output_wrappers = [OutputWrapper(module) for module in [*self.blocks, self.model]]
         blocks.prepare(self.run, self.model, self.leaf_ranks())
-        self.apply_shards(optim.assigned(self.run.optim, self.model))
+        self.apply_shards(stepper.assigned(self.run.optim, self.model))
         if skips is not None:
             leaves_layers_out(self.model)
         for outputs in output_wrappers:
@@ -401,9 +401,9 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         fully_shard(self.model, mp_policy=of_root, **arguments)
         self.optimizer = self.make_stepper(treated)
 
-    def make_stepper(self, treated: Mapping[str, ParamGroupSpec]) -> optim.Stepper:
-        groups = optim.groups(self.run.optim, self.model.named_parameters(), treated)
-        self.stepper = optim.Stepper(self.run.optim, groups)
+    def make_stepper(self, treated: Mapping[str, ParamGroupSpec]) -> stepper.Stepper:
+        groups = stepper.groups(self.run.optim, self.model.named_parameters(), treated)
+        self.stepper = stepper.Stepper(self.run.optim, groups)
         return self.stepper
 
     def receive(self, source: nn.Module | None) -> None:
@@ -503,7 +503,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     def sums_of_step(self, losses: Tensor, numbers: Sequence[int]) -> tuple[Tensor, list[int]]:
         losses, counts = super().sums_of_step(losses, [*numbers, *self.uses.signature()])
-        self.uses.compare(counts[-2:], self.data_parallel.size)
+        self.uses.compare_orders(counts[-2:], self.data_parallel.size)
         return losses, counts[:-2]
 
     @property

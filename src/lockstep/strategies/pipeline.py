@@ -38,11 +38,11 @@ from lockstep.strategies.engines.pipelining import (
     skip_negotiation,
 )
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
-from lockstep.strategies.exact import held_state, optim
-from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.optim import make_model
+from lockstep.strategies.exact import held_state, stepper
+from lockstep.strategies.exact.norm_and_clip import Gradient, Part
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.exact.reduction import Exchange, all_reduce_flat, buckets, most_held, share
+from lockstep.strategies.exact.reduction_tree import Exchange, all_reduce_flat, buckets, most_held, share
+from lockstep.strategies.exact.stepper import make_model
 from lockstep.strategies.job import Job
 from lockstep.strategies.replicated import call_on_cpu
 from lockstep.strategies.strategy import DataShard, summing
@@ -184,9 +184,9 @@ class Pipeline(ShardedRecovery):
         self.links = Links(self.cut, self.ranks, self.pipelines, self.pipeline, self.side)
         self.stage_weights = [StageWeights(part, self.order, self.links) for part in self.cut_parts]
         stepped = {id(p): (n, p) for weights in self.stage_weights for n, p in weights.parameters.items()}  # each once
-        treated = optim.assigned(self.run.optim, self.cut.whole)
-        groups = optim.groups(self.run.optim, stepped.values(), treated)
-        self.optimizer = self.stepper = optim.Stepper(self.run.optim, groups)
+        treated = stepper.assigned(self.run.optim, self.cut.whole)
+        groups = stepper.groups(self.run.optim, stepped.values(), treated)
+        self.optimizer = self.stepper = stepper.Stepper(self.run.optim, groups)
         bytes_of_state = random_state(self.world.device).numel()
         self.engine = [
             Stage(

@@ -21,13 +21,13 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, local
 from lockstep.strategies.abilities import Recomputes
 from lockstep.strategies.engines import blocks, layers, side_effects
-from lockstep.strategies.exact import held_state, optim
-from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.strategies.exact import held_state, stepper
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
-from lockstep.strategies.exact.optim import make_model
-from lockstep.strategies.exact.reduction import most_held
+from lockstep.strategies.exact.norm_and_clip import Gradient, Part
+from lockstep.strategies.exact.reduction_tree import most_held
 from lockstep.strategies.exact.rows import row_sparse
 from lockstep.strategies.exact.statistics import SourceSums, Statistics
+from lockstep.strategies.exact.stepper import make_model
 from lockstep.strategies.observer import observing
 from lockstep.strategies.strategy import DataShard, WeightFormats
 from lockstep.tasks.models import inference
@@ -80,8 +80,8 @@ class ReplicatedStrategy(Recomputes):
             held_state.sums_in_float32([*self.parameters, *self.stepped.values()])
         self.rows = [i for i, name in enumerate(self.stepped) if name in sparse]
         self.leaves = LeafGradients(self.parameters, self.rows)
-        groups = optim.groups(self.run.optim, self.stepped.items(), optim.assigned(self.run.optim, self.model))
-        self.optimizer = self.stepper = optim.Stepper(self.run.optim, groups, self.to_dtensor)
+        groups = stepper.groups(self.run.optim, self.stepped.items(), stepper.assigned(self.run.optim, self.model))
+        self.optimizer = self.stepper = stepper.Stepper(self.run.optim, groups, self.to_dtensor)
         # Autograd adds the gradients of a weight used three times or more in an order that depends on when its
         # low-precision copy was recorded. Casting again for every micro-batch makes that order the same for all.
         self.fresh_casts = exact and self.run.precision != "fp32" and max(uses.values(), default=0) > 2

@@ -24,9 +24,9 @@ from lockstep.distributed.sharded import Saved, WholeState, gather
 from lockstep.distributed.step_timer import StepTimer
 from lockstep.distributed.world import World, sum_in_place
 from lockstep.strategies.engines.side_effects import SideEffects
-from lockstep.strategies.exact.gradient import LossScale
-from lockstep.strategies.exact.gradient import NotFinite as NotFinite
-from lockstep.strategies.exact.reduction import share
+from lockstep.strategies.exact.norm_and_clip import LossScale
+from lockstep.strategies.exact.norm_and_clip import NotFinite as NotFinite
+from lockstep.strategies.exact.reduction_tree import share
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.job import Job, StrategyRules
 from lockstep.strategies.job import WeightFormats as WeightFormats

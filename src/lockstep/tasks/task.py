@@ -238,7 +238,7 @@ class Task(ABC):
 
         A function of its arguments and the run file alone. The default suits losses that are sums over examples, for
         which every split has the same gradient."""
-        return order.cut(columns.lengths[rows], self.run.micro_batches)
+        return order.cut_micro_batches(columns.lengths[rows], self.run.micro_batches)
 
     def padded(self, columns: Columns, rows: np.ndarray, groups: Sequence[np.ndarray]) -> int:
         """Number of `unit`s that go through the model, padding included, if each of `groups` (indices into `rows`) is
@@ -329,7 +329,7 @@ def refuse_lone_examples(run: Run, examples: int, forward: Callable[[], object])
     sizes = {"a step": run.batch_size} if whole else {}
     sizes |= {"the last step of an epoch": rest} if rest and reached else {}
     for step, size in sizes.items():
-        groups = order.cut(np.ones(size, dtype=np.int64), run.micro_batches)
+        groups = order.cut_micro_batches(np.ones(size, dtype=np.int64), run.micro_batches)
         if all(len(group) != 1 for group in groups):
             continue
         try:

@@ -23,7 +23,7 @@ from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.tasks.abilities import Calibrates
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.storage import Files
+    from lockstep.checkpoint.shard_files import Files
 
 
 def fetch(run: Run) -> None:
@@ -64,7 +64,7 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
         )
 
     def make(aside: Path) -> None:
-        from lockstep.checkpoint.storage import Files  # imports torch.distributed.checkpoint
+        from lockstep.checkpoint.shard_files import Files  # imports torch.distributed.checkpoint
 
         files = Files(checkpoint, manifest.hashes)
         task = job.make_task()

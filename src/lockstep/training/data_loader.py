@@ -25,7 +25,7 @@ from lockstep.data.order import ByLength, ByShard, MixedOrder, MixedShards, Orde
 from lockstep.data.streamed import Streamed, Unreadable
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.reduction import Shares
+from lockstep.strategies.exact.reduction_tree import Shares
 from lockstep.tasks.task import Task
 from lockstep.track.console import error
 

@@ -3,7 +3,7 @@
 In: a strategy that holds the exported model, and later the export. Out: the outcome, for a message. The export is
 loaded with transformers' `from_pretrained` and the saved tokenizer; examples start from raw rows kept by data
 preparation, and `lockstep.plain` computes their losses. Losses and scores of two models are compared, within rounding:
-no step is, so this is no case for `lockstep_trace/record.py`.
+no step is, so this is no case for `lockstep_trace/step_record.py`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _why_not(run: Run, task: Task) -> str:
     return ""
 
 
-def compare(run: Run, task: Task, expected: Evaluated, folder: Path, device: torch.device) -> ExportComparison:
+def compare_export(run: Run, task: Task, expected: Evaluated, folder: Path, device: torch.device) -> ExportComparison:
     """Compare the export in a folder with the evaluated losses. Rank 0 only."""
     if expected.why_not:
         return ExportComparison(f"the export was not compared: {expected.why_not}")

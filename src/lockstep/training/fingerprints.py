@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.checkpoint.storage import StateHash
+from lockstep.checkpoint.shard_files import StateHash
 from lockstep.config.run import Run
 from lockstep.data.batch import StepResult
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.track.jsonl import Lines
 from lockstep.track.report.history import lines_of
-from lockstep_trace.record import StepRecord
+from lockstep_trace.step_record import StepRecord
 
 FILE = "fingerprints.jsonl"
 KEYS = ("step", "loss", "grad_norm", "hash", "weights", "optimizer")  # of a line

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+from lockstep.config.schedules import learning_rate
 from lockstep.data.batch import StepBatch
 from lockstep.distributed.activity import ACTIVITY
-from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.strategy import NotFinite
 from lockstep.training.data_loader import stopping
 from lockstep.training.errors import CorruptionDetected, not_finite

@@ -21,8 +21,8 @@ from torch import nn
 
 from lockstep.checkpoint.manifest import averaged
 from lockstep.config import plugins
-from lockstep.config.optim import drawn
 from lockstep.config.run import Run, RunError
+from lockstep.config.schedules import drawn
 from lockstep.config.written import applies
 from lockstep.data import stream
 from lockstep.data.arrow_cache import Columns, Prepared, examples_in
@@ -32,7 +32,7 @@ from lockstep.data.streamed import Streamed
 from lockstep.distributed.system_metrics import capacity
 from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.abilities import ChoosesByMemory
-from lockstep.strategies.exact.optim import ParamGroupSpec, assigned, freeze, state_bytes
+from lockstep.strategies.exact.stepper import ParamGroupSpec, assigned, freeze, state_bytes
 from lockstep.strategies.job import Job
 from lockstep.tasks.models import config_checks, model_configs, quantized, source_files
 from lockstep.tasks.task import Task

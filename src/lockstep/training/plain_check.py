@@ -5,9 +5,9 @@ option that causes the difference, identified by disabling options one by one. T
 rows, the model's tokenizer, a padded batch, and a transformers model that shares the run's tensors, so that no second
 model is in memory. The check leaves no gradients, files or changes to random generators.
 
-As the judge of what is recorded later, it compares whole tensors and shares no code with `lockstep_trace/record.py`.
-The plain path also measures the tolerance: in float32 by the effect of a change in the last bit of the weights, in half
-precision by the effect of half precision on the plain path itself.
+As the judge of what is recorded later, it compares whole tensors and shares no code with `step_record.py`. The plain
+path also measures the tolerance: in float32 by the effect of a change in the last bit of the weights, in half precision
+by the effect of half precision on the plain path itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lockstep.plain.rows import NotCovered
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.engines.accelerated import Accelerated
 from lockstep.strategies.engines.side_effects import preserved
-from lockstep.strategies.exact.optim import make_model
+from lockstep.strategies.exact.stepper import make_model
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.training import plain_sides

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lockstep.config.run import Run
+from lockstep.config.schedules import learning_rate
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import MicroBatch
 from lockstep.data.hub import model_folder
@@ -36,8 +37,7 @@ from lockstep.plain.rows import NotCovered
 from lockstep.plain.scores import LONGEST
 from lockstep.plain.train import build_model
 from lockstep.strategies.engines import blocks
-from lockstep.strategies.exact import optim
-from lockstep.strategies.exact.optim import make_model
+from lockstep.strategies.exact.stepper import make_model
 from lockstep.strategies.job import Job
 from lockstep.strategies.observer import GradientRecorder, listening
 from lockstep.strategies.replicated import ReplicatedStrategy
@@ -345,7 +345,7 @@ def record_session(session: Session, count: int = 2) -> None:
             batch = feed.make(number)
             groups = [batch.ids[group] for group in feed.task.split_micro_batches(feed.columns, batch.ids)]
             masked = _masked(session, feed.columns, groups, number) if hides else {}
-            rate = optim.learning_rate(session.run.optim, number, feed.total)
+            rate = learning_rate(session.run.optim, number, feed.total)
             result = strategy.train_step(batch.to(world.device), rate)
             micro_batches = [group.tolist() for group in groups]
             steps.append(PlainStep(number, float(result.loss), float(result.grad_norm), micro_batches, masked))
@@ -375,7 +375,7 @@ def plain_numbers_of(run: Run, feed: StepLoader, count: int) -> list[int]:
     """Steps to record: an early one with a high learning rate, the last of an epoch, which may be short, then others
     from the start."""
     first = range(min(feed.total, LOOKED_AT))
-    rates = [optim.learning_rate(run.optim, number, feed.total) for number in first]
+    rates = [learning_rate(run.optim, number, feed.total) for number in first]
     last = min(feed.order.steps_per_epoch, feed.total) - 1
     return sorted([*dict.fromkeys([rates.index(max(rates)), last, *first])][:count])
 

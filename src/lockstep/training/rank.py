@@ -30,12 +30,13 @@ from lockstep.config.written import with_defaults_named
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import EventLog
+from lockstep.distributed.hang_watchdog import Watchdog
 from lockstep.distributed.job_record import TRAIN
+from lockstep.distributed.lost_contact import lost_contact, tell_failure
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.signals import end_by_signal
 from lockstep.distributed.system_metrics import SystemMetrics
-from lockstep.distributed.watchdog import Watchdog, lost_contact, tell_failure
 from lockstep.distributed.world import World
 from lockstep.strategies.job import Job, Scope
 from lockstep.strategies.strategy import Strategy
@@ -63,7 +64,7 @@ from lockstep_trace import streams
 from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
-    from lockstep.training.elastic.recovery import Recovery
+    from lockstep.training.recovery.recovery import Recovery
 
 
 def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
@@ -255,7 +256,7 @@ def may_recover(session: Session, state: TrainState, watchdog: Watchdog, sinks: 
     run = session.run
     if session.world.members is None and run.launch.on_rank_failure != "continue" and not run.sdc_check.every:
         return None
-    from lockstep.training.elastic.recovery import recovery_for
+    from lockstep.training.recovery.recovery import recovery_for
 
     return recovery_for(session, state, watchdog, sinks.regroup)
 
@@ -377,7 +378,7 @@ def export_and_publish(
         except OSError as caught:
             console.note(f"{run.folder / name} could not be written: {caught.strerror or caught}")
     write_model(session, weights, trained.scores, steps, trained.exported)
-    compared = export_check.compare(run, task, evaluated, run.folder / "export", session.world.device)
+    compared = export_check.compare_export(run, task, evaluated, run.folder / "export", session.world.device)
     checked = {"export": compared.text, "export_agrees": compared.agrees}
     sha256 = write_summary(run, task, session.journal, console, steps, weights, checked)
     console.detail({"export": compared.text} if compared.agrees else {})

@@ -2,8 +2,8 @@
 
 In: the time of each rank per computed token, every few steps. Out: the micro-batches that each rank runs from the next
 step on. Micro-batches belong to the step, not to a rank, and the reduction tree adds them in one order whoever ran them
-(`strategies/exact/reduction.py`), so only the time changes. The decision is a pure function of numbers that all ranks
-have. Requires a strategy whose ranks hold the whole model.
+(`strategies/exact/reduction_tree.py`), so only the time changes. The decision is a pure function of numbers that all
+ranks have. Requires a strategy whose ranks hold the whole model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import closing
 from lockstep.config.run import RunError
 from lockstep.data.batch import StepBatch
 from lockstep.data.streamed import Unreadable
-from lockstep.strategies.exact.reduction import Shares, even
+from lockstep.strategies.exact.reduction_tree import Shares, even
 from lockstep.strategies.replicated import ReplicatedStrategy
 from lockstep.training.resolve import WHOLE_COPIES
 from lockstep.training.session import Session

@@ -8,8 +8,8 @@ the step, and by the next rank (by the same rank, if there is only one). The gra
 tolerance is needed, because a micro-batch has the same bits wherever it runs. A third computation decides which one was
 wrong. At these steps the weights of all ranks are compared as well; before every checkpoint the weights and, if each
 rank holds all of it, the optimizer state. A run therefore resumes only from a state that its ranks agreed on. Requires
-a strategy that can recompute a micro-batch (`Recomputes`). `lockstep_trace/record.py` compares steps of two trainings;
-ranks of one step are compared here, by votes.
+a strategy that can recompute a micro-batch (`Recomputes`). `step_record.py` of lockstep-trace compares steps of two
+trainings; ranks of one step are compared here, by votes.
 
 Identifying the wrong one takes three: three machines if machines are evicted (torchrun with `launch.machines` as
 fewest:most), three ranks on one machine (`launch.on_rank_failure: continue`). With two, a permanently faulty one would
@@ -80,13 +80,13 @@ class SdcCheck:
         witness = (owner + 1) % world.size
         theirs = self._recompute(batch, chosen, witness)
 
-        def compare(mine: str) -> None:
+        def compare_hashes(mine: str) -> None:
             hashes = world.all_gather((mine, theirs))
             first, second = hashes[owner][0], hashes[witness][1]
             if first != second:
                 self._decide(batch, chosen, owner, witness, (first, second))
 
-        with listening(strategy, GradientHash(chosen, compare)):
+        with listening(strategy, GradientHash(chosen, compare_hashes)):
             return strategy.train_step(batch, rate)
 
     def _decide(self, batch: StepBatch, chosen: int, owner: int, witness: int, hashes: tuple[Any, Any]) -> None:

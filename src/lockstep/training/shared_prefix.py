@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lockstep.config import plugins
-from lockstep.config.optim import learning_rate
+from lockstep.config.schedules import learning_rate
 from lockstep.config.user_code import is_own
 from lockstep.data.order import Order
 from lockstep.strategies.job import Job

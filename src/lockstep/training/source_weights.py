@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.storage import StateHash
+from lockstep.checkpoint.shard_files import StateHash
 from lockstep.data.raw_rows import RawRows
 from lockstep.plain.rows import NotCovered
 from lockstep.plain.train import load_pretrained

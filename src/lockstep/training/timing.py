@@ -20,8 +20,8 @@ from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.errors import STOPPED
 from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed import system_metrics
+from lockstep.distributed.hang_watchdog import Watchdog
 from lockstep.distributed.sharded import ShardedState
-from lockstep.distributed.watchdog import Watchdog
 from lockstep.distributed.world import World
 from lockstep.strategies.job import Job
 from lockstep.training.loop import train

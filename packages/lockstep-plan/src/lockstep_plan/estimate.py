@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.config.run import Run
-from lockstep.strategies.exact.reduction import share
+from lockstep.strategies.exact.reduction_tree import share
 from lockstep.strategies.fsdp2 import FSDP2, ShardedOptimizer
 from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader

@@ -24,7 +24,7 @@ from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.world import World
 from lockstep.strategies import replicated
 from lockstep.strategies.engines import pipelining
-from lockstep.strategies.exact.optim import freeze
+from lockstep.strategies.exact.stepper import freeze
 from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import Strategy, make_strategy
 from lockstep.tasks.task import Task

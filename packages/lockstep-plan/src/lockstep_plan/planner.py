@@ -17,7 +17,7 @@ import torch
 from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.lab.subprocess_job import Child
 from lockstep.strategies.abilities import ChoosesByMemory
-from lockstep.strategies.exact.optim import freeze
+from lockstep.strategies.exact.stepper import freeze
 from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import counts

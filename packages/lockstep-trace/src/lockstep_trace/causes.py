@@ -16,7 +16,7 @@ from lockstep_trace.ranks import data_ranks, examples_of
 from lockstep_trace.read import Step, Trace
 
 # Kinds of values of a step, in the order of computation: the first that differs is reported. A trace has some of them,
-# the record of a step others (`record.py`). `weights` and `optimizer` are hashes of the whole state.
+# the record of a step others (`step_record.py`). `weights` and `optimizer` are hashes of the whole state.
 ORDER = (
     "start weights",
     "scores",

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep_trace.compare import COLUMNS as COMPARED
-from lockstep_trace.compare import Comparison, compare, gradient_differences, row_cells
+from lockstep_trace.compare_traces import COLUMNS as COMPARED
+from lockstep_trace.compare_traces import Comparison, compare_traces, gradient_differences, row_cells
 from lockstep_trace.findings import findings
 from lockstep_trace.merge import merged
 from lockstep_trace.ranks import data_ranks
@@ -29,7 +29,9 @@ def values_of(trace: Trace, reference: Trace | None, verdicts: Sequence[Comparis
     Errors: `TraceError` if the traces have nothing in common."""
     known = {verdict.optimizer: verdict for verdict in verdicts}
     if reference is not None and not known:
-        known = {o: compare(reference, trace, optimizer=o) for o in trace.optimizers if o in reference.optimizers}
+        known = {
+            o: compare_traces(reference, trace, optimizer=o) for o in trace.optimizers if o in reference.optimizers
+        }
     return {
         "title": _command(trace),
         "trace": trace,

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from lockstep_trace import operations
 from lockstep_trace.alignment import window
 from lockstep_trace.causes import few
-from lockstep_trace.compare import COLUMNS, Comparison, compare, row_cells
+from lockstep_trace.compare_traces import COLUMNS, Comparison, compare_traces, row_cells
 from lockstep_trace.errors import TraceError
 from lockstep_trace.findings import Finding, findings, proved
 from lockstep_trace.matching import match
@@ -137,7 +137,7 @@ def compared(
     shared = [o for o in one.optimizers if o in other.optimizers]
     if not shared:
         raise TraceError("LS9032", f"{a} and {b} have no optimizer in common; check that both trace the same training")
-    verdicts = [compare(one, other, third, exact, o) for o in shared]
+    verdicts = [compare_traces(one, other, third, exact, o) for o in shared]
     for trace in (one, other):
         if lacking := [n for o in shared for n, whole in merged_start(trace, o).items() if whole.missing]:
             output.note(f"{trace.folder}: no rank has written all of {few(lacking)}: the file of a rank is missing")

@@ -15,7 +15,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines import fsdp, layers, zero_config
 from lockstep.strategies.engines.accelerated import Accelerated, accelerator, only, prepared
 from lockstep.strategies.engines.zero import Sharded
-from lockstep.strategies.exact.optim import ParamGroupSpec
+from lockstep.strategies.exact.stepper import ParamGroupSpec
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import WeightFormats

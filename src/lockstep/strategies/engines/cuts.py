@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines.layers import StandIn
-from lockstep.strategies.exact.reduction import share
+from lockstep.strategies.exact.reduction_tree import share
 from lockstep.strategies.job import Job
 from lockstep.tasks.models import unpadded
 from lockstep.tasks.models.model_configs import leaves_out_layers, load_config

@@ -30,7 +30,7 @@ from lockstep.distributed.hardware import share_gpus
 from lockstep.strategies.engines import layers, tensor_plans
 from lockstep.strategies.exact import held_state
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.exact.reduction import Exchange, ReductionTree, Scatter, share
+from lockstep.strategies.exact.reduction_tree import Exchange, ReductionTree, Scatter, share
 from lockstep.strategies.job import Job
 from lockstep_trace.plurals import quantity
 
@@ -364,7 +364,7 @@ class Uses:
         return [self._order, self._order**2]
 
     @staticmethod
-    def compare(sums: Sequence[float], ranks: int) -> None:
+    def compare_orders(sums: Sequence[float], ranks: int) -> None:
         """Compare the order of blocks on all ranks, by the sums of their signatures. Errors: `RunError`, on every rank,
         if the orders differ: ranks gathered and reduced different blocks together."""
         if ranks * sums[1] != sums[0] ** 2:  # the variance is 0 only if all are equal

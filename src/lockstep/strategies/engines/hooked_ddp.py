@@ -29,7 +29,7 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.side_effects import preserved
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.exact.reduction import Exchange, buckets, layout_of
+from lockstep.strategies.exact.reduction_tree import Exchange, buckets, layout_of
 from lockstep.strategies.replicated import WholeStateRecovery
 from lockstep.tasks.task import Task
 

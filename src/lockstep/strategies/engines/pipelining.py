@@ -20,7 +20,7 @@ from torch.distributed.pipelining.stage import _RecvInfo
 from lockstep.data.batch import MicroBatch
 from lockstep.distributed.torch_internals import to_device
 from lockstep.strategies.engines.cuts import Cut, StagePart
-from lockstep.strategies.exact.reduction import ReductionTree
+from lockstep.strategies.exact.reduction_tree import ReductionTree
 from lockstep.strategies.observer import StepObserver, hearing
 
 try:

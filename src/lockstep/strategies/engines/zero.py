@@ -32,11 +32,11 @@ from lockstep.strategies.engines.side_effects import refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.engines.zero_partition import join_group, own_activations, partition
 from lockstep.strategies.engines.zero_sums import CutGradient, FlatCuts, LocalSums, Owned, OwnedRange, TurnSums
-from lockstep.strategies.exact import optim
-from lockstep.strategies.exact.gradient import Part
-from lockstep.strategies.exact.optim import make_model
-from lockstep.strategies.exact.reduction import most_held, most_held_in_turns
+from lockstep.strategies.exact import stepper
+from lockstep.strategies.exact.norm_and_clip import Part
+from lockstep.strategies.exact.reduction_tree import most_held, most_held_in_turns
 from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.stepper import make_model
 from lockstep.strategies.job import Job
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.replicated import call_on_cpu
@@ -169,7 +169,7 @@ class Sharded(ShardedRecovery, Recomputes):
             self.model.forward = cast(self.model.forward)
         self.named = dict(self.model.named_parameters())
         self.grad_counts = {n: 0 for n, _ in self._trained()}  # number of this rank's micro-batches with a gradient
-        self.optimizer = self.stepper = optim.build(self.run.optim, self.model)
+        self.optimizer = self.stepper = stepper.build(self.run.optim, self.model)
         if self.in_tree_order:
             self._build_in_tree_order()
         else:
@@ -188,8 +188,8 @@ class Sharded(ShardedRecovery, Recomputes):
     def _build_in_tree_order(self) -> None:
         """Start the engine, and replace its reduction and update. Collective."""
         for group in self.optimizer.param_groups:  # parameters that would misalign their successor come last
-            group["params"].sort(key=lambda p: p.numel() * p.element_size() % optim.ALIGNED != 0)
-        treated = optim.assigned(self.run.optim, self.model)
+            group["params"].sort(key=lambda p: p.numel() * p.element_size() % stepper.ALIGNED != 0)
+        treated = stepper.assigned(self.run.optim, self.model)
         self.engine = self.start_engine()
         # As within DeepSpeed's `coalesce_grad_reduction`, so that it does not reduce gradients.
         self.engine.inside_no_sync_ctxt = self.engine.optimizer._coalesce_grad_reduction = True
@@ -207,8 +207,8 @@ class Sharded(ShardedRecovery, Recomputes):
         sums = LocalSums if self.stage == 1 else TurnSums
         bucket = 4 * int(self.config["zero_optimization"]["reduce_bucket_size"])
         self.sums = sums(self.world, [*leaves.values()], self.flat_cuts.by_rank, bucket)
-        groups = optim.groups(self.run.optim, self.flat_cuts.parts.items(), treated)
-        self.optimizer = self.stepper = optim.Stepper(self.run.optim, groups)
+        groups = stepper.groups(self.run.optim, self.flat_cuts.parts.items(), treated)
+        self.optimizer = self.stepper = stepper.Stepper(self.run.optim, groups)
 
     def _owned(self, trained: Mapping[str, Any]) -> list[Owned]:
         """Return, by rank, the range of each parameter that DeepSpeed assigns to the rank, and its position in the flat
@@ -242,10 +242,10 @@ class Sharded(ShardedRecovery, Recomputes):
 
     def _compute_with_own(self, trained: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
         """Replace the model's parameters by lockstep's, which share memory with DeepSpeed's, or, if those are not
-        aligned (`optim.make_model` explains why they must be), are copied after every update."""
+        aligned (`stepper.make_model` explains why they must be), are copied after every update."""
         own = {name: nn.Parameter(p.detach()) for name, p in trained.items()}
         for name, parameter in own.items():
-            if parameter.data_ptr() % optim.ALIGNED:
+            if parameter.data_ptr() % stepper.ALIGNED:
                 parameter.data = parameter.data.clone()
                 self.followers.append((parameter, trained[name]))
         by_identity = {id(p): own[name] for name, p in trained.items()}
@@ -346,7 +346,7 @@ class Sharded(ShardedRecovery, Recomputes):
         unused = self._unused(uses, batch.count)
         if self.observer is not None:
             self.observer.reduced(EngineGradient(self._whole_gradient))
-        optim.set_rate(self.optimizer, learning_rate)
+        stepper.set_rate(self.optimizer, learning_rate)
         with self.phases("optimizer"):
             frozen = [(name, key, self._whole_state(name, key)) for name in unused for key in (None, *self._moments())]
             self.engine.step()

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.sharded import Saved
-from lockstep.strategies.exact.gradient import LossScale
-from lockstep.strategies.exact.optim import Stepper
+from lockstep.strategies.exact.norm_and_clip import LossScale
+from lockstep.strategies.exact.stepper import Stepper
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.reduction import Node, ReductionTree, Shares, layout_of
+from lockstep.strategies.exact.reduction_tree import Node, ReductionTree, Shares, layout_of
 from lockstep.strategies.exact.rows import by_row, exchange_rows
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.distributed.torch_internals import rows_of, values_of
-from lockstep.strategies.exact.reduction import Node, ReductionTree, Shares, layout_of
+from lockstep.strategies.exact.reduction_tree import Node, ReductionTree, Shares, layout_of
 
 SMALL = 256  # rows; smaller embeddings stay dense
 

@@ -5,8 +5,8 @@ bitwise equal at every number of tensor ranks that divides the number of leaves.
 along its outputs and returns `Leaves`: one activation per leaf. Later operations run leaf by leaf, one call each on
 tensors of the same shapes on any rank, so the number of ranks cannot change the choice of kernels. A row-parallel
 product is split along its inner dimension and ends the leaves: its partial products are added over the tree of
-`reduction.py`. In backward, gradients of tensors that all leaves read (a layer's input, a norm's weight) are added over
-the same tree, and gradients of sharded weights are those of their leaves.
+`reduction_tree.py`. In backward, gradients of tensors that all leaves read (a layer's input, a norm's weight) are added
+over the same tree, and gradients of sharded weights are those of their leaves.
 
 Letters: L leaves, of which a rank computes L/R.
 """
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from lockstep.config.run import RunError
 from lockstep.distributed.randomness import mix
-from lockstep.strategies.exact.optim import ALIGNED
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds, all_gather
-from lockstep.strategies.exact.reduction import Exchange, ReductionTree, share
+from lockstep.strategies.exact.reduction_tree import Exchange, ReductionTree, share
+from lockstep.strategies.exact.stepper import ALIGNED
 
 
 class LeafRanks:

@@ -22,8 +22,8 @@ from lockstep.distributed.sharded import Saved
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.engines.side_effects import SideEffects, first_few, preserved
-from lockstep.strategies.exact import held_state, optim
-from lockstep.strategies.exact.gradient import FiniteCheck, Gradient
+from lockstep.strategies.exact import held_state, stepper
+from lockstep.strategies.exact.norm_and_clip import FiniteCheck, Gradient
 from lockstep.strategies.exact.statistics import SourceSums
 from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.strategies.strategy import Strategy
@@ -35,7 +35,7 @@ class GradientUpdate(Strategy):
 
     named: dict[str, nn.Parameter]  # this rank's trained parameters, by the task's names
     optimizer: Any  # the stepper, or an engine's wrapper of it
-    stepper: optim.Stepper
+    stepper: stepper.Stepper
     switched = 0  # micro-batches that switched off a weight's `requires_grad`; counted on whole models
 
     def __init__(self, run: Run, world: World) -> None:
@@ -134,7 +134,7 @@ class GradientUpdate(Strategy):
         if used is not False:
             gradient.clip_(norm, self.run.optim.max_grad_norm)
             gradient.assign_to_params(uses)
-            optim.set_rate(self.optimizer, learning_rate, used if isinstance(used, Tensor) else None)
+            stepper.set_rate(self.optimizer, learning_rate, used if isinstance(used, Tensor) else None)
             self.check_layout()
             self.optimizer.step()
         gradient.clear()

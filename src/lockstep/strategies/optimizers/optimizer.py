@@ -1,8 +1,8 @@
 """The interface of an optimizer: the rule that updates a weight and its state.
 
 In: the optimizer's own keys of the run file; then plain float32 tensors and their gradients. Out: the same tensors,
-updated in place. A rule does not know about ranks: `exact/optim.py` passes whole tensors, or parts if the rule supports
-any part. Does not import torch at the top, so that a run file can be checked without it.
+updated in place. A rule does not know about ranks: `exact/stepper.py` passes whole tensors, or parts if the rule
+supports any part. Does not import torch at the top, so that a run file can be checked without it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.config import plugins
-from lockstep.config.optim import OptimSection
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import Section
+from lockstep.config.sections import OptimSection, Section
 
 if TYPE_CHECKING:
     import torch

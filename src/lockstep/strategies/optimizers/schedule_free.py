@@ -2,7 +2,7 @@
 
 In: gradients at y, which interpolates the iterate (z) and its average (x). Out: y and z; x is evaluated and exported.
 The updates are those of `AdamWScheduleFree` of the library schedulefree (1.4, Apache-2.0), and so is the warmup, which
-starts at a fraction of the rate (`config/optim.py`). 8 bytes per parameter.
+starts at a fraction of the rate (`config/schedules.py`). 8 bytes per parameter.
 """
 
 from __future__ import annotations

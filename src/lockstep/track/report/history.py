@@ -19,7 +19,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from lockstep.config.optim import OptimSection, planned
+from lockstep.config.schedules import planned
+from lockstep.config.sections import OptimSection
 from lockstep.track.best import Best
 from lockstep.track.console import LOG
 

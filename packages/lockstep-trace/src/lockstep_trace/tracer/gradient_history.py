@@ -129,7 +129,7 @@ class ClippingFactors:
             return False
         return ref is not None and ref() is grad and version(grad) == count
 
-    def compare(self, number: int, record: Mapping[str, Any], numbers: Mapping[str, list[Tensor]]) -> None:
+    def compare_unclipped(self, number: int, record: Mapping[str, Any], numbers: Mapping[str, list[Tensor]]) -> None:
         """Compare the gradients of a recorded step with those before clipping, by their sums of squares."""
         if "unclipped" not in numbers or "grads" not in numbers:
             return

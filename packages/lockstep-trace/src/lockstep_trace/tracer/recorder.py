@@ -418,7 +418,7 @@ class Recorder:
         for each in pending:
             record, numbers = each.record, each.host()
             fill_in(record, each.since, numbers)
-            self.gradients.factors.compare(record["opt"], record, numbers)
+            self.gradients.factors.compare_unclipped(record["opt"], record, numbers)
             for name in [n for n in numbers if n not in OF_STEP]:
                 record[name] = packed(numbers[name])
             if (start := record.pop("start", None)) is not None:

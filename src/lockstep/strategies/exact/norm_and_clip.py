@@ -20,8 +20,8 @@ from torch import Tensor
 from lockstep.distributed.sharded import gather, local
 from lockstep.distributed.torch_internals import ToHost, on_device, to_device, values_of
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.optim import as_it_is
-from lockstep.strategies.exact.reduction import clip_
+from lockstep.strategies.exact.reduction_tree import clip_
+from lockstep.strategies.exact.stepper import as_it_is
 
 FIRST_SCALE = 2.0**16
 SCALE_INTERVAL = 2000  # steps in a row without overflow before the scale doubles

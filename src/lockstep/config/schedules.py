@@ -1,22 +1,20 @@
-"""The section `optim` of the run file: optimizer, parameter groups and learning rate schedule.
+"""Learning rate schedules: the rate of each step.
 
-In: a mapping read from YAML, and the number of steps. Out: a frozen value, the rate of each step, and a one-line plot
-for a terminal. Each optimizer's plug-in (`strategies/optimizers/`) types its additional keys. Imports no torch:
-`lockstep plan` and the report plot the schedule, too.
+In: the section `optim` of the run file (`OptimSection`), and the number of steps. Out: the rate of each step, and a
+one-line plot for a terminal. Imports no torch: `lockstep plan` and the report plot the schedule, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import pairwise
-from typing import Annotated, Any, Literal
-
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.errors import InvalidValue
-from lockstep.config.sections import PluginSection, Section, Steps
+
+if TYPE_CHECKING:
+    from lockstep.config.sections import OptimSection
 
 NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "polynomial", "wsd", "one_cycle")
 # transformers' name of a schedule -> ours, where they differ.
@@ -28,14 +26,13 @@ _ADVICE = {
     "cosine_with_restarts": "restarts can be written as points: [[step, rate], ...]",
     "reduce_lr_on_plateau": "a rate that follows the scores would differ between a run and its resume",
 }
-_ENDING = ("linear", "cosine", "polynomial", "wsd", "one_cycle")  # schedules that end at `min_lr_ratio`
-# Optimizer -> its default schedule, if not linear.
-_USUAL = {"schedule_free": "constant"}
+ENDING = ("linear", "cosine", "polynomial", "wsd", "one_cycle")  # schedules that end at `min_lr_ratio`
 # Optimizers whose warm-up starts at 1 / warmup_steps and reaches the full rate in its last step, as in their libraries.
 _FROM_ONE = ("schedule_free",)
 
 
-def _schedule(value: Any) -> Any:
+def parse_schedule(value: Any) -> Any:
+    """Validate `optim.schedule`: return a name, or points (step, rate). Errors: `InvalidValue`."""
     if not isinstance(value, list):
         if str(value) in _ADVICE:
             raise InvalidValue("LS1070", f"invalid value {value!r}; {_ADVICE[str(value)]}")
@@ -57,119 +54,6 @@ def _schedule(value: Any) -> Any:
             "LS1074", f"invalid value {value!r}; every rate must be finite and >= 0, and at least one must be > 0"
         )
     return points
-
-
-class Group(Section):
-    """Parameter group: weights with their own learning rate or weight decay."""
-
-    match: str = Field(min_length=1, description="their names, with * for any part of a name")
-    learning_rate: float | None = Field(None, gt=0, description="their highest rate")
-    weight_decay: float | None = Field(None, ge=0, description="theirs; biases and norms have none all the same")
-
-
-def _groups(value: Any) -> Any:
-    """Validate `optim.groups`. Errors: `ValueError`, which names the group and its key."""
-    if not isinstance(value, list):
-        raise InvalidValue(
-            "LS1075", "expected a list of groups, such as [{match: 'classifier.*', learning_rate: 1e-3}]"
-        )
-    for place, each in enumerate(value):
-        try:
-            Group.model_validate(each)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = str(first["loc"][0]) if first["loc"] else ""
-            expectation = first["msg"].removeprefix("Input should be ")
-            wrong = {
-                "extra_forbidden": f"unknown key {key!r}; known are {', '.join(Group.model_fields)}",
-                "missing": f"{key} is missing: the names of its weights, with * for any part of a name",
-            }.get(first["type"], f"{f'{key}: ' if key else ''}invalid value {first['input']!r}; must be {expectation}")
-            raise InvalidValue("LS1076", f"group {place + 1}: {wrong}") from None
-    return value
-
-
-class OptimSection(PluginSection):
-    name: str = Field(
-        "adamw",
-        description="adamw | sgd | lion | adafactor | muon | schedule_free | adamw_8bit, or your.module.Class; its "
-        "other keys are the optimizer's",
-    )
-    learning_rate: float = Field(5e-5, gt=0, description="the highest rate of the schedule")
-    schedule: Annotated[str | list[tuple[Steps, float]], BeforeValidator(_schedule)] = Field(
-        "linear",
-        description="constant | linear | cosine | inverse_sqrt | polynomial | wsd | one_cycle, after the warm-up, or "
-        "points [[step, rate], ...] with straight lines between them; of schedule_free constant by default",
-    )
-    warmup_steps: Steps = Field(
-        0, description="steps of linear warm-up from 0 (wsd: from min_lr_ratio; schedule_free: from 1 / warmup_steps)"
-    )
-    warmup_fraction: float = Field(0.0, ge=0, le=1, description="the same as a share of all steps")
-    min_lr_ratio: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="final rate of linear, cosine, polynomial, wsd and one_cycle, as a share of learning_rate",
-    )
-    power: float = Field(1.0, gt=0, description="exponent of polynomial")
-    decay_fraction: float = Field(0.1, gt=0, le=1, description="share of all steps, the last ones, in which wsd falls")
-    decay_steps: Steps = Field(0, description="the same as steps, instead of decay_fraction; 0: not given")
-    decay_shape: Literal["linear", "cosine", "sqrt"] = Field(
-        "linear", description="how wsd falls; sqrt: 1 - the root of the share that is done"
-    )
-    weight_decay: float = Field(0.01, ge=0, description="not applied to biases (also of relative positions) and norms")
-    groups: Annotated[list[Group], BeforeValidator(_groups)] = Field(
-        default_factory=list,
-        description="weights with a rate or a decay of their own, as {match, learning_rate, weight_decay}; the first "
-        "that matches holds",
-    )
-    layerwise_lr_decay: float = Field(
-        1.0, gt=0, le=1, description="factor of the rate from each layer to the one below it; 1: all the same"
-    )
-    master_weights: bool = Field(
-        True,
-        description="with model.dtype bfloat16: update a float32 copy of the weights and round it into them; false: no "
-        "copy, and updates below a weight's last bit are lost",
-    )
-    max_grad_norm: float | None = Field(1.0, ge=0, description="largest gradient norm; 0 or null: no clipping")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _filled_in(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        values = dict(values)
-        if values.get("schedule") is None:
-            values["schedule"] = _USUAL.get(str(values.get("name")), "linear")
-        with suppress(ValueError):  # invalid points are refused under their own key
-            if isinstance(points := _schedule(values["schedule"]), list):
-                values.setdefault("learning_rate", max(rate for _, rate in points))
-        return values
-
-    @model_validator(mode="after")
-    def _of_its_schedule(self) -> OptimSection:
-        if self.warmup_steps and self.warmup_fraction:
-            raise InvalidValue("LS1077", "warmup_steps and warmup_fraction are both set; remove one of them")
-        points = isinstance(self.schedule, list)
-        if isinstance(self.schedule, list) and self.learning_rate != (top := max(rate for _, rate in self.schedule)):
-            raise InvalidValue(
-                "LS1078",
-                f"learning_rate is {self.learning_rate:g} but the highest point of schedule is {top:g}; remove "
-                "learning_rate",
-            )
-        wrong = {
-            "warmup_steps": points and self.warmup_steps,
-            "warmup_fraction": points and self.warmup_fraction,
-            "min_lr_ratio": self.schedule not in _ENDING and self.min_lr_ratio,
-            "power": self.schedule != "polynomial" and self.power != 1.0,
-            "decay_steps": self.schedule != "wsd" and self.decay_steps,
-            "decay_fraction": self.schedule != "wsd" and self.decay_fraction != 0.1,
-            "decay_shape": self.schedule != "wsd" and self.decay_shape != "linear",
-        }
-        for key, reason in wrong.items():
-            if reason:
-                name = "points" if points else self.schedule
-                raise InvalidValue("LS1079", f"{key} has no effect with schedule: {name}; remove it")
-        return self
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"

@@ -94,7 +94,7 @@ class Tolerance:
 EXACT = Tolerance({}, dict.fromkeys(FLOORS, 0.0), "the same bits (--exact)")
 
 
-def compare(
+def compare_traces(
     a: Trace,
     b: Trace,
     perturbed: Trace | None = None,

@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
 
 from lockstep.checkpoint.manifest import code_of
-from lockstep.config.optim import OptimSection
 from lockstep.config.run import Run, RunError, load
-from lockstep.strategies.exact import optim
+from lockstep.config.schedules import learning_rate
+from lockstep.config.sections import OptimSection
+from lockstep.strategies.exact import stepper
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, rule
 from lockstep.tasks.models import weight_decay
 from lockstep.training.resolve import resolve_strategy
@@ -35,7 +36,7 @@ def bert() -> torch.nn.Module:
 def test_biases_and_norms_are_not_decayed(bert: torch.nn.Module) -> None:
     exempt = weight_decay.exempt(bert)
     assert {n for n, _ in bert.named_parameters() if "LayerNorm" in n or n.endswith("bias")} == exempt
-    decayed, free = optim.build(OptimSection(weight_decay=0.1), bert).param_groups
+    decayed, free = stepper.build(OptimSection(weight_decay=0.1), bert).param_groups
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
     assert len(decayed["params"]) + len(free["params"]) == len(list(bert.parameters()))
     assert all(p.ndim == 1 for p in free["params"])
@@ -47,24 +48,24 @@ def test_the_first_group_that_matches_holds(bert: torch.nn.Module) -> None:
         "optim.learning_rate=1e-3",
         "optim.groups=[{match: 'classifier.*', learning_rate: 2e-3, weight_decay: 0.5}, {match: '*', weight_decay: 0}]",
     ).optim
-    found = optim.assigned(section, bert)
-    assert found["classifier.weight"] == optim.ParamGroupSpec(2.0, 0.5, "")
-    assert found["classifier.bias"] == optim.ParamGroupSpec(2.0, 0.0, "")
-    assert found["bert.pooler.dense.weight"] == optim.ParamGroupSpec(1.0, 0.0, "")
-    stepper = optim.build(section, bert)
-    optim.set_rate(stepper, 0.25)
-    rates = {name: group["lr"] for group in stepper.param_groups for name in group["names"]}
+    found = stepper.assigned(section, bert)
+    assert found["classifier.weight"] == stepper.ParamGroupSpec(2.0, 0.5, "")
+    assert found["classifier.bias"] == stepper.ParamGroupSpec(2.0, 0.0, "")
+    assert found["bert.pooler.dense.weight"] == stepper.ParamGroupSpec(1.0, 0.0, "")
+    optimizer = stepper.build(section, bert)
+    stepper.set_rate(optimizer, 0.25)
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["names"]}
     assert (rates["classifier.weight"], rates["bert.pooler.dense.weight"]) == (0.5, 0.25)
 
 
 def test_rates_fall_from_layer_to_layer(bert: torch.nn.Module) -> None:
-    found = {n: how.scale for n, how in optim.assigned(OptimSection(layerwise_lr_decay=0.5), bert).items()}
+    found = {n: how.scale for n, how in stepper.assigned(OptimSection(layerwise_lr_decay=0.5), bert).items()}
     assert found["classifier.weight"] == found["bert.pooler.dense.bias"] == 1.0
     assert found["bert.encoder.layer.1.output.dense.weight"] == 0.5
     assert found["bert.encoder.layer.0.output.dense.weight"] == 0.25
     assert found["bert.embeddings.word_embeddings.weight"] == found["bert.embeddings.LayerNorm.bias"] == 0.125
     gpt2 = GPT2ForSequenceClassification(GPT2Config(n_embd=8, n_layer=3, n_head=1, vocab_size=16))
-    found = {n: how.scale for n, how in optim.assigned(OptimSection(layerwise_lr_decay=0.5), gpt2).items()}
+    found = {n: how.scale for n, how in stepper.assigned(OptimSection(layerwise_lr_decay=0.5), gpt2).items()}
     assert found["transformer.wpe.weight"] == 1 / 16
     assert [found[f"transformer.h.{i}.ln_1.weight"] for i in range(3)] == [1 / 8, 1 / 4, 1 / 2]
     assert found["transformer.ln_f.weight"] == found["score.weight"] == 1.0
@@ -86,27 +87,27 @@ def test_rates_fall_from_layer_to_layer(bert: torch.nn.Module) -> None:
 def test_a_pattern_that_matches_nothing_is_refused(words: list[str], said: str) -> None:
     run = run_of(*words)
     with pytest.raises(RunError) as caught:
-        optim.assigned(run.optim, optim.freeze(run, BertForSequenceClassification(BERT)))
+        stepper.assigned(run.optim, stepper.freeze(run, BertForSequenceClassification(BERT)))
     assert said in str(caught.value)
 
 
 def test_no_layers_no_decay_from_layer_to_layer() -> None:
     with raises("LS4171"):
-        optim.assigned(OptimSection(layerwise_lr_decay=0.5), torch.nn.Linear(2, 2))
+        stepper.assigned(OptimSection(layerwise_lr_decay=0.5), torch.nn.Linear(2, 2))
 
 
 def test_what_is_frozen_is_in_no_group() -> None:
     run = run_of("model.freeze=['bert.embeddings.*', '*.layer.0.*']")
-    model = optim.freeze(run, BertForSequenceClassification(BERT))
-    names = {name for group in optim.build(run.optim, model).param_groups for name in group["names"]}
+    model = stepper.freeze(run, BertForSequenceClassification(BERT))
+    names = {name for group in stepper.build(run.optim, model).param_groups for name in group["names"]}
     assert names == {n for n, _ in model.named_parameters() if "embeddings" not in n and "layer.0" not in n}
 
 
 def test_muon_takes_the_matrices_of_the_layers(bert: torch.nn.Module) -> None:
-    found = {n for n, how in optim.assigned(run_of("optim=muon").optim, bert).items() if how.kind == "matrix"}
+    found = {n for n, how in stepper.assigned(run_of("optim=muon").optim, bert).items() if how.kind == "matrix"}
     assert found == {n for n, p in bert.named_parameters() if ".layer." in n and p.ndim == 2}
     section = run_of("optim=muon", "optim.muon_params=['*.query.weight', '*.bias']").optim
-    found = {n for n, how in optim.assigned(section, bert).items() if how.kind == "matrix"}
+    found = {n for n, how in stepper.assigned(section, bert).items() if how.kind == "matrix"}
     assert found == {f"bert.encoder.layer.{i}.attention.self.query.weight" for i in range(2)}
 
 
@@ -125,23 +126,23 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def pair(name: str, *words: str, shape: tuple[int, ...] = (6, 11)) -> tuple[optim.Stepper, Any, Any]:
+def pair(name: str, *words: str, shape: tuple[int, ...] = (6, 11)) -> tuple[stepper.Stepper, Any, Any]:
     """A stepper of ours, its weight, and a copy of that for theirs."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(shape))
     section = run_of(f"optim={name}", "optim.weight_decay=0.1", *words).optim
     model = torch.nn.Sequential()
     model.register_parameter("w", weight)
-    return optim.build(section, model), weight, torch.nn.Parameter(weight.detach().clone())
+    return stepper.build(section, model), weight, torch.nn.Parameter(weight.detach().clone())
 
 
-def stepped(ours: optim.Stepper, weight: Any, theirs: torch.optim.Optimizer, other: Any, rates: list[float]) -> None:
+def stepped(ours: stepper.Stepper, weight: Any, theirs: torch.optim.Optimizer, other: Any, rates: list[float]) -> None:
     """The same gradients and rates for both."""
     for step, rate in enumerate(rates):
         torch.manual_seed(step + 1)
         weight.grad, other.grad = (torch.randn(weight.shape),) * 2
         other.grad = other.grad.clone()
-        optim.set_rate(ours, rate)
+        stepper.set_rate(ours, rate)
         theirs.param_groups[0]["lr"] = rate
         ours.step()
         theirs.step()
@@ -193,7 +194,7 @@ def test_lion_is_that_of_the_paper() -> None:
         torch.manual_seed(step + 1)
         weight.grad = torch.randn(weight.shape)
         gradient = weight.grad.double()
-        optim.set_rate(ours, rate)
+        stepper.set_rate(ours, rate)
         ours.step()
         expected = expected - rate * ((0.9 * mean + 0.1 * gradient).sign() + 0.1 * expected)
         mean = 0.99 * mean + 0.01 * gradient
@@ -210,7 +211,7 @@ def test_schedule_free_is_that_of_the_paper() -> None:
         torch.manual_seed(step + 1)
         weight.grad = torch.randn(weight.shape)
         gradient = weight.grad.double()
-        optim.set_rate(ours, rate)
+        stepper.set_rate(ours, rate)
         ours.step()
         square = 0.9 * square + 0.1 * gradient.square()
         change = gradient / ((square / (1 - 0.9 ** (step + 1))).sqrt() + 1e-8) + 0.1 * y
@@ -256,11 +257,11 @@ def test_the_warm_up_of_schedule_free_is_its_library_s(warmup: int) -> None:
         torch.manual_seed(step + 1)
         weight.grad = torch.randn(weight.shape)
         other.grad = weight.grad.clone()
-        optim.set_rate(ours, optim.learning_rate(section, step, 8))
+        stepper.set_rate(ours, learning_rate(section, step, 8))
         ours.step()
         theirs.step()
         assert theirs.param_groups[0]["scheduled_lr"] == pytest.approx(ours.param_groups[0]["lr"], rel=1e-12)
-        assert (optim.learning_rate(begins_at_0, step, 8) == ours.param_groups[0]["lr"]) == (step >= warmup)
+        assert (learning_rate(begins_at_0, step, 8) == ours.param_groups[0]["lr"]) == (step >= warmup)
         assert torch.allclose(weight, other, atol=1e-6)
 
 
@@ -271,7 +272,7 @@ def test_schedule_free_exports_the_mean_of_where_the_steps_went() -> None:
     for step in range(5):
         torch.manual_seed(step)
         weight.grad = torch.randn(weight.shape)
-        optim.set_rate(ours, 1e-2)
+        stepper.set_rate(ours, 1e-2)
         ours.step()
         total += ours.state[weight]["z"].double()
     with ours.averaged(lambda: None):
@@ -319,7 +320,7 @@ def beside_bitsandbytes(least: int, as_trainer: bool) -> tuple[float, float]:
     if as_trainer:
         manager.register_module_override(theirs[0], "weight", {"optim_bits": 32})
     section = OptimSection(name="adamw_8bit", learning_rate=1e-3, weight_decay=0.0, min_8bit_size=least)
-    stepper = optim.build(section, ours)
+    optimizer = stepper.build(section, ours)
     other = library.optim.AdamW8bit(theirs.parameters(), lr=1e-3, weight_decay=0.0, min_8bit_size=least)
     for step in range(8):
         torch.manual_seed(step)
@@ -328,8 +329,8 @@ def beside_bitsandbytes(least: int, as_trainer: bool) -> tuple[float, float]:
         ours(ids).sin().square().mean().backward()
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             q.grad = None if p.grad is None else p.grad.clone()
-        optim.set_rate(stepper, 1e-3)
-        stepper.step()
+        stepper.set_rate(optimizer, 1e-3)
+        optimizer.step()
         other.step()
     manager.initialize()
     squares = [float((p - q).square().sum()) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)]
@@ -348,12 +349,12 @@ def test_a_number_has_the_same_bits_wherever_its_tensor_is_cut(name: str) -> Non
         parts = [torch.nn.Parameter(part.clone()) for part in whole.split(cuts)]
         section = run_of(f"optim={name}", "optim.weight_decay=0.1").optim
         group = {"params": parts, "names": [str(i) for i in range(len(parts))], "lr": 0.0, "scale": 1.0, "kind": ""}
-        stepper = optim.Stepper(section, [group | {"weight_decay": 0.1}])
+        optimizer = stepper.Stepper(section, [group | {"weight_decay": 0.1}])
         for gradient in slopes:
             for p, g in zip(parts, gradient.split(cuts), strict=True):
                 p.grad = g.clone()
-            optim.set_rate(stepper, 1e-2)
-            stepper.step()
+            stepper.set_rate(optimizer, 1e-2)
+            optimizer.step()
         return torch.cat([p.detach() for p in parts])
 
     assert rule(run_of(f"optim={name}").optim).any_part
@@ -427,7 +428,10 @@ def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytes
             "optim.name: torch.optim.NAdam is an optimizer of torch, not of lockstep; docs/how-to/plug-ins",
         ),
         ("optim.momentum=0.8", "unknown key 'optim.momentum': it is 'optim.momentum' with optim.name: muon, sgd"),
-        ("optim.groups=[{match: x, lr: 3}]", "optim.groups: group 1: unknown key 'lr'; known are match, learning_rate"),
+        (
+            "optim.groups=[{match: x, lr: 3}]",
+            "optim.groups: group 1: unknown key 'lr'; known are match, learning_rate",
+        ),
         ("optim.groups=[{learning_rate: 3}]", "optim.groups: group 1: match is missing"),
         (
             "optim.groups=[{match: a, learning_rate: -1}]",

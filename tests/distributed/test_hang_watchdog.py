@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.distributed.watchdog import Watchdog, verdict
+from lockstep.distributed.hang_watchdog import Watchdog, verdict
 from lockstep.distributed.world import World
 from support.command import STEPS, CommandJob, bits, ended, until
 from support.harness import tiny
@@ -87,8 +87,8 @@ def test_a_rank_alone_ends_when_it_is_asked_to(
     asked: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends: list[int] = []
-    monkeypatch.setattr("lockstep.distributed.watchdog.os._exit", ends.append)
-    monkeypatch.setattr("lockstep.distributed.watchdog.LEFT_S", 0.1)
+    monkeypatch.setattr("lockstep.distributed.hang_watchdog.os._exit", ends.append)
+    monkeypatch.setattr("lockstep.distributed.hang_watchdog.LEFT_S", 0.1)
     world = World(tiny())
     watch = Watchdog(world, 0.5)
     watch._store, watch._main = Gone(), threading.get_ident()

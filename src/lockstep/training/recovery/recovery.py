@@ -34,10 +34,11 @@ from torch import Tensor
 
 from lockstep.config.errors import STOPPED
 from lockstep.distributed.activity import ACTIVITY
+from lockstep.distributed.hang_watchdog import Watchdog
+from lockstep.distributed.lost_contact import lost_contact
 from lockstep.distributed.membership import Generation
 from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.sharded import WholeState
-from lockstep.distributed.watchdog import Watchdog, lost_contact
 from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.replicated import WholeStateRecovery
 from lockstep.strategies.strategy import Strategy
@@ -48,7 +49,7 @@ from lockstep.training.train_state import TrainState
 from lockstep_trace.tracer.fingerprint import combined, hash_sum
 
 if TYPE_CHECKING:
-    from lockstep.training.elastic.reshard import Resharder
+    from lockstep.training.recovery.reshard import Resharder
 
 
 def recovery_for(
@@ -82,7 +83,7 @@ class Recovery:
         self._state, self._watch, self._on_regroup = state, watch, on_regroup
         self._resharder: Resharder | None = None
         if reshards(session.strategy):
-            from lockstep.training.elastic.reshard import Resharder
+            from lockstep.training.recovery.reshard import Resharder
 
             self._resharder = Resharder(session)
         self._trained = Generation(-1, ())  # last generation in which this rank trained

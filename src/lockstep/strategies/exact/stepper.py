@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.config.optim import OptimSection
-from lockstep.config.optim import learning_rate as learning_rate  # re-exported: the learning rate of a step
 from lockstep.config.run import Run, RunError
+from lockstep.config.schedules import learning_rate as learning_rate  # re-exported: the learning rate of a step
+from lockstep.config.sections import OptimSection
 from lockstep.distributed.sharded import Saved, fill, local, whole
 from lockstep.distributed.torch_internals import is_dtensor
 from lockstep.strategies.engines.side_effects import first_few, hooks

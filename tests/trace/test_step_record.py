@@ -13,10 +13,10 @@ import torch
 
 from lockstep_trace import causes
 from lockstep_trace.errors import TraceError
-from lockstep_trace.record import (
+from lockstep_trace.step_record import (
     MicroBatchValue,
     StepRecord,
-    compare,
+    compare_records,
     differences,
     factors_of,
     print_of,
@@ -128,9 +128,11 @@ def test_what_one_record_lacks_is_not_compared_and_what_it_should_have_is_missin
 
 def test_records_are_compared_step_by_step() -> None:
     a = [record(1), record(2), record(3)]
-    assert compare(a, []) == compare(a, a[::-1]) == []
-    assert [(d.step, d.kind) for d in compare(a, [record(3, rate=1.0), record(2, weights="v")])] == [(2, "weights")]
-    assert compare([StepRecord(1, weights="w")], [StepRecord(1, optimizer="o")]) == []
+    assert compare_records(a, []) == compare_records(a, a[::-1]) == []
+    assert [(d.step, d.kind) for d in compare_records(a, [record(3, rate=1.0), record(2, weights="v")])] == [
+        (2, "weights")
+    ]
+    assert compare_records([StepRecord(1, weights="w")], [StepRecord(1, optimizer="o")]) == []
 
 
 def test_numbers_without_a_json_form_and_signs_of_zero_are_told_apart() -> None:

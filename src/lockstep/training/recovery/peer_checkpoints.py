@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint.storage import Background, place_of, share_out
+from lockstep.checkpoint.shard_files import Background, place_of, share_out
 from lockstep.distributed.sharded import TensorSlice, local
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint.storage import StateHash, hashed, held_here
+from lockstep.checkpoint.shard_files import StateHash, hashed, held_here
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.sharded import Incomplete, PeerReader, SliceMap, local
 from lockstep.distributed.world import World
@@ -21,8 +21,8 @@ from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines.fsdp import cuts
 from lockstep.strategies.exact.averaging import Averaged
 from lockstep.strategies.strategy import make_strategy
-from lockstep.training.elastic.peer_checkpoints import Key, PeerCheckpoints, Version
 from lockstep.training.errors import TrainingFailed
+from lockstep.training.recovery.peer_checkpoints import Key, PeerCheckpoints, Version
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
 from lockstep_trace.plurals import quantity

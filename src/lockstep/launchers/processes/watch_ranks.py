@@ -9,7 +9,7 @@ With several machines, each writes a heartbeat to the store at least once a seco
 processes that wait to join. The first live machine decides: it posts the next generation. The store accepts each
 generation once, so two deciding machines cannot conflict. A machine silent for `launch.keep_alive_timeout_s` is lost,
 with its ranks. A machine that cannot reach the store learns of no generation, its ranks cannot form a group, and it
-ends (`elastic.py`): in a network partition, only the side with the store continues.
+ends (`elastic_agent.py`): in a network partition, only the side with the store continues.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A record of a training step, and the first difference of two: what lockstep means by *the same*.
 
 In: numbers and tensors of a step, by whomever computed it. Out: `StepRecord`, one JSON object a line; `differences` and
-`compare`, in the order of `causes.ORDER`. A record holds as much as its level: `losses` (loss, gradient norm, hashes of
-the whole state), `gradients` (every gradient and weight), `modules` (every value that a micro-batch computes). What
-only one record holds is not compared.
+`compare_records`, in the order of `causes.ORDER`. A record holds as much as its level: `losses` (loss, gradient norm,
+hashes of the whole state), `gradients` (every gradient and weight), `modules` (every value that a micro-batch
+computes). What only one record holds is not compared.
 
-Bits are compared here. Two traces that may differ by rounding are compared by `compare.py`, with sketches.
+Bits are compared here. Two traces that may differ by rounding are compared by `compare_traces.py`, with sketches.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def differences(a: StepRecord, b: StepRecord) -> list[Difference]:
     return sorted(differing, key=lambda difference: ORDER.index(difference.kind))
 
 
-def compare(a: Iterable[StepRecord], b: Iterable[StepRecord]) -> list[Difference]:
+def compare_records(a: Iterable[StepRecord], b: Iterable[StepRecord]) -> list[Difference]:
     """Return the differences of the first step that both recorded with different values, or an empty list."""
     there = {record.step: record for record in b}
     for record in sorted(a, key=lambda record: record.step):

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.checkpoint.storage import StateHash
+from lockstep.checkpoint.shard_files import StateHash
 from lockstep.config.errors import DONE
 from lockstep.config.run import RunError
+from lockstep.config.schedules import learning_rate
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import local
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import optim
 from lockstep.strategies.job import Job
 from lockstep.strategies.observer import GradientRecorder, StepObserver, WholeGradient, listening
 from lockstep.strategies.strategy import NotFinite, Strategy
@@ -36,7 +36,15 @@ from lockstep.training import fingerprints
 from lockstep.training.errors import not_finite
 from lockstep.training.plain_sides import save_on_main
 from lockstep.training.session import Session, build_session, join_ranks
-from lockstep_trace.record import MicroBatchValue, StepRecord, TensorPrint, by_step, print_of, prints_of, write_records
+from lockstep_trace.step_record import (
+    MicroBatchValue,
+    StepRecord,
+    TensorPrint,
+    by_step,
+    print_of,
+    prints_of,
+    write_records,
+)
 
 RECORDS, WEIGHTS, GRADIENTS = "records.jsonl", "before.safetensors", "gradient.safetensors"
 
@@ -73,7 +81,7 @@ def replay(job: Job, world: World, output: str, target_step: str, begin: str) ->
         for batch in feed.steps(after=done):
             number = batch.step + 1
             ACTIVITY.set(f"replaying step {number}")
-            rate = optim.learning_rate(run.optim, batch.step, feed.total)
+            rate = learning_rate(run.optim, batch.step, feed.total)
             inspector = _StepInspector(session, batch) if number == step else None
             result = strategy.train_step(batch, rate)
             record = StepRecord.of_numbers(number, float(result.loss), float(result.grad_norm))
@@ -169,7 +177,7 @@ def record_modules(job: Job, world: World, output: str, target_step: str) -> int
     record: StepRecord | None = None
     for batch in feed.steps(after=done):
         ACTIVITY.set(f"replaying step {batch.step + 1}")
-        rate = optim.learning_rate(run.optim, batch.step, feed.total)
+        rate = learning_rate(run.optim, batch.step, feed.total)
         if batch.step + 1 == step:
             record = _recorded(strategy, world, batch, rate)
             break
