@@ -1,6 +1,6 @@
 """Learning rate schedules: the rate of each step.
 
-In: the section `optim` of the run file (`OptimSection`), and the number of steps. Out: the rate of each step, and a
+In: the section `optim` of the run file, and the number of steps. Out: the rate of each step, and a
 one-line plot for a terminal. Imports no torch: `lockstep plan` and the report plot the schedule, too.
 """
 
@@ -9,12 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Protocol
 
 from lockstep.config.errors import InvalidValue
-
-if TYPE_CHECKING:
-    from lockstep.config.sections import OptimSection
 
 NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "polynomial", "wsd", "one_cycle")
 # transformers' name of a schedule -> ours, where they differ.
@@ -29,6 +26,21 @@ _ADVICE = {
 ENDING = ("linear", "cosine", "polynomial", "wsd", "one_cycle")  # schedules that end at `min_lr_ratio`
 # Optimizers whose warm-up starts at 1 / warmup_steps and reaches the full rate in its last step, as in their libraries.
 _FROM_ONE = ("schedule_free",)
+
+
+class Schedule(Protocol):
+    """What a rate depends on: these keys of the section `optim`."""
+
+    name: str  # of the optimizer
+    learning_rate: float  # the highest one
+    schedule: str | list[tuple[int, float]]
+    warmup_steps: int
+    warmup_fraction: float
+    min_lr_ratio: float
+    power: float
+    decay_fraction: float
+    decay_steps: int
+    decay_shape: Literal["linear", "cosine", "sqrt"]
 
 
 def parse_schedule(value: Any) -> Any:
@@ -61,7 +73,7 @@ LOOKED_AT = 10_000  # most steps sampled for the plot
 _ONE_CYCLE = (0.3, 1 / 25)  # torch's OneCycleLR: share of the steps with a rising rate, and initial share of the rate
 
 
-def learning_rate(optim: OptimSection, step: int, steps: int) -> float:
+def learning_rate(optim: Schedule, step: int, steps: int) -> float:
     """Return the learning rate of update number `step` (from 0) of `steps`.
 
     Linear warm-up reaches the full rate in the update after the last warm-up step (`schedule_free`: in the last warm-up
@@ -83,7 +95,7 @@ def learning_rate(optim: OptimSection, step: int, steps: int) -> float:
     return optim.learning_rate * _share(optim, step, steps, warmup)
 
 
-def _share(optim: OptimSection, step: int, steps: int, warmup: int) -> float:
+def _share(optim: Schedule, step: int, steps: int, warmup: int) -> float:
     """Return the learning rate after warm-up, as a share of the highest one."""
     if optim.schedule == "constant":
         return 1.0
@@ -112,7 +124,7 @@ def _falling(shape: str, progress: float, power: float, minimum: float) -> float
     return max(0.0, left) * (1.0 - minimum) + minimum
 
 
-def _one_cycle(optim: OptimSection, step: int, steps: int) -> float:
+def _one_cycle(optim: Schedule, step: int, steps: int) -> float:
     """Return the share of the rate: half a cosine up, then half a cosine down. A run of one step has the full rate."""
     share, begin = _ONE_CYCLE
     if steps == 1:
@@ -132,7 +144,7 @@ def _on_lines(points: Sequence[tuple[int, float]], step: int) -> float:
     return points[-1][1]
 
 
-def drawn(optim: OptimSection, steps: int, width: int = 40) -> str:
+def drawn(optim: Schedule, steps: int, width: int = 40) -> str:
     """Plot the rates of a run in one line of block characters, with first, highest and last rate."""
     points = planned(optim, steps, LOOKED_AT)
     rates = [rate for _, rate in points]
@@ -143,7 +155,7 @@ def drawn(optim: OptimSection, steps: int, width: int = 40) -> str:
     return f"{line} {how}: {rates[0]:.3g} at first, {highest:.3g} at step {top:,}, {rates[-1]:.3g} at the last"
 
 
-def planned(optim: OptimSection, steps: int, count: int) -> list[tuple[int, float]]:
+def planned(optim: Schedule, steps: int, count: int) -> list[tuple[int, float]]:
     """Return (step, rate) of about `count` updates, including those where warm-up ends and all given points."""
     ends = {0, steps - 1, optim.warmup_steps, math.ceil(optim.warmup_fraction * steps)}
     ends |= {step for step, _ in optim.schedule} if isinstance(optim.schedule, list) else set()
