@@ -1,6 +1,6 @@
 """Output of `record`, `diff` and `verify`: the summary of a trace, the table of a comparison, its first difference.
 
-In: commands, folders, and where to print. Out: lines, and exit statuses. The comparison itself is in `compare_traces.py`.
+In: commands, folders, and where to print. Out: lines, and exit statuses. `compare_traces.py` compares.
 """
 
 from __future__ import annotations
