@@ -32,6 +32,17 @@ def accumulating(condition: str, divisor: str = " / 4") -> str:
     return changed(DDP, COUNTED, (ZERO, ""), (BACK, f"            loss = loss{divisor}\n{BACK}"), (STEP, step))
 
 
+def by_hand(condition: str, before: bool) -> str:
+    """Accumulation with a counter that the loop keeps itself, and raises before the step or after it."""
+    text = changed(accumulating(condition), ("    for epoch", "    n = 0\n    for epoch"))
+    raised = "            n += 1\n"
+    if before:
+        return changed(text, (BACK, BACK + raised))
+    return changed(
+        text, ("                optimizer.zero_grad()\n", f"                optimizer.zero_grad()\n{raised}")
+    )
+
+
 SCORE = """def score(model, loader):
     model.eval()
     right = 0
@@ -80,6 +91,9 @@ def test_statements_that_change_no_weight_are_understood(name: str, here: Path) 
         accumulating("(i + 1) % 4 == 0 or i + 1 == len(loader)"),
         changed(accumulating("(i + 1) % accum == 0", " / accum"), ("    data =", "    accum = 4\n    data =")),
         changed(accumulating("i % 4 == 0"), ("enumerate(loader)", "enumerate(loader, start=1)")),
+        by_hand("n % 4 == 0", before=True),
+        by_hand("(n + 1) % 4 == 0", before=False),
+        changed(by_hand("n % 4 == 0", before=True), ("    n = 0\n", ""), (COUNTED[1], f"        n = 0\n{COUNTED[1]}")),
     ],
 )
 def test_accumulation_by_a_condition(text: str, here: Path) -> None:
@@ -91,6 +105,23 @@ TWISTS = {
     "not divided": (accumulating("(i + 1) % 4 == 0", ""), "not divided by 4"),
     "divided by others": (accumulating("(i + 1) % 4 == 0", " / 2"), "divided by 2, and a step has 4 batches"),
     "first batch": (accumulating("i % 4 == 0"), "i % 4 == 0 (the batches per step"),
+    "own counter, first batch": (by_hand("n % 4 == 0", before=False), "n % 4 == 0 (the batches per step"),
+    "own counter, by two": (changed(by_hand("n % 4 == 0", True), ("n += 1", "n += 2")), "n % 4 == 0 (the batches per"),
+    "own counter, from one": (changed(by_hand("n % 4 == 0", True), ("n = 0", "n = 1")), "n % 4 == 0 (the batches per"),
+    "own counter, sometimes": (
+        changed(
+            by_hand("n % 4 == 0", True),
+            ("            n += 1\n", "            if len(x) > 3:\n                n += 1\n"),
+        ),
+        "n % 4 == 0 (the batches per step",
+    ),
+    "own counter, set back": (
+        changed(
+            by_hand("n % 4 == 0", True),
+            ("                optimizer.step()\n", "                optimizer.step()\n                n = 1\n"),
+        ),
+        "n % 4 == 0 (the batches per step",
+    ),
     "rate": (
         changed(DDP, (LOOP, f"        for g in optimizer.param_groups:\n            g['lr'] = 0.1\n{LOOP}")),
         "g['lr'] = 0.1",

@@ -404,7 +404,36 @@ class Statements:
             count, more = (count.left, count.right) if isinstance(count.left, ast.Name) else (count.right, count.left)
             added = self.script.known(more, -1)
         first = self.counters.get(ast.unparse(count))
+        if first is None and isinstance(count, ast.Name):
+            first = self._counted(count)
         return every if every > 0 and first is not None and first + added == 1 else None
+
+    def _counted(self, count: ast.Name) -> int | None:
+        """Return the first value that a counter kept by hand has here: one that is set to 0 before the loop over the
+        batches, incremented once in its body, and set nowhere else. None for any other name."""
+        stores = [
+            each
+            for each in ast.walk(self.script.tree)
+            if isinstance(each, ast.Name) and each.id == count.id and not isinstance(each.ctx, ast.Load)
+        ]
+        writes = sorted((self.parents[id(each)] for each in stores), key=lambda node: getattr(node, "lineno", 0))
+        if len(writes) != 2 or self.batch_loop is None:
+            return None
+        start, step = writes
+        if not isinstance(start, ast.Assign) or len(start.targets) != 1 or self.script.known(start.value) != 0:
+            return None
+        if not isinstance(step, ast.AugAssign) or not isinstance(step.op, ast.Add):
+            return None
+        body, loop = self.batch_loop.body, self._around(self.batch_loop)
+        place = next((i for i, each in enumerate(body) if count in ast.walk(each)), None)
+        above = self._around(start)
+        if step not in body or place is None or self.script.known(step.value) != 1:
+            return None
+        if not all(each in (*loop, self.script.tree) for each in above) or start.lineno > self.batch_loop.lineno:
+            return None
+        if self.script.scopes.get(id(start)) is not self.script.scopes.get(id(self.batch_loop)):
+            return None
+        return 1 if body.index(step) < place else 0
 
     def _is_last(self, test: ast.expr) -> bool:
         """Return whether a test is `i + 1 == len(loader)`: the last batch of an epoch."""
