@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
-from lockstep.distributed import network, torch_internals, watchdog
+from lockstep.distributed import hang_watchdog, network, torch_internals
 from lockstep.distributed import rendezvous as stores
 from lockstep.distributed.rendezvous import Sealed, Unreached
 from lockstep.distributed.world import World
@@ -193,16 +193,16 @@ def test_whatever_torch_elastic_makes_of_what_was_written_is_one_error() -> None
 )
 def test_a_sign_of_life_that_no_rank_gives_is_told(text: bytes) -> None:
     with pytest.raises(RendezvousStateError, match="is not a heartbeat"):
-        watchdog.parsed(text)
+        hang_watchdog.parsed(text)
 
 
 def test_a_rank_s_own_signs_of_life_are_read() -> None:
-    watching = watchdog.Watchdog(World(tiny()), 5)
+    watching = hang_watchdog.Watchdog(World(tiny()), 5)
     watching._main = threading.get_ident()
     for stuck in (True, False):
         found = watching._beat(3, stuck)
-        assert watchdog.parsed(json.dumps(found).encode()) == found
-    assert watchdog.parsed(b'{"over": true}') == {"over": True}
+        assert hang_watchdog.parsed(json.dumps(found).encode()) == found
+    assert hang_watchdog.parsed(b'{"over": true}') == {"over": True}
 
 
 @linux
@@ -211,9 +211,9 @@ def test_only_a_process_of_the_same_launcher_is_ended() -> None:
     """Whoever writes a sign of life chooses the number that is in it."""
     other = subprocess.Popen(["sleep", "60"])
     try:
-        assert not watchdog.sibling(other.pid)
-        assert not any(watchdog.sibling(pid) for pid in (-1, 0, 1, os.getppid(), 2**31))
-        assert watchdog.sibling(os.getpid())
+        assert not hang_watchdog.sibling(other.pid)
+        assert not any(hang_watchdog.sibling(pid) for pid in (-1, 0, 1, os.getppid(), 2**31))
+        assert hang_watchdog.sibling(os.getpid())
     finally:
         other.kill()
         other.wait()
