@@ -151,6 +151,19 @@ def test_events_held_back_are_not_written_through_a_link_put_there_since(tmp_pat
     assert b"a sample" in file.read_bytes()
 
 
+def test_no_file_is_made_through_a_link_put_there_before_the_tracker_opens(tmp_path: Path) -> None:
+    """It opens in a thread of its own, which training does not wait for."""
+    from lockstep.track.tensorboard import TensorBoard
+
+    for folder in ("theirs", "out"):
+        (tmp_path / folder).mkdir()
+    tracker = TensorBoard(tiny(f"output={tmp_path / 'out'}"), None, 0, None)
+    (tmp_path / "out/tensorboard").symlink_to(tmp_path / "theirs")
+    with pytest.raises(OSError, match="tensorboard was replaced by a link"):
+        tracker.open()
+    assert list((tmp_path / "theirs").iterdir()) == []
+
+
 def test_only_one_rank_writes(tmp_path: Path) -> None:
     trackers = Trackers(tiny(f"output={tmp_path}", "track.to=[tensorboard]"), 0, {}, print, print, loud=False)
     trackers.log(1, "train", numbers(1))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.config.folder_inside import FolderInside
+from lockstep.config.run import Run
 from lockstep.track.tracker import End, Sample, Tracker, named
 
 
@@ -21,10 +22,15 @@ class TensorBoard(Tracker):
 
     packages = ("tensorboard",)
 
+    def __init__(self, run: Run, options: Any, after: int, run_id: str | None) -> None:
+        super().__init__(run, options, after, run_id)
+        self._place = FolderInside(run.folder, "tensorboard")  # now: training may be ahead of `open`, in its thread
+
     def open(self) -> str:
         from torch.utils.tensorboard import RecordWriter
 
-        self._place = FolderInside(self.run.folder, "tensorboard")
+        if (fault := self._place.redirected()) is not None:
+            raise OSError(fault)
         folder = self._place.path
         folder.mkdir(parents=True, exist_ok=True)
         # SummaryWriter reopens its file by name at each flush, from a thread, through any link put there by then.
