@@ -243,6 +243,15 @@ def test_a_finished_run_exports_the_other_model_when_it_is_asked_for(
     assert weights != end_of(early / "out")[1]
     assert trained(folder, "export=last") == 0
     assert "is finished" in capfd.readouterr().out
+    best = end_of(early / "out")[0]["step"]
+    of_best = folder / f"out/checkpoints/step-{best:06d}"
+    of_best.rename(tmp_path / of_best.name)
+    assert trained(folder) == 0
+    said = "".join(capfd.readouterr())
+    assert f"there is no usable checkpoint of step {best}" in said  # it said that the last step was the best
+    assert "the best model of those with a checkpoint" in said
+    (tmp_path / of_best.name).rename(of_best)
+    assert trained(folder, "export=last") == 0
     assert trained(folder) == 0  # and back
     assert end_of(folder / "out") == end_of(early / "out")
 

@@ -16,7 +16,7 @@ from lockstep.training.errors import EvaluationInterrupted
 from lockstep.training.evaluation import evaluate_with_tables
 from lockstep.training.model_stats import validation_rows
 from lockstep.training.session import Session, Sinks
-from lockstep.training.summary import precisions
+from lockstep.training.summary import best_so_far, precisions
 from lockstep.training.train_state import TrainState
 
 Final = tuple[dict[str, float], dict[str, Any]]  # (metrics, tables) of a split
@@ -81,5 +81,10 @@ def best_model(
     for text in notes:
         console.note(text)
     which = "that of the last step" if exported == step else f"that of step {exported} of {step}"
-    console.say(f"the best model by {run.checkpoint.best} is {which}, and is exported")
+    best = best_so_far(run, step if session.world.is_main else 0).step
+    gone = best not in (None, exported, step)  # without checkpoint.best only the newest checkpoints are there
+    if gone:
+        console.note(f"there is no usable checkpoint of step {best}, which was evaluated as the best")
+    those = "the best model of those with a checkpoint" if gone else "the best model"
+    console.say(f"{those} by {run.checkpoint.best} is {which}, and is exported")
     return exported, finals

@@ -41,10 +41,9 @@ from lockstep.distributed.world import World
 from lockstep.strategies.job import Job, Scope
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
-from lockstep.track.best import Best
 from lockstep.track.console import LOG, Console, append, error, strike_tracebacks
 from lockstep.track.report import history
-from lockstep.track.report.history import history_complete, lines_of
+from lockstep.track.report.history import history_complete
 from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
 from lockstep.training import export_check
@@ -57,7 +56,7 @@ from lockstep.training.publish import at_a_stop, publish_until_stopped, write_mo
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import Session, Sinks, build_session, join_ranks
 from lockstep.training.startup import start_or_resume
-from lockstep.training.summary import Promised, better_step, closing, digest_of, promised
+from lockstep.training.summary import Promised, best_so_far, better_step, closing, digest_of, promised
 from lockstep.training.throughput import Counts
 from lockstep.training.train_state import TrainState
 from lockstep_trace import streams
@@ -330,15 +329,6 @@ def show_final_scores(session: Session, state: TrainState, exported: int, final:
         session.sinks.show(step, generate_samples(session.task, strategy, session.world))
     session.journal.event("evaluation", step)
     session.journal.last_times(step, strategy.phases.take())
-
-
-def best_so_far(run: Run, step: int) -> Best:
-    """Best of the evaluations up to `step` that OUTPUT records."""
-    best = Best(run.checkpoint.best)
-    for line in lines_of(run.folder / "metrics.jsonl", ("step", "split")) if step else ():
-        if line["split"] == "validation" and line["step"] <= step:
-            best.update(line["step"], line)
-    return best
 
 
 def stopped_at(session: Session, step: int) -> str:

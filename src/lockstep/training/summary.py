@@ -27,6 +27,7 @@ from lockstep.tasks.abilities import Predicts
 from lockstep.tasks.task import Task
 from lockstep.track.best import Best
 from lockstep.track.console import Console, clock
+from lockstep.track.report.history import lines_of
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import data, selection_lines
 from lockstep.training.model_stats import padding as padding_of
@@ -118,6 +119,15 @@ def closing(
     then = what_next(task, console.samples)
     once_more = {"repeat": f"{command}  # {does.removeprefix('gives ')}"} if command != then else {}
     console.facts(once_more | {"next": then}, whole=True)
+
+
+def best_so_far(run: Run, step: int) -> Best:
+    """Best of the evaluations up to `step` that OUTPUT records."""
+    best = Best(run.checkpoint.best)
+    for line in lines_of(run.folder / "metrics.jsonl", ("step", "split")) if step else ():
+        if line["split"] == "validation" and line["step"] <= step:
+            best.update(line["step"], line)
+    return best
 
 
 def better_step(run: Run, best: Best, exported: int, scores: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
