@@ -135,6 +135,7 @@ def test_points_and_truths_of_tables_are_kept_apart(tmp_path: Path) -> None:
         return list(facts({"source": save(tmp_path / "a.csv", rows(some))})["labels"])
 
     assert labels(["0.0", "1.0", "2.0"]) == ["0", "1", "2"]  # as tables have whole numbers where some are missing
+    assert any("'0.0' is 0" in note for note in facts({"source": str(tmp_path / "a.csv")})["notes"])
     assert labels(["0", "1", "1.0"]) == ["0", "1", "1.0"]
     assert labels(["+1", "1", "-1"]) == ["+1", "-1", "1"]
     assert labels(["True", "true", "False"]) == ["False", "True", "true"]

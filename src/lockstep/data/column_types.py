@@ -130,6 +130,17 @@ def label_note(column: str, texts: Collection[str]) -> list[str]:
     ]
 
 
+def points_note(column: str, texts: Collection[str]) -> list[str]:
+    """A note if `whole_numbers` makes integers of texts that end in ".0"."""
+    first = min(texts, default="")
+    if not first.strip().endswith(".0") or not whole_numbers(texts):
+        return []
+    return [
+        f"column {column!r} holds whole numbers, all written with '.0': the labels are the numbers, and {first!r} is "
+        f"{number_of(first)}. With data.types={{{column}: text}} they are the texts as they stand"
+    ]
+
+
 def blanks_note(column: str, texts: Collection[str]) -> list[str]:
     """A note if `whole_numbers` makes one label of texts that differ in the blanks around them."""
     blank = [text for text in sorted(texts) if text != text.strip() and text.strip() in texts]

@@ -422,7 +422,8 @@ def _typed(source: Source, data: DataSection, use: ColumnUse) -> Source:
                 with suppress(RunError):  # the label reader names an invalid row
                     splits[split] = column_types.declared(splits[split], {column: "number"}, split, source.name)
         else:
-            notes += column_types.label_note(column, texts) + column_types.blanks_note(column, texts)
+            for note_of in (column_types.label_note, column_types.points_note, column_types.blanks_note):
+                notes += note_of(column, texts)
     return replace(source, splits=splits, notes=notes)
 
 
