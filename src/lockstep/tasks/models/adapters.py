@@ -41,6 +41,12 @@ def check(run: Run) -> None:
         raise RunError(
             "LS3072", f"model.adapter.export: invalid value {export!r}; expected one of {', '.join(EXPORTS)}"
         )
+    if adapter.get("trainable_token_indices") and run.model.dtype != "float32":
+        raise RunError(
+            "LS3410",
+            "model.adapter.trainable_token_indices: peft computes these tokens in the dtype of the frozen embedding, "
+            "which is kept in bfloat16; set model.dtype=float32",
+        )
     config(run, "classification")
 
 

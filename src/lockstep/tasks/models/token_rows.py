@@ -196,7 +196,7 @@ def _refusal(run: Run, tokenizer: Any, rows: int, why: str, ids: list[int]) -> R
     if run.model.adapter:
         adapter = (
             ". An adapter does not train new rows by itself: name the embedding in model.adapter.modules_to_save, or "
-            "the tokens in model.adapter.trainable_token_indices"
+            "the tokens in model.adapter.trainable_token_indices (with model.dtype=float32)"
         )
     return RunError(
         "LS3440",
