@@ -2,7 +2,7 @@
 # accelerate 1.15.0: prepare, on two processes, of a DataLoader whose batch sampler makes batches by a budget (as by tokens),
 # so that some are smaller than its batch_size. Seen: rows of batches that are smaller than batch_size are lost or come
 # twice, with even_batches and without; len() and errors say nothing. With batch_size=None, even_batches=False, all come once.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

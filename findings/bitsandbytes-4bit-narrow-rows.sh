@@ -3,7 +3,7 @@
 # ends of its rows. Seen: dequantize_4bit gives rows of 96 numbers, or of 16, the scales of other blocks: numbers of up to 3
 # come back more than 1 apart. Rows of 64 or 128 are right, and so are odd rows, which another function unpacks.
 # Needs AVX-512: status 2 without.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

@@ -2,7 +2,7 @@
 # datasets 5.2.0: cast_column of numbers to a ClassLabel with two names.
 # Seen: 5 and -3 are kept as labels, where a data set that is made with these features refuses 5; int2str fails for it only
 # when it is asked.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

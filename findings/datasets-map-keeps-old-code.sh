@@ -3,7 +3,7 @@
 # was changed.
 # Seen: the second run returns what the first one computed, in silence: the fingerprint holds the code of the mapped function
 # and the name of the one that it calls. A change of the mapped function itself is seen.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

@@ -2,7 +2,7 @@
 # datasets 5.2.0: map with a function that returns None for a row it would leave as it is; for the first row that raises.
 # Seen: any later row it returns None for is dropped from the result, in silence; and if that row is the last one, the
 # whole result is dropped: what comes back is the dataset as it was, without the new column.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

@@ -2,7 +2,7 @@
 # datasets 5.2.0: IterableDataset.shuffle(...).repeat(n), a usual way to write n epochs.
 # Seen: each repetition has the order of the first one; set_epoch changes all of them together. Trained on so, a model sees
 # the same batches in the same order in every epoch.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

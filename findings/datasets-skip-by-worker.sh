@@ -3,7 +3,7 @@
 # the workers of a DataLoader, or split by split_dataset_by_node, skip(8) is divided among them: each of four workers skips 2
 # rows of its own file. Seen with four files of ten rows: training reads six of the eight validation rows, and six rows are in
 # neither. In one process both are right; so a validation set that is read without workers leaks. No warning.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

@@ -2,7 +2,7 @@
 # peft 0.21.2: load_adapter under the name of an adapter that the model has. The new weights are loaded; the settings stay
 # those of the adapter before. Seen with lora_alpha 4 and then 32: the second adapter has an eighth of its effect, no warning,
 # and what save_pretrained writes is wrong too. Another rank raises an error. After delete_adapter it is right.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

@@ -2,7 +2,7 @@
 # peft 0.21.2: add_weighted_adapter of one adapter with use_rslora=True and the weight 1, which should be a copy.
 # Seen: what it adds to the logits is sqrt(r) times that of the adapter, in every kind of combination; saved and loaded
 # again, too. Without use_rslora it is a copy.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

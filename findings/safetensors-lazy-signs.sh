@@ -2,7 +2,7 @@
 # safetensors 0.8.0, torch 2.13.0: save_file of a tensor that torch negates or conjugates when it is read.
 # Seen: the file holds the numbers without that: i in place of its conjugate -i, and 1 in place of -1 (`.imag` of a conjugate).
 # torch.save keeps them, and after resolve_conj() so does save_file.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

@@ -2,7 +2,7 @@
 # torch 2.13.0: torch.distributed.checkpoint.load of floats into a tensor of integers (a script's counter that was a float
 # when it was saved); sizes are compared, dtypes are not.
 # Seen: 1.7 becomes 1 and NaN some integer, and nothing is said; another size is refused.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

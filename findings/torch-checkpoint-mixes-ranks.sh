@@ -3,7 +3,7 @@
 # data, a generator's state, weights that drifted apart). One usually expects those of rank 0.
 # Seen, two processes: of one state dict the checkpoint holds some values of rank 0 and some of rank 1; which is decided
 # by how many bytes each rank has to write. No error, no warning; every rank loads that mixture.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

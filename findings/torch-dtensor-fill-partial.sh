@@ -2,7 +2,7 @@
 # torch 2.13.0: fill_ of a DTensor whose placement is Partial, which is a sum that has not been made yet. Adding a number to
 # it in place raises an error; filling does not. Seen on two processes: each rank fills its summand, so the tensor is then
 # 6 everywhere after fill_(3), and so is empty_like(x).fill_(3). full_like(x, 3) and ones_like(x) are right.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

@@ -4,7 +4,7 @@
 # soft_margin_loss do the same. Of five rows, three on one process and two on the other, the loss is wrong as well: the mean
 # of the two means (Tensor.mean had that error until 2.9; see pytorch issue 162692), as that of
 # binary_cross_entropy_with_logits is. l1_loss, and (x - y).square().mean(), are right.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

@@ -3,7 +3,7 @@
 # copy: no error, no warning, and nothing is written. (pytorch issue 139735 has it for slices; indexing by a number raised an
 # error then.) So an Embedding that is sharded by fully_shard and drawn by its own reset_parameters, the usual way of a model
 # from the meta device, has numbers where the row of padding_idx should be zero.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

@@ -4,7 +4,7 @@
 # the next fused step gives each weight another weight's momentum. AdamW, SGD with momentum and Adagrad do so; without
 # fused=True they are right. A gradient that is assigned with other strides than its weight's is applied to other weights.
 # CUDA's fused kernels raise an error for it (pytorch issues 106951, 110758).
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

@@ -2,7 +2,7 @@
 # torch 2.13.0, CPU: SGD(fused=True) of parameters in bfloat16 or float16, with or without momentum.
 # Seen: nothing moves but the last `numel % 16` elements, which the kernel's vectors do not cover: 33 weights after a step
 # of -1 are 32 zeros and one -1. No error, no warning. float32 moves; so do fused Adam and AdamW, and SGD that is not fused.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

@@ -3,7 +3,7 @@
 # all_reduce of a column of a matrix sums as many numbers as the column has, but those that lie next to each other in
 # memory: [0, 6, 6, 9] where [0, 6, 12, 18] is due, in the matrix, too; broadcast of a matrix that rank 0 holds transposed,
 # into one of the same shape that rank 1 does not, arrives in another order. all_gather of the same column is right.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

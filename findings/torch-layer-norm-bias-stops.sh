@@ -3,7 +3,7 @@
 # autocast after any Linear, that sum is kept in bfloat16 within a thread, though weight, bias and their gradients are
 # float32. Seen: 4096 rows that give 1 each sum to 256, the number at which adding 1 changes nothing any more; on two
 # threads to 512. GroupNorm's bias and Linear's sum to 4096; LayerNorm's does, too, if its input is float32.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

@@ -2,7 +2,7 @@
 # torch 2.13.0: a batch of 5 rows through ScheduleGPipe with 2 micro-batches and a loss that is a mean over rows.
 # Seen: the micro-batches have 3 and 2 rows, and the gradient is the mean of their two means: rows of the smaller one count
 # 1.5 times as much as others. With 4 rows it is the gradient of the batch. Nothing is said.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

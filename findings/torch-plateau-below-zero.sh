@@ -3,7 +3,7 @@
 # default threshold is relative, `best * (1 + 0.0001)` in mode "max", and of a negative best that is *worse* than the best.
 # Seen: a metric that falls a little at each of 1000 steps counts as an improvement each time, so the learning rate is never
 # reduced, with patience 0; the same numbers above zero reduce it at every step. threshold_mode="abs" reduces in both.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

@@ -3,7 +3,7 @@
 # groups that do not name a rate hold that one tensor, and schedulers write rates into tensors in place: each group ends with
 # the rate of the last one. Seen: LambdaLR with one function a group, 1 and 0.01 times 0.1, gives both groups 0.001;
 # OneCycleLR with a maximum for each group gives both the second. With the float 0.1 the same lines are right.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

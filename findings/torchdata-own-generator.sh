@@ -3,7 +3,7 @@
 # with the right rows of the epoch in which it was taken, and then shuffles otherwise than the uninterrupted run; a state that
 # was taken after an epoch is followed by another order at once. With two workers, or with no generator, the epochs are those
 # of the uninterrupted run.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

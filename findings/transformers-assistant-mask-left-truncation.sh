@@ -3,7 +3,7 @@
 # truncates on the left, which keeps the end of a conversation.
 # Seen: where an earlier answer is cut off, the ids of the last answer are there and the mask is 0 everywhere: the longest
 # conversations teach nothing. Where only the question is cut, and truncated on the right, the mask is right.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

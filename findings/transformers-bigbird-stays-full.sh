@@ -3,7 +3,7 @@
 # documented. They do not turn back: after one short text every longer one is computed with full attention, and its result
 # differs from the one before. What a model computes thus depends on what it has read, in training on the order of batches
 # and, of several processes, on who met the short one. A warning of the log says that the attention type is changed.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

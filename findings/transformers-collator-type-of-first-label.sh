@@ -2,7 +2,7 @@
 # transformers 5.23.0: default_data_collator, which Trainer uses where it has no tokenizer, takes the type of a batch's
 # labels from its first example. Seen: scores of 1 and 0.5, as JSON writes them, come out as (1, 0) where the example with
 # the whole number is first, and as (0.5, 1.0) in the other order: shuffling decides which scores are cut to whole numbers.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

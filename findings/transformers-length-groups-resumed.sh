@@ -4,7 +4,7 @@
 # made are cut off that other order. Seen with 12 rows, batches of 2, resumed after step 9 of 12: the second epoch has read
 # two rows twice and two never. Resumed in the first epoch or between epochs, and with the usual random sampling (mended by
 # transformers pull request 40691), it goes on as the uninterrupted run.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

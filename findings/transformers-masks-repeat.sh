@@ -2,7 +2,7 @@
 # transformers 5.23.0: DataCollatorForLanguageModeling with a seed, read by the workers of a DataLoader. Each worker makes its
 # generator from the seed when it starts, and workers start anew with each epoch: every epoch masks the same places, and
 # masking is dynamic no longer. Without workers the epochs differ.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)

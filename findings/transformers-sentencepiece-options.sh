@@ -3,7 +3,7 @@
 # little of it. T5Tokenizer removes double spaces that a model with remove_extra_whitespaces=False keeps, and adds the space
 # in front that one with add_dummy_prefix=False leaves out; DebertaV2Tokenizer does not fold the case that a model of the rule
 # nmt_nfkc_cf folds. So the model is fed other tokens than those it was trained on, or the user wants. No warning.
-# Run on 2026-11-28.
+# Run on 2026-11-29.
 # Status 0: it still behaves so. Any other: it changed, or could not be installed.
 set -euo pipefail
 room=$(mktemp -d)
