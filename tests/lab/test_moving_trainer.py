@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.messages import mentions
-from support.moving_scripts import moved, refused
+from support.moving_scripts import TRAINER, USUAL, moved, refused
 from support.trainer_variants import CHANGING, QUIET, TRAINED, changed
 
 
@@ -31,3 +31,20 @@ def test_settings_of_collators_that_decide_are_refused(here: Path, capsys: pytes
     collator = "DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.2, random_replace_prob=0.5)"
     text = changed(masked, ("DataCollatorWithPadding(tokenizer)", collator))
     assert "random_replace_prob=0.5" in refused("train.py", text, capsys)
+
+
+@pytest.mark.parametrize("target", ["'all-linear'", "['query']"])
+def test_an_adapter_without_a_task_type_leaves_a_head_frozen(
+    target: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """peft trains a new head only if the task type or modules_to_save names it (tests/assumptions/test_peft.py);
+    lockstep always trains it."""
+
+    def script(*words: str) -> str:
+        config = ", ".join(["r=4", f"target_modules={target}", *words])
+        wrapped = f"from peft import LoraConfig, get_peft_model\nmodel = get_peft_model(model, LoraConfig({config}))\n"
+        return TRAINER.replace("ARGUMENTS", USUAL).replace("args = ", f"{wrapped}args = ")
+
+    assert "without task_type" in refused("train.py", script(), capsys)
+    for words in ("task_type='SEQ_CLS'", "modules_to_save=['classifier']"):
+        assert moved("train.py", script(words)).model.adapter["r"] == 4

@@ -98,17 +98,18 @@ def untyped(draft: RunDraft, where: str) -> None:
 
 def adapter(call: Call, at: Reading) -> None:
     """Read LoraConfig and other adapter configs."""
-    used = [c for c in at.script.calls if c.name in ("get_peft_model", "add_adapter")]
-    used += [c for c in at.script.calls for word in c.node.keywords if word.arg == "peft_config"]
-    if not used:
+    wrapped = any(c.name in ("get_peft_model", "add_adapter") for c in at.script.calls)
+    if not wrapped and not any(word.arg == "peft_config" for c in at.script.calls for word in c.node.keywords):
         at.draft.unclear(str(call), "no call uses it", decides=False)
         return
     arguments = at.script.arguments(call)
-    kind = call.name.removesuffix("Config").lower()
     entries = {k: v for k, v in arguments.known.items() if k not in ("task_type", "inference_mode") and v is not None}
-    arguments.unknown.pop("task_type", None)
+    typed = arguments.unknown.pop("task_type", None) or arguments.known.get("task_type")
+    headed = any("Classification.from_" in c.origin or "Answering.from_" in c.origin for c in at.script.calls)
+    if headed and not typed and "modules_to_save" not in {**arguments.known, **arguments.unknown}:
+        at.draft.lacks(str(call), "without task_type, peft freezes a new head; lockstep trains it", "model.adapter")
     at.unknown(call, arguments, dict.fromkeys(arguments.unknown, "model.adapter"))
-    at.set(call, "model.adapter", {"type": kind, **entries})
+    at.set(call, "model.adapter", {"type": call.name.removesuffix("Config").lower(), **entries})
     at.read(call, "model.adapter")
 
 
