@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
+from lockstep.data import splitting
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.lab.init import init as starter
@@ -382,3 +383,12 @@ def test_images_that_are_all_one_picture_are_noted(tmp_path: Path) -> None:
     run = job(tmp_path / "same", tmp_path / "out")
     facts = prepare(run, plugins.find("tasks", "image_classification")).facts
     assert "17 of the 18 images of train are the same picture" in facts["notes"]
+
+
+def test_an_image_in_two_splits_is_named_without_its_bytes(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders, tmp_path / "data")
+    shutil.copy(tmp_path / "data/train/bar/4.png", tmp_path / "data/validation/bar/again.png")
+    run = job(tmp_path / "data", tmp_path / "out")
+    found = prepare(run, plugins.find("tasks", run.task.name))
+    (note,) = (note for note in splitting.warnings(found.facts) if "also in train" in note)
+    assert "row 5 of train. Scores on them" in note

@@ -201,9 +201,16 @@ def overlap(splits: Mapping[str, Dataset], texts: Sequence[str]) -> tuple[dict[s
                 "of": len(dataset),
                 "row": row,
                 "train_row": int(near[np.flatnonzero(there == here[row])[0]]),
-                "text": str(dataset[row][texts[0]])[:EXCERPT_CHARS],
+                "text": excerpt(dataset[row][texts[0]]),
             }
     return overlaps, np.flatnonzero(overlapping)
+
+
+def excerpt(value: Any) -> str:
+    """The start of a value for a message; of an image its file's name, or nothing if it has none."""
+    if isinstance(value, dict) and "bytes" in value:
+        value = value.get("path") or ""
+    return "" if isinstance(value, bytes) else str(value)[:EXCERPT_CHARS]
 
 
 def _among(pairs: np.ndarray, some: np.ndarray) -> np.ndarray:
@@ -260,8 +267,9 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
         return messages
     return messages + [
         f"{counts['examples']:,} of {counts['of']:,} {split} examples are also in train; the first is row "
-        f"{counts['row']:,} of {split}, {counts.get('train_place') or 'row {train_row:,} of train'.format(**counts)}: "
-        f"{counts['text']!r}. Scores on them are too good; data.decontaminate=true removes them from train"
+        f"{counts['row']:,} of {split}, {counts.get('train_place') or 'row {train_row:,} of train'.format(**counts)}"
+        f"{': ' + repr(counts['text']) if counts['text'] else ''}. Scores on them are too good; "
+        "data.decontaminate=true removes them from train"
         for split, counts in facts.get("overlap", {}).items()
     ]
 
@@ -326,7 +334,7 @@ class EvalHashes:
             numbers = [self._numbers[int(a), int(b)] for a, b in hashes(rows, self.columns).tolist()]
             both = [row for row, number in enumerate(numbers) if number in places]
             if both:
-                text = str(rows[both[0]][self.columns[0]])[:EXCERPT_CHARS]
+                text = excerpt(rows[both[0]][self.columns[0]])
                 of = {"examples": len(both), "of": len(rows), "row": both[0], "text": text}
                 overlaps[split] = of | {"train_place": places[numbers[both[0]]]}
         return overlaps
