@@ -8,6 +8,7 @@ import inspect
 
 import pytest
 
+from lockstep.commands.before_a_run import listed
 from lockstep.config import plugins
 from lockstep.strategies.replicated import ReplicatedStrategy
 from lockstep.strategies.strategy import Strategy
@@ -58,3 +59,13 @@ def test_a_package_older_than_lockstep_was_tried_with_is_refused(monkeypatch: py
     plugins.refuse_old(["torch"])  # newer ones are tried at one's own risk
     with raises("LS1094", "0.17.1", "'peft>=0.18'"):
         plugins.refuse_old(["torch", "peft"])
+
+
+@pytest.mark.parametrize(("version", "ready"), [("2.11.0", False), ("2.13.0+cpu", True), ("2.14.1", True)])
+def test_a_strategy_that_needs_a_newer_torch_is_listed_as_lacking(
+    version: str, ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    rows = {row["name"]: row for row in listed("strategies")}
+    assert (rows["pipeline"]["ready"], rows["ddp"]["ready"]) == (ready, True)
+    assert rows["pipeline"]["install"] == (None if ready else "pip install 'torch>=2.13'")

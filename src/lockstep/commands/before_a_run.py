@@ -194,9 +194,9 @@ def listed(kind: str) -> list[dict[str, Any]]:
             row["results"] = "same bits" if attributes["exact"] else "rounding"
         if kind in _NEEDS:
             missing = plugins.lacking(attributes.get("needs") or attributes.get("packages") or ())
-            extra = attributes.get("extra") or (name if kind == "track" else "".join(missing[:1]))
-            what = f"'lockstep-train[{extra}]'" if name in ours else " ".join(missing)
-            row |= {"ready": not missing, "install": f"pip install {what}" if missing else None}
+            extra = attributes.get("extra") or (name if kind == "track" else "")
+            how = plugins.install(missing[0], extra) if missing and name in ours else f"pip install {' '.join(missing)}"
+            row |= {"ready": not missing, "install": how if missing else None}
         rows.append(row | {"summary": summary} | ({} if name in ours else {"distribution": plugins.origin(kind, name)}))
     return rows
 

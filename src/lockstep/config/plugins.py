@@ -310,19 +310,31 @@ def path_of(kind: str, name: str) -> str:
 
 
 def lacking(packages: Sequence[str]) -> list[str]:
-    """Return the packages that are not installed, without importing any. A folder of that name in the working
-    directory, such as the one W&B creates, does not count as a package."""
-    specs = {package: importlib.util.find_spec(package) for package in packages}
-    return [package for package, spec in specs.items() if spec is None or spec.origin is None]
+    """Return the packages that are not installed, without importing any; one may have a least version, as in
+    `torch>=2.13`. A folder of that name in the working directory, such as the one W&B creates, does not count as a
+    package."""
+    return [package for package in packages if not _installed(*package.partition(">=")[::2])]
+
+
+def _installed(package: str, least: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None or not least:
+        return spec is not None and spec.origin is not None
+    from packaging.version import Version
+
+    return Version(importlib.metadata.version(package)) >= Version(least)
+
+
+def install(missing: str, extra: str = "") -> str:
+    """The command that installs what `lacking` returned. `extra`: the extra that has it; default: the package."""
+    return f"pip install '{missing if '>=' in missing else f'lockstep-train[{extra or missing}]'}'"
 
 
 def require(packages: Sequence[str], key: str, extra: str = "") -> None:
     """Reject a plug-in whose packages are not installed. `key`: the key of the run file and its value. `extra`: the
     extra that installs them; default: the package's name. Errors: `RunError`."""
     for package in lacking(packages):
-        raise RunError(
-            "LS1120", f"{key} needs {package}, which is not installed: pip install 'lockstep-train[{extra or package}]'"
-        )
+        raise RunError("LS1120", f"{key} needs {package}, which is not installed: {install(package, extra)}")
 
 
 def refuse_old(packages: Sequence[str]) -> None:

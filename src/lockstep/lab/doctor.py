@@ -504,7 +504,7 @@ def _outcome(run: Run, folder: Path, alone: Path, reference: tuple[str, list[str
     except Exception as caught:  # an engine without the internals that lockstep uses
         return "failed", [f"{type(caught).__name__}: {' '.join(str(caught).split())[:300]}"]
     if lacking:
-        return "not installed", [f"pip install 'lockstep-train[{lacking[0]}]'"]
+        return "not installed", [plugins.install(lacking[0])]
     if reference[0]:
         return reference
     outcome, why = _job("under", run, folder)

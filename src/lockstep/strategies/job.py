@@ -50,7 +50,8 @@ class StrategyRules(ABC):
 
     plugin: ClassVar[str] = "strategies"
     exact: ClassVar[bool] = False  # whether it can be bitwise equal to `single` at every number of processes
-    needs: ClassVar[tuple[str, ...]] = ()  # import names of packages beyond the core; pip extras have the same names
+    # Import names of packages beyond the core (pip extras have the same names); or a core package, its least version.
+    needs: ClassVar[tuple[str, ...]] = ()
     weight_formats: ClassVar[WeightFormats] = WeightFormats.NONE
     chooses_links: ClassVar[bool] = True  # whether `strategy.all_reduce` applies to its exact sums
     runs_whole_model: ClassVar[bool] = False  # whether a rank's forward runs the whole model, with all its weights

@@ -58,6 +58,7 @@ class Pipeline(ShardedRecovery):
     default 1f1b), `stages_per_rank` (interleaved only; default 2). Rank = stage rank x pipelines + pipeline."""
 
     exact = True
+    needs = ("torch>=2.13",)
     waits_inside = ("forward+backward", "reduction", "optimizer")
 
     @classmethod
