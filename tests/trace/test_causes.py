@@ -30,10 +30,18 @@ class Labelled(nn.Module):
         return functional.cross_entropy(self.layer(x), labels)
 
 
-def train(folder: Path, loss: Callable[[nn.Module, Tensor, Tensor], Tensor], model: nn.Module, anew: int = 99) -> None:
+def train(
+    folder: Path,
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    model: nn.Module,
+    anew: int = 99,
+    drawn: bool = False,
+) -> None:
     torch.manual_seed(0)
     for parameter in model.parameters():
-        nn.init.normal_(parameter)
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape))
+            parameter.mul_(1.1 if drawn else 1)
     tracer.begin(Settings(str(folder)))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for i, (x, y) in enumerate(zip(X, Y, strict=True)):
@@ -110,6 +118,22 @@ def test_another_precision_is_named_where_losses_agree(tmp_path: Path) -> None:
     result = compare_traces(read(tmp_path / "a"), read(tmp_path / "b"))
     assert result.first == "gradient"
     assert "another precision on one side" in result.cause, result.cause
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_weights_that_differ_by_the_dtype_they_are_kept_in(drawn: bool, tmp_path: Path) -> None:
+    """Nothing was drawn or loaded otherwise. The control: a layer that was."""
+
+    class Kept(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.to(self.weight.dtype)).float()
+
+    train(tmp_path / "a", cross, nn.Sequential(Kept(5, 5), Kept(5, 3)))
+    train(tmp_path / "b", cross, nn.Sequential(Kept(5, 5), Kept(5, 3)).bfloat16(), drawn=drawn)
+    result = compare_traces(read(tmp_path / "a"), read(tmp_path / "b"))
+    assert result.first == "start weights"
+    same = "the same weights, kept in bfloat16 here and in float32 in the reference"
+    assert (same in result.cause) is not drawn, result.cause
 
 
 def test_an_optimizer_that_is_made_anew_is_named(tmp_path: Path) -> None:

@@ -135,6 +135,13 @@ def of_start(differing: int, among: int, ranks_apart: Sequence[int]) -> str:
     )
 
 
+def of_dtypes(there: str, here: str) -> str:
+    return (
+        f"the same weights, kept in {here} here and in {there} in the reference: compare where the model is cast. "
+        "Updates smaller than the last bit of a half-precision weight are lost"
+    )
+
+
 def of_scores(one: float, other: float) -> str:
     if not (math.isfinite(one) and math.isfinite(other)):
         return NOT_FINITE

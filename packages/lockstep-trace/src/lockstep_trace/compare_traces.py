@@ -32,6 +32,7 @@ FLOORS_HALF = {  # rounding of half-precision products, which flipping last bits
     "bfloat16": {"loss": 4e-3, "gradient": 4e-2, "update": 0.2, "buffers": 1e-2},
     "float16": {"loss": 4e-3, "gradient": 2e-2, "update": 0.1, "buffers": 2e-3},
 }
+ROUNDED = {"bfloat16": 2**-8, "float16": 2**-11}  # largest relative error of a float32 number that is kept in them
 WITHOUT_REFERENCE = {
     "float32": {"loss": 1e-4, "gradient": 1e-4, "update": 1e-2, "buffers": 1e-3},
     "half": {"loss": 2e-2, "gradient": 0.1, "update": 0.3, "buffers": 5e-2},
@@ -213,7 +214,23 @@ def _start(a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], limits:
     if beyond_limit:
         lines = [f"the weights differ before the first step: {_listed(beyond_limit)}"]
         split = sorted({rank for w in other.values() for rank in w.differences})
-        raise _Parted("start weights", tuple(lines), causes.of_start(len(beyond_limit), len(differences), split))
+        cause = _of_dtypes(a, b, optimizer, names, beyond_limit) or causes.of_start(
+            len(beyond_limit), len(differences), split
+        )
+        raise _Parted("start weights", tuple(lines), cause)
+
+
+def _of_dtypes(
+    a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], differences: Mapping[str, float]
+) -> str | None:
+    """Return the cause of weights that are the same but for the rounding of the dtype that one side keeps them in."""
+    one, other = ({p.name: p.dtype for r in t.ranks for p in r.starts[optimizer][0].parameters} for t in (a, b))
+    pairs = {(one[name], other[names[name]]) for name in differences}
+    if len(pairs) != 1:
+        return None
+    there, here = pairs.pop()
+    limit = max(ROUNDED.get(dtype, 0.0) for dtype in (there, here))
+    return causes.of_dtypes(there, here) if there != here and all(d <= limit for d in differences.values()) else None
 
 
 def _scores(a: Trace, b: Trace, limit: float) -> None:
