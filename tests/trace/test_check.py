@@ -210,6 +210,7 @@ def test_on_two_processes_the_rank_at_fault_is_named_and_the_right_ones_are_not_
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
+    assert "[check-gradient] suspicious: " in done.stderr  # printed without --verbose, as it was asked for
     trace = read(tmp_path / "a")
     assert [e["text"] for rank in trace.ranks for e in rank.errors] == []
     told = {o: [f for f in checks.checked(trace, o) if f.level == "suspicious"] for o in trace.optimizers}

@@ -24,7 +24,7 @@ from lockstep_trace.plurals import quantity
 from lockstep_trace.read import Trace, read
 from lockstep_trace.redaction import redact_words
 from lockstep_trace.report import write
-from lockstep_trace.rules.finding import WRONG
+from lockstep_trace.rules.finding import SUSPICIOUS, WRONG
 from lockstep_trace.run import note_difference, run, step_of_difference
 
 ROWS = 12  # shown in a table
@@ -70,13 +70,14 @@ def record(command: Sequence[str], folder: Path, options: Mapping[str, Any], ver
             text = f"records the operations of step {step}, in which `diff` saw the first difference"
             print(f"lockstep trace: {text}", file=sys.stderr)
     status = run(command, folder, **options)
-    for line in summary(folder, verbose):
+    for line in summary(folder, verbose, bool(options.get("check"))):
         print(f"lockstep trace: {line}", file=sys.stderr)
     return status
 
 
-def summary(folder: Path, verbose: bool = False) -> list[str]:
-    """Return the summary of a trace with its findings: the proved ones, or all with `verbose`."""
+def summary(folder: Path, verbose: bool = False, checked: bool = False) -> list[str]:
+    """Return the summary of a trace with its findings: the proved ones, with `checked` also what recomputed steps make
+    suspicious, or all with `verbose`."""
     try:
         trace = read(folder)
     except TraceError as error:
@@ -88,17 +89,25 @@ def summary(folder: Path, verbose: bool = False) -> list[str]:
     lines += [f"rank {r.number}: an error of the tracer's own: {e['text']}" for r in trace.ranks for e in r.errors[:1]]
     lines += operations.summary_lines(trace)
     rows = findings(trace)
-    return [*lines, counted(rows, verbose), *finding_lines(rows if verbose else proved(rows))]
+    shown = [each for each in rows if verbose or each.level == WRONG or (checked and suspicious_check(each))]
+    return [*lines, counted(rows, shown), *finding_lines(shown)]
 
 
-def counted(rows: Sequence[Finding], verbose: bool) -> str:
-    """Describe the number of findings, and how to show unproved ones."""
+def suspicious_check(finding: Finding) -> bool:
+    """Whether a recomputed step (`--check`) made this finding, and it is more than information."""
+    return finding.code.startswith("check-") and finding.level == SUSPICIOUS
+
+
+def counted(rows: Sequence[Finding], shown: Sequence[Finding]) -> str:
+    """Describe the number of findings, and how to show the other ones."""
     certain, rest = len(proved(rows)), len(rows) - len(proved(rows))
     head = quantity(certain, "finding") if certain else "no finding"
     if not rest:
         return head
     other = f"{rest} that {'are' if rest > 1 else 'is'} not proved"
-    return f"{head}, and {other}" + ("" if verbose else " (--verbose, or the page of `report`, has them)")
+    hidden = len(rows) - len(shown)
+    which = "has them" if hidden == rest else f"has the other {hidden}"
+    return f"{head}, and {other}" + (f" (--verbose, or the page of `report`, {which})" if hidden else "")
 
 
 def _optimizer(trace: Trace, number: int) -> str:
