@@ -210,7 +210,6 @@ def test_on_two_processes_the_rank_at_fault_is_named_and_the_right_ones_are_not_
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "[check-gradient] suspicious: " in done.stderr  # printed without --verbose, as it was asked for
     trace = read(tmp_path / "a")
     assert [e["text"] for rank in trace.ranks for e in rank.errors] == []
     told = {o: [f for f in checks.checked(trace, o) if f.level == "suspicious"] for o in trace.optimizers}
@@ -224,6 +223,7 @@ def test_on_two_processes_the_rank_at_fault_is_named_and_the_right_ones_are_not_
         assert [f.code for f in told[2]] == []
         assert [f.code for f in told[3]] == ["check-seed"]
         assert "step 1, rank 1: in evaluation mode outputs depend on the seed" in told[3][0].what
+        assert "[check-seed] suspicious: step 1, rank 1" in done.stderr  # without --verbose, as --check asked for it
 
 
 def test_the_steps_of_a_check_are_given_by_the_library_as_well(tmp_path: Path) -> None:

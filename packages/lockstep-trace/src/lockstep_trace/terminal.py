@@ -89,8 +89,8 @@ def summary(folder: Path, verbose: bool = False, checked: bool = False) -> list[
     lines += [f"rank {r.number}: an error of the tracer's own: {e['text']}" for r in trace.ranks for e in r.errors[:1]]
     lines += operations.summary_lines(trace)
     rows = findings(trace)
-    shown = [each for each in rows if verbose or each.level == WRONG or (checked and suspicious_check(each))]
-    return [*lines, counted(rows, shown), *finding_lines(shown)]
+    printed = [each for each in rows if verbose or each.level == WRONG or (checked and suspicious_check(each))]
+    return [*lines, counted(rows, printed), *finding_lines(printed)]
 
 
 def suspicious_check(finding: Finding) -> bool:
@@ -98,14 +98,14 @@ def suspicious_check(finding: Finding) -> bool:
     return finding.code.startswith("check-") and finding.level == SUSPICIOUS
 
 
-def counted(rows: Sequence[Finding], shown: Sequence[Finding]) -> str:
+def counted(rows: Sequence[Finding], printed: Sequence[Finding]) -> str:
     """Describe the number of findings, and how to show the other ones."""
     certain, rest = len(proved(rows)), len(rows) - len(proved(rows))
     head = quantity(certain, "finding") if certain else "no finding"
     if not rest:
         return head
     other = f"{rest} that {'are' if rest > 1 else 'is'} not proved"
-    hidden = len(rows) - len(shown)
+    hidden = len(rows) - len(printed)
     which = "has them" if hidden == rest else f"has the other {hidden}"
     return f"{head}, and {other}" + (f" (--verbose, or the page of `report`, {which})" if hidden else "")
 
