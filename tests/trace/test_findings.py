@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import lockstep_trace
 from lockstep_trace import tracer
 from lockstep_trace.findings import findings, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Trace, read
@@ -82,3 +84,25 @@ def test_shards_that_all_ranks_draw_alike_are_a_finding(contents: list[int], con
         ranks.append(rank)
     rows_ = [*replicas.equal_shards(Trace(Path(), {}, tuple(ranks), 0), 0)]
     assert [f.code for f in proved(rows_)] == (["equal-shards"] if proved_ else [])
+
+
+@pytest.mark.parametrize("way", ["zeroed", "zeroed in place", "cut", "two factors of zeros"])
+def test_the_cause_of_zero_gradients_is_not_guessed(way: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Linear(4, 3, bias=False))
+    if way == "two factors of zeros":
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lockstep_trace.traced(model, optimizer, folder=tmp_path):
+        for _ in range(4):
+            outputs = model(torch.rand(8, 5))
+            outputs = outputs.detach().requires_grad_() if way == "cut" else outputs
+            nn.functional.mse_loss(outputs, torch.rand(8, 3)).backward()
+            if way.startswith("zeroed"):
+                optimizer.zero_grad(set_to_none=way == "zeroed")
+            optimizer.step()
+            optimizer.zero_grad()
+    (found,) = findings(read(tmp_path))
+    assert found.code == "all-zero"
+    assert ("zeroed between backward and step" in found.cause) is way.startswith("zeroed"), found.cause
+    assert ("the loss does not depend on them" in found.cause) is not way.startswith("zeroed")

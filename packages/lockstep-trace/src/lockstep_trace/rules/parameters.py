@@ -250,10 +250,14 @@ def _why_zero(trace: Trace, optimizer: int) -> tuple[str, str]:
             "the loss is 0 in each step, whatever the model computes: cross entropy over a single class, or a mask "
             "that leaves nothing"
         ), "; the loss is 0 in each of them"
+    called = "; backward is called in each of them"
+    if backwards and any(s.rewritten for s in steps):
+        return "gradients are zeroed between backward and step: call zero_grad() before backward or after step", called
     if backwards:
-        return "gradients are zeroed between backward and step: call zero_grad() before backward or after step", (
-            "; backward is called in each of them"
-        )
+        return (
+            "the loss does not depend on them, or only through zeros: the computation is cut (detach, no_grad, argmax, "
+            ".item()), or both factors of a product begin at zero"
+        ), f"{called}, and gradients are not seen to change after it"
     return "backward is not called between steps", ""
 
 
