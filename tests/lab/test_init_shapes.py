@@ -86,7 +86,7 @@ def test_files_side_by_side(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "note" not in capsys.readouterr().out
     written("--data", "texts/train.en", path="b.yaml")
     assert load("b.yaml", []).data.train == ["texts/train.de.gz", "texts/train.en"]
-    assert "nothing says which one is translated into which" in capsys.readouterr().out
+    assert "edit task.source and task.target" in capsys.readouterr().out
     check_arithmetic(here / "b.yaml")
 
 

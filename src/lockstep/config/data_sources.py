@@ -45,8 +45,8 @@ QUOTE = (
 
 
 TYPES = (
-    "what columns hold, by column, where that is not what their values look like: text (as it stands in the file), "
-    "integer or number; of lists it is what they hold"
+    "types of columns, by name, where the detected type is wrong: text (exactly as in the file), integer or number; "
+    "for a column of lists, the type of an element"
 )
 
 

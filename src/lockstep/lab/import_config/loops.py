@@ -501,7 +501,7 @@ class Loop(Reading):
         else:
             draft.unclear("the batch size", "no DataLoader with one was found", "batch_size")
         if "optim.max_grad_norm" not in draft.keys:
-            draft.set("optim.max_grad_norm", 0.0, "the script does not clip gradients")
+            draft.set("optim.max_grad_norm", 0.0, "a script without clipping")
         if not self.scheduled:
             if any(
                 "lr" in ast.unparse(n.targets[0]) and "param_group" in ast.unparse(n.targets[0])

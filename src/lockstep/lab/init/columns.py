@@ -448,7 +448,10 @@ def _sides(languages: list[str]) -> Fit:
     source, target = languages[:2]
     return Fit(
         {"source": source, "target": target},
-        {"source": f"of {', '.join(languages)}: nothing says which one is translated into which"},
+        {
+            "source": f"a guess, as nothing says which of {', '.join(languages)} is translated into which; "
+            "edit task.source and task.target"
+        },
     )
 
 

@@ -27,7 +27,7 @@ class Adafactor(Optimizer):
         eps: tuple[float | None, float] = Field(
             (None, 1e-3), description="least mean square (null: the dtype's own), and least size of a tensor's weights"
         )
-        d: float = Field(1.0, ge=1, description="size of an update from which on it is clipped")
+        d: float = Field(1.0, ge=1, description="an update whose root mean square is larger is scaled down to it")
 
     def bytes_held(self) -> float:
         return 0.0  # per row and per column

@@ -36,7 +36,7 @@ class AdamW8bit(Optimizer):
         betas: tuple[float, float] = Field((0.9, 0.999), description="decays of the two moments")
         eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
         min_8bit_size: int = Field(
-            4096, ge=0, description="numbers of a tensor from which on its moments are in 8 bits"
+            4096, ge=0, description="smaller tensors keep their moments in 32 bits (in elements)"
         )
 
     def __init__(self, options: Options) -> None:

@@ -31,7 +31,7 @@ class ScheduleFree(Optimizer):
         betas: tuple[float, float] = Field((0.9, 0.999), description="share of x in y, and decay of the second moment")
         eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
         average_power: float = Field(
-            2.0, ge=0, description="of the highest rate so far, in the weight that a step has in the average"
+            2.0, ge=0, description="exponent: a step's weight in the average is the highest rate so far to this power"
         )
 
     def check(self, run: Run) -> None:
