@@ -247,8 +247,8 @@ class ModelSection(Section):
     )
     dtype: Dtype = Field(
         "float32",
-        description="dtype in which weights are stored; bfloat16 is also the dtype of the computation. With an adapter: "
-        "dtype of the frozen matrices only (default bfloat16); precision sets that of the computation",
+        description="dtype in which weights are stored; bfloat16 is also the dtype of the computation. With an "
+        "adapter: dtype of the frozen matrices only (default bfloat16); precision sets that of the computation",
     )
     freeze: list[str] = Field(
         default_factory=list, description="names of weights that are not trained, with * for any part of a name"

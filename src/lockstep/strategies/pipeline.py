@@ -411,5 +411,5 @@ def _too_few(micro_batches: int, ranks: int, schedule: str) -> str | None:
     if schedule == "1f1b" and micro_batches < ranks:
         return f"1f1b needs as many as it has stages, {ranks}"
     if schedule == "interleaved" and micro_batches % rounds:
-        return f"interleaved on {ranks} ranks runs {rounds} rounds of equal size, so it needs a multiple of {rounds}"
+        return f"interleaved runs {rounds} rounds on {ranks} ranks, of equal size, so it needs a multiple of {rounds}"
     return None
