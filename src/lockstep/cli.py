@@ -33,10 +33,11 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     status = _answer_words(words)
     if status == 0 and not commands.of(words[0]).writes and (lost := streams.unwritten()) is not None:
+        from lockstep.config.errors import REMEDIES
         from lockstep.track.console import error
 
-        text = f"standard output: {lost.strerror}; what was printed there is not complete. Free some space"
-        error(coded("LS0230", text))
+        text = f"standard output: {lost.strerror}; what was printed there is not complete"
+        error(coded("LS0230", "; ".join([text, *([REMEDIES[lost.errno]] if lost.errno in REMEDIES else [])])))
         return 1
     return status
 

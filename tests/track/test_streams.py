@@ -188,13 +188,18 @@ def test_arguments_of_a_locale_that_cannot_read_them() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("command", ["list", "--version"])
-def test_a_result_that_cannot_be_printed_is_no_success(command: str) -> None:
-    done = subprocess.run(
-        ["sh", "-c", f"{shlex.join(LOCKSTEP)} {command} > /dev/full"], capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize(
+    ("command", "why", "remedy"),
+    [
+        ("{} list > /dev/full", "No space left on device", "free space on the disk"),
+        ("ulimit -f 0; {} --version > printed", "File too large", "ulimit -f"),
+    ],
+)
+def test_a_result_that_cannot_be_printed_is_no_success(command: str, why: str, remedy: str, tmp_path: Path) -> None:
+    command = command.format(shlex.join(LOCKSTEP))
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert mentions(done.stderr, "LS0230", "No space left on device")
+    assert mentions(done.stderr, "LS0230", why, remedy)
 
 
 @pytest.mark.processes

@@ -174,10 +174,15 @@ def interrupted_at_once(text: str, record: Callable[[], None]) -> Iterator[None]
         yield
         return
 
+    ending = threading.Lock()  # the watcher and the main thread may both be there; nobody ends twice
+
     def end() -> None:
-        record()
-        os.write(2, text.encode())
-        os._exit(130)
+        ending.acquire()
+        try:
+            record()
+        finally:  # also where another Ctrl-C interrupts it
+            os.write(2, text.encode())
+            os._exit(130)
 
     receive, send = socket.socketpair()
     send.setblocking(False)

@@ -6,6 +6,7 @@ In: the command line. Out: an exit status: 0, 1 where two traces differ, 2 for a
 from __future__ import annotations
 
 import argparse
+import errno
 import shlex
 import sys
 import time
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     if status == 0 and (lost := streams.unwritten()) is not None:
-        text = f"standard output: {lost.strerror}; what was printed there is not complete. Free some space"
+        text = f"standard output: {lost.strerror}; what was printed there is not complete"
+        text += "; free some space" if lost.errno == errno.ENOSPC else ""
         print(f"lockstep-trace: {coded('LS9130', text)}", file=sys.stderr)
         return 1
     return status
