@@ -165,7 +165,7 @@ class Loop(Reading):
         node = arguments.nodes.get("params")
         if node is not None and not _all_weights(node):
             self.draft.unclear(
-                f"line {call.line}: {code_of(node)}", "groups of weights with a rate or decay of their own", "optim.groups"
+                f"line {call.line}: {code_of(node)}", "weights with a rate or decay of their own", "optim.groups"
             )
         rate, decay = NAMES["optimizer_defaults"][call.name]
         if call.origin.startswith("transformers."):  # older releases of transformers
