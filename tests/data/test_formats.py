@@ -144,7 +144,6 @@ def test_formats_are_mixed_in_the_order_of_the_files(tmp_path: Path) -> None:
         ("text\nb\n", "a.jsonl has text, label, and {b} has no column 'label': it has text"),
         ("text,label,more\nb,1,2\n", "a.jsonl has text, label, and {b} has a column 'more' more"),
         ("text,label\nb,joy\n", "'label' holds whole numbers in {a} and texts in {b}"),
-        ("text,label\nb,1.5\n", "'label' holds whole numbers in {a} and numbers with decimals in {b}"),
     ],
 )
 def test_formats_that_do_not_agree_say_in_what(text: str, wanted: str, tmp_path: Path) -> None:
@@ -152,6 +151,12 @@ def test_formats_that_do_not_agree_say_in_what(text: str, wanted: str, tmp_path:
     (tmp_path / "b.csv").write_text(text)
     places = {"a": tmp_path / "a.jsonl", "b": tmp_path / "b.csv"}
     assert wanted.format(**places) in refused(source=str(tmp_path))
+
+
+def test_whole_numbers_and_numbers_with_decimals_are_numbers_with_decimals(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(PLAIN[".jsonl"])
+    (tmp_path / "b.csv").write_text("text,label\nb,1.5\n")
+    assert [row["label"] for row in read(source=str(tmp_path))] == [1.0, 2.0, 1.5]
 
 
 # -- columns within columns ------------------------------------------------------------------------------------------
