@@ -154,7 +154,7 @@ def test_what_fits_comes_first_then_what_is_quick() -> None:
     ("words", "said"),
     [
         (["--simulate", "--processes", "6"], "set micro_batches=8 or more, or 16 to allow"),
-        (["--simulate", "--device", "h900"], "unknown device 'h900'; expected a file, or one of a100, h100"),
+        (["--simulate", "--device", "h900"], "unknown device 'h900'; expected a100, h100 or a YAML file of rates"),
         (["--simulate", "--processes", "0"], "--processes: invalid value 0"),
         (["--simulate", "--price", "-1"], "--price: invalid value -1"),
         (["--simulate", "--out", "page"], "--out: invalid file page"),

@@ -122,7 +122,7 @@ def launched_by(run: Run) -> str:
         ("LOCKSTEP_LAUNCHER", f"launcher {run.launch.name}"),
         ("SLURM_PROCID", "srun"),
         ("ACCELERATE_MIXED_PRECISION", "accelerate launch"),
-        ("TORCHELASTIC_RUN_ID", "torchrun, or what starts ranks as it does"),
+        ("TORCHELASTIC_RUN_ID", "torchrun or a compatible launcher"),
     ):
         if variable in os.environ:
             return name

@@ -135,7 +135,9 @@ def load(name: str) -> Device:
     path = shipped.get(name, Path(name).expanduser())
     if not path.is_file():
         raise RunError(
-            "LS8312", f"--device: unknown device {name!r}; expected a file, or one of {', '.join(sorted(shipped))}"
+            "LS8312",
+            f"--device: unknown device {name!r}; expected {', '.join(sorted(shipped))} or a YAML file of rates; "
+            "docs/how-to/plan.md shows such a file",
         )
     try:
         return Device.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
