@@ -1,18 +1,15 @@
-"""The examples of docs/how-to/plug-ins as user modules."""
+"""The example plug-ins of examples/plug_ins, and the distribution of docs/how-to/plug-ins/distribution.md."""
 
 from pathlib import Path
 
 from support.places import ROOT
 
-_NAMES = ("strategy.md", "task.md", "optimizer.md", "launcher.md", "tracker.md", "distribution.md")
-_PAGES = [ROOT / "docs/how-to/plug-ins" / name for name in _NAMES]
+_EXAMPLES = ROOT / "examples/plug_ins"
 
 
 def example(file: str) -> str:
-    """Source that the page says to save as this file of `src/lockstep/`."""
-    code = _block(f"src/lockstep/{file}")
-    assert code.startswith('"""'), f"no page of plug-ins has {file}"
-    return code
+    """Source of an example, by the file of `src/lockstep/` that its page says to copy it to."""
+    return (_EXAMPLES / Path(file).name).read_text()
 
 
 def distribution(folder: Path) -> Path:
@@ -20,12 +17,9 @@ def distribution(folder: Path) -> Path:
     package = folder / "lockstep-gossip/src/lockstep_gossip"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "gossip.py").write_text(example("strategies/gossip.py"))
-    (package / "weights.py").write_text(_block("lockstep-gossip/src/lockstep_gossip/weights.py"))
-    (folder / "lockstep-gossip/pyproject.toml").write_text(_block("lockstep-gossip/pyproject.toml"))
+    for name in ("gossip.py", "weights.py"):
+        (package / name).write_text((_EXAMPLES / name).read_text())
+    page = (ROOT / "docs/how-to/plug-ins/distribution.md").read_text()
+    project = page.partition("```toml\n")[2].partition("```")[0]
+    (folder / "lockstep-gossip/pyproject.toml").write_text(project)
     return folder / "lockstep-gossip"
-
-
-def _block(file: str) -> str:
-    found = "".join(page.read_text() for page in _PAGES).partition(f"Save this as `{file}`")[2]
-    return found.partition("```")[2].partition("\n")[2].partition("\n```")[0] + "\n"
