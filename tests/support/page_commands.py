@@ -12,7 +12,6 @@ In: pages of Markdown. A comment before a fence says what a test does with the b
     <!-- output -->             the block is what the command before it printed; numbers, paths, times and lines of
                                 progress may differ, and a line "..." stands for any lines
     <!-- drawing -->            a text that no command prints: a figure, the layout of a folder
-    <!-- source FILE -->        lines of this file, in order; "..." stands for others, and comments may differ
     <!-- tested by FILE -->     a test of its own runs the block: this file names the page
     <!-- not run: REASON -->    a block that no test runs: what it needs that a test has not
     <!-- setup
@@ -59,7 +58,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 LEVELS = ("quick", "slow", "long")
 # (comment, fence, language, code), or (comment of setup)
 _BLOCK = re.compile(
-    r"(?:^<!-- (?P<note>(?:run|file|source|tested by|not run:) [^\n>]*|run|output|drawing) -->\n+)?"
+    r"(?:^<!-- (?P<note>(?:run|file|tested by|not run:) [^\n>]*|run|output|drawing) -->\n+)?"
     r"^(?P<fence>```+)(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=fence)$"
     r"|^<!-- (?P<name>setup[^\n>]*)\n(?P<setup>.*?)-->$",
     re.M | re.S,
@@ -127,8 +126,6 @@ STARTERS = ("torchrun", "accelerate", "srun")
 
 def problems(block: Block) -> list[str]:
     """Problems of a block that can be found without running it."""
-    if block.note.startswith("source "):
-        return _of_source(block.code, ROOT / block.note.removeprefix("source ").strip())
     if block.note.startswith("tested by "):
         test = ROOT / block.note.removeprefix("tested by ").strip()
         return [] if block.page.name in test.read_text(encoding="utf-8") else [f"{test.name} names no such page"]
@@ -247,22 +244,6 @@ def _of_python(code: str) -> list[str]:
         else:
             return []
     return errors[:1]
-
-
-def _of_source(code: str, path: Path) -> list[str]:
-    """Parts between lines "..." that a file lacks, or has in another place. Line breaks may differ."""
-    there, at, wrong = _without_spaces(path.read_text(encoding="utf-8")), 0, []
-    for part in re.split(r"^\s*\.\.\.$", code, flags=re.M):
-        found = there.find(_without_spaces(part), at)
-        if found < 0:
-            wrong.append(f"not in {path.name}, or before the parts above it: {part.strip()}")
-        at = max(at, found)
-    return wrong
-
-
-def _without_spaces(code: str) -> str:
-    lines = [line.partition("  #")[0] if line.strip()[:1] != "#" else "" for line in code.splitlines()]
-    return re.sub(r",(?=[])}])", "", re.sub(r"\s", "", "".join(lines)))
 
 
 def _of_yaml(code: str) -> list[str]:
