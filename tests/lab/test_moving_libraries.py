@@ -1,5 +1,6 @@
-"""`lockstep init --from` of scripts that meet surprising behavior of a library, which tests/assumptions has by itself: a
-script that would train something else in lockstep is refused at its line."""
+"""`lockstep init --from` of scripts that meet surprises of libraries, each of which tests/assumptions has by itself.
+
+A script that would train something else in lockstep is refused at its line."""
 
 from pathlib import Path
 

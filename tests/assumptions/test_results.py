@@ -1,0 +1,166 @@
+"""What lockstep takes for granted of results whose change nothing else would show: kernels, gradients that it replaces,
+statistics, masks, and the order of rows that libraries read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from support.assumed import rests_on_it
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@rests_on_it("src/lockstep/tasks/models/repeatable.py")
+def test_the_kernels_of_attention_are_those_of_autograd(causal: bool) -> None:
+    """_scaled_dot_product_flash_attention_for_cpu and its backward have the bits of scaled_dot_product_attention."""
+    draw = torch.Generator().manual_seed(0)
+    parts = [torch.randn(2, 3, 17, 8, generator=draw, requires_grad=True) for _ in range(3)]
+    slope = torch.randn(2, 3, 17, 8, generator=draw)
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.FLASH_ATTENTION):
+        wanted = functional.scaled_dot_product_attention(*parts, is_causal=causal)
+    gradients = torch.autograd.grad(wanted, parts, slope)
+    with torch.no_grad():
+        out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts, 0.0, causal)
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        own = backward(slope, *parts, out, total, 0.0, causal)
+    assert torch.equal(out, wanted)
+    assert all(map(torch.equal, own, gradients))
+
+
+@rests_on_it("src/lockstep/tasks/cross_entropy.py")
+def test_log_softmax_of_some_rows_has_the_bits_of_all() -> None:
+    """log_softmax and nll_loss of a part of the rows, by their kernels, have the bits that these rows have in
+    cross_entropy of all, in float32 from bfloat16 too."""
+    logits = torch.randn(37, 1003, generator=torch.Generator().manual_seed(0)).bfloat16()
+    targets = torch.arange(37) * 27
+    targets[5] = -100
+    wanted = functional.cross_entropy(logits.float(), targets, reduction="none")
+    logs = torch.empty(37, 1003)
+    for part in (slice(0, 11), slice(11, 37)):
+        torch.ops.aten._log_softmax.out(logits[part].float(), 1, False, out=logs[part])
+    losses, _ = torch.ops.aten.nll_loss_forward(logs, targets, None, 0, -100)
+    assert torch.equal(losses, wanted)
+    assert losses[5] == 0
+
+
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/fingerprint.py")
+def test_sums_of_integers_wrap_in_any_order() -> None:
+    """Views of floats as integers have their bits, and int64 products and sums, index_add_ too, wrap modulo 2**64."""
+    assert torch.tensor([-0.0, 1.0]).view(torch.int32).tolist() == [-(2**31), 0x3F800000]
+    assert torch.tensor([1.0], dtype=torch.bfloat16).view(torch.int16).item() == 0x3F80
+    numbers = torch.randint(-(2**63), 2**63 - 1, (1001,), generator=torch.Generator().manual_seed(0))
+    weights = numbers.flip(0) | 1
+    wanted = sum(a * b for a, b in zip(numbers.tolist(), weights.tolist(), strict=True)) % 2**64
+    products = numbers * weights
+    added = torch.zeros(2, dtype=torch.int64).index_add_(0, torch.arange(1001) % 2, products)
+    assert [int(s) % 2**64 for s in (products.sum(), products.flip(0).sum(), added.sum())] == [wanted] * 3
+
+
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py")
+def test_a_hook_on_a_result_replaces_its_gradient() -> None:
+    """What a hook of register_hook on a result returns goes on in its place; autograd.grad leaves .grad alone, and
+    gives None for a weight that is not reached, with allow_unused."""
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    result = used * 3
+    result.register_hook(lambda _: torch.full((2,), 5.0))
+    gradient, none = torch.autograd.grad((result * 7).sum(), [used, unused], allow_unused=True)
+    assert gradient.tolist() == [15.0, 15.0]
+    assert none is None
+    assert used.grad is None
+
+
+@rests_on_it("src/lockstep/strategies/exact/statistics.py")
+def test_statistics_move_by_momentum_and_count_one_less() -> None:
+    """BatchNorm's running_mean and running_var are 0.9 of the old and 0.1 of the batch's, whose variance is divided by
+    the number less one; in eval() they stay."""
+    values = torch.tensor([[1.0], [2.0], [6.0]])
+    norm = nn.BatchNorm1d(1)
+    norm(values)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert norm.running_mean.item() == pytest.approx(0.1 * 3)
+    assert norm.running_var.item() == pytest.approx(0.9 + 0.1 * 7)
+    before = norm.running_var.clone()
+    norm.eval()(values)
+    assert torch.equal(norm.running_var, before)
+
+
+@rests_on_it("src/lockstep/tasks/models/unpadded.py")
+def test_a_mask_is_left_out_where_it_hides_nothing_more() -> None:
+    """sdpa_mask of transformers is None for causal rows without padding; with padding it is [B, 1, T, S], True where a
+    token sees another, and one row's padding hides no other row's tokens."""
+    from transformers import masking_utils as masks
+
+    sizes = {"batch_size": 2, "q_length": 3, "kv_length": 3}
+    causal = masks.causal_mask_function
+    assert masks.sdpa_mask(**sizes, mask_function=causal, attention_mask=None) is None
+    real = torch.tensor([[True, True, False], [True, True, True]])
+    mask = masks.sdpa_mask(**sizes, mask_function=causal, attention_mask=real)
+    assert mask.shape == (2, 1, 3, 3)
+    assert torch.equal(mask[:, 0], torch.ones(3, 3, dtype=torch.bool).tril() & real[:, None])
+
+
+@pytest.mark.parametrize("padding", [True, False])
+@rests_on_it("src/lockstep/tasks/models/models.py", "src/lockstep/plain/train.py")
+def test_a_decoder_that_classifies_reads_the_last_token(padding: bool) -> None:
+    """A classifier on a decoder takes the logits of the last token that is not pad_token_id, whatever the mask says."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForSequenceClassification(LlamaConfig(vocab_size=16, pad_token_id=0, num_labels=2, **sizes)).eval()
+    ids = torch.tensor([[3, 4, 5]])
+    alone = model(ids).logits
+    longer = torch.tensor([[3, 4, 5, 0 if padding else 6]])
+    logits = model(longer, attention_mask=torch.tensor([[1, 1, 1, 0]])).logits
+    assert torch.allclose(logits, alone, atol=1e-6) is padding
+
+
+@rests_on_it("src/lockstep/strategies/engines/tensor_plans.py", "src/lockstep/training/source_weights.py")
+def test_a_forked_generator_is_given_back() -> None:
+    """What is drawn inside torch.random.fork_rng([]) takes nothing from torch's generator outside."""
+    torch.manual_seed(0)
+    wanted = torch.rand(3)
+    torch.manual_seed(0)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(7)
+        torch.rand(5)
+    assert torch.equal(torch.rand(3), wanted)
+
+
+@pytest.mark.parametrize("builder", ["json", "csv", "parquet"])
+@rests_on_it("src/lockstep/data/row_files.py")
+def test_rows_of_files_are_in_the_order_of_the_files(builder: str, tmp_path: Path) -> None:
+    """load_dataset with data_files reads them in the order in which they are given, not in that of their names."""
+    import datasets
+    import pyarrow.parquet
+
+    files = [tmp_path / f"{name}.{builder}" for name in ("c", "a", "b")]
+    for number, file in enumerate(files):
+        if builder == "parquet":
+            pyarrow.parquet.write_table(pa.table({"x": [number, number]}), file)
+        else:
+            file.write_text(f"x\n{number}\n{number}\n" if builder == "csv" else json.dumps({"x": number}) + "\n")
+    rows = datasets.load_dataset(
+        builder, data_files=[str(f) for f in files], split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert list(dict.fromkeys(rows["x"])) == [0, 1, 2]
+
+
+@rests_on_it("src/lockstep/data/raw_rows.py", "src/lockstep/data/stream.py")
+def test_lengths_are_bytes_and_tables_are_in_order() -> None:
+    """binary_length counts UTF-8 bytes, and is null for null; concat_tables and combine_chunks keep rows in their
+    order, slices among them, and numpy reads a chunk of a slice from its offset."""
+    lengths = pc.fill_null(pc.binary_length(pa.chunked_array([["é", None], ["abc"]])), 0).combine_chunks()
+    assert np.from_dlpack(lengths).tolist() == [2, 0, 3]
+    table = pa.table({"x": list(range(10))})
+    whole = pa.concat_tables([table.slice(7), table.slice(2, 3)]).combine_chunks()
+    assert whole.column("x").to_pylist() == [7, 8, 9, 2, 3, 4]
+    assert np.from_dlpack(table.column("x").chunk(0).slice(4, 2)).tolist() == [4, 5]
