@@ -121,7 +121,13 @@ def test_json_that_transformers_cannot_read_is_one_message(
 def test_a_sound_export_is_used_and_read_once(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     honest = exported.sha256_of
-    monkeypatch.setattr(exported, "sha256_of", lambda path: read.append(path.name) or honest(path))  # type: ignore[func-returns-value]
+
+    def reading(path: Path) -> str:
+        if path.suffix != ".json":  # small, and read each time for the note on edits
+            read.append(path.name)
+        return honest(path)
+
+    monkeypatch.setattr(exported, "sha256_of", reading)
     (answer,) = predictions(output, ["some text"], {})
     assert answer["label"]
     first = list(read)
@@ -151,11 +157,35 @@ def test_edited_labels_and_tokens_are_noted(command: str, output: Path, capfd: p
     assert json.loads(out)
 
 
-def test_an_edited_card_or_config_is_used(output: Path) -> None:
+def test_an_edited_card_or_config_is_used_and_noted(
+    output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("README.md", "config.json"):
         with open(output / "export" / name, "a") as file:
             file.write("\n")
     finished(output, [])
+    wanted = f"not as the run wrote them: config.json in {output / 'export'}"
+    for where in (output, output / "export"):
+        assert wanted in fetch(tiny(model={"source": str(where)}))[0]
+    for words in (["status", str(output), "--verify"], ["attest", str(output)]):
+        assert main(words) == 0
+        assert wanted in " ".join(capsys.readouterr().out.split())
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    said: list[str] = []
+    with raises("LS6015", "someone/model"):
+        push(output, "someone/model", True, said.append)
+    assert wanted in said[0]
+
+
+def test_an_edited_index_of_shards_is_damage(output: Path) -> None:
+    """It says which files hold the weights."""
+    index, record = output / "export" / "model.safetensors.index.json", output / exported.FILE
+    index.write_text('{"weight_map": {"a": "model.safetensors"}}')
+    record.write_text(json.dumps({**json.loads(record.read_text()), index.name: exported.sha256_of(index)}))
+    exported.require_whole(output)
+    index.write_text('{"weight_map": {}}')
+    with raises("LS6130", index.name):
+        exported.require_whole(output)
 
 
 def test_a_folder_that_is_no_run_is_no_business_of_this(output: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The token cache: what is damaged or could be somebody else's is never trained on."""
 
+import errno
 import ast
 import importlib
 import json
@@ -152,12 +153,13 @@ def test_a_large_file_is_read_whole_once_and_then_in_part(own_cache: Path, monke
     assert cache.damage(path) == "large holds other bytes than were written"
 
 
-def test_a_cache_without_room_says_so(own_cache: Path) -> None:
+@pytest.mark.parametrize(("number", "remedy"), [(errno.ENOSPC, "free space"), (errno.EFBIG, "ulimit -f")])
+def test_a_cache_that_cannot_be_written_says_what_to_do(number: int, remedy: str, own_cache: Path) -> None:
     def full(aside: Path) -> None:
         aside.write_bytes(b"half of it")
-        raise OSError(28, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
-    with raises("LS2031"):
+    with raises("LS2031", remedy, "LOCKSTEP_CACHE"):
         cache.cached(own_cache / "tokens" / "a", full)
     assert os.listdir(own_cache / "tokens") == []
 

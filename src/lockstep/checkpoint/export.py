@@ -444,6 +444,8 @@ def push(
             "LS6018", f"{link} is a link, and the file behind a link is not pushed; replace it by a copy, or remove it"
         )
     exported.require_whole(output)
+    if (text := exported.note_of_edits(output)) is not None:
+        say(f"note: {text}")
     token = _token(repository, called)
     check_card((folder / "README.md").read_text(encoding="utf-8"), folder / "README.md")
     for attempt in range(1, patience.tries + 1):

@@ -55,7 +55,7 @@ def withdraw(output: Path) -> None:
 
 def damage(output: Path) -> str | None:
     """Describe damage to the export of an output folder, or return None. Reads the weights. The user may edit the card
-    and the JSON files, but they must exist and be valid JSON."""
+    and the JSON files except the index of sharded weights, but they must exist and be valid JSON."""
     export = output / "export"
     if not (export / "config.json").is_file():
         return "config.json is missing"
@@ -67,7 +67,7 @@ def damage(output: Path) -> str | None:
         return f"{FILE} cannot be read"
     for name, known in hashes.items():
         try:
-            if name.endswith(".json"):
+            if _editable(name):
                 json.loads((export / name).read_bytes())
                 continue
             digest = sha256_of(export / name)
@@ -90,14 +90,25 @@ def _recorded(output: Path) -> dict[str, str]:
     return hashes
 
 
-def edited(output: Path) -> list[str]:
-    """Names of the JSON files of a whole export that differ from what the run wrote. The user may edit them, but the
-    names of labels and the tokens are in them."""
-    return [
+def _editable(name: str) -> bool:
+    """Whether a file of an export is JSON that the user may edit. The index says which files hold the weights."""
+    return name.endswith(".json") and not name.endswith(".index.json")
+
+
+def note_of_edits(output: Path) -> str | None:
+    """Name the JSON files of a whole export that differ from what the run wrote, or return None. The user may edit
+    them, but they hold the labels, the tokens, and sizes and scales of the model."""
+    names = [
         name
         for name, known in _recorded(output).items()
-        if name.endswith(".json") and sha256_of(output / "export" / name) != known
+        if _editable(name) and sha256_of(output / "export" / name) != known
     ]
+    if not names:
+        return None
+    return (
+        f"not as the run wrote them: {', '.join(names)} in {output / 'export'}; labels, tokens or predictions may "
+        "differ from the run's"
+    )
 
 
 def require_whole(output: Path) -> None:
@@ -126,10 +137,18 @@ def require_whole(output: Path) -> None:
 def require_whole_source(source: str) -> None:
     """`require_whole` for the export that `model.source` or `tokenizer.source` names, as OUTPUT or OUTPUT/export.
     Ignores other sources. Errors: `RunError`."""
+    if (output := output_of_source(source)) is not None:
+        require_whole(output)
+
+
+def output_of_source(source: str) -> Path | None:
+    """Output folder whose export `model.source` or `tokenizer.source` names, as OUTPUT or OUTPUT/export; None for
+    another source."""
     path = Path(source).expanduser()
     output = path.parent if path.name == "export" else path
     if (output / "run.yaml").is_file() and (output / "export").is_dir() and not (output / "config.json").is_file():
-        require_whole(output)
+        return output
+    return None
 
 
 def _state(output: Path) -> str | None:

@@ -57,6 +57,7 @@ def run_status(args: argparse.Namespace) -> int:
     looks = args.verify and not state.live and (run.folder / "export").is_dir()
     if looks and (fault := exported.damage(run.folder)) is not None:
         finished, damaged["export"] = False, fault
+    edits = exported.note_of_edits(run.folder) if looks and "export" not in damaged else None
     if args.json:
         facts = {
             "output": str(run.folder),
@@ -91,6 +92,8 @@ def run_status(args: argparse.Namespace) -> int:
     rows["saved"] = ", ".join(f"step {s}" for s in sorted(sound)) or "no checkpoint yet"
     for name, reason in damaged.items():
         rows[name] = f"cannot be used: {reason}"
+    if edits is not None:
+        rows["export"] = edits
     if gone := job_record.evictions_of(run.folder):
         rows["taken out"] = "; ".join(map(str, gone))
     rows["resume"] = advice(run, state, finished, max(sound, default=None), ended, "export" in damaged)

@@ -10,7 +10,7 @@ from lockstep_trace.coded import CodedError, appended, coded, codes, uncoded, wi
 
 __all__ = ["BAD", "DONE", "EXCLUDED", "FAILED", "HALTED", "STOPPED"]
 __all__ += ["CodedError", "InvalidValue", "RunError", "appended", "coded", "codes"]
-__all__ += ["OF_DISKS", "REMEDIES", "reason_of", "uncoded", "with_addresses"]
+__all__ += ["OF_DISKS", "REMEDIES", "reason_of", "remedy_of", "uncoded", "with_addresses"]
 
 
 class RunError(CodedError):
@@ -36,6 +36,11 @@ REMEDIES = {
     errno.EIO: "the disk fails: check it, or use another one",
     errno.ESTALE: "the network file system has lost it: mount it again",
 }
+
+
+def remedy_of(error: OSError) -> str:
+    """What to do about a file or disk error."""
+    return REMEDIES.get(error.errno or 0, "remove the cause, or use another folder")
 
 
 def reason_of(error: OSError) -> str:

@@ -32,6 +32,7 @@ from uuid import uuid4
 
 import pyarrow as pa
 
+from lockstep.config.errors import remedy_of
 from lockstep.config.run import RunError
 from lockstep.distributed.hardware import available_cores
 
@@ -236,8 +237,8 @@ def placed(path: Path, make: Callable[[Path], None], resumed: Path | None = None
             raise
         raise RunError(
             "LS2031",
-            f"the token cache {cache_folder()} cannot be written: {error.strerror or error}; free disk space, "
-            "or set LOCKSTEP_CACHE to another folder",
+            f"the token cache {cache_folder()} cannot be written: {error.strerror or error}; {remedy_of(error)} "
+            "(LOCKSTEP_CACHE names it)",
         ) from error
     finally:
         if resumed is None:

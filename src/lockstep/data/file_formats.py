@@ -29,6 +29,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
+from lockstep.config.errors import remedy_of
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.cache import cache_folder, locked
@@ -151,8 +152,8 @@ def _unpack(file: Path, to: Path, key: str, encoding: str | None) -> None:
     except OSError as error:
         raise RunError(
             "LS2063",
-            f"{key}: cannot unpack {file} into {to.parent}: {error.strerror or error}; free disk space, or "
-            "set LOCKSTEP_CACHE to another folder",
+            f"{key}: cannot unpack {file} into {to.parent}: {error.strerror or error}; {remedy_of(error)} "
+            "(LOCKSTEP_CACHE names it)",
         ) from error
 
 

@@ -47,6 +47,8 @@ def attest(output: Path, key: Path | None) -> int:
             str(folder), str(output / SIGNATURE)
         )
     steps_kept = ", ".join(str(each["step"]) for each in report["checkpoints"])
+    if (text := exported.note_of_edits(output)) is not None:
+        console.say(f"note: {text}")
     console.say(f"{report['steps']} steps, checkpoints of {steps_kept}, {len(report['export'])} files of the export")
     console.say(f"{folder / NAME}: sha256 {report['sha256']}{', signed' if key else ''}")
     return 0

@@ -26,15 +26,20 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.shard_files import Files
 
 
-def fetch(run: Run) -> None:
+def fetch(run: Run) -> list[str]:
     """Ensure that the model exists if `model.source` names a checkpoint, and is undamaged if it names an export; same
-    for `tokenizer.source`. Errors: `RunError`."""
+    for `tokenizer.source`. Returns notes on edited files of an export. Errors: `RunError`."""
+    notes = []
     for source in {run.model.source, run.tokenizer.source} - {None}:
         output, checkpoint = hub.parts(Path(str(source)).expanduser())
         if checkpoint is not None and (output / "run.yaml").is_file():
             exported_checkpoint(output, checkpoint, run.model.trust_remote_code)
         else:
             exported.require_whole_source(str(source))
+            edited = exported.output_of_source(str(source))
+            if edited is not None and (text := exported.note_of_edits(edited)) is not None:
+                notes.append(text)
+    return notes
 
 
 def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -> Path:

@@ -56,11 +56,8 @@ def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tupl
 def note_edited(folder: Path) -> None:
     """Note, on standard error, the JSON files of an output folder's export that were edited."""
     output, checkpoint = hub.parts(folder)
-    if checkpoint is None and (names := exported.edited(output)):
-        text = (
-            f"note: not as the run wrote them: {', '.join(names)} in {output / 'export'}; labels or tokens may differ"
-        )
-        streams.put(sys.stderr, f"{printable(text)}\n", flush=True)
+    if checkpoint is None and (text := exported.note_of_edits(output)) is not None:
+        streams.put(sys.stderr, f"note: {printable(text)}\n", flush=True)
 
 
 def of_export(run: Run, export: Path, output: Path) -> Run:

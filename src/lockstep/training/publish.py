@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lockstep.checkpoint.export import pending, push_pending, write_export
 from lockstep.checkpoint.manifest import name_of, newest_whole
 from lockstep.checkpoint.remote_sync import RemoteSync, finish
-from lockstep.config.errors import DONE, FAILED, HALTED, STOPPED, coded
+from lockstep.config.errors import DONE, FAILED, HALTED, STOPPED, coded, remedy_of
 from lockstep.config.run import Run
 from lockstep.data.object_store import StoreError
 from lockstep.distributed import job_record
@@ -52,12 +52,13 @@ def write_model(
             return
     except OSError as caught:
         text = f"{run.folder}/export could not be written ({caught.strerror or caught})"
+        remedy = remedy_of(caught)
     status = HALTED if job_record.restarts_left() else FAILED  # an automatic restart would hit the same disk
     newest = newest_whole(run) if fault is None else None
     if newest == steps:
         raise TrainingFailed(
             "LS5090",
-            f"{text}; free disk space, then run the same command again, which writes it from {name_of(newest)}",
+            f"{text}; {remedy}, then run the same command again, which writes it from {name_of(newest)}",
             status,
         )
     again = f"goes on from step {newest}" if newest else "begins from the start: there is no checkpoint"

@@ -324,10 +324,11 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     task: Any = job.task
     if hub.names_hub(job.run):
         hub.be_brief()
+    edits: list[str] = []
     if job.run.model.source is not None or job.run.tokenizer.source is not None:
         from lockstep.training.checkpoint_model import fetch
 
-        fetch(job.run)
+        edits = fetch(job.run)
     run, notes = task.fit_defaults(job.run)
     data = run if data is None else task.fit_defaults(data)[0]
     label = "checks" if task.own_model else "tokens"
@@ -345,7 +346,7 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     run, more = _compiled(job)
     why = "the task pads" if task.head is None else padding.unsupported_reason(run, task.head)
     attention = model_configs.UNPADDED if why is None else run.model.attention or OWN_ATTENTION
-    return replace(job, run=run, padding=why, attention=attention, notes=(*notes, *greedily, *more))
+    return replace(job, run=run, padding=why, attention=attention, notes=(*edits, *notes, *greedily, *more))
 
 
 def _compiled(job: Job) -> tuple[Run, list[str]]:
