@@ -1,7 +1,7 @@
 """The token cache: what is damaged or could be somebody else's is never trained on."""
 
-import errno
 import ast
+import errno
 import importlib
 import json
 import os
