@@ -1,0 +1,48 @@
+"""`lockstep.plain` where libraries surprise (tests/assumptions): packed rows and adapters of a head."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification
+
+from lockstep.plain import losses, train
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+ROW = {"input_ids": [1, 2, 3, 4, 5, 6], "position_ids": [0, 1, 2, 0, 1, 2]}
+
+
+class _Tokenizer(SimpleNamespace):
+    def __len__(self) -> int:
+        return 32
+
+
+def _job() -> Any:
+    tokenizer = _Tokenizer(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = {"type": "llama", "config": SIZES, "trust_remote_code": False}
+    return SimpleNamespace(run={"model": model, "task": {}}, tokenizer=tokenizer, target_tokenizer=tokenizer)
+
+
+def test_texts_of_a_packed_row_do_not_see_each_other() -> None:
+    job = _job()
+    config = train._config(job, "ForCausalLM")
+    model = AutoModelForCausalLM.from_config(config)
+    other = ROW | {"input_ids": [7, 8, 9, 4, 5, 6]}
+
+    def apart() -> bool:
+        one, two = (model(**losses.inputs_of(job, [row], "cpu")).logits[:, 3:] for row in (ROW, other))
+        return torch.equal(one, two)
+
+    assert apart()
+    model.config.use_cache = True
+    assert not apart()
+
+
+def test_all_linear_leaves_a_head_whole_and_trained() -> None:
+    """With a task type, or without one, whose head peft is told of by name."""
+    for kind in ("SEQ_CLS", None):
+        model = BertForSequenceClassification(BertConfig(vocab_size=32, **SIZES))
+        adapted = train._adapted(model, {"target_modules": "all-linear", "r": 2}, kind)
+        trained = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
+        assert any("classifier.modules_to_save" in name for name in trained)
+        assert not any("classifier" in name and "lora" in name for name in trained)
