@@ -246,3 +246,34 @@ def test_a_negative_step_is_refused() -> None:
         checked_steps([-1])
     assert "LS9190" in str(error.value)
     assert "-1" in str(error.value)
+
+
+class Guess(nn.Module):
+    """Returns its own loss, a mean over the examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        guess = self.layer(x)[:, 0]
+        return {"loss": nn.functional.mse_loss(guess, labels), "guess": guess}
+
+
+class Swallowing(Guess):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, **ignored: Any) -> dict[str, torch.Tensor]:
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize("model", [Guess, Swallowing])
+def test_a_forward_that_swallows_the_divisor_of_trainer_is_told(model: type[Guess], tmp_path: Path) -> None:
+    """Trainer does not divide by the micro-batches where forward takes any keyword (tests/assumptions)."""
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"x": torch.tensor([float(i)]), "labels": torch.tensor(1.0)} for i in range(16)]
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
+    quiet: dict[str, Any] = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"}
+    options = TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, max_grad_norm=0.0, **quiet, **sizes)
+    trainer = Trainer(model(), options, train_dataset=rows)  # type: ignore[arg-type]
+    codes = [f.code for f in checked(trainer.train, tmp_path / "trace") if f.level != "info"]
+    assert ("check-accumulation" in codes) is (model is Swallowing)
