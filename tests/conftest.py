@@ -139,6 +139,12 @@ def _what_earlier_files_imported_stays() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     _started.clear()
+    if (
+        "processes" in item.keywords
+    ):  # a command that runs in this process would start the server with its own variables
+        from support.harness import server_environment
+
+        server_environment()
 
 
 @pytest.fixture(autouse=True)
@@ -153,10 +159,12 @@ def _what_starts_processes_says_so(request: pytest.FixtureRequest) -> Iterator[N
 def _signals_and_variables_are_as_before() -> Iterator[None]:
     """Restore signal handlers and variables. A run that ends in this process ignores stop signals, which later
     processes would inherit. It also sets variables that engines read; with these no later command could be forked
-    (`forked.can_fork`)."""
+    (`forked.can_fork`), or, after a portable run, would compute with other kernels."""
+    from lockstep.config.processor import VARIABLES
     from support.forked import read_differently
 
-    for name in read_differently(dict(os.environ), AT_FIRST):  # left behind by a fixture of the module
+    arithmetic = [name for name in VARIABLES if os.environ.get(name) != AT_FIRST.get(name)]
+    for name in {*read_differently(dict(os.environ), AT_FIRST), *arithmetic}:  # left behind by a fixture of the module
         if name in AT_FIRST:
             os.environ[name] = AT_FIRST[name]
         else:

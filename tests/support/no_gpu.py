@@ -36,18 +36,23 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import lockstep
+
 DEVICE = torch.device("cuda", 0)
 aten = torch.ops.aten
 VALUES = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.is_nonzero, aten.masked_select, aten.bincount}
 VALUES |= {aten.unique_dim, aten._unique2, aten.unique_consecutive}  # their result, or its size, depends on data
 
 
+OURS = f"{Path(lockstep.__file__).parent}/"
+
+
 def place() -> str:
     """The caller: lockstep's innermost line, or the package within an engine."""
     for frame in reversed(traceback.extract_stack()):
         path = frame.filename
-        if "/lockstep/" in path:
-            return f"{path.rpartition('/lockstep/')[2]}:{frame.name}"
+        if path.startswith(OURS):
+            return f"{path.removeprefix(OURS)}:{frame.name}"
         if frame.name == "planted":
             return "no_gpu.py:planted"
         for engine in ("deepspeed", "accelerate", "transformers", "torch/distributed"):
