@@ -172,9 +172,7 @@ def test_only_one_rank_writes(tmp_path: Path) -> None:
 
 
 def test_the_tracker_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "docs/how-to/plug-ins/tracker.md").read_text()
-    code = text.partition("src/lockstep/track/table.py")[2].partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "mine_table.py").write_text(code)
+    (tmp_path / "mine_table.py").write_text((ROOT / "examples/plug_ins/table.py").read_text())
     monkeypatch.syspath_prepend(tmp_path)
     run = tiny(f"output={tmp_path}", track={"to": ["mine_table.Table"], "mine_table.Table": {"precision": 3}})
     for after, last in ((0, 3), (2, 4)):
