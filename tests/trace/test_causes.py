@@ -1,6 +1,7 @@
 """Causes that `diff` names where two traces see the same inputs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,9 @@ def test_weights_that_differ_by_the_dtype_they_are_kept_in(drawn: bool, tmp_path
     assert result.first == "start weights"
     same = "the same weights, kept in bfloat16 here and in float32 in the reference"
     assert (same in result.cause) is not drawn, result.cause
+    one, other = read(tmp_path / "a"), read(tmp_path / "b")
+    idle = replace(other.ranks[0], starts={}, steps={})  # a rank without weights in this optimizer
+    assert compare_traces(one, replace(other, ranks=(*other.ranks, idle))).cause == result.cause
 
 
 def test_an_optimizer_that_is_made_anew_is_named(tmp_path: Path) -> None:

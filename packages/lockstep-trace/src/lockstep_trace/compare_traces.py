@@ -224,7 +224,8 @@ def _of_dtypes(
     a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], differences: Mapping[str, float]
 ) -> str | None:
     """Return the cause of weights that are the same but for the rounding of the dtype that one side keeps them in."""
-    one, other = ({p.name: p.dtype for r in t.ranks for p in r.starts[optimizer][0].parameters} for t in (a, b))
+    starts = ([r.starts[optimizer][0] for r in t.ranks if optimizer in r.starts] for t in (a, b))
+    one, other = ({p.name: p.dtype for layout in layouts for p in layout.parameters} for layouts in starts)
     pairs = {(one[name], other[names[name]]) for name in differences}
     if len(pairs) != 1:
         return None
