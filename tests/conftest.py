@@ -178,6 +178,18 @@ def _signals_and_variables_are_as_before() -> Iterator[None]:
     os.environ.update(variables)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_are_chosen_first() -> None:
+    """Compute something before any test: libraries read the variables of `strategy.exact: portable` when they first
+    compute, so after a portable run this process would have other bits than the processes that it starts."""
+    import torch
+
+    for dtype in (torch.float32, torch.bfloat16):  # by torch, MKL and oneDNN
+        numbers = torch.ones(64, 64, dtype=dtype)
+        torch.nn.functional.gelu(numbers @ numbers)
+        torch.nn.functional.conv1d(numbers[None], numbers[:, :, None])
+
+
 @pytest.fixture(scope="session")
 def cache() -> Path:
     """LOCKSTEP_CACHE of this session."""
