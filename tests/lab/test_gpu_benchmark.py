@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py is known to work before a GPU is at hand: all of it, small, on a CPU."""
+"""benchmarks/gpu.py is known to work before a GPU is at hand: all of it, small, on a CPU, by a long test."""
 
 import json
 import subprocess
@@ -55,7 +55,7 @@ def test_every_contender_has_a_peer_or_is_lockstep() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_all_of_it_on_a_cpu(tmp_path: Path) -> None:
     """Rates of lockstep and a peer, the bits of all processes and of a run that was stopped; told to be no figure."""
