@@ -10,6 +10,8 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config.run import load
+from lockstep.lab import bench as benched
+from lockstep.lab import bench_options
 from lockstep.lab.bench import Bench, BenchRow, details, efficiency, plots, reasons, rows_of, table
 from lockstep.training.timing import RankMemory, Timing
 from support.command import LOCKSTEP, STEPS, ended, start, write
@@ -117,3 +119,77 @@ def test_the_table_names_what_was_measured_and_the_reasons_what_was_not() -> Non
     assert "examples per second" in drawn
     assert "if it were linear" in drawn
     assert "GPU" not in drawn
+
+
+# -- options: `--options` ---------------------------------------------------------------------------------------------
+
+COSTS = {
+    "": 1.0,
+    "micro_batches=4": 0.8,
+    "micro_batches=16": 1.3,
+    "data.padding=batch": 0.7,
+    "model.compile=true": 1.01,
+}
+
+
+def tried(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, slow: dict[tuple[int, int], float], *words: str
+) -> tuple[int, Path]:
+    """Run `bench --options` with seconds from `COSTS`, and `slow`: factors of the n-th job in a round."""
+    jobs: list[int] = []
+
+    def one(request: Bench, row: BenchRow, number: int, _: Path) -> None:
+        place = jobs.count(number)
+        jobs.append(number)
+        keys = bench_options.words(bench_options.varied(row)).split() or [""]
+        seconds = slow.get((number, place), 1.0)
+        for key in keys:
+            seconds *= COSTS.get(key, 2.0)
+        rank = RankMemory("host", "CPU", 300 * 2**20, 0, 12, 16)
+        row.rounds[number] = Timing(1, 1, 5, 100, 1000, 1100, seconds, [seconds / 5] * 5, 50, 1, [rank], {})
+
+    monkeypatch.setattr(benched, "one", one)
+    out = folder / "tried"
+    return main(["bench", "run.yaml", "--options", "--processes", "1", "--rounds", "2", "--out", str(out), *words]), out
+
+
+def test_options_that_help_are_measured_together_and_written(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out = tried(run_file.parent, monkeypatch, {}, "micro_batches=8")
+    said = " ".join(capsys.readouterr().out.split())
+    assert status == 0
+    assert "micro_batches=8 is slower: micro_batches=4 has 1.25 times its speed" in said
+    best = load(str(out / "best.yaml"), [])
+    assert (best.micro_batches, best.data.padding, best.model.compile) == (4, "batch", "auto")
+    assert not best.wrote("precision")
+    assert "1.79 times the speed (1.79 to 1.79), weights: other" in said
+    rows = json.loads((out / "bench.json").read_text())["rows"]
+    assert rows[-1]["keys"] == {"launch.processes": 1, "data.padding": "batch", "micro_batches": 4}
+    assert len(rows[0]["rounds"]) == 4
+    # decided as false on a CPU, so it is the run file
+    assert not [row for row in rows if row["keys"].get("model.compile", True) is False]
+
+
+def test_an_option_that_gains_less_than_the_run_file_differs_from_itself_helps_nobody(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # the run file's first measurement, in the first round, met something else on the machine
+    status, out = tried(run_file.parent, monkeypatch, {(0, 0): 1.5}, "micro_batches=8")
+    assert status == 0
+    assert "no option made it faster in every round" in " ".join(capsys.readouterr().out.split())
+    assert not (out / "best.yaml").exists()
+
+
+def test_options_are_compared_on_one_number_of_processes(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "run.yaml", "--options", "--processes", "1", "2"]) == 2
+    assert "LS8031" in capsys.readouterr().err
+
+
+def test_each_kind_of_run_has_its_options() -> None:
+    assert bench_options.options_of(load(None, ["strategy.name=fsdp2"], TINY))["strategy.options.gather"]
+    assert "task.loss_chunk" not in bench_options.options_of(load(None, [], TINY))
+    words = TINY | {"task": {"name": "language_modeling", "loss_chunk": 64}, "micro_batches": 1}
+    found = bench_options.options_of(load(None, [], words))
+    assert found["task.loss_chunk"] == [None, bench_options.CHUNK]
+    assert found["micro_batches"] == [2]

@@ -228,6 +228,11 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--over", action="append", default=[], metavar="key=value,value", help="vary any other key of the run file"
     )
+    parser.add_argument(
+        "--options",
+        action="store_true",
+        help="try options for speed and memory one at a time, and those that help together; writes the best run file",
+    )
     parser.add_argument("--weak", action="store_true", help="batch_size and micro_batches grow with the processes")
     parser.add_argument("--steps", type=int, default=10, help="timed steps per job (default 10)")
     parser.add_argument("--skip", type=int, default=3, help="untimed steps before them (default 3)")
@@ -238,6 +243,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_bench(args: argparse.Namespace) -> int:
     from lockstep.lab.bench import Bench, bench
+    from lockstep.lab.bench_options import options_of
     from lockstep.lab.sweep import sweep_file
 
     path, overrides, base = measured_run(args)
@@ -248,10 +254,17 @@ def run_bench(args: argparse.Namespace) -> int:
         over["micro_batches"] = args.micro_batches
     over |= sweep_file.parse(args.over)
     processes = args.processes or upwards(base)
+    if args.options:
+        over = options_of(base) | over
+        processes = args.processes or processes[-1:]
+        if len(processes) > 1 or args.weak:
+            raise RunError("LS8031", "--options compares options on one number of processes; give one, without --weak")
     if min(processes) < 1:
         raise RunError("LS8088", f"--processes: invalid value {min(processes)}; expected an integer >= 1")
     folder = Path(args.out or f"{base.folder}-bench")
-    request = Bench(base, over, sorted(set(processes)), args.steps, args.skip, args.rounds, args.weak, folder)
+    request = Bench(
+        base, over, sorted(set(processes)), args.steps, args.skip, args.rounds, args.weak, folder, args.options
+    )
     return bench(request, path, overrides, QUICK_START)
 
 

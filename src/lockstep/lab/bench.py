@@ -19,6 +19,7 @@ from typing import Any
 from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError, load, replace_text, write_run_yaml
 from lockstep.distributed.hardware import processor
+from lockstep.lab import bench_options
 from lockstep.lab.subprocess_job import Child
 from lockstep.lab.sweep import sweep_file
 from lockstep.launchers import start
@@ -46,9 +47,10 @@ class Bench:
     rounds: int
     weak: bool  # batch_size and micro_batches grow with the processes
     folder: Path
+    singly: bool = False  # vary one key at a time, beside the run file as it is (`--options`)
 
 
-@dataclass
+@dataclass(eq=False)
 class BenchRow:
     """One configuration and its measurements."""
 
@@ -104,28 +106,69 @@ def bench(request: Bench, path: str | None, overrides: Mapping[str, Any], defaul
     runnable = [row for row in rows if row.reason is None]
     if not runnable:
         raise RunError("LS8021", f"none of the {len(rows)} jobs can run; the first fails with: {rows[0].reason}")
-    count = len(runnable) * request.rounds
     each = f"{request.skip} + {request.steps} steps"
     console.say(
         f"{quantity(len(runnable), 'configuration')}, {quantity(request.rounds, 'round')} of {each} each -> "
         f"{request.folder}"
     )
+    measure(request, rows, rows, range(request.rounds), console)
+    if request.singly and len(keys := bench_options.faster(rows)) > 1:
+        together = row_of(request, keys, request.processes[0], path, overrides, defaults)
+        rows.append(together)
+        console.say(f"together: {bench_options.words(keys)}")
+        measure(request, rows, [*rows[:2], together], range(request.rounds, 2 * request.rounds), console)
+    title = f"{request.base.name}: median of {quantity(request.rounds, 'round')}"
+    console.table(title, *(bench_options.table if request.singly else table)(rows), key="jobs")
+    for text in reasons(rows):
+        console.say(f"cannot run: {text}")
+    if request.singly:
+        for text in bench_options.advice(rows, request.base):
+            console.say(f"slower     {text}")
+        console.say(f"best       {best(request, rows, path, overrides, defaults)}")
+    console.say(f"results    {request.folder}/bench.html, {request.folder}/bench.json")
+    return 0 if any(row.rounds for row in rows) else 1
+
+
+def measure(
+    request: Bench, rows: Sequence[BenchRow], mine: Sequence[BenchRow], rounds: Sequence[int], console: Console
+) -> None:
+    """Run each row of `mine`, some of `rows`, once a round, and write the results after each."""
+    count = sum(row.reason is None for row in mine) * len(rounds)
     done = 0
-    for number in range(request.rounds):  # interleaved, so that a slow minute of the machine affects all jobs
-        for place, row in enumerate(rows):
+    for number in rounds:  # interleaved, so that a slow minute of the machine affects all jobs
+        for row in mine:
             if row.reason is not None:
                 continue
             done += 1
-            one(request, row, number, request.folder / "jobs" / f"{place + 1:03d}")
+            one(request, row, number, request.folder / "jobs" / f"{rows.index(row) + 1:03d}")
             what = row.reason or f"{row.rates[-1]:.1f} examples/s"
             name = f"{quantity(row.processes, 'process')}, {row.series}"
             console.say(f"[{done} of {count}] round {number + 1}: {name}: {what}")
             write(request, rows)
-    console.table(f"{request.base.name}: median of {quantity(request.rounds, 'round')}", *table(rows), key="jobs")
-    for text in reasons(rows):
-        console.say(f"cannot run: {text}")
-    console.say(f"results    {request.folder}/bench.html, {request.folder}/bench.json")
-    return 0 if any(row.rounds for row in rows) else 1
+
+
+def best(
+    request: Bench,
+    rows: Sequence[BenchRow],
+    path: str | None,
+    overrides: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+) -> str:
+    """Write the run file with the options that made the job fastest as FOLDER/best.yaml; returns the sentence about
+    it."""
+    if not rows[0].rounds:
+        return "not known: the run file as it is could not be measured"
+    file = request.folder / "best.yaml"
+    if not (gained := bench_options.gains(rows)):
+        file.unlink(missing_ok=True)
+        return "the run file as it is: no option made it faster in every round, by more than it differs from itself"
+    row = gained[0]
+    keys, found = bench_options.varied(row), bench_options.ratios(row, rows[0])
+    replace_text(file, load(path, {**overrides, **keys}, defaults).dump())
+    return (
+        f"{file}: {bench_options.words(keys)}; {statistics.median(found):.2f} times the speed ({min(found):.2f} to "
+        f"{max(found):.2f}), weights: {bench_options.same_weights(row, rows[0])}"
+    )
 
 
 def rows_of(
@@ -136,26 +179,45 @@ def rows_of(
     for key, values in request.over.items():
         for value in values:
             load(path, {**overrides, key: value}, defaults)
-    rows = []
-    for keys in sweep_file.product(request.over):
-        for count in request.processes:
-            mine: sweep_file.Overrides = {**keys, "launch.processes": count}
-            if request.weak:
-                batch = keys.get("batch_size", request.base.batch_size)
-                micro_batches = keys.get("micro_batches", request.base.micro_batches)
-                mine |= {"batch_size": batch * count, "micro_batches": micro_batches * count}
-            row = BenchRow(count, series(request, keys), mine)
-            rows.append(row)
-            try:
-                row.run = load(path, {**overrides, **mine}, defaults)
-                row.job = resolved(row.run)
-            except RunError as caught:
-                row.reason = " ".join(str(caught).split())
+    combinations: Sequence[sweep_file.Overrides] = [*sweep_file.product(request.over)]
+    if request.singly:
+        combinations = [{}, {}, *({key: value} for key, values in request.over.items() for value in values)]
+    rows = [
+        row_of(request, keys, count, path, overrides, defaults) for keys in combinations for count in request.processes
+    ]
+    if request.singly:  # such as `model.compile: false`, where `auto` is decided as false
+        known = rows[0].job and rows[0].job.run
+        rows[2:] = [row for row in rows[2:] if row.job is None or row.job.run != known]
     return rows
 
 
+def row_of(
+    request: Bench,
+    keys: sweep_file.Overrides,
+    count: int,
+    path: str | None,
+    overrides: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+) -> BenchRow:
+    """Return one combination on `count` processes, with a reason if it is known not to run."""
+    mine: sweep_file.Overrides = {**keys, "launch.processes": count}
+    if request.weak:
+        batch = keys.get("batch_size", request.base.batch_size)
+        micro_batches = keys.get("micro_batches", request.base.micro_batches)
+        mine |= {"batch_size": batch * count, "micro_batches": micro_batches * count}
+    row = BenchRow(count, series(request, keys), mine)
+    try:
+        row.run = load(path, {**overrides, **mine}, defaults)
+        row.job = resolved(row.run)
+    except RunError as caught:
+        row.reason = " ".join(str(caught).split())
+    return row
+
+
 def series(request: Bench, keys: sweep_file.Overrides) -> str:
-    """Name of a line in the plots: the strategy and the other varied keys."""
+    """Name of a line in the plots: the strategy and the other varied keys; of `--options`: the keys."""
+    if request.singly:
+        return bench_options.words(keys) or "run file"
     names = [str(keys.get("strategy.name", request.base.strategy.name))]
     for key, value in keys.items():
         if key == "micro_batches":
@@ -286,6 +348,7 @@ def write(request: Bench, rows: Sequence[BenchRow]) -> None:
             "skip": request.skip,
             "rounds": request.rounds,
             "weak": request.weak,
+            "singly": request.singly,
         },
         "run": request.base.model_dump(mode="json"),
         "rows": [
@@ -301,7 +364,8 @@ def write(request: Bench, rows: Sequence[BenchRow]) -> None:
             for row in rows
         ],
     }
-    tables = {"numbers": table(rows), "details": details(rows), "reasons": reasons(rows)}
+    numbers = (bench_options.table if request.singly else table)(rows)
+    tables = {"numbers": numbers, "details": details(rows), "reasons": reasons(rows)}
     page = {"values": values, **tables, "plots": plots(rows), "yaml": request.base.dump()}
     try:
         request.folder.mkdir(parents=True, exist_ok=True)

@@ -367,7 +367,7 @@ class Console:
         cells = [[_plain(cell) for cell in row] for row in lines]
         for i, column in enumerate(columns):
             numbers = any(row[i].lstrip("+-")[:1].isdigit() for row in cells)
-            table.add_column(column, justify="right" if numbers and i > 0 else "left")
+            table.add_column(column, justify="right" if numbers and i > 0 else "left", overflow="fold")
         for row in cells:
             table.add_row(*row)
         plain = RichConsole(file=io.StringIO(), width=120, highlight=False)

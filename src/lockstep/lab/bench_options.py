@@ -1,0 +1,128 @@
+"""`lockstep bench --options`: which options of the run file, made for speed or memory, help this job?
+
+In: the user's run. Out: values of such options to try, one key at a time; from the measured rows, how each compares
+with the run file as it is, and the set of them that made the job faster in every round.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config import plugins
+from lockstep.config.error_messages import flat
+from lockstep.lab.sweep.sweep_file import Overrides, format_value
+
+if TYPE_CHECKING:
+    from lockstep.config.run import Run
+    from lockstep.lab.bench import BenchRow
+
+GAIN = 1.02  # a smaller one is no gain, on however quiet a machine
+CHUNK = 2048  # tokens; a matrix of logits with more rows is worth cutting
+
+
+def options_of(run: Run) -> dict[str, list[Any]]:
+    """Return key -> values other than the run's own, which cost or save time or memory and train the same examples.
+    Some change rounding, and so the weights' bits. `precision` and `strategy.exact` are not among them: they
+    change what is promised."""
+    task: Any = plugins.find("tasks", run.task.name)
+    tried: dict[str, list[Any]] = {
+        "model.compile": [False, True, "whole"],
+        "model.checkpoint_activations": [False, True],
+        "micro_batches": [max(1, run.micro_batches // 2), run.micro_batches * 2],
+    }
+    if not task.own_model:
+        tried["data.padding"] = ["none", "batch"]
+    if task.chunks_loss:
+        tried["task.loss_chunk"] = [None, CHUNK]
+    if run.strategy.name == "fsdp2":
+        tried["strategy.options.gather"] = ["step", "micro_batch"]
+    own = flat(run.model_dump(mode="json"))
+    others = {key: [value for value in values if value != own.get(key)] for key, values in tried.items()}
+    return {key: values for key, values in others.items() if values}
+
+
+def ratios(row: BenchRow, base: BenchRow) -> list[float]:
+    """Examples per second relative to `base`, in each round that has both."""
+    both = [(t, base.rounds[number]) for number, t in row.rounds.items() if number in base.rounds]
+    return [t.examples / t.seconds / (b.examples / b.seconds) for t, b in both]
+
+
+def noise(rows: Sequence[BenchRow]) -> float:
+    """Return the largest ratio, in any round, between the run file (`rows[0]`) and itself measured again (`rows[1]`):
+    what an option has to exceed."""
+    return max((max(ratio, 1 / ratio) for ratio in ratios(rows[1], rows[0])), default=1.0)
+
+
+def gains(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """Return the rows that were faster than the run file in every round, by more than it differs from itself; the
+    fastest first."""
+    least = max(GAIN, noise(rows))
+    gained = [row for row in rows[2:] if (found := ratios(row, rows[0])) and min(found) >= least]
+    return sorted(gained, key=lambda row: -statistics.median(ratios(row, rows[0])))
+
+
+def faster(rows: Sequence[BenchRow]) -> Overrides:
+    """Return the fastest value of each key that gains by itself."""
+    best: Overrides = {}
+    for row in gains(rows):
+        if len(keys := varied(row)) == 1:
+            best = keys | best
+    return best
+
+
+def varied(row: BenchRow) -> Overrides:
+    """Return the keys in which a row differs from the run file."""
+    return {key: value for key, value in row.keys.items() if key != "launch.processes"}
+
+
+def same_weights(row: BenchRow, base: BenchRow) -> str:
+    """Whether the row trains the bits of `base`, in a word for a table."""
+    if row.job is None or base.job is None:
+        return "-"
+    mine, other = row.job.run, base.job.run
+    if "auto" in (mine.model.compile, other.model.compile):  # which ranks decide
+        return "may differ"
+    return "same" if mine.arithmetic() == other.arithmetic() else "other"
+
+
+def table(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
+    """Columns and cells: the run file and itself again, then what was tried, the fastest first."""
+    columns = ["", "speed", "in all rounds", "examples/s", "peak MiB", "weights"]
+    base, tried = rows[0], [row for row in rows[2:] if ratios(row, rows[0])]
+    tried.sort(key=lambda row: -statistics.median(ratios(row, base)))
+    cells = []
+    for row in [row for row in rows[:2] if ratios(row, base)] + tried:
+        found, middle = ratios(row, base), row.middle()
+        own = "run file" if row is base else "run file, again"
+        cells.append(
+            [
+                words(varied(row)) or own,
+                f"{statistics.median(found):.2f}",
+                "" if row is base else f"{min(found):.2f} to {max(found):.2f}",
+                f"{middle['examples_per_s']:.1f}",
+                f"{max(middle['peak_device'], middle['peak_resident']) / 2**20:.0f}",
+                same_weights(row, base),
+            ]
+        )
+    return columns, cells
+
+
+def advice(rows: Sequence[BenchRow], run: Run) -> list[str]:
+    """Return a sentence about each key that the user wrote and that makes the job slower than another value."""
+    own = flat(run.model_dump(mode="json"))
+    told = []
+    for key, value in faster(rows).items():
+        if run.wrote(key):
+            row = next(row for row in rows if varied(row) == {key: value})
+            times = statistics.median(ratios(row, rows[0]))
+            told.append(
+                f"{words({key: own.get(key)})} is slower: {words({key: value})} has {times:.2f} times its speed"
+            )
+    return told
+
+
+def words(keys: Mapping[str, Any]) -> str:
+    """`key=value` of each, as on a command line."""
+    return " ".join(f"{key}={format_value(value)}" for key, value in keys.items())
