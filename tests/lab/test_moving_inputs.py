@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from support.moving_scripts import ACCELERATE, DDP, QUESTIONS, TRAINER, USUAL, moved, refused
+from support.messages import mentions
+from support.moving_scripts import ACCELERATE, DDP, QUESTIONS, SCRIPT, TRAINER, USUAL, changed, moved, refused
 
 CALL = "model(**batch).loss"
 ALL = "input_ids=batch['input_ids'], attention_mask=batch['attention_mask'], token_type_ids=batch['token_type_ids']"
@@ -198,3 +199,44 @@ def test_other_windows_are_refused_by_their_line(
 ) -> None:
     assert old in QUESTIONS
     assert wanted in refused("qa.py", QUESTIONS.replace(old, new), capsys)
+
+
+PADDING = "DataCollatorWithPadding(tokenizer)"
+PLACE = "train = DataLoader"
+
+
+def with_collator(code: str, body: str = "") -> str:
+    """SCRIPT with a collator of its own, and the body of its function."""
+    function = f"def collate(rows):\n    {body}\n\n\n" if body else ""
+    return changed((PADDING, code), (PLACE, function + PLACE), text=SCRIPT)
+
+
+@pytest.mark.parametrize(
+    ("code", "body"),
+    [
+        ("lambda rows: tokenizer.pad(rows, return_tensors='pt')", ""),
+        ("collate", "'Pad.'\n    return tokenizer.pad(rows, padding='longest', return_tensors='pt')"),
+        ("collate", "batch = tokenizer.pad(rows, max_length=LONGEST, return_tensors='pt')\n    return batch"),
+    ],
+)
+def test_a_collator_that_only_pads(code: str, body: str, here: Path) -> None:
+    assert moved("loop.py", with_collator(code, body)).batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("code", "body"),
+    [
+        ("lambda rows: tokenizer.pad(rows[:4], return_tensors='pt')", ""),
+        ("lambda rows: tokenizer.pad(rows, return_attention_mask=False, return_tensors='pt')", ""),
+        ("lambda rows, k=4: tokenizer.pad(rows, return_tensors='pt')", ""),
+        ("lambda rows: padder.pad(rows, return_tensors='pt')", ""),
+        ("collate", "batch = tokenizer.pad(rows)\n    batch['labels'] = 1 - batch['labels']\n    return batch"),
+        ("collate", "rows = [turned(row) for row in rows]\n    return tokenizer.pad(rows, return_tensors='pt')"),
+    ],
+)
+def test_a_collator_that_does_more_than_pad_is_refused(
+    code: str, body: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mentions(
+        refused("loop.py", with_collator(code, body), capsys), "LS8209", "collate_fn=", "the task makes the batches"
+    )

@@ -4,65 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, BertConfig, BertTokenizerFast
+from transformers import AutoConfig, AutoModel
 
 from lockstep.lab.import_config.model_defaults import without_dropout
 from lockstep.lab.import_config.table import RunDraft
 from support.messages import mentions
-from support.moving_scripts import DPO, moved, refused
-
-MODE = "    model.train()\n"
-SCORE = "    score()\n"
-AFTER = "        optimizer.zero_grad()\n"
-LOOP = "for epoch in"
-SCRIPT = f"""
-import torch
-from datasets import load_dataset
-from torch.utils.data import DataLoader
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
-
-tokenizer = AutoTokenizer.from_pretrained("encoder")
-raw = load_dataset("acme/reviews")
-data = raw.map(lambda rows: tokenizer(rows["text"], truncation=True, max_length=32), batched=True)
-train = DataLoader(data["train"], shuffle=True, batch_size=8, collate_fn=DataCollatorWithPadding(tokenizer))
-dev = DataLoader(data["validation"], batch_size=16, collate_fn=DataCollatorWithPadding(tokenizer))
-model = AutoModelForSequenceClassification.from_pretrained("encoder")
-optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
-
-
-def score():
-    model.eval()
-    right = 0
-    with torch.no_grad():
-        for batch in dev:
-            right += (model(**batch).logits.argmax(-1) == batch["labels"]).sum().item()
-    print(right)
-
-
-for epoch in range(3):
-{MODE}    for i, batch in enumerate(train):
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-{AFTER}{SCORE}"""
-
-
-def changed(*pairs: tuple[str, str], text: str = SCRIPT) -> str:
-    for old, new in pairs:
-        assert old in text
-        text = text.replace(old, new, 1)
-    return text
-
-
-def encoder(dtype: torch.dtype = torch.float32) -> None:
-    """A model with dropout and its tokenizer, in a folder of the working directory."""
-    Path("encoder").mkdir()
-    Path("encoder/vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]))
-    BertTokenizerFast("encoder/vocab.txt").save_pretrained("encoder")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    config = BertConfig(vocab_size=7, max_position_embeddings=64, **sizes)
-    AutoModelForSequenceClassification.from_config(config).to(dtype).save_pretrained("encoder")
-
+from support.moving_scripts import AFTER, DPO, LOOP, MODE, SCORE, SCRIPT, changed, encoder, moved, refused
 
 NEVER = changed((MODE, ""), (SCORE, ""))
 RESTORED = ("    model.eval()\n", "    was = model.training\n    model.eval()\n")

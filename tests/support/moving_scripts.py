@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, BertConfig, BertTokenizerFast
 
 from lockstep.cli import main
 from lockstep.config.run import Run, load
@@ -234,6 +236,59 @@ Trainer(model=model, args=args, train_dataset=data["train"]).train()
 
 STOPPING = """,
     callbacks=[EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.01)]"""
+
+
+MODE = "    model.train()\n"
+SCORE = "    score()\n"
+AFTER = "        optimizer.zero_grad()\n"
+LOOP = "for epoch in"
+SCRIPT = f"""
+import torch
+from datasets import load_dataset
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+
+tokenizer = AutoTokenizer.from_pretrained("encoder")
+raw = load_dataset("acme/reviews")
+data = raw.map(lambda rows: tokenizer(rows["text"], truncation=True, max_length=32), batched=True)
+train = DataLoader(data["train"], shuffle=True, batch_size=8, collate_fn=DataCollatorWithPadding(tokenizer))
+dev = DataLoader(data["validation"], batch_size=16, collate_fn=DataCollatorWithPadding(tokenizer))
+model = AutoModelForSequenceClassification.from_pretrained("encoder")
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
+
+
+def score():
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for batch in dev:
+            right += (model(**batch).logits.argmax(-1) == batch["labels"]).sum().item()
+    print(right)
+
+
+for epoch in range(3):
+{MODE}    for i, batch in enumerate(train):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+{AFTER}{SCORE}"""
+
+
+def changed(*pairs: tuple[str, str], text: str = SCRIPT) -> str:
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new, 1)
+    return text
+
+
+def encoder(dtype: torch.dtype = torch.float32) -> None:
+    """A model with dropout and its tokenizer, in a folder of the working directory."""
+    Path("encoder").mkdir()
+    Path("encoder/vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]))
+    BertTokenizerFast("encoder/vocab.txt").save_pretrained("encoder")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = BertConfig(vocab_size=7, max_position_embeddings=64, **sizes)
+    AutoModelForSequenceClassification.from_config(config).to(dtype).save_pretrained("encoder")
 
 
 def moved(path: str, text: str, *words: str) -> Run:

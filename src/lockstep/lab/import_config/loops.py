@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.lab.import_config import attributes, loading, loop_module, trainer_script
+from lockstep.lab.import_config.decay_groups import GROUPS, DecayGroups, NotRead
 from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd
 from lockstep.lab.import_config.inlining import needs_inlining, written_out
 from lockstep.lab.import_config.loading import Reading
@@ -147,7 +148,7 @@ class Loop(Reading):
 
     def _clipping(self, call: Call) -> None:
         arguments = self.script.arguments(call, ("parameters", "max_norm", "norm_type"))
-        if not _all_weights(arguments.nodes.get("parameters")):
+        if not _all_weights(self.script, arguments.nodes.get("parameters")):
             why = "optim.max_grad_norm is the largest norm of all gradients together"
             self.draft.lacks(str(call), why, "optim.max_grad_norm")
         elif "norm_type" in arguments.nodes and arguments.known.get("norm_type") != 2:
@@ -162,11 +163,6 @@ class Loop(Reading):
         if len(self.optimizers) > 1:
             self.draft.unclear(str(call), "a second optimizer", "optim.name")
             return
-        node = arguments.nodes.get("params")
-        if node is not None and not _all_weights(node):
-            self.draft.unclear(
-                f"line {call.line}: {code_of(node)}", "weights with a rate or decay of their own", "optim.groups"
-            )
         rate, decay = NAMES["optimizer_defaults"][call.name]
         if call.origin.startswith("transformers."):  # older releases of transformers
             decay = 0.0
@@ -179,7 +175,7 @@ class Loop(Reading):
         self.draft.set("optim.name", NAMES["optimizers"][call.name], f"line {call.line}")
         self.draft.set("optim.learning_rate", arguments.known.get("lr", rate), f"lr, line {call.line}")
         self.draft.set("optim.weight_decay", decay, f"line {call.line}")
-        decays_all(self.draft, number(decay))
+        self._weights(call, arguments, rate, number(decay) or 0.0)
         keys = {name: f"optim.{name}" for name in ("betas", "eps", "momentum")}
         defaults: dict[str, Any] = {"momentum": 0.0} if call.name == "SGD" else {}
         if call.name == "Muon":
@@ -197,6 +193,19 @@ class Loop(Reading):
         others = dict.fromkeys(arguments.unknown.keys() - by.keys() - quiet, "optim.name")
         self._unknown(call, arguments, others | by)
         self.read(call, "optim")
+
+    def _weights(self, call: Call, arguments: Arguments, rate: float | None, decay: float) -> None:
+        """Read which weights an optimizer has: all of them, or groups with and without decay."""
+        node = arguments.nodes.get("params")
+        if node is None or _all_weights(self.script, node):
+            decays_all(self.draft, decay)
+            return
+        try:
+            groups = DecayGroups(self.script, node, arguments.known.get("lr", rate), decay, f"line {call.line}")
+        except NotRead:
+            self.draft.unclear(f"line {call.line}: {code_of(node)}", GROUPS, "optim.groups")
+            return
+        self.draft.at_end.append(groups.set_keys)
 
     def _loader(self, call: Call) -> None:
         arguments = self.script.arguments(call, ("dataset", "batch_size", "shuffle", "sampler"))
@@ -559,12 +568,21 @@ class Loop(Reading):
             self.draft.lacks(f"line {self.loader.line}: collate_fn={code}", "the task makes the batches")
 
 
-def _all_weights(node: ast.expr | None) -> bool:
-    """Return whether an argument is `model.parameters()`, also of a wrapped model."""
+def _all_weights(script: Script, node: ast.expr | None) -> bool:
+    """Return whether an argument is `model.parameters()`, also of a wrapped model, but not of a part of one."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"):
         return False
-    owner = node.func.value
-    return isinstance(owner, ast.Name) or (isinstance(owner, ast.Attribute) and owner.attr == "module")
+    owner: ast.expr | None = node.func.value
+    for _ in range(20):  # head = model.classifier
+        if isinstance(owner, ast.Attribute):
+            return owner.attr == "module"
+        if not isinstance(owner, ast.Name):
+            break
+        owner = script.bound(owner, last=True)
+    if not isinstance(owner, ast.Call):
+        return owner is None
+    name, part = script.origin_of(owner.func).rpartition(".")[2], isinstance(owner.func, ast.Attribute)
+    return name != "getattr" and not (part and name.startswith("get_") and name != "get_peft_model")
 
 
 def _draws_again(sampler: ast.Call) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.config.run import Run, RunError
+from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import FILL_IN, RunDraft
 
 EVALUATED = "from_pretrained gives a model in evaluation mode, so it trains without dropout"
@@ -92,6 +93,27 @@ def _differs_in_training(config: Any) -> str | None:
         if isinstance(module, of_batches) or (isinstance(module, dropouts) and module.p > 0):
             return type(module).__name__
     return None
+
+
+def weights(draft: RunDraft, script: Script) -> tuple[dict[str, int], set[str]] | None:
+    """Dimensions of each weight of the script's model by its name, and the names of those that lockstep never decays;
+    None: the config cannot be read, or an adapter's weights are trained."""
+    import torch
+    import transformers
+
+    from lockstep.tasks.models.weight_decay import exempt
+
+    loads = (c.origin.split(".") for c in script.calls if c.name == "from_pretrained")
+    name = next((parts[-2] for parts in loads if parts[0] == "transformers" and "For" in parts[-2]), "")
+    kind, config = getattr(transformers, name, None), model_config(draft, draft.keys.get("model.config", {}))
+    if kind is None or config is None or "model.adapter" in draft.keys:
+        return None
+    try:
+        with torch.device("meta"):
+            model = kind.from_config(config) if name.startswith("Auto") else kind(config)
+    except Exception:  # planning says why
+        return None
+    return {name: weight.dim() for name, weight in model.named_parameters()}, exempt(model)
 
 
 def note_saved_dtype(draft: RunDraft, where: str) -> None:

@@ -179,8 +179,11 @@ class Script:
             for index, inner in enumerate(target.elts):
                 self._target(inner, values[index] if same else None, scope, sure)
 
-        elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
-            self._add(target.value.id, scope, None)
+        elif isinstance(target, ast.Subscript):
+            holder = target.value
+            while isinstance(holder, ast.Subscript):  # settings["optimizer"]["lr"] = ...
+                holder = holder.value
+            self._target(holder, None, scope, sure)
         elif isinstance(target, ast.Attribute):
             self._set_later.add(ast.unparse(target))
 

@@ -13,7 +13,7 @@ from lockstep.config.run import RunError
 from lockstep.lab.import_config import attributes, loading, trainer
 from lockstep.lab.import_config.loading import RUNS, Reading
 from lockstep.lab.import_config.quiet_code import QuietCode
-from lockstep.lab.import_config.script import Call, Script, casts, code_of, is_trainer, kind_of
+from lockstep.lab.import_config.script import Call, Script, casts, code_of, function_of, is_trainer, kind_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
 from lockstep.lab.import_config.trainer_statements import TrainerStatements, subclass_of_trainer
 
@@ -338,7 +338,49 @@ def own_collator(script: Script, node: ast.expr) -> str | None:
         value = node
     origin = script.origin_of(value.func if isinstance(value, ast.Call) else value)
     known = origin.rpartition(".")[2] in NAMES["collators"] and origin not in (*script.functions, *script.classes)
-    return None if known else code_of(node)
+    return None if known or _only_pads(script, value) else code_of(node)
+
+
+def _only_pads(script: Script, node: ast.expr) -> bool:
+    """Return whether a collator is `lambda rows: tokenizer.pad(rows, return_tensors="pt")` or a function of this."""
+    function = None if isinstance(node, ast.Call) else function_of(script, node)
+    if not isinstance(function, ast.Lambda | ast.FunctionDef) or getattr(function, "decorator_list", None):
+        return False
+    arguments = function.args
+    if len(arguments.args) != 1 or arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.posonlyargs:
+        return False
+    if isinstance(function, ast.Lambda):
+        result: ast.expr | None = function.body
+    else:
+        lines = [line for line in function.body if not _is_docstring(line)]
+        result = lines[-1].value if lines and isinstance(lines[-1], ast.Return) else None
+        if len(lines) == 2 and isinstance(first := lines[0], ast.Assign) and len(first.targets) == 1:  # batch = ...
+            result = (
+                first.value if result is not None and ast.unparse(result) == ast.unparse(first.targets[0]) else None
+            )
+        elif len(lines) != 1:
+            return False
+    if (
+        not isinstance(result, ast.Call)
+        or not _is_pad(script, result.func)
+        or len(result.args) != 1
+        or _unread_words(result)
+    ):
+        return False
+    return ast.unparse(result.args[0]) == arguments.args[0].arg
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_pad(script: Script, node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "pad" and kind_of(script, node.value) == "tokenizer"
+
+
+def _unread_words(call: ast.Call) -> bool:
+    """Return whether a call of `pad` has arguments that change more than the length of the padding."""
+    return any(word.arg not in NAMES["pad_arguments"] for word in call.keywords)
 
 
 def callbacks(call: Call, at: Reading, node: ast.expr | None) -> None:
