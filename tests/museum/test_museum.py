@@ -14,6 +14,7 @@ from museum.reports import REPORTS
 from support.command import Process, ended, start, start_anew
 from support.forked import FORK_TRACED
 from support.places import ROOT
+from support.proved_cases import LIKELY, PROVED
 from support.suspected_cases import SUSPECTED
 from support.traced_cases import PAIRS
 
@@ -33,7 +34,7 @@ def test_every_finding_has_an_exhibit() -> None:
     assert len(codes()) > 25
     shown = {e.expected for e in FAULTS if e.reference is None}
     in_tests = {"packed-rows", "equal-shards"}  # tests/trace/test_causes.py and test_findings.py
-    assert codes() - shown - {*PAIRS.values(), *SUSPECTED.values()} == in_tests
+    assert codes() - shown - {*(PAIRS | PROVED).values(), *(SUSPECTED | LIKELY).values()} == in_tests
 
 
 def run(cache: Path, *arguments: str, begin: Callable[..., Process] = start_anew, **variables: str) -> None:

@@ -239,6 +239,7 @@ OTHERS: dict[str, str | tuple[str, ...]] = {
 GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     "tracer/hooks.py": "self._scale",  # the loss scale on its device: GradScaler.get_scale waits for it
     "tracer/late_imports.py": "getattr(getattr(module, '__spec__', None), '_initializing'",  # importlib's
+    "tracer/attention.py": ("getattr(node, '_", "getattr(parent, '_", "node._saved"),  # and of attention: its weights
     "tracer/graph.py": "getattr(node, '_",  # what autograd keeps of a loss: targets, reduction, shapes, masks
     # a mode that sees each operation, below those of the script; autograd's sequence numbers; what operations write
     "tracer/operations.py": (

@@ -10,7 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from lockstep_trace.read import Trace
-from lockstep_trace.rules import checks, data, gradients, losses, modes, parameters, replicas, schedules, tokens, writes
+from lockstep_trace.rules import (
+    checks,
+    data,
+    gradients,
+    losses,
+    modes,
+    pairs,
+    parameters,
+    replicas,
+    schedules,
+    tokens,
+    unused,
+    writes,
+)
 from lockstep_trace.rules.finding import LEVELS, WRONG, Finding
 
 __all__ = ["Finding", "findings", "proved"]
@@ -35,11 +48,17 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     gradients.scaled,
     gradients.finite,
     gradients.clipping,
+    pairs.changing,
+    unused.cleared,
+    unused.undivided,
+    unused.repeated,
+    unused.clipped,
     gradients.overflow,
     schedules.after_load,
     schedules.elsewhere,
     schedules.often,
     schedules.never,
+    schedules.unit,
     parameters.rate_zero,
     schedules.vanishing,
     writes.between,
@@ -51,7 +70,9 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
 OF_ALL: tuple[Callable[[Trace], Iterable[Finding]], ...] = (
     modes.evaluated,
     modes.trained,
+    modes.teachers,
     parameters.self_loads,
+    parameters.empty_loads,
     data.one_batch,
     data.whole_stream,
     data.same_order,
@@ -71,6 +92,7 @@ FOLLOWS = {  # finding -> findings that are its consequences
     "equal-shards": ("same-examples",),
     "trained-on": ("optimizer-made-anew",),
     "check-tokens": ("check-one-batch",),
+    "check-accumulation": ("accumulation-undivided",),
 }
 
 

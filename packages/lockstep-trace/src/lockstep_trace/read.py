@@ -191,6 +191,7 @@ class Rank:
     skipped: list[Mapping[str, Any]] = field(default_factory=list)
     errors: list[Mapping[str, Any]] = field(default_factory=list)
     loads: list[Mapping[str, Any]] = field(default_factory=list)  # loads of a model's own tensors into itself
+    empty_loads: list[Mapping[str, Any]] = field(default_factory=list)  # loads of which no key was the model's
     workers: list[Mapping[str, Any]] = field(default_factory=list)  # data loader workers
     checks: list[Mapping[str, Any]] = field(default_factory=list)  # recomputed steps
     check_updates: list[Mapping[str, Any]] = field(default_factory=list)
@@ -352,6 +353,7 @@ def _take(rank: Rank, kind: str, record: Mapping[str, Any]) -> None:
             "error": rank.errors,
             "worker": rank.workers,
             "self load": rank.loads,
+            "empty load": rank.empty_loads,
             "check": rank.checks,
             "check update": rank.check_updates,
             "operations": rank.operations,

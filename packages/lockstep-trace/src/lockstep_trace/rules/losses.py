@@ -81,6 +81,8 @@ def _misused(objective: dict[str, Any]) -> str | None:
     before, of = objective.get("before") or [""], objective["of"]
     if of in REGRESSIONS and (expanded := objective.get("expanded")):
         return "loss-broadcast" if _spread(*expanded) else None
+    if of.startswith("NllLoss") and _over_examples(objective):
+        return "softmax-dimension"
     if of.startswith("NllLoss") and before[:1] == ["Softmax"]:
         return "loss-of-probabilities"  # probabilities instead of log-probabilities
     if of.startswith("NllLoss") and before[0] in LAYERS:
@@ -98,6 +100,16 @@ def _spread(shape: list[int], taken: list[int]) -> bool:
     return n > 1 and taken[-2:] == [n, n] and (shape == [n, 1] or shape == [n])
 
 
+def _over_examples(objective: dict[str, Any]) -> bool:
+    """Return whether what nll_loss is given was normalized over another dimension than that of classes, the second one.
+    Where both have one size, it may be the similarity of pairs, taken both ways."""
+    before = objective.get("before") or [""]
+    if not objective.get("normalized") or not (before[0] == "LogSoftmax" or before[:2] == ["Log", "Softmax"]):
+        return False
+    dim, shape = objective["normalized"]
+    return len(shape) > 1 and dim != 1 and shape[dim] != shape[1] and shape[1] > 1
+
+
 def _in_words(code: str, objective: dict[str, Any]) -> tuple[str, str]:
     kind = objective["kind"]
     if code == "loss-broadcast":
@@ -105,6 +117,12 @@ def _in_words(code: str, objective: dict[str, Any]) -> tuple[str, str]:
         return (
             f"the {kind} compares each prediction with each target: predictions are spread from {shape} to {spread}",
             "give predictions and targets the same shape (squeeze or unsqueeze the last dimension of one)",
+        )
+    if code == "softmax-dimension":
+        dim, shape = objective["normalized"]
+        return (
+            f"nll_loss takes dimension 1 of {shape} as classes, and its input was normalized over dimension {dim}",
+            "take the softmax over the classes: dim=1, or dim=-1 before classes are moved",
         )
     if code == "loss-of-probabilities":
         return "nll_loss is given probabilities", "use cross_entropy on logits, or log_softmax in place of softmax"

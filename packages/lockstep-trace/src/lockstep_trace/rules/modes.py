@@ -9,7 +9,7 @@ from typing import Any
 from lockstep_trace.causes import few
 from lockstep_trace.read import Rank, Trace
 from lockstep_trace.rules import epochs
-from lockstep_trace.rules.finding import WRONG, Finding, weakened
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
 
 def evaluated(trace: Trace) -> Iterator[Finding]:
@@ -32,6 +32,30 @@ def evaluated(trace: Trace) -> Iterator[Finding]:
             finding = Finding("evaluated-in-training-mode", what, cause)
             proved = (_held_out(rank, record) or _again(rank, record)) and not calm & set(record["examples"])
             yield weakened(finding, proved, otherwise, "whether what it returns is a score")
+            return
+
+
+def teachers(trace: Trace) -> Iterator[Finding]:
+    """Report another model that is called without gradients in each step, with dropout or batch norm active.
+
+    A mean teacher, and a student's noisy targets, may be meant like that, so it is never proved."""
+    for rank in trace.ranks[:1]:
+        rows: dict[str, list[Mapping[str, Any]]] = {}
+        for record in rank.evaluations:
+            if record["active"] and not record.get("trained"):
+                rows.setdefault(record["model"], []).append(record)
+        for model, records in rows.items():
+            stretches = {tuple(r["steps"]) for r in records}
+            if len(stretches) < PATIENCE or any(r["mode"].get("dropout", [0, 0])[0] == 0 for r in records):
+                continue
+            what = (
+                f"{model} is called without gradients, and no optimizer trains it: {few(records[0]['active'])} active, "
+            )
+            what += f"in training mode, in {len(stretches)} steps or evaluations"
+            cause = "call .eval() on a teacher, reference, target or averaged model"
+            otherwise = "a teacher that is meant to be noisy"
+            decides = "whether its outputs may be random"
+            yield Finding("teacher-in-training-mode", what, cause, None, SUSPICIOUS, otherwise, decides)
             return
 
 

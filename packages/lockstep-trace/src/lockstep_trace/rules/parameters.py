@@ -279,6 +279,35 @@ def self_loads(trace: Trace) -> Iterator[Finding]:
         yield Finding("self-load", what, cause, next(iter(record["steps"]), None), WRONG)
 
 
+def empty_loads(trace: Trace) -> Iterator[Finding]:
+    """Report a state_dict of which no key is the model's, loaded with strict=False into a model that is used then.
+
+    Such a load changes nothing. A program that looks at what it returned may go on without, so it is proved only if
+    that is dropped, and neither another load nor other code wrote to the weights before the model was called."""
+    for rank in trace.ranks[:1]:
+        for record in rank.empty_loads[:1]:
+            what = (
+                f"{record['model']} loads a state_dict with strict=False: none of its {record['given']} keys is one of "
+            )
+            what += (
+                f"the model's {record['own']} ({record['unexpected']}; the model has {record['missing']}), so nothing "
+            )
+            what += "is loaded, and the model is used as it was"
+            cause = _other_keys(record["unexpected"], record["missing"])
+            otherwise = "a checkpoint that is tried, where the model can do without"
+            decides = "what the script does if keys are missing"
+            yield weakened(Finding("loaded-nothing", what, cause), record["dropped"], otherwise, decides)
+
+
+def _other_keys(key: str, own: str) -> str:
+    if key.endswith(f".{own}") or own.endswith(f".{key}"):
+        longer, shorter = sorted((key, own), key=len, reverse=True)
+        prefix = longer.removesuffix(shorter)
+        where = "of the checkpoint" if longer == key else "of the model"
+        return f"keys {where} begin with {prefix!r}: a wrapper saved or loads them; load with strict=True"
+    return "give it the part of the checkpoint that holds the model's weights, and load with strict=True"
+
+
 def dtypes(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report parameters whose dtype changes during training."""
     for rank in trace.ranks[:1]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from lockstep_trace.read import Rank, Step, Trace
 from lockstep_trace.rules import epochs
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
 LENGTH = "the schedule may be as long as that"
 COUNTS = "what the schedule's length counts: steps of the optimizer, micro-batches, examples or epochs"
@@ -57,6 +57,33 @@ def _seldom(rank: Rank, optimizer: int, name: str) -> tuple[int, int] | None:
         return None
     ends = {n for r in (*rank.passed, *rank.evaluations) for n in r["steps"][optimizer : optimizer + 1]}
     return None if ends & set(at) else (at[0], every.pop())
+
+
+def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report a schedule of exactly as many steps as the optimizer makes in a whole run, that is stepped once an epoch;
+    and a cosine of as many steps as epochs, that is stepped with the optimizer.
+
+    The first is over at the end of no such run: it is proved for a whole run of many steps. The second goes up and down
+    many times, which may be meant."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None or rank.ended is None or not trace.complete:
+        return
+    steps, rounds = len(rank.steps[optimizer]), epochs.rounds(rank, optimizer)
+    for row in rank.ended.get("lengths", ()):
+        name, length, count = row["name"], row["length"], row["count"]
+        if row["opt"] != optimizer or rounds < 2 or steps < max(MOST_OF, 4 * rounds):
+            continue
+        if length == steps and rounds - 1 <= count <= rounds + 1:
+            what = f"{name} is made for {length} steps, as many as the optimizer makes, and is stepped {count} times, "
+            what += f"once in each of {rounds} epochs: {count / length:.0%} of the schedule have passed at the end"
+            cause = "step it after each optimizer.step() (interval 'step' in Lightning), or make it for the epochs"
+            yield Finding("scheduler-unit", what, cause, None, WRONG)
+        elif length == rounds and count >= steps - 1 and name == "CosineAnnealingLR":
+            what = f"{name} is made for {length} steps, as many as there are epochs, and is stepped {count} times, "
+            what += f"with the optimizer: the rate falls and rises {count / length / 2:.3g} times"
+            cause = "step it once an epoch, or make it for all steps of the optimizer"
+            otherwise = "a rate that is meant to go up and down with this period"
+            yield Finding("scheduler-unit", what, cause, None, SUSPICIOUS, otherwise, COUNTS)
 
 
 def never(trace: Trace, optimizer: int) -> Iterator[Finding]:

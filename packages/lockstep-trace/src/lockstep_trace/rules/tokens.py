@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lockstep_trace.read import Step, Trace
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
+from lockstep_trace.read import Rank, Step, Trace
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
 Look = tuple[Step, dict[str, Any], dict[str, Any]]  # a step with one call and one loss function: tokens, loss function
 
@@ -29,6 +29,7 @@ def tokens(trace: Trace, optimizer: int) -> Iterator[Finding]:
     yield from _shifted_twice(looks, rank.models)
     yield from _copied(looks)
     yield from _mask(steps)
+    yield from _attention(rank, optimizer)
 
 
 def _shifted_twice(looks: list[Look], models: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -90,3 +91,32 @@ def _mask(steps: list[Step]) -> Iterator[Finding]:
         "what padding's number is",
     )
     yield Finding("padding-seen", what, cause, step.step, SUSPICIOUS, otherwise, decides)
+
+
+def _attention(rank: Rank, optimizer: int) -> Iterator[Finding]:
+    """Report targets that the model can read from its input, and masks of padding that are inverted.
+
+    A position that attends to the next token, in every attention of the model, and whose target is this token, has
+    nothing to predict. Prefixes, encoders and permutations have no targets there. A row whose tokens attend to its
+    padding and to nothing else is used by no correct program."""
+    looks = [(s, a) for _, s in sorted(rank.steps[optimizer].items()) for a in s.attention or ()]
+    if len(looks) < PATIENCE:
+        return
+    step, look = looks[0]
+    shifted = [a["targets"] > 0 and a["next"] >= 0.99 * a["targets"] for _, a in looks]
+    if all(shifted) and all(a["attentions"] and a["answered"] == a["attentions"] for _, a in looks):
+        what = (
+            f"step {step.step}: {look['next']} of {look['targets']} targets are the next token of the input, and each "
+        )
+        what += f"of their positions attends to it, in all {look['attentions']} attentions: the answer is in the input"
+        cause = "make attention causal: is_causal=True, or a mask that is used"
+        yield Finding("future-seen", what, cause, step.step, WRONG)
+    padded = [(s, a) for s, a in looks if a["padded"]]
+    if len(padded) >= PATIENCE and all(a["inverted"] == a["padded"] for _, a in padded):
+        step, look = padded[0]
+        what = (
+            f"step {step.step}: in {look['inverted']} rows that end in padding, attention sees the padding alone, and "
+        )
+        what += "none of the tokens before it"
+        cause = "the mask is inverted: key_padding_mask of torch is True at padding, attention_mask is 1 at tokens"
+        yield Finding("mask-inverted", what, cause, step.step, WRONG)

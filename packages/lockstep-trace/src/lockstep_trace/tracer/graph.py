@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from .fingerprint import signed
-from .inputs import hash_of
+from .inputs import hash_of, hash_of_each
 
 NODES = 256  # nodes of a graph to visit, starting at the loss
 ATTENTION_NODES = 4096
+ROWS = 4096  # most classes of a loss that are hashed one by one
 MOST = 8  # loss functions per backward
 VIEWS = ("View", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Permute", "Alias", "Slice", "ToCopy", "Clone", "T")
 KINDS = {
@@ -36,10 +37,12 @@ KINDS = {
 class LossFunction:
     """A loss function in a graph. `about`: facts known on the host. `targets`: int64 [4]: number of targets that are
     not ignored, an order-dependent and an order-independent hash of them, and whether they are class numbers that are
-    all equal; None if the graph does not hold targets."""
+    all equal; None if the graph does not hold targets. `classes`: int64 [B], a hash of each if they are one class for
+    each example, else None."""
 
     about: dict[str, Any]
     targets: Tensor | None
+    classes: Tensor | None = None
 
 
 def objectives(loss: Any) -> list[LossFunction]:
@@ -78,7 +81,7 @@ def loss_function(node: Any) -> LossFunction:
     reduction, ignored = getattr(node, "_saved_reduction", -1), getattr(node, "_saved_ignore_index", None)
     before = [n for n, _ in node.next_functions if n is not None]
     chain: list[str] = []
-    expanded = None
+    expanded, normalized, viewed = None, None, False
     while before and len(chain) < 6:
         step = name_of(before[0])
         if step == "Expand" and not chain:
@@ -86,12 +89,17 @@ def loss_function(node: Any) -> LossFunction:
             expanded = [list(getattr(node, "_saved_self_sym_sizes", [])), _shape(node)]
         if step not in VIEWS and step != "Expand":
             chain.append(step)
+            if normalized is None and step in ("LogSoftmax", "Softmax"):
+                normalized = _normalized(before[0], viewed)
+        elif step != "Expand":
+            viewed = True
         before = [n for n, _ in before[0].next_functions if n is not None]
     about = {
         "kind": KINDS[name],
         "of": name,
         "before": chain[:3],
         "expanded": expanded,
+        "normalized": normalized,
         "reduction": int(reduction),
         "shape": list(target.shape) if isinstance(target, Tensor) else None,
     }
@@ -102,7 +110,19 @@ def loss_function(node: Any) -> LossFunction:
     if ignored is not None and not target.is_floating_point():
         numbers[0] = (target != signed(int(ignored) & (1 << 64) - 1)).sum()  # torch 2.4: -100 without its sign
     numbers.append(torch.zeros_like(numbers[0]) if target.is_floating_point() else (target == target.view(-1)[0]).all())
-    return LossFunction(about, torch.stack([n.reshape(()).long() for n in numbers]))
+    one_each = target.dim() == 1 and ignored is not None and counted <= ROWS
+    classes = hash_of_each(target) if one_each and not target.is_floating_point() else None
+    return LossFunction(about, torch.stack([n.reshape(()).long() for n in numbers]), classes)
+
+
+def _normalized(node: Any, viewed: bool) -> list[Any]:
+    """Return [dimension, shape] of a softmax whose output is used in its own shape, else an empty list."""
+    shape = _shape(node)
+    dim = getattr(node, "_saved_dim", None)
+    if viewed or dim is None or not shape:
+        return []
+    dim = int(dim) - (1 << 64 if int(dim) >= 1 << 63 else 0)
+    return [dim % len(shape), shape]
 
 
 def handmade(loss: Any) -> list[str]:
@@ -128,6 +148,14 @@ def handmade(loss: Any) -> list[str]:
         if name in ("Mean", "Sum", "Div", "Mul", "Add", "Pow", "Abs", "Neg"):
             queue.extend((n, name) for n in before)
     return list(dict.fromkeys(notes))
+
+
+def is_mean(loss: Any) -> bool:
+    """Return whether a loss is a mean that nothing divides or multiplies: a loss function's, or one written by hand."""
+    node = getattr(loss, "grad_fn", None)
+    if node is None:
+        return False
+    return name_of(node) == "Mean" or (name_of(node) in KINDS and getattr(node, "_saved_reduction", None) == 1)
 
 
 def _shape(node: Any) -> list[int]:

@@ -122,11 +122,23 @@ def _tokens(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | 
     return torch.stack([n.reshape(()) for n in numbers])
 
 
+def token_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the token numbers [B, T] of a call, those called `input_ids` first."""
+    rows = [(n, t) for n, t in [*_tensors(args), *_tensors(kwargs)] if n not in (*IGNORED, *LABELS) and t.dim() == 2]
+    rows = [(n, t) for n, t in rows if t.dtype in (torch.int32, torch.int64) and t.shape[1] > 1 and not wrapped(t)]
+    return [t.detach() for n, t in sorted(rows, key=lambda row: row[0] != "input_ids")]
+
+
 def hash_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return two hashes of a tensor: one that depends on the order of elements, and one that does not."""
     flat = plain(tensor.detach()).reshape(1, -1)[:, :HASHED]
     bits = flat.view(INTEGERS[flat.element_size()]).long() if flat.is_floating_point() else flat.long()
     return (bits * _odd(bits.shape[1], bits.device)).sum(), _scrambled(bits).sum()
+
+
+def hash_of_each(numbers: Tensor) -> Tensor:
+    """Return a hash of 31 bits of each of some integers."""
+    return _scrambled(numbers.detach().long() + 1) & 0x7FFFFFFF
 
 
 def _rows(tensor: Tensor, mask: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from .state_loads import is_dropped
 from .versions import written
 
 COLLECTIVES = (
@@ -43,6 +44,7 @@ def install(hooks: Any) -> None:
     _wrap_replicas(hooks)
     _wrap_loads(hooks)
     _wrap_checkpoint(hooks)
+    _wrap_saved(hooks)
     register_module_parameter_registration_hook(functools.partial(_registered, hooks))
 
 
@@ -112,6 +114,20 @@ def _wrap_optimizers(hooks: Any) -> None:
         return result
 
     kind.__init__, kind.load_state_dict = begin, load_state_dict  # type: ignore[method-assign]
+    for holder in (kind, nn.Module):
+        _wrap_zero(hooks, holder)
+
+
+def _wrap_zero(hooks: Any, holder: Any) -> None:
+    original = holder.zero_grad
+
+    @functools.wraps(original)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and hooks.recorder is not None:
+            hooks.recorder.use.zeroed = True
+        return original(self, *args, **kwargs)
+
+    holder.zero_grad = zero_grad
 
 
 def _registered(hooks: Any, module: nn.Module, name: str, parameter: Any) -> None:
@@ -147,9 +163,16 @@ def _wrap_loads(hooks: Any) -> None:
         if recorder is not None and any(recorder.steps):
             hooks.guarded(_loads, recorder, self, state_dict)
             recorder.since.loaded = "after" if recorder.since.evaluated else "before"
-        return load(self, state_dict, *args, **kwargs)
+        result = load(self, state_dict, *args, **kwargs)
+        if recorder is not None and getattr(result, "unexpected_keys", None):
+            hooks.guarded(_loaded, recorder, self, state_dict, result, sys._getframe(1))
+        return result
 
     nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _loaded(recorder: Any, module: nn.Module, state: Any, result: Any, caller: Any) -> None:
+    recorder.state_loads.loaded(module, state, result, is_dropped(caller))
 
 
 def _loads(recorder: Any, module: nn.Module, state: Any) -> None:
@@ -163,6 +186,20 @@ def _loads(recorder: Any, module: nn.Module, state: Any) -> None:
     known = [(p, versions[id(p)]) for p, _ in plain if id(p) in versions]
     if known and all(written(p) == version for p, version in known):
         recorder.write("self load", model=type(module).__name__, count=len(plain), steps=list(recorder.steps))
+
+
+def _wrap_saved(hooks: Any) -> None:
+    """Wrap hooks on saved tensors, which checkpoints use: what they saved must not be read before backward."""
+    kind: Any = torch.autograd.graph.saved_tensors_hooks
+    enter = kind.__enter__
+
+    @functools.wraps(enter)
+    def begin(self: Any) -> Any:
+        if not torch.compiler.is_compiling() and hooks.recorder is not None:
+            hooks.recorder.saved_hooks = True
+        return enter(self)
+
+    kind.__enter__ = begin
 
 
 def _wrap_checkpoint(hooks: Any) -> None:

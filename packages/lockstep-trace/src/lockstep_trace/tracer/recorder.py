@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from . import fsdp1, placement, workers
+from .attention import attention_counts
 from .check.checker import Checker
 from .evaluations import Evaluation, Setting
 from .gradient_history import LOOKED_AT, GradientHistory
-from .graph import handmade, objectives, unmasked_attention
-from .inputs import CallInputs, call_inputs
+from .gradient_use import GradientUse
+from .graph import handmade, is_mean, objectives, unmasked_attention
+from .inputs import CallInputs, call_inputs, token_numbers
 from .layouts import Layouts, SketchedLayout
 from .measurements import SPARSE, Before, after_step, before_step, buffers, measured_gradients, modules, moments
 from .modes import ModelModes
@@ -27,6 +29,7 @@ from .perturbation import perturb
 from .records import OF_STEP, Since, fill_in, hexed, numbers_of, options_of, packed
 from .schedules import Schedules
 from .settings import Settings
+from .state_loads import StateLoads
 from .strays import Strays
 from .versions import written
 from .writer import Writer
@@ -56,6 +59,8 @@ class Recorder:
         self.evaluation: Evaluation | None = None
         self.loader: str | None = None
         self.gradients = GradientHistory()
+        self.use = GradientUse()
+        self.state_loads = StateLoads(self.write)
         self.pending: list[Any] = []
         self.perturbed = False
         self.loaders = 0
@@ -71,6 +76,8 @@ class Recorder:
         self.cleared = 0  # how often autocast's cache was cleared
         self.cast_at = self.stepped_at = -1  # `cleared` at the last forward under autocast, and at a step after it
         self.packed_looks = self.token_looks = self.loss_looks = 0
+        self.saved_hooks = False  # hooks on saved tensors were in use, as a checkpoint's
+        self.called: list[list[Tensor]] = []  # token numbers of calls since the last backward, at first losses
         self._names: tuple[dict[int, str], list[list[str]]] = ({}, [])
 
     # -- forward and backward ----------------------------------------------------------------------------------------
@@ -78,6 +85,7 @@ class Recorder:
     def entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record that the outermost module with parameters is about to be called, outside backward."""
         gradients = self.with_gradients = torch.is_grad_enabled()
+        self.state_loads.called(module)
         if self.settings.perturb and not self.perturbed:
             self.perturbed = True
             perturb(module)
@@ -96,6 +104,8 @@ class Recorder:
             self.since.mode = self.modes.mode(module)
         if self.since.autocast is None and next(module.children(), None) is None:
             self.inside(module)
+        if self.loss_looks < TOKEN_LOOKS:
+            self.called.append(token_numbers(args, kwargs))
         if batch is not None:
             self.since.inputs.append(batch)
             self.since.fed.append((self.loader, self.batch))
@@ -163,17 +173,23 @@ class Recorder:
         if self.evaluation is not None and self.since.inputs:
             self.end_evaluation()
         self.gradients.before_backward(self.steps)
+        self.since.cleared += self.use.before_backward(self.gradients.after) and self.since.backwards > 0
         self.since.backwards += 1
+        self.since.inputs_at.append(len(self.since.inputs))
         if not isinstance(tensors, Tensor):
             tensors = tensors[0] if len(tensors) == 1 else None
         loss: Tensor | None = tensors
         if loss is not None and placement.is_plain_tensor(loss) and loss.numel() == 1:
             self.since.losses.append((loss.detach().reshape(()).clone(), scaled))
             self.since.objectives += objectives(loss)
+            self.since.means += is_mean(loss)
             if self.loss_looks < TOKEN_LOOKS:
                 self.loss_looks += 1
                 self.since.notes += handmade(loss)
                 self.strays.look(loss, self.models())
+                if not self.saved_hooks and (look := attention_counts(loss, self.called)) is not None:
+                    self.since.attention.append(look)
+        self.called = []
         if loss is not None and self.packed_looks < 2 and any(s.restarts is not None for s in self.since.inputs):
             self.packed_looks += 1
             self.since.unmasked = unmasked_attention(loss)
@@ -211,6 +227,7 @@ class Recorder:
     def has_clipped(self, clip: dict[str, Any], parameters: list[Tensor]) -> None:
         """Record that a clipping has returned."""
         self.gradients.has_clipped(clip, parameters)
+        self.use.has_clipped(clip, parameters)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -307,6 +324,7 @@ class Recorder:
         sources = (getattr(p, "source", p) for p, _ in here["parameters"])
         own = (p if p.grad is not None else q for p, (q, _) in zip(sources, here["parameters"], strict=True))
         self.gradients.stepped(number, own)
+        self.use.stepped([getattr(p, "source", p) for p, _ in here["parameters"]])
         pending = Pending(record, self.since, vectors | numbers_of(self.since, here["groups"]))
         self.pending.append(pending)
         self.since = Since()
@@ -348,6 +366,9 @@ class Recorder:
             "backwards": since.backwards,
             "clips": since.clips,
             "notes": since.notes,
+            "cleared": since.cleared,
+            "means": since.means,
+            "inputs_at": since.inputs_at,
             "unscaled": since.unscaled,
             "training": since.training,
             "autocast": since.autocast,
@@ -437,7 +458,8 @@ class Recorder:
         if self.steps:
             stepped = [i for i, each in enumerate(self.schedules.schedulers) if each.stepped]
             plateaus = [each.watched for each in self.schedules.schedulers if each.watched]
-            self.write("end", steps=self.steps, backwards=self.since.backwards, stepped=stepped, plateaus=plateaus)
+            ends = {"stepped": stepped, "plateaus": plateaus, "lengths": self.schedules.lengths()}
+            self.write("end", steps=self.steps, backwards=self.since.backwards, **ends)
 
 
 def _number(value: Any) -> float | None:

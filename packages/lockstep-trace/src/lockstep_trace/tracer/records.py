@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import fingerprint
+from .attention import SEEN
 from .graph import LossFunction
 from .inputs import TOKENS, CallInputs
 from .pending import bits_of, number_of
@@ -26,6 +27,10 @@ class Since:
     inputs: list[CallInputs] = field(default_factory=list)
     losses: list[tuple[Tensor, bool]] = field(default_factory=list)  # (value, whether scaled)
     backwards: int = 0
+    cleared: int = 0  # backwards whose gradients were cleared before the next one
+    attention: list[Tensor] = field(default_factory=list)  # `attention.SEEN`
+    means: int = 0  # backwards of a mean that nothing divides
+    inputs_at: list[int] = field(default_factory=list)  # number of inputs at each backward
     clips: list[dict[str, Any]] = field(default_factory=list)
     norms: list[tuple[dict[str, Any], Tensor]] = field(default_factory=list)  # (clip, norm before it)
     clipped: dict[int, Tensor] = field(default_factory=dict)  # id of parameter -> measured before clipping
@@ -80,6 +85,8 @@ OF_STEP = (  # of `numbers_of`
     "restarts",
     "tokens",
     "objectives",
+    "classes",
+    "attention",
     "losses",
     "scale",
     "norms",
@@ -96,6 +103,8 @@ def numbers_of(since: Since, groups: list[dict[str, Any]]) -> dict[str, list[Ten
         "restarts": [s.restarts.reshape(1) for s in since.inputs if s.restarts is not None],
         "tokens": [s.tokens for s in since.inputs if s.tokens is not None],
         "objectives": [o.targets for o in since.objectives if o.targets is not None],
+        "classes": [o.classes for o in since.objectives if o.classes is not None],
+        "attention": since.attention,
         "losses": [bits_of(value) for value, _ in since.losses],
         "scale": [] if since.scale is None else [bits_of(since.scale)],
         "norms": [bits_of(norm) for _, norm in since.norms],
@@ -112,8 +121,14 @@ def fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tensor
     record["restarts"] = sum(int(n) for n in numbers["restarts"])
     if numbers["tokens"]:
         record["tokens"] = [dict(zip(TOKENS, n.tolist(), strict=True)) for n in numbers["tokens"]]
+    if numbers["attention"]:
+        record["attention"] = [dict(zip(SEEN, n.tolist(), strict=True)) for n in numbers["attention"]]
     hashed = iter(numbers["objectives"])
-    record["objectives"] = [o.about | _targets(o, hashed) for o in since.objectives]
+    classes = iter(numbers["classes"])
+    record["objectives"] = [
+        o.about | _targets(o, hashed) | ({} if o.classes is None else {"classes": next(classes).tolist()})
+        for o in since.objectives
+    ]
     record["micro"] = [len(s.hashes) for s in since.inputs]
     targets = iter(numbers["targets"])
     record["targets"] = [None if s.targets is None else int(next(targets)) for s in since.inputs]

@@ -23,6 +23,8 @@ class Scheduler:
     foreign: bool = False
     stepped: bool = False
     fresh: bool = False  # stepped since the last step of any optimizer
+    length: int | None = None  # steps that it is made for
+    number: int | None = None  # of its optimizer
     counts: dict[str, int] = field(default_factory=dict)  # caller -> number of steps
     watched: dict[str, Any] = field(default_factory=dict)  # of ReduceLROnPlateau: mode, scores, rates after each
 
@@ -65,6 +67,7 @@ class Schedules:
         known.fresh = True
         if counted:
             known.counts[by] = known.counts.get(by, 0) + 1
+            known.length = known.length or length_of(scheduler)
 
     def watches(self, scheduler: Any, score: Any, steps: list[int]) -> None:
         """Record a score that ReduceLROnPlateau was given, and the rate after it."""
@@ -76,6 +79,14 @@ class Schedules:
             row["rates"].append(rates_of(scheduler.optimizer)[0])
             row["steps"].append(list(steps))
 
+    def lengths(self) -> list[dict[str, Any]]:
+        """Return name, length, number of steps and optimizer of each scheduler that has a length and was stepped."""
+        return [
+            {"name": s.name, "length": s.length, "count": sum(s.counts.values()), "opt": s.number}
+            for s in self.schedulers
+            if s.length and s.number is not None and s.counts and not s.counts.get("accelerate")
+        ]
+
     def since(self, optimizer: Any, number: int) -> dict[str, int]:
         """Return name -> number of steps of an optimizer's schedulers since the optimizer's last step."""
         if not self.schedulers:
@@ -84,6 +95,7 @@ class Schedules:
         for i, each in enumerate(self.schedulers):
             if not members & inside(each.optimizer()):
                 continue
+            each.number = number
             for by, count in each.counts.items():
                 key = (number, i, by)
                 new, self._counted[key] = count - self._counted.get(key, 0), count
@@ -142,6 +154,16 @@ class Schedules:
             return None
         del self._loaded[id(optimizer)]
         return dict(vars(loaded))
+
+
+def length_of(scheduler: Any) -> int | None:
+    """Return how many steps a scheduler is made for, or None if it does not say so."""
+    if type(scheduler).__name__ in ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR", "LinearLR"):
+        length = next((v for n in ("T_max", "total_steps", "total_iters") if (v := getattr(scheduler, n, None))), None)
+    else:  # transformers' schedules
+        partial = next((f for f in getattr(scheduler, "lr_lambdas", None) or [] if hasattr(f, "keywords")), None)
+        length = None if partial is None else partial.keywords.get("num_training_steps")
+    return int(length) if isinstance(length, int | float) and length > 0 else None
 
 
 def rates_of(optimizer: Any) -> list[float]:

@@ -1,0 +1,162 @@
+"""Rules on gradients that no step reads, and on steps that read the same gradients again.
+
+Evidence: `tracer/gradient_use.py`, and the fingerprints of gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from lockstep_trace.read import Step, Trace
+from lockstep_trace.rules import epochs
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
+
+MOST = 0.8  # share of steps
+
+
+def cleared(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report steps that get the gradient of the last micro-batch alone, because those before it were cleared.
+
+    Proved if all backwards of a step take following batches of one pass over a loader, in nearly all steps, and nobody
+    wrote to the gradients: then each epoch trains on one batch of k. Programs that read a gradient and drop it
+    (meta-learning, gradient surgery, a perturbation of weights or inputs) write to the gradients before the step, or
+    take the same batch, or one of another loader."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None:
+        return
+    steps = [s for _, s in sorted(rank.steps[optimizer].items()) if (s.backwards or 0) > 1 and not s.closure]
+    rows = [s for s in steps if s.cleared == s.backwards - 1 and not s.rewritten and _distinct_examples(s)]
+    if len(rows) < PATIENCE or len(rows) < MOST * len(rank.steps[optimizer]):
+        return
+    step, count = rows[0], rows[0].backwards
+    what = (
+        f"step {step.step}: gradients of the first {count - 1} of {count} backwards are cleared before the last one, "
+    )
+    what += f"in {len(rows)} steps: no step gets the gradients of their examples"
+    cause = "call zero_grad() once a step, after optimizer.step(), not before each backward"
+    proved = all(_following(s) for s in rows) and not any(c.get("early") for s in rows for c in s.clips or ())
+    proved = proved and not step.layout.own
+    otherwise = "gradients that are only looked at, as for a weight of each task"
+    finding = Finding("gradients-cleared", what, cause, step.step)
+    yield weakened(finding, proved, otherwise, "what reads the gradients of the first backwards")
+
+
+def undivided(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report steps whose gradient is the sum of the means of k batches of one loader, none of them divided.
+
+    It may be meant, with a rate chosen for it, and Adam does not see a factor: it is never proved."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None:
+        return
+    steps = [s for _, s in sorted(rank.steps[optimizer].items())]
+    rows = [s for s in steps if (s.backwards or 0) > 1 and s.means == s.backwards and not (s.cleared or s.rewritten)]
+    rows = [s for s in rows if _distinct_examples(s) and _following(s)]
+    if len(rows) < PATIENCE or len(rows) < MOST * len(steps):
+        return
+    step, count = rows[0], rows[0].backwards
+    what = (
+        f"step {step.step}: the gradient is the sum of {count} means, over {count} batches that follow each other, and "
+    )
+    what += f"no loss is divided: it is {count} times that of one batch of all of them"
+    cause = f"divide each loss by the number of batches of a step ({count}) before backward"
+    otherwise = "a rate that is chosen for a sum; Adam's updates do not see a factor, clipping and decay do"
+    decides = "whether a step is meant to be that of one large batch"
+    yield Finding("accumulation-undivided", what, cause, step.step, SUSPICIOUS, otherwise, decides)
+
+
+def _distinct_examples(step: Step) -> bool:
+    """Return whether each backward of a step has examples of its own."""
+    parts = _parts(step)
+    every = [h for part in parts for h in part]
+    return all(parts) and len(parts) == step.backwards and len(set(every)) > 0.9 * len(every)
+
+
+def _parts(step: Step) -> list[list[str]]:
+    ends = list(step.inputs_at or ())
+    inputs = [hashes for _, _, hashes in epochs.fed(step)]
+    return [[h for each in inputs[a:b] for h in each] for a, b in itertools.pairwise([0, *ends])]
+
+
+def _following(step: Step) -> bool:
+    """Return whether the inputs of a step are following batches of one pass over a loader."""
+    fed = [(name, batch) for name, batch in step.fed or ()]
+    names, batches = {name for name, _ in fed}, [batch for _, batch in fed]
+    return len(names) == 1 and None not in names and all(b - a == 1 for a, b in itertools.pairwise(batches))
+
+
+def repeated(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report steps without a backward since the last one, with gradients of the same bits: applied twice.
+
+    No correct program of torch's optimizers does so: one that steps without a backward writes other gradients, and a
+    closure computes them anew."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None:
+        return
+    steps = [s for _, s in sorted(rank.steps[optimizer].items())]
+    rows = [b for a, b in itertools.pairwise(steps) if _again(a, b)]
+    if len(rows) < PATIENCE:
+        return
+    step = rows[0]
+    what = (
+        f"step {step.step}: no backward since the step before, and all gradients have the same bits, as in {len(rows)} "
+    )
+    what += f"of {len(steps)} steps: each gradient is applied more than once"
+    cause = "step once for each backward: a scaler, a trainer or a hook may step already"
+    otherwise = "an optimizer whose formula takes several steps of one gradient"
+    finding = Finding("step-repeated", what, cause, step.step)
+    yield weakened(finding, not step.layout.own, otherwise, "the optimizer's source")
+
+
+def _again(one: Step, other: Step) -> bool:
+    if other.backwards or other.closure or other.rewritten or not one.backwards or other.loaded:
+        return False
+    if one.groups != other.groups or not any(group.get("lr") for group in other.groups):
+        return False
+    before = one.unclipped if other.factor_of_clipping else one.grads
+    now = other.unclipped if other.factor_of_clipping else other.grads
+    if before.keys() != now.keys() or not any(v.square > 0 for v in now.values()):
+        return False
+    changes = any(other.weights[n].fingerprint != v.fingerprint for n, v in other.before.items())
+    return changes and all(v.fingerprint == before[n].fingerprint for n, v in now.items())
+
+
+def clipped(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report clippings none of which changes a gradient that a step reads: after the step, or before any backward.
+
+    No correct program states a limit that limits nothing. A norm that is only logged has an infinite limit, or is not
+    above the limit."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None:
+        return
+    steps = [s for n, s in sorted(rank.steps[optimizer].items()) if n]
+    rows = [s for s in steps if s.clips]
+    if len(rows) < PATIENCE or len(rows) < MOST * len(steps):
+        return
+    if rank.steps[optimizer].get(0) and any(c["backwards"] for c in rank.steps[optimizer][0].clips or ()):
+        return
+    after = all(c.get("unused") and c["of"] for s in rows for c in s.clips)
+    before = all(_nothing(s, c) for s in rows for c in s.clips)
+    limits = [c["limit"] for s in rows for c in s.clips]
+    if not (after or before) or not all(x is not None and 0 < x < math.inf for x in limits):
+        return
+    if after and not any((c.get("norm") or 0) > c["limit"] for s in rows for c in s.clips):
+        return
+    where = "after the step that used them, and cleared then" if after else "before backward, when they are zero"
+    what = (
+        f"step {rows[0].step}: gradients are clipped at {limits[0]:g} {where}, in {len(rows)} of {len(steps)} steps: "
+    )
+    what += "no gradient that a step gets is clipped"
+    cause = "clip between backward and optimizer.step()"
+    finding = Finding("clip-unused", what, cause, rows[0].step)
+    otherwise = "gradients of parameters that have none yet"
+    yield weakened(finding, True, otherwise, "")
+
+
+def _nothing(step: Step, clip: dict[str, object]) -> bool:
+    """Return whether a clipping found no gradient, or zeros alone, of parameters that get one afterwards."""
+    if clip["backwards"] or clip.get("used") or not clip.get("all"):
+        return False
+    same = clip["all"] == len([p for p in step.layout.parameters if p.trained])
+    return same and bool(step.unclipped or step.grads) and (clip["of"] == 0 or clip.get("norm") == 0.0)

@@ -1,0 +1,74 @@
+"""Loads of state_dicts of which no key is the model's, with `strict=False`: they change nothing.
+
+In: a module, what it was given and what `load_state_dict` returned. Out: records of kind `empty load`, when the module
+is called with weights that nobody has written to since.
+"""
+
+from __future__ import annotations
+
+import dis
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from .versions import version
+
+
+@dataclass
+class EmptyLoad:
+    """A load without effect. `parameters`: (parameter, version) of the module."""
+
+    about: dict[str, Any]
+    parameters: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)
+
+
+class StateLoads:
+    """The loads of this process that had no effect, until the module is called."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write = write
+        self._waiting: list[EmptyLoad] = []
+
+    def loaded(self, module: nn.Module, state: Any, result: Any, dropped: bool) -> None:
+        """Take note of a load. `dropped`: whether the caller dropped what it returned."""
+        own = list(module.parameters())
+        missing, unexpected = getattr(result, "missing_keys", None), getattr(result, "unexpected_keys", None)
+        if not own or not isinstance(state, Mapping) or missing is None or unexpected is None:
+            return
+        keys = module.state_dict(keep_vars=True).keys()
+        if not state or len(unexpected) < len(state) or set(missing) != set(keys):
+            now = {id(p) for p in own}
+            self._waiting = [e for e in self._waiting if not any(id(ref()) in now for ref, _ in e.parameters)]
+            return
+        about = {
+            "model": type(module).__name__,
+            "given": len(state),
+            "own": len(keys),
+            "unexpected": str(unexpected[0])[:200],
+            "missing": str(missing[0])[:200],
+            "dropped": dropped,
+        }
+        self._waiting.append(EmptyLoad(about, [(weakref.ref(p), version(p)) for p in own]))
+
+    def called(self, module: nn.Module) -> None:
+        """Record the empty loads of a module that is called, if its weights are still those of the load."""
+        if not self._waiting:
+            return
+        own = {id(p) for p in module.parameters()}
+        for each in list(self._waiting):
+            there = [(p, count) for ref, count in each.parameters if (p := ref()) is not None and id(p) in own]
+            if there:
+                self._waiting.remove(each)
+                if all(version(p) == count for p, count in there):
+                    self._write("empty load", **each.about)
+
+
+def is_dropped(frame: FrameType) -> bool:
+    """Return whether the call that a frame is in the middle of is a statement: its result is dropped."""
+    rows = iter(dis.get_instructions(frame.f_code))
+    after = next((r for r in rows if r.offset > frame.f_lasti and r.opname not in ("CACHE", "EXTENDED_ARG")), None)
+    return after is not None and after.opname == "POP_TOP"
