@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lockstep.lab.import_config import model_defaults, script, text_columns
+from lockstep.lab.import_config import loss_means, model_defaults, script, text_columns
 from lockstep.lab.import_config.mapped_function import MappedFunction
 from lockstep.lab.import_config.qa_function import QaFunction
 from lockstep.lab.import_config.script import (
@@ -463,9 +463,7 @@ def columns(call: Call, at: Reading) -> None:
 
 def mapped(call: Call, at: Reading) -> None:
     """Read `map` and `set_transform`: a tokenizing function gives columns and lengths; any other changes the rows."""
-    node = next(
-        (w.value for w in call.node.keywords if w.arg == "function"), call.node.args[0] if call.node.args else None
-    )
+    node = at.script.arguments(call, ("function",)).nodes.get("function")
     function = script.function_of(at.script, node)
     if function is None:
         at.draft.unclear(str(call), f"its effect on the rows is unknown: {_WHOLE}", "data.source", "data.train")
@@ -587,6 +585,7 @@ def _column(call: Call, at: Reading, key: str, node: ast.expr | None) -> None:
 def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Reading, task: str) -> None:
     language = task in ("language_modeling", "masked_language_modeling")
     if language:  # one text per row, unless a later function packs them into blocks
+        at.draft.at_end.append(lambda draft: loss_means.note_end(draft, f"line {call.line}"))
         at.draft.keys.setdefault("task.packing", False)
     key = (
         "task.target_length"

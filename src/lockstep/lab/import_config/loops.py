@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.lab.import_config import attributes, loading, loop_module, trainer_script
+from lockstep.lab.import_config import attributes, loading, loop_module, loss_means, trainer_script
 from lockstep.lab.import_config.decay_groups import GROUPS, DecayGroups, NotRead
 from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd
 from lockstep.lab.import_config.inlining import needs_inlining, written_out
@@ -557,7 +557,7 @@ class Loop(Reading):
                 trainer_script.read_call(call, self)
         attributes.read(self)
         trainer_script.own_tokenizer(self)
-        self.draft.at_end.append(self.check_inputs)
+        self.draft.at_end += [self.check_inputs, loss_means.note_loop]
         if not self.mapped:
             why = "no tokenizing function was found"
             self.draft.unclear("columns and truncation are unknown", why, "data.max_length", "task.block_size")

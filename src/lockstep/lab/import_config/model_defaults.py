@@ -95,23 +95,32 @@ def _differs_in_training(config: Any) -> str | None:
     return None
 
 
-def weights(draft: RunDraft, script: Script) -> tuple[dict[str, int], set[str]] | None:
-    """Dimensions of each weight of the script's model by its name, and the names of those that lockstep never decays;
-    None: the config cannot be read, or an adapter's weights are trained."""
+def empty_model(draft: RunDraft, script: Script) -> Any:
+    """The script's model without memory, of the class that it loads; None: the class or the config cannot be read."""
     import torch
     import transformers
 
-    from lockstep.tasks.models.weight_decay import exempt
-
     loads = (c.origin.split(".") for c in script.calls if c.name == "from_pretrained")
     name = next((parts[-2] for parts in loads if parts[0] == "transformers" and "For" in parts[-2]), "")
+    if not name and draft.task == "language_modeling":  # TRL's trainers take a name
+        name = "AutoModelForCausalLM"
     kind, config = getattr(transformers, name, None), model_config(draft, draft.keys.get("model.config", {}))
-    if kind is None or config is None or "model.adapter" in draft.keys:
+    if kind is None or config is None:
         return None
     try:
         with torch.device("meta"):
-            model = kind.from_config(config) if name.startswith("Auto") else kind(config)
+            return kind.from_config(config) if name.startswith("Auto") else kind(config)
     except Exception:  # planning says why
+        return None
+
+
+def weights(draft: RunDraft, script: Script) -> tuple[dict[str, int], set[str]] | None:
+    """Dimensions of each weight of the script's model by its name, and the names of those that lockstep never decays;
+    None: the model cannot be read, or an adapter's weights are trained."""
+    from lockstep.tasks.models.weight_decay import exempt
+
+    model = None if "model.adapter" in draft.keys else empty_model(draft, script)
+    if model is None:
         return None
     return {name: weight.dim() for name, weight in model.named_parameters()}, exempt(model)
 

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Callable
 
 from lockstep.config.run import RunError
-from lockstep.lab.import_config import attributes, loading, trainer
+from lockstep.lab.import_config import attributes, loading, loss_means, trainer
 from lockstep.lab.import_config.loading import RUNS, Reading
 from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import Call, Script, casts, code_of, function_of, is_trainer, kind_of
@@ -75,7 +75,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     for kind in script.classes.values():
         _subclass(kind, at)
     attributes.read(at)
-    draft.at_end.append(at.check_inputs)
+    draft.at_end += [at.check_inputs, lambda draft: loss_means.note_trainer(draft, script)]
     TrainerStatements(script, draft, lambda node: _is_read(node, at)).read()
     _settings(at, processes)
     own_tokenizer(at)

@@ -1,0 +1,82 @@
+"""How a script's loss is a mean, where that is not the mean over the targets of a step, as it is here.
+
+In: a script and its draft, once the model and the data are known. Out: notes: means of micro-batches that count the
+same whatever their targets, gradients that Trainer adds up, a divisor that counts tokens that nothing predicts, and
+texts without an end token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import transformers
+
+from lockstep.lab.import_config.model_defaults import empty_model
+from lockstep.lab.import_config.script import Script
+from lockstep.lab.import_config.table import RunDraft
+
+_PER_TOKEN = ("language_modeling", "masked_language_modeling", "translation", "summarization", "token_classification")
+
+
+def note_loop(draft: RunDraft) -> None:
+    """Note means of means in a loop that divides the loss of each micro-batch by their number."""
+    count = int(draft.keys.get("micro_batches", 1))
+    if draft.task in _PER_TOKEN and count > 1:
+        draft.notes.append(
+            f"difference: the original averages the mean losses of its {count} micro-batches; here each target of a "
+            "step counts the same, so a micro-batch with more targets counts more"
+        )
+
+
+def note_trainer(draft: RunDraft, script: Script) -> None:
+    """Note what the installed Trainer divides the loss by."""
+    model = empty_model(draft, script)
+    if model is None:
+        return
+    forward: Any = inspect.unwrap(type(model).forward)
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(forward).parameters.values())
+    if not getattr(model, "accepts_loss_kwargs", takes_any):
+        return
+    name, version = type(model).__name__, transformers.__version__
+    uses, count = "self.loss_function(" in inspect.getsource(forward), int(draft.keys.get("micro_batches", 1))
+    smoothed = any(draft.keys.get(f"{section}.label_smoothing") for section in ("task", "optim"))
+    if not uses and count > 1 and not smoothed:
+        draft.notes.append(
+            f"difference: Trainer of transformers {version} adds up the gradients of the {count} micro-batches of "
+            f"{name}, whose forward() leaves num_items_in_batch unread; here they are averaged over all targets. With "
+            f"optim.name=sgd multiply optim.learning_rate by {count}; adamw differs by its eps and by clipping alone"
+        )
+    whole = not draft.keys.keys() & {"task.prompt", "task.messages"}
+    if uses and draft.task == "language_modeling" and whole and not _shifts(model):
+        draft.notes.append(
+            f"difference: Trainer of transformers {version} divides the loss of {name} by all tokens of a row, its "
+            "first among them, which nothing predicts; here the divisor is what is predicted, so losses and gradients "
+            "are larger by about 1 / (tokens of a row)"
+        )
+
+
+def _shifts(model: Any) -> bool:
+    """Return whether Trainer leaves the first token of each row out of its count."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss  # type: ignore[arg-type]
+
+
+def note_end(draft: RunDraft, where: str) -> None:
+    """Note that texts end with a token here that the script's tokenizer does not write. `where`: its line."""
+    if draft.task != "language_modeling" or draft.keys.get("task.packing") is not False:
+        return
+    if draft.keys.keys() & {"task.prompt", "task.messages"}:
+        return
+    source = draft.keys.get("tokenizer.source") or draft.keys.get("model.source")
+    ends = f"the tokenizer's end token, which is learned; a text of {where} has it only if the tokenizer writes it"
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source)
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        if end is None or tokenizer("a")["input_ids"][-1:] == [end]:
+            return
+        ends = f"{tokenizer.convert_ids_to_tokens(end)}, which is learned; a text of {where} ends without it"
+    except Exception:  # planning says why
+        pass
+    draft.notes.append(f"difference: a text ends with {ends}")

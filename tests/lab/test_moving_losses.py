@@ -1,0 +1,79 @@
+"""`lockstep init --from`: what a script's loss is divided by, where that is not the targets of a step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, GPT2Config, Trainer, TrainingArguments
+
+from support.moving_scripts import SCRIPT, TRAINER, USUAL, changed, encoder, moved
+
+CLASSIFIER = (
+    TRAINER.replace('NAME = "acme/encoder"', 'NAME = "encoder"').replace(", num_labels=5", "").replace("256", "32")
+)
+BATCH = f"{USUAL}, per_device_train_batch_size=4"
+STEPS = f"{BATCH}, gradient_accumulation_steps=4"
+ADDED = "Trainer of transformers"
+STEP = "        optimizer.step()\n        optimizer.zero_grad()\n"
+EACH = "        if (i + 1) % 4 == 0:\n            optimizer.step()\n            optimizer.zero_grad()\n"
+LANGUAGE = (
+    changed((STEP, EACH), (".loss\n        loss.b", ".loss / 4\n        loss.b"), ("    score()\n", ""))
+    .replace("DataCollatorWithPadding(tokenizer)", "DataCollatorForLanguageModeling(tokenizer, mlm=False)")
+    .replace("DataCollatorWithPadding", "DataCollatorForLanguageModeling")
+    .replace("SequenceClassification", "CausalLM")
+)
+
+
+def change(folder: Path, **settings: Any) -> torch.Tensor:
+    """Change of a weight by one step of Trainer over four examples, with plain SGD and without clipping."""
+    model = AutoModelForSequenceClassification.from_pretrained("encoder", hidden_dropout_prob=0.0)
+    before = model.classifier.weight.detach().clone()
+    rows = [{"input_ids": [2, 5 + k % 2, 3], "attention_mask": [1, 1, 1], "labels": k % 2} for k in range(4)]
+    usual = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    usual |= {"max_steps": 1, "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    Trainer(model, TrainingArguments(str(folder), **usual, **settings), train_dataset=rows).train()
+    return model.classifier.weight.detach() - before
+
+
+def test_trainer_adds_up_the_gradients_of_some_models(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encoder()
+    whole = change(here, per_device_train_batch_size=4)
+    summed = change(here, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    adds = torch.allclose(summed, 4 * whole, rtol=1e-3, atol=1e-7)
+    assert adds or torch.allclose(summed, whole, rtol=1e-3, atol=1e-7)
+    moved("train.py", CLASSIFIER.replace("ARGUMENTS", STEPS))
+    said = "adds up the gradients of the 4 micro-batches of BertForSequenceClassification"
+    assert (said in capsys.readouterr().out) is adds  # what the installed release does
+    for none in (BATCH, f"{STEPS}, label_smoothing_factor=0.1"):
+        moved("train.py", CLASSIFIER.replace("ARGUMENTS", none))
+        assert ADDED not in capsys.readouterr().out
+
+
+def test_a_divisor_that_counts_what_nothing_predicts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encoder()
+    GPT2Config(
+        vocab_size=7, n_embd=8, n_layer=1, n_head=2, n_positions=64, architectures=["GPT2LMHeadModel"]
+    ).save_pretrained("encoder")
+    script = """
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+args = SFTConfig("out", max_length=32, bf16=False)
+data = load_dataset("acme/notes", split="train")
+SFTTrainer(model="encoder", args=args, train_dataset=data, processing_class=AutoTokenizer.from_pretrained("encoder"))
+"""
+    moved("sft.py", script, "task.text=text")
+    assert "divides the loss of GPT2LMHeadModel by all tokens of a row" in capsys.readouterr().out
+    moved("sft.py", script, "task.prompt=prompt", "task.response=completion")
+    assert "divides the loss" not in capsys.readouterr().out
+
+
+def test_a_loop_over_texts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    moved("loop.py", LANGUAGE.replace('"encoder"', '"acme/decoder"'), "epochs=3")
+    said = capsys.readouterr().out
+    assert "averages the mean losses of its 4 micro-batches" in said
+    assert "a text of line 9 has it only if the tokenizer writes it" in said
+    moved("loop.py", SCRIPT.replace('"encoder"', '"acme/encoder"'))
+    assert "micro-batches;" not in capsys.readouterr().out
