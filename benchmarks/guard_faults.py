@@ -164,7 +164,7 @@ def level(world: World, strategy: Any, sound: int) -> None:
     """Give all ranks the weights and moments of one of them. Collective."""
     with torch.no_grad():
         for weight in strategy.parameters:
-            for tensor in (weight, *strategy.optimizer.state[weight].values()):
+            for tensor in (weight, *strategy.update.optimizer.state[weight].values()):
                 tensor.copy_(world.all_gather(tensor.detach().clone())[sound])
 
 

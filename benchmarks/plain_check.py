@@ -45,9 +45,10 @@ def measured(run: Run) -> dict[str, Any]:
     ways |= {run.precision: True} if run.precision != "fp32" else {}
     groups = plain_check.groups_of(sides)
     plain = {name: plain_check.plain_numbers(sides, places) for name, places in groups.items()}
+    own = plain_check.own_numbers
     for way, on in ways.items():
         apart = [
-            plain_check.largest_differences(plain_check.own_numbers(sides, places, strategy.autocast(on)), plain[name])
+            plain_check.largest_differences(own(sides, places, strategy.precision.autocast(on)), plain[name])
             for name, places in groups.items()
         ]
         found |= {f"loss {way}": max(x.loss for x in apart), f"gradient {way}": max(x.gradient for x in apart)}

@@ -58,7 +58,7 @@ def forgotten_moments() -> None:
 
     def load(self: Any, saved: Any) -> None:
         right(self, saved)
-        for moments in self.stepper.state.values():
+        for moments in self.update.stepper.state.values():
             for name in ("exp_avg", "exp_avg_sq"):
                 moments[name].zero_()
 

@@ -73,11 +73,11 @@ def steps_of(world: World, run: Run, overflows: dict[int, float], steps: int = 6
     _, strategy, feed = build_with_feed(run, world)
     strategy.dry_run(feed.longest())
     planted(strategy, overflows)
-    assert strategy.scaling is not None
+    assert strategy.precision.loss_scale is not None
     results, scales, weights = [], [], []
     for t in range(steps):
         results.append(strategy.train_step(feed.make(t), 1e-3))
-        scales.append(float(strategy.scaling.value))
+        scales.append(float(strategy.precision.loss_scale.value))
         if world.size == 1:  # with more ranks the end tells
             weights.append(digest({k: v for k, v in strategy.state_dict().items() if k.startswith("model.")}))
     state = strategy.state_dict()
@@ -199,8 +199,8 @@ def bad_loss(world: World, run: Run) -> tuple[str, list[float]]:
             assert bool(result.used) == (t == 0)
         except NotFinite as caught:
             said = str(caught)
-        assert strategy.scaling is not None
-        scales.append(float(strategy.scaling.value))
+        assert strategy.precision.loss_scale is not None
+        scales.append(float(strategy.precision.loss_scale.value))
     strategy.close()
     return said, scales
 

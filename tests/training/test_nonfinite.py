@@ -204,14 +204,14 @@ def test_every_strategy_finds_it_on_every_rank(name: str) -> None:
 def bad_at_step_1(run: Run, late: bool, steps: int) -> tuple[list[str], list[bool]]:
     """Digests after each step, and whether each was used; the losses of step 1 are no numbers."""
     task, strategy = build(run, World(run))
-    strategy.finite.late = late  # as on CUDA
+    strategy.update.finite.late = late  # as on CUDA
     feed = StepLoader(run, task, strategy.own_micro_batches(), torch.device("cpu"))
     real, digests, used = task.loss_sum, [], []
     for t in range(steps):
         task.loss_sum = lambda outputs, targets, t=t: real(outputs, targets) * (float("nan") if t == 1 else 1.0)
         used.append(strategy.train_step(feed.make(t), 1e-3).used)
         digests.append(digest(strategy.state_dict()))
-    strategy.settle()
+    strategy.update.settle()
     return digests, [bool(each) for each in used]
 
 

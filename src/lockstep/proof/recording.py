@@ -20,7 +20,6 @@ from lockstep.data.batch import StepBatch
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.system_metrics import measured
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.update import GradientUpdate
 from lockstep.strategies.job import Job
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import Strategy
@@ -182,7 +181,7 @@ class _Writer:
 
     def rate(self, rate: float) -> float:
         """Learning rate that the optimizer received; `rate` if an engine sets it internally."""
-        if isinstance(self.strategy, GradientUpdate) and (groups := self.strategy.optimizer.param_groups):
+        if groups := self.strategy.update.optimizer.param_groups:
             return float(groups[0]["lr"]) / float(groups[0].get("scale", 1.0))
         return rate
 

@@ -7,15 +7,13 @@ test with `isinstance` or `issubclass`. Strategies with the full state on every 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch
-from lockstep.strategies.exact.update import GradientUpdate
+from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.strategy import Strategy
 
 
@@ -37,7 +35,7 @@ class ChoosesByMemory(Strategy):
         return run
 
 
-class Recomputes(GradientUpdate):
+class Recomputes(Strategy):
     """A strategy in which a rank can recompute any micro-batch of a step, bitwise equal: `sdc_check`."""
 
     plugin = "strategies"  # a base: it has no name in a run file
@@ -62,22 +60,16 @@ class Recomputes(GradientUpdate):
         """Return the part of the state that every rank holds in full. Collective."""
 
 
-class ShardedRecovery(GradientUpdate):
+class ShardedRecovery(Strategy):
     """A strategy with sharded state that surviving ranks can reshard after a failure: `launch.on_rank_failure:
     continue`. It tells which state this rank holds after an interrupted step: the one before the update or the one
     after it. `training/recovery/reshard.py` does the rest.
-
-    If several ranks hold the same shard, a barrier before the optimizer step makes the update all-or-nothing: no rank
-    updates before all have what they need. A rank that lost contact and missed an update that others applied applies it
-    later.
     """
 
     plugin = "strategies"  # a base: it has no name in a run file
     supports_reshard: ClassVar[bool] = True  # False if an engine cannot be built twice in a process
     state_needs_all_ranks: ClassVar[bool] = False  # whether reading a rank's own state is collective
     build_empty = False  # whether to build it without weights, because a state is loaded next
-    deferred_update: Callable[[], Any] | None = None  # applies an update that was interrupted; not collective
-    update_incomplete = False  # whether an update was interrupted halfway
 
     @classmethod
     def fit_options(cls, run: Run, processes: int) -> Run:
@@ -98,7 +90,8 @@ class ShardedRecovery(GradientUpdate):
     @property
     def keeps_copies(self) -> bool:
         """Whether several ranks hold each shard and update it independently."""
-        whole = any(self.stepper.rule.whole(group) for group in self.stepper.param_groups)
+        stepper = self.update.stepper
+        whole = any(stepper.rule.whole(group) for group in stepper.param_groups)
         return self.world.size > self.part_of_state[1] and not whole
 
     def axis(self, name: str) -> str:
@@ -110,23 +103,12 @@ class ShardedRecovery(GradientUpdate):
         """Return `sharded_state_dict`, also after an interrupted step. Not collective."""
         return self.sharded_state_dict()
 
-    def apply_gradient(self, *arguments: Any) -> Tensor | bool:
-        make = partial(super().apply_gradient, *arguments)
+    def set_optimizer(self, optimizer: Stepper) -> None:
+        super().set_optimizer(optimizer)
         if self.world.members is not None and self.keeps_copies:
-            self.deferred_update = make
-            self.world.barrier()
-        self.deferred_update, self.update_incomplete = None, True
-        used = make()
-        self.update_incomplete = False
-        return used
+            self.update.barrier = lambda: self.world.barrier()
 
     def discard(self) -> None:
         """Release everything, also after an interrupted step; another strategy replaces this one. It is unusable
         afterwards."""
         self.__dict__.clear()
-
-    def apply_deferred_update(self) -> None:
-        """Apply the update that other ranks have already applied."""
-        assert self.deferred_update is not None
-        make, self.deferred_update = self.deferred_update, None
-        make()

@@ -399,12 +399,11 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         for block in self.blocks:
             fully_shard(block, mp_policy=of_block, **arguments)
         fully_shard(self.model, mp_policy=of_root, **arguments)
-        self.optimizer = self.make_stepper(treated)
+        self.set_optimizer(self.make_stepper(treated))
 
     def make_stepper(self, treated: Mapping[str, ParamGroupSpec]) -> stepper.Stepper:
         groups = stepper.groups(self.run.optim, self.model.named_parameters(), treated)
-        self.stepper = stepper.Stepper(self.run.optim, groups)
-        return self.stepper
+        return stepper.Stepper(self.run.optim, groups)
 
     def receive(self, source: nn.Module | None) -> None:
         """Receive weights and buffers from rank 0's model, one at a time; each rank keeps its shard. Collective."""
@@ -426,7 +425,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        losses = self.zero_losses(batch)
+        losses = self.totals.start(batch.count)
         rounds = max(-(-len(share(batch.count, r, self.replicas)) // self.shards) for r in range(self.replicas))
         blanks = [batch.micro_batches[0].blank()] * (rounds - len(batch.micro_batches))  # all ranks run equally many
         self.tree = ReductionTree(batch.count)
@@ -447,23 +446,24 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             else:
                 self.statistics.reset()
         with self.phases("reduction"):
-            losses, uses = self.agree(losses, self.uses.counts)
-        return self.optimizer_step(batch, self.whole_gradient(), learning_rate, losses, uses)
+            losses, counts = self.agree(losses, self.uses.counts, self.uses.signature())
+            self.uses.compare_orders(counts[-2:], self.data_parallel.size)
+        return self.optimizer_step(batch, self.whole_gradient(), learning_rate, losses, counts[:-2])
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         """Run forward and backward with the gradient of loss sum / divisor. Returns the loss sum, detached."""
-        with self.phases("forward"), self.autocast():  # no longer, because autocast caches its casts
-            loss = self.loss_sum(self.model(**micro.inputs), micro)
-        self.switched += self.uses.switched()  # now, because FSDP restores requires_grad before backward
+        with self.phases("forward"), self.precision.autocast():  # no longer, because autocast caches its casts
+            loss = self.totals.loss_sum(self.task, self.model(**micro.inputs), micro, self.observer)
+        self.totals.switched += self.uses.switched()  # now, because FSDP restores requires_grad before backward
         with self.phases("backward"):
-            self.scaled(loss / divisor).backward()
+            self.precision.scaled(loss / divisor).backward()
             self.uses.check_reduced()
             self.collect(micro.index)
         return loss.detach()
 
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
         def call() -> None:  # the same examples on every rank; no backward frees the gathered weights
-            with torch.no_grad(), self.autocast():
+            with torch.no_grad(), self.precision.autocast():
                 self.model(**first_inputs(self.task, self.world.device))
             reshard(self.model)
 
@@ -501,11 +501,6 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
                 local(parameter.grad).copy_(gradient)
             self.tree = ReductionTree(0)  # frees its sums
 
-    def sums_of_step(self, losses: Tensor, numbers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        losses, counts = super().sums_of_step(losses, [*numbers, *self.uses.signature()])
-        self.uses.compare_orders(counts[-2:], self.data_parallel.size)
-        return losses, counts[:-2]
-
     @property
     def parameters(self) -> list[nn.Parameter]:
         return list(self.named.values())
@@ -519,7 +514,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.model.eval()
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad(), self.precision.autocast():
             logits = self.model(**inputs).logits
         reshard(self.model)
         self.model.train()
@@ -528,7 +523,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
         self.model.eval()
         self.root.unshard()  # an encoder is called directly, not through the root
-        with torch.no_grad(), self.autocast():  # every forward gathers weights, so all ranks run equally many
+        with torch.no_grad(), self.precision.autocast():  # every forward gathers weights, so all ranks run equally many
             tokens = inference.by_transformers(self.model, inputs, how, synced=self.world.size > 1)
         reshard(self.model)
         self.model.train()
@@ -557,7 +552,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     def own_state(self) -> dict[str, Tensor]:
         tensors = {name: p.detach() for name, p in self.parts.items()} | dict(self.model.named_buffers())
-        return held_state.sharded(tensors, self.stepper, self.scaling)
+        return held_state.sharded(tensors, self.update.stepper, self.precision.loss_scale)
 
     def on_main(self, tensor: Tensor) -> Tensor | None:
         """Return a whole tensor in rank 0's host memory, None elsewhere. Collective."""
@@ -574,7 +569,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     def close(self) -> None:
         self.scatters.clear()
-        del self.model, self.optimizer, self.stepper, self.named, self.parts
+        del self.model, self.update, self.named, self.parts
 
 
 # -- parts of tensors ------------------------------------------------------------------------------------------------

@@ -60,15 +60,15 @@ class HFAccelerate(Accelerated, Hooked):
         options: dict[str, Any] = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
         options |= self.run.strategy.options
         self.accelerator = accelerator(self.run, self.world, [DistributedDataParallelKwargs(**options)])
-        model, self.optimizer = prepared(self.accelerator, self.model, self.stepper)
+        model, self.update.optimizer = prepared(self.accelerator, self.model, self.update.stepper)
         self.primed = not (options.get("static_graph") and self.world.size > 1)
         return model
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         with self.phases("forward"):
-            loss = self.loss_sum(self.wrapped(**self.inputs_of(micro)), micro)
-        with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
-            self.accelerator.backward(self.scaled(loss / divisor))
+            loss = self.totals.loss_sum(self.task, self.wrapped(**self.inputs_of(micro)), micro, self.observer)
+        with self.phases("overlapped" if self.travelling else "backward"), self.precision.autocast(False):
+            self.accelerator.backward(self.precision.scaled(loss / divisor))
         return loss.detach()
 
     def detach_group(self) -> None:

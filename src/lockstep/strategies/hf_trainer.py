@@ -74,15 +74,16 @@ class HFTrainer(Accelerated, Hooked):
                 self.model,
                 arguments,
                 compute_loss_func=self.loss,
-                optimizers=(self.stepper, None),
+                optimizers=(self.update.stepper, None),
             )
         if self.run.precision == "fp16":  # lockstep's autocast and scale: Accelerate supports fp16 on GPUs only
-            self.trainer.compute_loss_context_manager = self.autocast  # type: ignore[method-assign, assignment]
+            autocast: Any = self.precision.autocast
+            self.trainer.compute_loss_context_manager = autocast  # type: ignore[method-assign]
         self.accelerator = engine = self.trainer.accelerator
         assert engine.num_processes == self.world.size, f"Trainer sees {engine.num_processes} processes"
         engine.ddp_handler = self.handler(arguments)
-        model, self.optimizer = prepared(engine, self.model, self.stepper)
-        self.trainer.model_wrapped, self.trainer.optimizer = model, self.optimizer
+        model, self.update.optimizer = prepared(engine, self.model, self.update.stepper)
+        self.trainer.model_wrapped, self.trainer.optimizer = model, self.update.optimizer
         self.primed = not (arguments.ddp_static_graph and self.world.size > 1)
         return model
 
@@ -100,15 +101,15 @@ class HFTrainer(Accelerated, Hooked):
 
     def loss(self, outputs: Any, targets: Tensor, num_items_in_batch: float) -> Tensor:
         """Trainer's `compute_loss_func`; `num_items_in_batch` is the divisor passed to `run_micro_batch`."""
-        loss = self.loss_sum(outputs, self.micro)
+        loss = self.totals.loss_sum(self.task, outputs, self.micro, self.observer)
         self.loss_of_micro = loss.detach()
-        with self.autocast(False):
-            return self.scaled(loss / num_items_in_batch)
+        with self.precision.autocast(False):
+            return self.precision.scaled(loss / num_items_in_batch)
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         inputs, self.micro = {**self.inputs_of(micro), "labels": micro.targets}, micro
         phase = self.phases("overlapped" if self.travelling else "forward+backward")
-        with phase, self.autocast(False):  # Trainer enters its own around forward; backward runs outside of it
+        with phase, self.precision.autocast(False):  # Trainer enters its own around forward, and none around backward
             self.trainer.training_step(self.wrapped, inputs, num_items_in_batch=divisor)  # type: ignore[arg-type]
         return self.loss_of_micro
 

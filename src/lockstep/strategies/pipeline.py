@@ -187,7 +187,7 @@ class Pipeline(ShardedRecovery):
         stepped = {id(p): (n, p) for weights in self.stage_weights for n, p in weights.parameters.items()}  # each once
         treated = stepper.assigned(self.run.optim, self.cut.whole)
         groups = stepper.groups(self.run.optim, stepped.values(), treated)
-        self.optimizer = self.stepper = stepper.Stepper(self.run.optim, groups)
+        self.set_optimizer(stepper.Stepper(self.run.optim, groups))
         bytes_of_state = random_state(self.world.device).numel()
         self.engine = [
             Stage(
@@ -231,11 +231,11 @@ class Pipeline(ShardedRecovery):
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         self.batch = batch
-        self.losses = self.zero_losses(batch)
+        self.losses = self.totals.start(batch.count)
         micro_batches = batch.micro_batches
         for stage in self.engine:
             stage.expect(micro_batches, batch.count, bool(self.run.strategy.exact), self.observer)
-        with self.phases("forward+backward"), self.autocast():
+        with self.phases("forward+backward"), self.precision.autocast():
             run_schedule(self.schedule, micro_batches)
         with self.phases("reduction"):
             gradients = self.reduce()
@@ -253,10 +253,10 @@ class Pipeline(ShardedRecovery):
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the scalar on which the last stage calls backward."""
-        loss = self.loss_sum(outputs, micro)
+        loss = self.totals.loss_sum(self.task, outputs, micro, self.observer)
         self.losses[micro.index] = loss.detach()
-        with self.autocast(False):
-            return self.scaled(loss / self.batch.targets)
+        with self.precision.autocast(False):
+            return self.precision.scaled(loss / self.batch.targets)
 
     def reduce(self) -> list[dict[str, Tensor]]:
         """Return the gradients of this rank's parts, summed over all micro-batches of all pipelines, by name.
@@ -313,7 +313,7 @@ class Pipeline(ShardedRecovery):
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.model.eval()
         logits = torch.empty(0)
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad(), self.precision.autocast():
             for part in self.cut_parts:
                 received = [torch.empty(shape, device=self.world.device) for shape in part.arriving(inputs)]
                 for tensor in received:
@@ -348,7 +348,7 @@ class Pipeline(ShardedRecovery):
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         owned = {name for weights in self.stage_weights for name in weights.owned}
-        return held_state.sharded(self.weights(), self.stepper, self.scaling, owned)
+        return held_state.sharded(self.weights(), self.update.stepper, self.precision.loss_scale, owned)
 
     def updated_parts(self) -> list[tuple[str, Tensor]]:
         return [(name, p.detach()) for weights in self.stage_weights for name, p in weights.parameters.items()]
@@ -365,7 +365,7 @@ class Pipeline(ShardedRecovery):
     def load_sharded_state_dict(self, saved: Saved) -> None:
         for part, weights in zip(self.cut_parts, self.stage_weights, strict=True):
             tensors = {name: part.tensor(name).detach() for name in part.names}
-            held_state.load(saved, tensors, self.stepper, self.scaling, weights.parameters)
+            held_state.load(saved, tensors, self.update.stepper, self.precision.loss_scale, weights.parameters)
 
     def export(self) -> dict[str, Tensor] | None:
         weights = gather(self.weights(), self.world)
@@ -374,7 +374,7 @@ class Pipeline(ShardedRecovery):
         return {key: weights[self.cut.canonical[key]] for key in self.cut.whole.state_dict()}
 
     def close(self) -> None:
-        del self.model, self.optimizer, self.stepper, self.schedule, self.engine, self.stage_weights, self.cut_parts
+        del self.model, self.update, self.schedule, self.engine, self.stage_weights, self.cut_parts
         for group in (self.pipe, self.side, self.across):
             dist.destroy_process_group(group)
 

@@ -26,7 +26,7 @@ from lockstep.strategies.exact.leaf_gradients import LeafGradients
 from lockstep.strategies.exact.norm_and_clip import Gradient, Part
 from lockstep.strategies.exact.reduction_tree import most_held
 from lockstep.strategies.exact.rows import row_sparse
-from lockstep.strategies.exact.statistics import SourceSums, Statistics
+from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.stepper import make_model
 from lockstep.strategies.observer import observing
 from lockstep.strategies.strategy import DataShard, WeightFormats
@@ -64,7 +64,7 @@ class ReplicatedStrategy(Recomputes):
         for i, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(partial(self.on_grad_ready, i))
         exact = self.run.strategy.exact
-        with self.autocast():  # some attention kernels support bf16 only
+        with self.precision.autocast():  # some attention kernels support bf16 only
             uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
         narrow = self.run.model.trained_in_bfloat16
         whole = self.run.model.compile == "whole"  # its code returns dense gradients
@@ -81,7 +81,7 @@ class ReplicatedStrategy(Recomputes):
         self.rows = [i for i, name in enumerate(self.stepped) if name in sparse]
         self.leaves = LeafGradients(self.parameters, self.rows)
         groups = stepper.groups(self.run.optim, self.stepped.items(), stepper.assigned(self.run.optim, self.model))
-        self.optimizer = self.stepper = stepper.Stepper(self.run.optim, groups, self.to_dtensor)
+        self.set_optimizer(stepper.Stepper(self.run.optim, groups, self.to_dtensor))
         # Autograd adds the gradients of a weight used three times or more in an order that depends on when its
         # low-precision copy was recorded. Casting again for every micro-batch makes that order the same for all.
         self.fresh_casts = exact and self.run.precision != "fp32" and max(uses.values(), default=0) > 2
@@ -104,16 +104,16 @@ class ReplicatedStrategy(Recomputes):
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         self.leaves.start(batch.count, batch.shares)
-        losses = self.zero_losses(batch)
+        losses = self.totals.start(batch.count)
         self.statistics.start(batch.count)
-        with self.autocast():  # around the whole step, so that weights are cast once
+        with self.precision.autocast():  # around the whole step, so that weights are cast once
             for micro in batch.micro_batches:
                 last = micro is batch.micro_batches[-1]
                 losses[micro.index] = self.compute(
                     batch.step, micro, partial(self.backward, micro, batch.targets, last)
                 )
                 self.statistics.take(micro)
-                self.switched += not all(p.requires_grad for p in self.parameters)
+                self.totals.switched += not all(p.requires_grad for p in self.parameters)
         with self.phases("reduction"):
             gradients = self.reduce()
             losses, uses = self.agree(losses, self.leaves.grad_counts)
@@ -150,19 +150,19 @@ class ReplicatedStrategy(Recomputes):
         """Run forward and backward of one micro-batch on `self.wrapped`, with the gradient of loss sum / divisor.
         Returns the loss sum, detached."""
         with self.phases("forward"):
-            loss = self.loss_sum(self.wrapped(**self.inputs_of(micro)), micro)
-        with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
-            self.scaled(loss / divisor).backward()
+            loss = self.totals.loss_sum(self.task, self.wrapped(**self.inputs_of(micro)), micro, self.observer)
+        with self.phases("overlapped" if self.travelling else "backward"), self.precision.autocast(False):
+            self.precision.scaled(loss / divisor).backward()
         return loss.detach()
 
     def recompute(self, step: int, micro: MicroBatch, targets: float) -> None:
         def backward() -> Tensor:
-            loss = self.loss_sum(self.model(**self.inputs_of(micro)), micro)
-            with self.autocast(False):
-                torch.autograd.grad(self.scaled(loss / targets), self.parameters, allow_unused=True)
+            loss = self.totals.loss_sum(self.task, self.model(**self.inputs_of(micro)), micro, self.observer)
+            with self.precision.autocast(False):
+                torch.autograd.grad(self.precision.scaled(loss / targets), self.parameters, allow_unused=True)
             return loss.detach()
 
-        with self.autocast(), self.sources.preserved():
+        with self.precision.autocast(), self.totals.preserved():
             self.compute(step, micro, backward)
 
     def replicated_weights(self) -> list[Tensor]:
@@ -199,7 +199,8 @@ class ReplicatedStrategy(Recomputes):
         for evaluation (rwkv divides them by powers of two)."""
         names = self.effects.evaluated
         self.model.eval()
-        with side_effects.preserved(self.model, names) if names else nullcontext(), torch.no_grad(), self.autocast():
+        kept = side_effects.preserved(self.model, names) if names else nullcontext()
+        with kept, torch.no_grad(), self.precision.autocast():
             yield
         self.model.train()
 
@@ -222,10 +223,10 @@ class ReplicatedStrategy(Recomputes):
         return held_state.tensors_of(self.model) | {name: self.to_dtensor(name, t.detach()) for name, t in own.items()}
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        return held_state.sharded(self.to_save(), self.stepper, self.scaling)
+        return held_state.sharded(self.to_save(), self.update.stepper, self.precision.loss_scale)
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
-        held_state.load(saved, self.to_save(), self.stepper, self.scaling)
+        held_state.load(saved, self.to_save(), self.update.stepper, self.precision.loss_scale)
         if self.stepped is not self.places:
             self.weights_changed()
 
@@ -236,8 +237,7 @@ class ReplicatedStrategy(Recomputes):
         del (
             self.model,
             self.wrapped,
-            self.optimizer,
-            self.stepper,
+            self.update,
             self.parameters,
             self.named,
             self.stepped,
@@ -257,7 +257,6 @@ class WholeStateRecovery(ReplicatedStrategy):
         two updates."""
         self.leaves.start(0, None)
         self.leaves.waiting = None
-        self.sources = SourceSums(len(self.run.data.sources or ()))
         for parameter in (*self.parameters, *self.stepped.values()):
             parameter.grad = None
 

@@ -3,35 +3,42 @@
 In: a `StepBatch` with this rank's micro-batches, and the learning rate. Out: a `StepResult`, and weights that are the
 same on all ranks.
 Every method is collective: all ranks call it, in the same order. A strategy keeps no schedule, step count, log or file.
-`exact/update.py` holds the code most strategies share; `abilities.py` holds one class per optional ability.
+It is composed of parts that do not know of each other: `Precision`, `StepTotals`, `Update`, and its own communication
+and sharding. `single.py` is the shortest complete one; `abilities.py` holds one class per optional ability.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.config.run import Run
-from lockstep.data.batch import StepBatch, StepResult
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, WholeState, gather
 from lockstep.distributed.step_timer import StepTimer
 from lockstep.distributed.world import World, sum_in_place
-from lockstep.strategies.engines.side_effects import SideEffects
-from lockstep.strategies.exact.norm_and_clip import LossScale
+from lockstep.strategies.engines import side_effects
+from lockstep.strategies.engines.side_effects import SideEffects, preserved
+from lockstep.strategies.exact import held_state
+from lockstep.strategies.exact.norm_and_clip import Gradient
 from lockstep.strategies.exact.norm_and_clip import NotFinite as NotFinite
+from lockstep.strategies.exact.precision import Precision
 from lockstep.strategies.exact.reduction_tree import share
-from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.statistics import Statistics, StepTotals
+from lockstep.strategies.exact.stepper import Stepper
+from lockstep.strategies.exact.update import Update
 from lockstep.strategies.job import Job, StrategyRules
 from lockstep.strategies.job import WeightFormats as WeightFormats
 from lockstep.strategies.observer import StepObserver
-from lockstep.tasks.models import inference
+from lockstep.tasks.models import inference, quantized
 from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
 
@@ -62,6 +69,8 @@ class Strategy(StrategyRules):
 
     task: Task
     model: nn.Module  # this rank's part of the model, under the task's parameter names
+    named: dict[str, nn.Parameter]  # this rank's trained parameters, by the task's names
+    update: Update  # made by `build`
     data_parallel: DataShard
     statistics: Statistics | None = None  # the model's running statistics, if the strategy reduces them
     effects: SideEffects = SideEffects()  # side effects of forward, recorded by `dry_run`
@@ -73,64 +82,108 @@ class Strategy(StrategyRules):
         self.run, self.world = run, world
         self.phases = StepTimer(world.device)
         self.data_parallel = DataShard(world.rank, world.size, world.sum)
-        self.scaling = LossScale(world.device) if run.precision == "fp16" else None
+        self.precision = Precision(run, world.device)
+        self.totals = StepTotals(world.device, len(run.data.sources or ()))
 
     @property
-    @abstractmethod
     def parameter_count(self) -> int:
         """Number of parameters of the whole model."""
+        return quantized.parameters(self.model)
 
     @property
-    @abstractmethod
     def trained_count(self) -> int:
         """Number of trained parameters: all, unless the run uses an adapter or some are frozen."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def own_micro_batches(self) -> Iterable[int]:
         """Return the indices of the micro-batches that this rank runs in a step, ascending."""
         return share(self.run.micro_batches, self.data_parallel.rank, self.data_parallel.size)
 
-    def autocast(self, enabled: bool = True) -> torch.autocast:
-        """Return a context for bf16 or fp16 if the run uses it; weights, gradients and moments stay fp32."""
-        low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.run.precision)
-        use_autocast = enabled and low is not None and not self.run.model.trained_in_bfloat16
-        return torch.autocast(self.world.device.type, low or torch.bfloat16, use_autocast)
-
     @abstractmethod
     def build(self, task: Task) -> None:
         """Build the model, its wrapper and the optimizer."""
+
+    def set_optimizer(self, optimizer: Stepper) -> None:
+        """Create the update that uses this optimizer."""
+        self.update = Update(self.run, self.model, self.precision, optimizer, self.weights_changed)
+
+    # -- one step ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         """Run one step: all micro-batches, one update."""
 
-    @abstractmethod
+    def sum_of_step(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over the ranks with their own losses and gradients, in place. Collective."""
+        return self.data_parallel.sum(tensor)
+
+    def agree(self, losses: Tensor, uses: Sequence[int], also: Sequence[int] = ()) -> tuple[Tensor, list[int]]:
+        """Sum over ranks the losses of the step's micro-batches [M], the counts of micro-batches that gave each
+        trainable parameter a gradient, and other counts. Collective. Errors: `RunError` on every rank if there is no
+        gradient at all."""
+        losses, counts = self.totals.add_up(losses, [*uses, *also], self.sum_of_step)
+        if counts.pop():
+            self.effects = self.check_side_effects(replace(self.effects, switched=frozenset(["weights"])))
+        if not any(counts[: len(uses)]):
+            raise RunError(
+                "LS4180",
+                "no weight of the model gets a gradient: the loss does not depend on its trainable weights "
+                "(check the loss of the task, and what is frozen or detached)",
+            )
+        return losses, counts
+
+    def optimizer_step(
+        self, batch: StepBatch, gradient: Gradient, learning_rate: float, losses: Tensor, uses: Sequence[int]
+    ) -> StepResult:
+        """Update the weights, then the running statistics. `losses` and `uses` are results of `agree`. Collective.
+        Errors: `NotFinite`, also about the previous step."""
+        with self.phases("optimizer"):
+            norm, used = self.update.make(batch.step, gradient, learning_rate, losses, uses, self.observer)
+        if self.statistics is not None:
+            self.statistics.finish(self.data_parallel.sum, used)
+        return StepResult(losses.sum() / batch.targets, norm.to(self.world.device), used, self.totals.loss_sums_of)
+
+    # -- dry run -----------------------------------------------------------------------------------------------------
+
     def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
         """Run a trial step that leaves no trace, so that running out of memory shows before training. `then`: called
         while optimizer state exists. Collective. Errors: `RunError` if forward changes state that would differ between
         ranks."""
+        names = () if self.statistics is None else self.statistics.names
+        self.effects = self.check_side_effects(side_effects.effects_of(self.model, self.forwards(batch), names))
+        scale = self.precision.loss_scale
+        with preserved(self.model, self.effects.written) as changed, scale.aside() if scale else nullcontext():
+            self.train_step(batch, 0.0)  # learning rate 0: weights do not change
+            self.update.settle()
+            then()
+            self.update.optimizer.state.clear()
+        changed -= {*self.effects.written, *names}
+        self.effects = self.check_side_effects(replace(self.effects, written=self.effects.written | changed))
 
-    def settle(self) -> None:
-        """Wait for the last update. Errors: `NotFinite` if that update was skipped and the run stops on non-finite
-        numbers."""
+    def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
+        """Return calls of forward with this rank's first and last micro-batch, to detect side effects; empty if no rank
+        calls the model as a whole."""
 
-    @abstractmethod
-    def updated_parts(self) -> list[tuple[str, Tensor]]:
-        """Return this rank's part of each trained parameter, sharing its memory; sharded ones as DTensors. A tied
-        parameter may occur twice."""
+        def call(micro: MicroBatch) -> None:
+            seed_everything(self.run.seed, batch.step, micro.index)
+            with self.precision.autocast():
+                self.model(**micro.inputs)
 
-    def weights_changed(self) -> None:
-        """Copy the tensors that the optimizer updates into the model after they changed. Collective."""
+        return [partial(call, micro) for micro in (batch.micro_batches[0], batch.micro_batches[-1])]
 
-    def averaged(self) -> AbstractContextManager[bool]:
-        """Return a context in which the model has the weights to evaluate and export, if they differ from the trained
-        ones. Yields whether they differ."""
-        return nullcontext(False)
+    def check_side_effects(self, effects: SideEffects) -> SideEffects:
+        """Return the side effects on all ranks. Collective. Errors: `RunError`, on every rank, for effects that this
+        strategy cannot reproduce."""
+        agreed = effects.together(self.world.all_gather)
+        if agreed.replaced:
+            raise RunError("LS4181", f"model(): {side_effects.replacement(agreed.replaced)}")
+        if agreed.per_process and self.world.size > 1:
+            raise RunError(
+                "LS4182", side_effects.refusal(self.run.strategy.name, agreed, self.model, self.statistics is not None)
+            )
+        return agreed
 
-    def exported(self) -> dict[str, Tensor] | None:
-        """Return `export()` of the evaluated weights. Collective."""
-        with self.averaged() as other:
-            weights = self.export()
-            return {n: t.clone() for n, t in weights.items()} if other and weights is not None else weights
+    # -- evaluation --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -141,7 +194,31 @@ class Strategy(StrategyRules):
         assert (how.beams, how.temperature) == (1, 0), "`checked` refuses what is not greedy"
         return inference.by_forward(self.forward, lambda count: self.data_parallel.sum(count.float()), inputs, how)
 
+    def averaged(self) -> AbstractContextManager[bool]:
+        """Return a context in which the model has the weights to evaluate and export, if they differ from the trained
+        ones. Yields whether they differ."""
+        return self.update.stepper.averaged(self.weights_changed)
+
+    def exported(self) -> dict[str, Tensor] | None:
+        """Return `export()` of the evaluated weights. Collective."""
+        with self.averaged() as other:
+            weights = self.export()
+            return {n: t.clone() for n, t in weights.items()} if other and weights is not None else weights
+
     @abstractmethod
+    def export(self) -> dict[str, Tensor] | None:
+        """Return the full weights under the model's own names on rank 0, None elsewhere."""
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def updated_parts(self) -> list[tuple[str, Tensor]]:
+        """Return this rank's part of each trained parameter, sharing its memory; sharded ones as DTensors. A tied
+        parameter may occur twice."""
+        return [(name, parameter.detach()) for name, parameter in self.named.items()]
+
+    def weights_changed(self) -> None:
+        """Copy the tensors that the optimizer updates into the model after they changed. Collective."""
+
     def sharded_state_dict(self) -> dict[str, Tensor]:
         """Return this rank's part of the weights (`model.NAME`) and the optimizer state (`optimizer.KEY.NAME`) under
         the task's parameter names, without copies where possible.
@@ -150,11 +227,13 @@ class Strategy(StrategyRules):
         (bitwise equal on every rank), or on the only rank that holds or gathered it. All ranks together have the full
         state, with the same names and shapes after every step.
         """
+        return held_state.sharded(held_state.tensors_of(self.model), self.update.stepper, self.precision.loss_scale)
 
-    @abstractmethod
     def load_sharded_state_dict(self, saved: Saved) -> None:
         """Load what all ranks' `sharded_state_dict` returned together, from any strategy and any number of processes.
         Each rank reads only its own part."""
+        tensors = held_state.tensors_of(self.model)
+        held_state.load(saved, tensors, self.update.stepper, self.precision.loss_scale)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full state on rank 0; other ranks return what they hold without gathering."""
@@ -163,10 +242,6 @@ class Strategy(StrategyRules):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load what rank 0's `state_dict` returned; every rank needs all of it. For small models and tests."""
         self.load_sharded_state_dict(WholeState(state))
-
-    @abstractmethod
-    def export(self) -> dict[str, Tensor] | None:
-        """Return the full weights under the model's own names on rank 0, None elsewhere."""
 
     def close(self) -> None:
         """Release all resources."""

@@ -91,7 +91,7 @@ class Evaluate(Hook):
         every = session.feed.interval(session.run.evaluate.every)
         if not is_due(state.step, every, False) or state.step == session.feed.total:
             return last
-        session.strategy.settle()
+        session.strategy.update.settle()
         with state.meter.paused():
             scores = evaluate_during_training(session, state.step, last)
         if not scores:  # interrupted by a request to stop: the next start evaluates
@@ -130,7 +130,7 @@ class Checkpoint(Hook):
             saves |= is_due(step, session.feed.interval(run.checkpoint.every), last or step in run.checkpoint.at)
             saves = saves or bool(state.scores and session.checkpoints.is_best(state.scores))
             if saves or is_due(step, session.feed.interval(run.fingerprint.every), False):
-                session.strategy.settle()
+                session.strategy.update.settle()
                 with self.phases("checkpoint"):
                     state.fingerprints.state(session.strategy)
             if saves:

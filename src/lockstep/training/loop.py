@@ -42,7 +42,7 @@ def train(session: Session, state: TrainState) -> TrainState:
             ACTIVITY.set(f"step {state.step}")
             rate = learning_rate(run.optim, state.step, feed.total)
             result = train_step(batch, rate)  # forward, backward, sum over ranks, update
-            state.advance(batch, result, rate, strategy.scaling)
+            state.advance(batch, result, rate, strategy.precision.loss_scale)
             if hooks.after_step(state):  # average, log, evaluate, save: each if due
                 break
     except NotFinite as caught:

@@ -268,7 +268,7 @@ def _repeatable(sides: Sides, strategy: Strategy) -> bool:
     """Whether two computations by the run's own path give the same numbers."""
     with preserved(sides.model, strategy.effects.written):
         places = next(iter(groups_of(sides).values()))
-        one, other = (own_numbers(sides, places, strategy.autocast(False)) for _ in range(2))
+        one, other = (own_numbers(sides, places, strategy.precision.autocast(False)) for _ in range(2))
     return one == other
 
 
@@ -292,13 +292,13 @@ def differences(sides: Sides, strategy: Strategy) -> list[PlainDifference]:
     plain = {name: plain_numbers(sides, places) for name, places in groups.items()}
     if strict:
         for name, places in groups.items():
-            own = own_numbers(sides, places, strategy.autocast(False))
+            own = own_numbers(sides, places, strategy.precision.autocast(False))
             if compared(name, own, plain[name], LEAST):  # measure rounding only if it exceeds the minimum tolerance
                 measured = largest_differences(perturbed_numbers(sides, places), plain[name])
                 differing += compared(name, own, plain[name], LEAST.at_least(measured))
     if low:
         within = LEAST_LOW.at_least(half_precision(sides, groups, plain))
-        own_low = {name: own_numbers(sides, places, strategy.autocast()) for name, places in groups.items()}
+        own_low = {name: own_numbers(sides, places, strategy.precision.autocast()) for name, places in groups.items()}
         for draw in range(1 + DRAWS):
             apart_low = [d for name in groups for d in compared(f"{name} in {low}", own_low[name], plain[name], within)]
             if not apart_low:

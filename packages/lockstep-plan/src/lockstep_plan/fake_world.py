@@ -173,7 +173,7 @@ def own(run: Run, strategy: Strategy, ranks: int) -> Iterable[int]:
 
 
 def _without_numbers(strategy: Any, task: Task, run: Run, share: int) -> None:
-    """Replace checks that need data: that values are finite, and that all ranks used the same weights."""
+    """Replace what needs data: weights, and the comparison of which weights all ranks used."""
     leaves = strategy.run.micro_batches
     model = task.model
 
@@ -181,13 +181,12 @@ def _without_numbers(strategy: Any, task: Task, run: Run, share: int) -> None:
         make_empty = simulated.on_meta if empty else simulated.emptied
         return make_empty(lambda: model(empty=True))
 
-    def sums(losses: Tensor, numbers: Iterable[int]) -> tuple[Tensor, list[int]]:
+    def sums(losses: Tensor, numbers: Iterable[int], sum_over_ranks: Any) -> tuple[Tensor, list[int]]:
         return losses, [number * leaves // share for number in numbers]
 
     for thing, name, value in (
         (task, "model", make),
-        (strategy, "sums_of_step", sums),
-        (strategy.finite, "check", lambda *_, **__: True),
+        (strategy.totals, "summed", sums),
     ):
         setattr(thing, name, value)
 
@@ -196,6 +195,7 @@ def built(strategy: Strategy, task: Task, ledger: Ledger) -> None:
     """Build the strategy, and mark its weights in the ledger."""
     ledger.kind = ENGINE
     strategy.build(task)
+    strategy.update.finite.check = lambda *_, **__: True  # type: ignore[method-assign]
     for kind, tensor in simulated.kept_by(strategy):
         ledger.count(tensor, kind)
     ledger.kind = simulated.ACTIVATIONS

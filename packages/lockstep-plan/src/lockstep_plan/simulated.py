@@ -349,7 +349,7 @@ def kept_by(strategy: Any) -> Iterator[tuple[str, Tensor]]:
     tensors = [*strategy.model.parameters(), *strategy.model.buffers()]
     yield from ((WEIGHTS, t) for t in tensors)
     yield from ((WEIGHTS, t.ds_tensor) for t in tensors if hasattr(t, "ds_tensor"))  # DeepSpeed's shards
-    optimizer = getattr(strategy.optimizer, "optimizer", strategy.optimizer)
+    optimizer = getattr(strategy.update.optimizer, "optimizer", strategy.update.optimizer)
     own = {t.untyped_storage()._cdata for t in tensors if not isinstance(t, DTensor)}
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -102,7 +102,10 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         )
         self.accelerator = accelerator(self.run, self.world, [], fsdp_plugin=plugin, **precision)
         assert self.accelerator.distributed_type == DistributedType.FSDP, self.accelerator.distributed_type
-        self.model, self.optimizer = prepared(self.accelerator, self.model, self.make_stepper(treated))
+        stepper = self.make_stepper(treated)
+        self.model, optimizer = prepared(self.accelerator, self.model, stepper)
+        self.set_optimizer(stepper)
+        self.update.optimizer = optimizer
 
 
 class AcceleratedZero(Accelerated, Sharded):
@@ -152,7 +155,7 @@ class AcceleratedZero(Accelerated, Sharded):
         precision = {"mixed_precision": "bf16" if self.low_precision else "no"}
         self.accelerator = accelerator(self.run, self.world, handlers, cpu=False, deepspeed_plugin=plugin, **precision)
         assert self.accelerator.distributed_type == DistributedType.DEEPSPEED, self.accelerator.distributed_type
-        engine, _ = self.accelerator.prepare(self.model, self.optimizer)
-        self.optimizer = engine.optimizer.optimizer  # lockstep's own
+        engine, _ = self.accelerator.prepare(self.model, self.update.stepper)
+        assert engine.optimizer.optimizer is self.update.stepper
         unset_hf_deepspeed_config()  # or transformers would shard models that only rank 0 creates, for the export
         return engine

@@ -49,7 +49,7 @@ class Hooked(WholeStateRecovery):
     @abstractmethod
     def wrap(self) -> nn.Module:
         """Return `self.model` as its engine runs it: in DistributedDataParallel if there are several processes. May
-        replace `self.optimizer` by the engine's."""
+        replace `self.update.optimizer` by the engine's."""
 
     def build(self, task: Task) -> None:
         super().build(task)
@@ -153,8 +153,8 @@ class Hooked(WholeStateRecovery):
             )
         return gradients
 
-    def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
-        losses, counts = super().agree(losses, uses)
+    def agree(self, losses: Tensor, uses: Sequence[int], also: Sequence[int] = ()) -> tuple[Tensor, list[int]]:
+        losses, counts = super().agree(losses, uses, also)
         if self.ddp is not None and self.steady is not False and self.in_tree:
             self.steady = min(counts) == self.leaves.tree.leaves
             if not self.steady:
@@ -172,7 +172,7 @@ class Hooked(WholeStateRecovery):
 
     def detach_group(self) -> None:
         super().detach_group()
-        self.wrapped, self.optimizer, self.steady = self.model, self.stepper, None
+        self.wrapped, self.update.optimizer, self.steady = self.model, self.update.stepper, None
         self.ddp = self.exchange = None  # type: ignore[assignment]
         self.arrived = {}
 

@@ -167,7 +167,7 @@ class Region:
     def __init__(self, strategy: Strategy, task: Task, model: nn.Module) -> None:
         """Replace the model's `forward`, which stays as it is for calls without `TARGETS`."""
         self.run, self.task, self.device = strategy.run, task, strategy.world.device
-        self.autocast = strategy.autocast
+        self.autocast = strategy.precision.autocast
         self.each = bool(self.run.data.sources) and task.reports_example_losses
         self.plain = model.forward
         self.code = torch.compile(self._loss, fullgraph=True, dynamic=False, backend=blocks.BACKEND)
@@ -320,7 +320,7 @@ def _by_code(strategy: Any, micro: MicroBatch) -> tuple[Tensor, Sequence[Tensor 
 def _uncompiled(strategy: Any, micro: MicroBatch, seed: int) -> Tensor:
     """Loss sum of a micro-batch, with its graph, by the model as it is."""
     seed_everything(strategy.run.seed, -3, seed)
-    with strategy.autocast():
+    with strategy.precision.autocast():
         loss: Tensor = strategy.task.loss_sum(strategy.model(**micro.inputs), micro.targets)
     return loss
 

@@ -118,7 +118,7 @@ class Sharded(ShardedRecovery, Recomputes):
 
     @abstractmethod
     def start_engine(self) -> Any:
-        """Return a `deepspeed.DeepSpeedEngine` around `self.model` and `self.optimizer`, configured by
+        """Return a `deepspeed.DeepSpeedEngine` around `self.model` and `self.update.stepper`, configured by
         `self.config`."""
 
     def __init__(self, run: Run, world: World) -> None:
@@ -169,7 +169,7 @@ class Sharded(ShardedRecovery, Recomputes):
             self.model.forward = cast(self.model.forward)
         self.named = dict(self.model.named_parameters())
         self.grad_counts = {n: 0 for n, _ in self._trained()}  # number of this rank's micro-batches with a gradient
-        self.optimizer = self.stepper = stepper.build(self.run.optim, self.model)
+        self.set_optimizer(stepper.build(self.run.optim, self.model))
         if self.in_tree_order:
             self._build_in_tree_order()
         else:
@@ -187,7 +187,7 @@ class Sharded(ShardedRecovery, Recomputes):
 
     def _build_in_tree_order(self) -> None:
         """Start the engine, and replace its reduction and update. Collective."""
-        for group in self.optimizer.param_groups:  # parameters that would misalign their successor come last
+        for group in self.update.stepper.param_groups:  # parameters that would misalign their successor come last
             group["params"].sort(key=lambda p: p.numel() * p.element_size() % stepper.ALIGNED != 0)
         treated = stepper.assigned(self.run.optim, self.model)
         self.engine = self.start_engine()
@@ -208,7 +208,7 @@ class Sharded(ShardedRecovery, Recomputes):
         bucket = 4 * int(self.config["zero_optimization"]["reduce_bucket_size"])
         self.sums = sums(self.world, [*leaves.values()], self.flat_cuts.by_rank, bucket)
         groups = stepper.groups(self.run.optim, self.flat_cuts.parts.items(), treated)
-        self.optimizer = self.stepper = stepper.Stepper(self.run.optim, groups)
+        self.set_optimizer(stepper.Stepper(self.run.optim, groups))
 
     def _owned(self, trained: Mapping[str, Any]) -> list[Owned]:
         """Return, by rank, the range of each parameter that DeepSpeed assigns to the rank, and its position in the flat
@@ -276,7 +276,7 @@ class Sharded(ShardedRecovery, Recomputes):
             return step(batch, learning_rate)
 
     def _step_in_tree_order(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        losses = self.zero_losses(batch)
+        losses = self.totals.start(batch.count)
         self.sums.start(batch.count)
         self.statistics.start(batch.count)
         for micro in batch.micro_batches:
@@ -308,7 +308,7 @@ class Sharded(ShardedRecovery, Recomputes):
         self.sums.end()
 
     def recompute(self, step: int, micro: MicroBatch, targets: float) -> None:
-        with self.sums.aside(), self.sources.preserved():
+        with self.sums.aside(), self.totals.preserved():
             seed_everything(self.run.seed, step, micro.index)
             with observing(self.observer, micro.index, self.model):
                 self.run_micro_batch(micro, targets)
@@ -326,7 +326,7 @@ class Sharded(ShardedRecovery, Recomputes):
             self._refresh_model()
 
     def _step_of_engine(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        losses = self.zero_losses(batch)
+        losses = self.totals.start(batch.count)
         micro_batches = self._levelled(batch)
         self.grad_counts = dict.fromkeys(self.grad_counts, 0)
         self.statistics.start(batch.count)
@@ -342,11 +342,11 @@ class Sharded(ShardedRecovery, Recomputes):
                 self.statistics.reset()
         with self.phases("reduction"):
             losses, uses = self.agree(losses, list(self.grad_counts.values()))
-            self.finite.check(batch.step, losses, losses.sum())
+            self.update.finite.check(batch.step, losses, losses.sum())
         unused = self._unused(uses, batch.count)
         if self.observer is not None:
             self.observer.reduced(EngineGradient(self._whole_gradient))
-        stepper.set_rate(self.optimizer, learning_rate)
+        stepper.set_rate(self.update.stepper, learning_rate)
         with self.phases("optimizer"):
             frozen = [(name, key, self._whole_state(name, key)) for name in unused for key in (None, *self._moments())]
             self.engine.step()
@@ -355,13 +355,13 @@ class Sharded(ShardedRecovery, Recomputes):
             if frozen:
                 self._refresh_model()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
-        self.finite.check(batch.step, losses, norm)
+        self.update.finite.check(batch.step, losses, norm)
         self.statistics.finish(self.data_parallel.sum)
-        return StepResult(losses.sum() / batch.targets, norm, loss_sums_of=self.sources.of_step)
+        return StepResult(losses.sum() / batch.targets, norm, loss_sums_of=self.totals.loss_sums_of)
 
     def run_micro_batch(self, micro: MicroBatch, targets: float) -> Tensor:
-        with self.phases("forward"), self.autocast(not self.low_precision), self.saving:
-            loss = self.loss_sum(self._run(micro.inputs), micro)
+        with self.phases("forward"), self.precision.autocast(not self.low_precision), self.saving:
+            loss = self.totals.loss_sum(self.task, self._run(micro.inputs), micro, self.observer)
         with self.phases("backward"):
             if self.in_tree_order:
                 self.engine.backward(loss / targets, scale_wrt_gas=False)
@@ -468,8 +468,8 @@ class Sharded(ShardedRecovery, Recomputes):
 
     def _moments(self) -> list[str]:
         """Return the names of the optimizer's moments, once they exist."""
-        state = self.optimizer.state.get(self._first(), {})
-        return [key for key in state if key not in self.stepper.rule.counters]
+        state = self.update.stepper.state.get(self._first(), {})
+        return [key for key in state if key not in self.update.stepper.rule.counters]
 
     def _first(self) -> Tensor:
         """Return the tensor of the optimizer's first state."""
@@ -482,7 +482,7 @@ class Sharded(ShardedRecovery, Recomputes):
         if key is None:
             return self._whole_weight(name).clone()
         if self.in_tree_order:
-            return self.flat_cuts.assemble(name, self.optimizer.state[self.flat_cuts.parts[name]][key])
+            return self.flat_cuts.assemble(name, self.update.stepper.state[self.flat_cuts.parts[name]][key])
         self._link_optimizer_state()
         return safe_get_full_optimizer_state(self.named[name], key).clone()
 
@@ -504,7 +504,7 @@ class Sharded(ShardedRecovery, Recomputes):
         load = [0] * self.world.size  # elements that each rank keeps
         tensors = {f"model.{n}": w for n, w in self._whole_weights(self._keepers(load)).items()}
         if self.in_tree_order:
-            self.stepper.saved()  # creates the state of parameters without an update
+            self.update.stepper.saved()  # creates the state of parameters without an update
         for key in self._moments():
             keepers = self._keepers(load)
             for name, _ in self._trained():
@@ -518,7 +518,7 @@ class Sharded(ShardedRecovery, Recomputes):
         """Return each parameter's number of updates, if the optimizer counts them. DeepSpeed's own step counts every
         parameter in every update."""
         updated = {n: self.flat_cuts.parts[n] if self.in_tree_order else self._flat()[0] for n, _ in self._trained()}
-        states = {name: self.optimizer.state.get(part, {}) for name, part in updated.items()}
+        states = {name: self.update.stepper.state.get(part, {}) for name, part in updated.items()}
         return {name: state["step"].cpu().clone() for name, state in states.items() if "step" in state}
 
     def _keepers(self, load: list[int]) -> dict[str, int]:
@@ -532,11 +532,11 @@ class Sharded(ShardedRecovery, Recomputes):
     def load_sharded_state_dict(self, saved: Saved) -> None:
         """Load a state: rank 0 reads and broadcasts every tensor; each rank keeps its shard."""
         names = [n for n, _ in self._trained()]
-        fresh = self.stepper.rule.begin(self.optimizer.param_groups[0], self._first())
-        keys = [k for k in fresh if k not in self.stepper.rule.counters and f"optimizer.{k}.{names[0]}" in saved]
+        fresh = self.update.stepper.rule.begin(self.update.stepper.param_groups[0], self._first())
+        keys = [k for k in fresh if k not in self.update.stepper.rule.counters and f"optimizer.{k}.{names[0]}" in saved]
         steps = [n for n in names if f"optimizer.step.{n}" in saved]
         if self.in_tree_order:
-            self.stepper.places(saved)
+            self.update.stepper.places(saved)
         else:
             first = [self._from_main(saved, f"optimizer.step.{n}", torch.Size()) for n in steps[:1]]
             self._make_optimizer_state(keys, float(first[0]) if first else None)
@@ -549,7 +549,7 @@ class Sharded(ShardedRecovery, Recomputes):
                 self._set(name, self._from_main(saved, f"optimizer.{key}.{name}", self.shapes[name]), key)
         for name in steps if self.in_tree_order else ():
             step = self._from_main(saved, f"optimizer.step.{name}", torch.Size())
-            self.optimizer.state[self.flat_cuts.parts[name]]["step"].copy_(step)
+            self.update.stepper.state[self.flat_cuts.parts[name]]["step"].copy_(step)
         saved.read({f"model.{n}": b for n, b in self.model.named_buffers()})
         self._refresh_model()
 
@@ -562,9 +562,9 @@ class Sharded(ShardedRecovery, Recomputes):
 
     def _make_optimizer_state(self, keys: list[str], step: float | None) -> None:
         """Create the state that the optimizer's first step would create, to be filled in."""
-        self.optimizer.state.clear()
+        self.update.stepper.state.clear()
         for flat in self._flat() if keys else ():
-            state = self.optimizer.state[flat]
+            state = self.update.stepper.state[flat]
             if step is not None:
                 state["step"] = torch.tensor(step, device=flat.device if flat.is_cuda else "cpu")
             state |= {key: torch.zeros_like(flat) for key in keys}
@@ -573,7 +573,7 @@ class Sharded(ShardedRecovery, Recomputes):
     def _link_optimizer_state(self) -> None:
         """Tell DeepSpeed's `safe_get` and `safe_set` where the optimizer's state is: stages 1 and 2 look only once,
         after the update of the first parameter group, when the second has no state yet."""
-        if self.stage < 3 and self.optimizer.state:
+        if self.stage < 3 and self.update.stepper.state:
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -584,7 +584,7 @@ class Sharded(ShardedRecovery, Recomputes):
         parameter: Any = self.named[name]
         if parameter.requires_grad and self.in_tree_order:
             part = self.flat_cuts.parts[name]
-            place = part.detach() if key is None else self.optimizer.state[part][key]
+            place = part.detach() if key is None else self.update.stepper.state[part][key]
             place.copy_(self.flat_cuts.own[name].of(whole))
         elif not parameter.requires_grad:
             with zero.GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3), torch.no_grad():
@@ -627,7 +627,7 @@ class Sharded(ShardedRecovery, Recomputes):
 
     def close(self) -> None:
         self.engine.destroy()
-        del self.engine, self.model, self.optimizer, self.named
+        del self.engine, self.model, self.update, self.named
 
 
 class Zero(Sharded):
@@ -646,7 +646,7 @@ class Zero(Sharded):
     def start_engine(self) -> Any:
         import deepspeed
 
-        return deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=self.config)[0]
+        return deepspeed.initialize(model=self.model, optimizer=self.update.stepper, config=self.config)[0]
 
 
 def _of_flat(parameter: Tensor, flat: int, offset: int, sizes: Sequence[int], rank: int) -> tuple[OwnedRange, int, int]:

@@ -1,8 +1,8 @@
-"""Per-step reductions other than the gradient: running statistics of the model, and the loss of each source of a
-mixture.
+"""Per-step reductions other than the gradient: running statistics of the model, the loss of each micro-batch and of
+each source of a mixture, and how many micro-batches gave each weight a gradient.
 
-In: the micro-batches of a step, on any rank. Out: one update per step of buffers such as BatchNorm's; the loss sum of
-each source's examples. Both are bitwise equal at any number of processes.
+In: the micro-batches of a step, on any rank. Out: one update per step of buffers such as BatchNorm's; sums over ranks.
+All are bitwise equal at any number of processes.
 
 Each micro-batch starts from the statistics before the step, so it does not matter where it runs. The step's result is
 the mean of the micro-batches' statistics, weighted by examples: a step counts as one batch, however it is divided.
@@ -10,7 +10,7 @@ the mean of the micro-batches' statistics, weighted by examples: a step counts a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.batch import IGNORED, MicroBatch
+from lockstep.strategies.observer import StepObserver
 from lockstep.tasks.task import Task
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -91,53 +92,77 @@ class LossOutput(NamedTuple):
     each: Tensor | None  # loss of each example [B], without gradient, if losses of several sources are recorded
 
 
-class SourceSums:
-    """The losses of a step's micro-batches, by source."""
+class StepTotals:
+    """What ranks sum in a step beside the gradient: losses, and counts."""
 
-    def __init__(self, sources: int) -> None:
-        self._sources = sources
-        self._noted: dict[int, Tensor] = {}  # index of a micro-batch -> float64 [S]
-        self.of_step: Tensor | None = None  # float64 [S], set by `agree`; None without per-example losses
+    def __init__(self, device: torch.device, sources: int) -> None:
+        self._device, self._sources = device, sources
+        self._by_source: dict[int, Tensor] = {}  # index of a micro-batch -> float64 [S]
+        self.loss_sums_of: Tensor | None = None  # float64 [S], set by `add_up`; None without per-example losses
+        self.switched = 0  # micro-batches that switched off a weight's `requires_grad`; counted on whole models
 
-    @property
-    def noted(self) -> int:
-        """Number of this rank's micro-batches with per-example losses."""
-        return len(self._noted)
+    def start(self, count: int) -> Tensor:
+        """Return zeros for all `count` micro-batches of a step [M]; each rank fills in the losses of its own."""
+        self._by_source = {}
+        return torch.zeros(count, dtype=torch.float64, device=self._device)
 
-    def loss_sum(self, task: Task, outputs: Any, micro: MicroBatch) -> Tensor:
-        """Return the loss sum of one micro-batch, with its graph, and record its sums by source."""
+    def loss_sum(self, task: Task, outputs: Any, micro: MicroBatch, observer: StepObserver | None = None) -> Tensor:
+        """Return the loss sum of one micro-batch from the model's outputs: a scalar with its graph. Records its sums by
+        source."""
+        loss = self._loss_sum(task, outputs, micro)
+        if observer is not None:
+            observer.loss(micro.index, loss)
+        return loss
+
+    def _loss_sum(self, task: Task, outputs: Any, micro: MicroBatch) -> Tensor:
         if isinstance(outputs, LossOutput):
-            self.note(micro, outputs.each)
+            self._note(micro, outputs.each)
             return outputs.loss
         if micro.sources is None or not task.reports_example_losses:
             return task.loss_sum(outputs, micro.targets)
         loss, each = task.loss_each(outputs, micro.targets)
-        self.note(micro, each)
+        self._note(micro, each)
         return loss
 
-    def note(self, micro: MicroBatch, each: Tensor | None) -> None:
+    def _note(self, micro: MicroBatch, each: Tensor | None) -> None:
         """Record the losses of a micro-batch's examples [B], if there are any."""
         if each is not None and micro.sources is not None and each.shape == micro.sources.shape:
             mine = micro.sources == torch.arange(self._sources, device=each.device)[:, None]  # [S, B]
-            self._noted[micro.index] = torch.where(mine, each.double(), 0.0).sum(1)
+            self._by_source[micro.index] = torch.where(mine, each.double(), 0.0).sum(1)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """A context whose micro-batches belong to no step."""
-        noted = dict(self._noted)
+        before = dict(self._by_source)
         try:
             yield
         finally:
-            self._noted = noted
+            self._by_source = before
 
-    def agree(self, noted: int, losses: Tensor, summed: Callable[[Tensor], Tensor]) -> None:
-        """Sum the losses by source over the step. `noted`: recorded micro-batches of all ranks, whose losses are
-        `losses` [M]. `summed`: sums over ranks; each rank fills in its own micro-batches and zeros elsewhere, which is
-        exact, and then all add the same list in the same order. Collective if all micro-batches are recorded."""
-        self.of_step = None
-        if noted == len(losses):
+    def add_up(
+        self, losses: Tensor, counts: Sequence[int], sum_over_ranks: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, list[int]]:
+        """Sum the losses of the step's micro-batches [M] and other counts over ranks; the last count returned is
+        `switched`. Each rank fills in its own micro-batches and zeros elsewhere, so that adding is exact; losses by
+        source are then added in the same order on every rank. Collective."""
+        losses, counts = self.summed(losses, [*counts, self.switched, len(self._by_source)], sum_over_ranks)
+        self.loss_sums_of = None
+        if counts.pop() == len(losses):  # every micro-batch has per-example losses
             table = losses.new_zeros(len(losses), self._sources)  # [M, S]
-            for index, sums in self._noted.items():
+            for index, sums in self._by_source.items():
                 table[index] = sums
-            self.of_step = summed(table).sum(0)
-        self._noted = {}
+            self.loss_sums_of = sum_over_ranks(table).sum(0)
+        self._by_source = {}
+        return losses, counts
+
+    def summed(
+        self, losses: Tensor, counts: Sequence[int], sum_over_ranks: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, list[int]]:
+        """Sum losses and counts over ranks. The counts stay in host memory, so there is no device synchronization.
+        Collective."""
+        numbers = torch.tensor(counts, dtype=torch.float64)
+        if losses.device.type == "cpu":  # in one message
+            losses, numbers = sum_over_ranks(torch.cat([losses, numbers])).split([len(losses), len(numbers)])
+        else:
+            losses, numbers = sum_over_ranks(losses), sum_over_ranks(numbers)
+        return losses, [int(number) for number in numbers.tolist()]

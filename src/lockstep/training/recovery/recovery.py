@@ -294,7 +294,7 @@ def unsupported_reason(session: Session) -> str | None:
         return "what waits on a GPU cannot be cut off"
     if strategy.statistics is not None and strategy.statistics.names:
         return "the model keeps running statistics"
-    if run.average.ema is not None or strategy.stepper.rule.averages:
+    if run.average.ema is not None or strategy.update.stepper.rule.averages:
         return "weights are averaged"
     if run.remote_dir is not None:
         return "checkpoints are mirrored by rank 0"

@@ -52,7 +52,7 @@ class Resharder:
         however often regrouping is retried: slices belong to the ranks they were cut for."""
         copied = self.copies.detach_group()
         strategy: Any = session.strategy
-        readable = not (strategy.state_needs_all_ranks or strategy.update_incomplete)
+        readable = not (strategy.state_needs_all_ranks or strategy.update.incomplete)
         if self._live is None and state.step >= 0 and readable:
             number, count = strategy.part_of_state
             shares = {number: held_here(strategy.own_state())}
@@ -104,8 +104,8 @@ class Resharder:
         strategy: Any = session.strategy
         steps = session.world.all_gather(state.step)
         newest = session.world.all_gather(state.state_dict() if state.step == max(steps) else None)
-        if 0 <= state.step == max(steps) - 1 and strategy.deferred_update is not None:
-            strategy.apply_deferred_update()
+        if 0 <= state.step == max(steps) - 1 and strategy.update.deferred is not None:
+            strategy.update.make_deferred()
             theirs = next(each for each in newest if each is not None)
             state.load_state_dict(theirs)
             assert self._live is not None
