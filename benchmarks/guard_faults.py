@@ -68,7 +68,7 @@ class Injected:
         if kind == "activations":
             strategy.model.transformer.h[0].mlp.register_forward_hook(self._activation)
         if kind == "gradients":
-            strategy.named["transformer.h.1.mlp.c_fc.weight"].register_hook(self._gradient)
+            strategy.weights.named["transformer.h.1.mlp.c_fc.weight"].register_hook(self._gradient)
         plain: Callable[..., Tensor] = strategy.run_micro_batch
 
         def run_micro_batch(micro: Any, divisor: float) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep import RunError
 from lockstep.strategies.exact.reduction_tree import ReductionTree, partial_nodes, share
 from lockstep.strategies.job import Job
-from lockstep.strategies.replicated import ReplicatedStrategy
+from lockstep.strategies.single import ReplicatedStrategy
 
 
 class Gossip(ReplicatedStrategy):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from support.assumed import rests_on_it
 
 
-@rests_on_it("src/lockstep/strategies/replicated.py", "src/lockstep/strategies/engines/zero_sums.py")
+@rests_on_it("src/lockstep/strategies/single.py", "src/lockstep/strategies/engines/zero_sums.py")
 def test_a_weight_used_twice_is_told_of_once() -> None:
     """A post-accumulate hook runs once for each backward, after all uses of the weight have been added to .grad."""
     weight = nn.Parameter(torch.ones(2))
@@ -48,7 +48,7 @@ def test_gradients_can_be_wider_than_weights() -> None:
     assert weight.grad.item() == 257.0
 
 
-@rests_on_it("src/lockstep/strategies/exact/norm_and_clip.py", "src/lockstep/strategies/replicated.py")
+@rests_on_it("src/lockstep/strategies/exact/norm_and_clip.py", "src/lockstep/strategies/single.py")
 def test_an_unused_weight_has_no_gradient() -> None:
     """A weight that a backward does not reach keeps None as .grad; one that gets zeros has zeros."""
     used, unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))

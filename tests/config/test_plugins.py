@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.commands.before_a_run import listed
 from lockstep.config import plugins
-from lockstep.strategies.replicated import ReplicatedStrategy
+from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.strategies.strategy import Strategy
 from support.messages import raises
 from support.places import ROOT
@@ -26,7 +26,7 @@ def test_every_name_is_a_plug_in_and_no_base_is_one(kind: str) -> None:
         found = plugins.find(kind, name)
         assert found.plugin == kind  # type: ignore[attr-defined]
         assert "plugin" not in vars(found)
-    for base in ("replicated", "fsdp2_step", "observer", "strategy", "text_task", "abilities", "launcher", "console"):
+    for base in ("fsdp2_step", "observer", "strategy", "text_task", "abilities", "launcher", "console"):
         assert base not in names
 
 

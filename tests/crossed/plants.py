@@ -19,10 +19,10 @@ def late_rate() -> None:
 
 def dropout_of_a_rank() -> None:
     """What dropout draws depends on the rank."""
-    from lockstep.strategies import replicated
+    from lockstep.strategies import single
 
-    right = replicated.seed_everything
-    replicated.seed_everything = lambda seed, *more: right(seed + int(os.environ["RANK"]), *more)  # type: ignore[assignment]
+    right = single.seed_everything
+    single.seed_everything = lambda seed, *more: right(seed + int(os.environ["RANK"]), *more)  # type: ignore[assignment]
 
 
 def leaves_from_left_to_right() -> None:
@@ -52,7 +52,7 @@ def pieces_by_threads() -> None:
 
 def forgotten_moments() -> None:
     """A resumed optimizer begins with moments of zero."""
-    from lockstep.strategies.replicated import ReplicatedStrategy
+    from lockstep.strategies.single import ReplicatedStrategy
 
     right = ReplicatedStrategy.load_sharded_state_dict
 

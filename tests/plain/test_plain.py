@@ -25,7 +25,7 @@ from lockstep.distributed.world import World
 from lockstep.plain import rows
 from lockstep.plain.losses import batch_loss
 from lockstep.proof import against_plain, recording
-from lockstep.strategies.replicated import ReplicatedStrategy
+from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.strategies.strategy import StepResult
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.embedding import Embedding

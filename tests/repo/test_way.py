@@ -21,7 +21,7 @@ def test_the_way_to_the_first_step_can_be_read_downwards() -> None:
     edges = EDGE.findall(picture)
     way = [edges[0][0], *(below for _, _, kind, below, _ in edges if kind == "==>")]
     assert way[0] == "cli.py"
-    assert way[-1] == "strategies/replicated.py"
+    assert way[-1] == "strategies/single.py"
     assert len(set(way)) == len(way), "a file on the way is entered twice"
     stops = [(above, below) for above, _, kind, below, _ in edges if kind == "-->"]
     assert {above for above, _ in stops} <= set(way)

@@ -85,7 +85,7 @@ def beside_float32(world: World, run: Run) -> tuple[float, float, bool]:
     """Masters after a few steps beside weights that torch's own AdamW updates in float32 with the same gradients: the
     largest difference, how far they went, and whether the model's weights are the masters, rounded."""
     _, strategy, feed = build_with_feed(run, world)
-    start = {n: p.detach().float().clone() for n, p in strategy.named.items()}
+    start = {n: p.detach().float().clone() for n, p in strategy.weights.named.items()}
     theirs = {n: torch.nn.Parameter(t.clone()) for n, t in start.items()}
     exempt = weight_decay.exempt(strategy.model)
     decays = [(run.optim.weight_decay, [p for n, p in theirs.items() if n not in exempt])]
@@ -108,7 +108,7 @@ def beside_float32(world: World, run: Run) -> tuple[float, float, bool]:
     state = strategy.state_dict()
     apart = max(float((state[f"model.{n}"].float() - p.detach()).abs().max()) for n, p in theirs.items())
     went = max(float((p.detach() - start[n]).abs().max()) for n, p in theirs.items())
-    rounded = all(torch.equal(p.detach(), state[f"model.{n}"].bfloat16()) for n, p in strategy.named.items())
+    rounded = all(torch.equal(p.detach(), state[f"model.{n}"].bfloat16()) for n, p in strategy.weights.named.items())
     return apart, went, rounded
 
 

@@ -9,7 +9,7 @@ import torch
 from lockstep.config.run import Run
 from lockstep.data.batch import StepBatch
 from lockstep.distributed.world import World
-from lockstep.strategies.replicated import ReplicatedStrategy
+from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from support.harness import build, build_with_feed, digest, run_on, tiny
@@ -260,9 +260,9 @@ def test_all_ranks_score_the_same_and_the_first_exports(name: str, of: Answers) 
 
 def densely(world: World, run: Run) -> dict[str, Any]:
     """The same steps with every gradient dense."""
-    from lockstep.strategies import replicated
+    from lockstep.strategies import single
 
-    replicated.row_sparse = lambda model, device, uses: set()
+    single.row_sparse = lambda model, device, uses: set()
     return a_few(world, run)
 
 

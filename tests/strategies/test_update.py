@@ -117,12 +117,12 @@ def test_bfloat16_weights_are_their_masters_rounded_and_gradients_are_added_up_i
     strategy, _, seen = stepped(still("model.dtype=bfloat16", "precision=bf16"))
     start, _, _ = stepped(still("model.dtype=bfloat16", "precision=bf16"), steps=0)
     moved = 0
-    for name, place in strategy.named.items():
-        master = strategy.stepped[name]
+    for name, place in strategy.weights.named.items():
+        master = strategy.weights.updated[name]
         assert master.dtype == torch.float32
         assert torch.equal(place, master.bfloat16()), name
-        moved += not torch.equal(place, start.named[name])
-    assert moved > len(strategy.named) // 2  # a weight of 1 moves less than its last bit
+        moved += not torch.equal(place, start.weights.named[name])
+    assert moved > len(strategy.weights.named) // 2  # a weight of 1 moves less than its last bit
     assert all(gradient.dtype == torch.float32 for gradient in seen.values())
     rounded = [name for name, gradient in seen.items() if torch.equal(gradient, gradient.bfloat16().float())]
     assert not rounded

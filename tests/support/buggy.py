@@ -23,7 +23,7 @@ class OneNotReduced(AllReduce):
     """Does not reduce one parameter's gradient."""
 
     def reduce(self) -> list[Tensor]:
-        place = list(self.named).index("transformer.h.1.mlp.c_fc.weight")
+        place = list(self.weights.named).index("transformer.h.1.mlp.c_fc.weight")
         own = next(iter(self.leaves.tree.nodes.values()))[place].clone()
         gradients = super().reduce()
         gradients[place] = own

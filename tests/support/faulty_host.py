@@ -29,7 +29,7 @@ class WrongGradient(Held):
 
     def build(self, task: Task) -> None:
         super().build(task)
-        self.named[WEIGHT].register_hook(self.flip)  # before sdc_check registers its hook
+        self.weights.named[WEIGHT].register_hook(self.flip)  # before sdc_check registers its hook
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         mine = share(self.run.micro_batches, self.world.rank, self.world.size)
@@ -75,7 +75,7 @@ class WrongWeight(Held):
         result = super().train_step(batch, learning_rate)
         if self.faulty() and batch.step + 1 == FROM:
             with torch.no_grad():
-                self.named[WEIGHT].view(-1)[:1].view(torch.int32)[...] ^= 1
+                self.weights.named[WEIGHT].view(-1)[:1].view(torch.int32)[...] ^= 1
         return result
 
 

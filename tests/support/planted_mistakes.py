@@ -40,7 +40,7 @@ class WrongLeaf(_Planted):
             return gradient + 1e-3 * torch.eye(*gradient.shape)
 
         wrong = (self.at, micro.index) == (STEP, MICRO_BATCH)
-        hook = self.named[WEIGHT].register_hook(flip) if wrong else None
+        hook = self.weights.named[WEIGHT].register_hook(flip) if wrong else None
         loss = super().backward(micro, targets, last)
         if hook is not None:
             hook.remove()
@@ -53,7 +53,7 @@ class WrongSum(_Planted):
     def reduce(self) -> list[Tensor]:
         gradients = super().reduce()
         if self.at == STEP:
-            gradients[list(self.named).index(WEIGHT)] *= 2
+            gradients[list(self.weights.named).index(WEIGHT)] *= 2
         return gradients
 
 
@@ -79,7 +79,7 @@ class BitFlip(_Planted):
 
     def build(self, task: Task) -> None:
         super().build(task)
-        self.named[WEIGHT].register_hook(self.flip)
+        self.weights.named[WEIGHT].register_hook(self.flip)
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         self.under_way = micro.index

@@ -49,7 +49,7 @@ def flipped(tensor: Tensor, bit: int = 0) -> Tensor:
 
 
 def wrong_gradient(strategy: Any, now: Callable[[], bool]) -> None:
-    weight = strategy.named["transformer.h.1.mlp.c_fc.weight"]
+    weight = strategy.weights.named["transformer.h.1.mlp.c_fc.weight"]
     weight.register_hook(lambda gradient: flipped(gradient) if now() else gradient)
 
 

@@ -12,7 +12,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.replicated import ReplicatedStrategy
+from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.training.data_loader import StepLoader
 from support import task_runs
 from support.harness import build, rank_0_of, run_on

@@ -91,7 +91,7 @@ def test_one_process_alone_sees_a_gradient_that_comes_out_otherwise_the_second_t
         seen.append(0)
         return gradient if len(seen) == 1 else gradient * (1 + 2**-22)
 
-    strategy.named["transformer.h.1.mlp.c_fc.weight"].register_hook(hear)
+    strategy.weights.named["transformer.h.1.mlp.c_fc.weight"].register_hook(hear)
     before = digest(strategy.state_dict())
     with raises("LS5152", error=CorruptionDetected):
         guard.train_step(feed.make(1), 1e-3)

@@ -100,7 +100,7 @@ def replay(job: Job, world: World, output: str, target_step: str, begin: str) ->
 
 def finite(strategy: Strategy, world: World) -> bool:
     """Whether all trained weights are finite. Collective."""
-    mine = all(bool(torch.isfinite(local(tensor)).all()) for _, tensor in strategy.updated_parts())
+    mine = all(bool(torch.isfinite(local(tensor)).all()) for _, tensor in strategy.weights.updated_parts())
     return all(world.all_gather(mine))
 
 

@@ -1,7 +1,7 @@
 """What only some strategies can do, an ability a class: a strategy inherits from those that it has.
 
 In: a strategy or its class. Out: whether it chooses options by memory, recomputes micro-batches, or reshards its state;
-test with `isinstance` or `issubclass`. Strategies with the full state on every rank are in `replicated.py`.
+test with `isinstance` or `issubclass`.
 """
 
 from __future__ import annotations
@@ -58,6 +58,22 @@ class Recomputes(Strategy):
     @abstractmethod
     def replicated_state(self) -> list[Tensor]:
         """Return the part of the state that every rank holds in full. Collective."""
+
+
+class WholeStateRecovery(Strategy):
+    """A strategy with the full state on every rank, so that surviving ranks can continue in a new process group after a
+    failure: `launch.on_rank_failure: continue`."""
+
+    plugin = "strategies"  # a base: it has no name in a run file
+
+    @abstractmethod
+    def detach_group(self) -> None:
+        """Drop everything that belongs to the process group: the wrapper and pending messages. Keeps the state between
+        two updates."""
+
+    @abstractmethod
+    def attach_group(self) -> None:
+        """Use a new process group, whose ranks all have the full state. Collective."""
 
 
 class ShardedRecovery(Strategy):

@@ -8,14 +8,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from lockstep.config.run import RunError
+from lockstep.strategies.abilities import WholeStateRecovery
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import Exchange, all_reduce_flat, buckets
 from lockstep.strategies.job import Job
-from lockstep.strategies.replicated import WholeStateRecovery
+from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.tasks.task import Task
 
 
-class AllReduce(WholeStateRecovery):
+class AllReduce(ReplicatedStrategy, WholeStateRecovery):
     """`strategy.options.bucket_cap_mb`: bucket size in MiB (default 25)."""
 
     gloo_threads = 2

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
@@ -43,7 +44,7 @@ from lockstep.strategies.engines.fsdp import (
 from lockstep.strategies.engines.side_effects import SideEffects, first_few, refuse_own_tensors
 from lockstep.strategies.exact import held_state, stepper
 from lockstep.strategies.exact.norm_and_clip import Gradient, Part
-from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, links
+from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, LinkSpeeds, links
 from lockstep.strategies.exact.reduction_tree import (
     ReductionTree,
     Scatter,
@@ -57,15 +58,70 @@ from lockstep.strategies.exact.rows import RowSlots, rows_between
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.stepper import ParamGroupSpec, make_model
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
+from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.job import Job
 from lockstep.strategies.observer import listening, observing
-from lockstep.strategies.replicated import ReplicatedStrategy, first_inputs
+from lockstep.strategies.single import ReplicatedStrategy, first_inputs
 from lockstep.strategies.strategy import DataShard, Strategy, WeightFormats, summing
 from lockstep.tasks.models import inference
 from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
 
 BUCKET_BYTES = 25 * 2**20
+
+
+class ShardedWeights(TrainedWeights):
+    """The weights of a rank that holds all of them and updates its rows of each."""
+
+    def __init__(self, model: nn.Module, masters: bool, world: World, mesh: DeviceMesh, links: LinkSpeeds) -> None:
+        self._world, self._mesh, self._links = world, mesh, links
+        super().__init__(model, masters)
+        cut = {i: p for i, p in enumerate(self.named.values()) if p.dim()}  # every rank updates the scalars
+        self._gathered = [[cut[i] for i in b] for b in buckets(cut, BUCKET_BYTES)]
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return a view of the rows of a whole tensor that this rank updates, sharded like a DTensor: the last ranks
+        have fewer or none."""
+        if not tensor.dim():
+            return tensor
+        each = -(-len(tensor) // self._world.size)
+        return tensor[self._world.rank * each : (self._world.rank + 1) * each]
+
+    @override
+    def own_parts(self) -> dict[str, nn.Parameter]:
+        """Return views of the whole weights: the optimizer writes where forward reads."""
+        return {name: nn.Parameter(self.rows(p.detach())) for name, p in self.named.items()}
+
+    @override
+    def to_dtensor(self, name: str, tensor: Tensor) -> Tensor:
+        whole = self.named[name]
+        if not whole.dim():
+            return tensor
+        return DTensor.from_local(
+            tensor, self._mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    @override
+    def gradient(self, gradients: Sequence[Tensor]) -> Gradient:
+        parts = [
+            Part(n, p, g, 1.0 if p.dim() else 1 / self._world.size, self.to_dtensor)
+            for (n, p), g in zip(self.updated.items(), gradients, strict=True)
+        ]
+        return Gradient(parts, list(self.named), self._world.sum)
+
+    @override
+    @torch.no_grad()
+    def changed(self) -> None:
+        """All-gather the updated rows. Collective."""
+        super().changed()
+        size = self._world.size
+        arriving, gathering = InFlight(), Gather(self._world.rank, size, self._links)
+        for parameters in self._gathered:
+            slots = RowSlots([p.shape for p in parameters], size)
+            own = parameters[0].new_zeros(slots.length)
+            torch._foreach_copy_(slots.own(own, self._world.rank), [self.rows(p.detach()) for p in parameters])
+            arriving.add(gathering.bucket(own, partial(slots.take, tensors=parameters)))
+        arriving.finish()
 
 
 class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
@@ -85,49 +141,30 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
         bytes_of = super().bytes_held(run, processes, state)
         return bytes_of | {name: bytes_of[name] / processes for name in ("optimizer", "average") if name in bytes_of}
 
-    # -- who holds what ----------------------------------------------------------------------------------------------
+    # -- building ----------------------------------------------------------------------------------------------------
 
+    @override
     def build(self, task: Task) -> None:
-        self.alone = self.world.size == 1
+        self.alone, self.links = self.world.size == 1, links(self.run, self.world)
         if not self.alone:
+            size = (self.world.size,)
             with self.world.forming():
-                self.mesh = init_device_mesh(
-                    self.world.device.type, (self.world.size,), mesh_dim_names=(self.axis("rank"),)
-                )
+                self.mesh = init_device_mesh(self.world.device.type, size, mesh_dim_names=(self.axis("rank"),))
         super().build(task)
         self.buckets = buckets(dict(reversed(self.dense.items())), BUCKET_BYTES)  # in backward's order
-        cut = {i: p for i, p in enumerate(self.parameters) if p.dim()}  # every rank updates the scalars
-        self.gathered = [[cut[i] for i in b] for b in buckets(cut, BUCKET_BYTES)]
-        self.links = links(self.run, self.world)
-        self.slots = [self.slots_of([self.parameters[i] for i in b]) for b in self.buckets]
+        shapes = [[self.parameters[i].shape for i in b] for b in self.buckets]
+        self.slots = [RowSlots(each, self.world.size) for each in shapes]
 
-    def make(self, task: Task) -> nn.Module:
-        return roomy(make_model(task, empty=True)) if self.build_empty else make_model(task)
+    @override
+    def make_model(self) -> nn.Module:
+        return roomy(make_model(self.task, empty=True)) if self.build_empty else make_model(self.task)
 
-    def slots_of(self, parameters: Sequence[Tensor]) -> RowSlots:
-        return RowSlots([p.shape for p in parameters], self.world.size)
-
-    def own(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return a view of the rows of a whole tensor that a rank updates, sharded like a DTensor: the last ranks have
-        fewer or none."""
-        if not tensor.dim():
-            return tensor
-        each = -(-len(tensor) // self.world.size)
-        return tensor[rank * each : (rank + 1) * each]
-
-    def parts_to_step(self) -> dict[str, nn.Parameter]:
-        """Return views of the whole weights: the optimizer writes where forward reads."""
+    @override
+    def make_weights(self, masters: bool) -> TrainedWeights:
         if self.alone:
-            return self.named
-        return {name: nn.Parameter(self.own(p.detach(), self.world.rank)) for name, p in self.named.items()}
-
-    def to_dtensor(self, name: str, tensor: Tensor) -> Tensor:
-        whole = self.named[name]
-        if self.alone or not whole.dim():
-            return tensor
-        return DTensor.from_local(
-            tensor, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+            return super().make_weights(masters)
+        self.sharded = ShardedWeights(self.model, masters, self.world, self.mesh, self.links)
+        return self.sharded
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -195,36 +232,9 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
 
     def own_rows(self, gradient: Tensor) -> Tensor:
         """Return this rank's rows of a row-sparse gradient."""
-        mine = self.own(torch.arange(len(gradient)), self.world.rank)
+        mine = self.sharded.rows(torch.arange(len(gradient)))
         first = int(mine[0]) if len(mine) else 0
         return rows_between(gradient, first, first + len(mine))
-
-    def whole_gradient(self, gradients: list[Tensor]) -> Gradient:
-        """Return the step's gradient; each rank holds its rows."""
-        if self.alone:
-            return super().whole_gradient(gradients)
-        parts = [
-            Part(n, p, g, 1.0 if p.dim() else 1 / self.world.size, self.to_dtensor)
-            for (n, p), g in zip(self.stepped.items(), gradients, strict=True)
-        ]
-        return Gradient(parts, list(self.named), self.world.sum)
-
-    def weights_changed(self) -> None:
-        super().weights_changed()
-        if not self.alone:
-            self.gather()
-
-    @torch.no_grad()
-    def gather(self) -> None:
-        """All-gather the updated rows. Collective."""
-        arriving, gathering = InFlight(), Gather(self.world.rank, self.world.size, self.links)
-        for parameters in self.gathered:
-            slots = self.slots_of(parameters)
-            own = parameters[0].new_zeros(slots.length)
-            places = slots.own(own, self.world.rank)
-            torch._foreach_copy_(places, [self.own(p.detach(), self.world.rank) for p in parameters])
-            arriving.add(gathering.bucket(own, partial(slots.take, tensors=parameters)))
-        arriving.finish()
 
 
 class FSDP2(ChoosesByMemory, ShardedRecovery):
@@ -345,7 +355,6 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
                     self.scatters.append(TreeScatter(self))
                     part.set_custom_reduce_scatter(self.scatters[-1])
         self.parts = dict(self.model.named_parameters())  # the shards; a gathered block shows whole ones
-        self.named = {n: p for n, p in self.parts.items() if p.requires_grad}
         self.uses = Uses(self.model, self.parameters)
         if not self.build_empty:
             self.receive(source)
@@ -400,6 +409,11 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             fully_shard(block, mp_policy=of_block, **arguments)
         fully_shard(self.model, mp_policy=of_root, **arguments)
         self.set_optimizer(self.make_stepper(treated))
+
+    @override
+    def set_optimizer(self, optimizer: stepper.Stepper) -> None:
+        self.weights = TrainedWeights(self.model)
+        super().set_optimizer(optimizer)
 
     def make_stepper(self, treated: Mapping[str, ParamGroupSpec]) -> stepper.Stepper:
         groups = stepper.groups(self.run.optim, self.model.named_parameters(), treated)
@@ -472,7 +486,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     def check_side_effects(self, effects: SideEffects) -> SideEffects:
         agreed = effects.together(self.world.all_gather)
         names = sorted(agreed.new_memory | agreed.hooked | ((agreed.written | agreed.evaluated) & self.parts.keys()))
-        if names and (self.world.size == 1 or not self.named.keys().isdisjoint(names)):
+        if names and (self.world.size == 1 or not self.weights.named.keys().isdisjoint(names)):
             raise RunError(
                 "LS4191",
                 "strategy.options.gather: FSDP replaces weights by other tensors, and would lose what the "
@@ -503,14 +517,14 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return list(self.named.values())
+        return list(self.weights.named.values())
 
     def whole_gradient(self) -> Gradient:
         """Return the step's gradient; each rank holds its shards, each shard replicated on the ranks it is not divided
         over."""
-        gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self.named.items()}
-        parts = [Part(n, p, gradients[n], cuts(gradients[n]) / self.world.size) for n, p in self.named.items()]
-        return Gradient(parts, list(self.named), self.world.sum)
+        gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self.weights.named.items()}
+        parts = [Part(n, p, gradients[n], cuts(gradients[n]) / self.world.size) for n, p in self.weights.named.items()]
+        return Gradient(parts, list(self.weights.named), self.world.sum)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.model.eval()
@@ -569,7 +583,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     def close(self) -> None:
         self.scatters.clear()
-        del self.model, self.update, self.named, self.parts
+        del self.model, self.update, self.weights, self.parts
 
 
 # -- parts of tensors ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ micro-batches among them and sum their trees like `allreduce.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
@@ -43,14 +44,37 @@ from lockstep.strategies.exact.norm_and_clip import Gradient, Part
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import Exchange, all_reduce_flat, buckets, most_held, share
 from lockstep.strategies.exact.stepper import make_model
+from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.job import Job
-from lockstep.strategies.replicated import call_on_cpu
+from lockstep.strategies.single import call_on_cpu
 from lockstep.strategies.strategy import DataShard, summing
 from lockstep.tasks.task import Task
 from lockstep_trace.plurals import quantity
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 BUCKET_BYTES = 25 * 2**20  # bucket size between pipelines
+
+
+class HeldStages(TrainedWeights):
+    """The weights of a rank that holds some stages of a model."""
+
+    def __init__(self, cut: Cut, parts: Sequence[cuts.StagePart], stage_weights: Sequence[StageWeights]) -> None:
+        self._cut, self._parts, self._stage_weights = cut, parts, stage_weights
+        self.named = {}  # a weight that several stages use has one tensor in each
+
+    @override
+    def changed(self) -> None:
+        """Do nothing: forward reads what the optimizer updates."""
+
+    @override
+    def updated_parts(self) -> list[tuple[str, Tensor]]:
+        return [(name, p.detach()) for weights in self._stage_weights for name, p in weights.parameters.items()]
+
+    @override
+    def to_save(self) -> dict[str, Tensor]:
+        """Return weights and buffers of which this rank has the first stage."""
+        held = [(part, name) for part in self._parts for name in part.names]
+        return {n: part.tensor(n).detach() for part, n in held if part.stage == self._cut.holders[n][0]}
 
 
 class Pipeline(ShardedRecovery):
@@ -184,6 +208,7 @@ class Pipeline(ShardedRecovery):
             )
         self.links = Links(self.cut, self.ranks, self.pipelines, self.pipeline, self.side)
         self.stage_weights = [StageWeights(part, self.order, self.links) for part in self.cut_parts]
+        self.weights = HeldStages(self.cut, self.cut_parts, self.stage_weights)
         stepped = {id(p): (n, p) for weights in self.stage_weights for n, p in weights.parameters.items()}  # each once
         treated = stepper.assigned(self.run.optim, self.cut.whole)
         groups = stepper.groups(self.run.optim, stepped.values(), treated)
@@ -348,19 +373,7 @@ class Pipeline(ShardedRecovery):
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         owned = {name for weights in self.stage_weights for name in weights.owned}
-        return held_state.sharded(self.weights(), self.update.stepper, self.precision.loss_scale, owned)
-
-    def updated_parts(self) -> list[tuple[str, Tensor]]:
-        return [(name, p.detach()) for weights in self.stage_weights for name, p in weights.parameters.items()]
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers that this rank saves."""
-        return {
-            name: part.tensor(name).detach()
-            for part in self.cut_parts
-            for name in part.names
-            if part.stage == self.cut.holders[name][0]
-        }
+        return held_state.sharded(self.weights.to_save(), self.update.stepper, self.precision.loss_scale, owned)
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
         for part, weights in zip(self.cut_parts, self.stage_weights, strict=True):
@@ -368,13 +381,13 @@ class Pipeline(ShardedRecovery):
             held_state.load(saved, tensors, self.update.stepper, self.precision.loss_scale, weights.parameters)
 
     def export(self) -> dict[str, Tensor] | None:
-        weights = gather(self.weights(), self.world)
+        weights = gather(self.weights.to_save(), self.world)
         if not self.world.is_main:
             return None
         return {key: weights[self.cut.canonical[key]] for key in self.cut.whole.state_dict()}
 
     def close(self) -> None:
-        del self.model, self.update, self.schedule, self.engine, self.stage_weights, self.cut_parts
+        del self.model, self.update, self.weights, self.schedule, self.engine, self.stage_weights, self.cut_parts
         for group in (self.pipe, self.side, self.across):
             dist.destroy_process_group(group)
 

@@ -1,15 +1,237 @@
-"""One process does all the work: the plainest reading of the interface, and what every other strategy is compared with.
+"""One process does all the work: one training step from first to last, and what every other strategy is compared with.
 
-In: all micro-batches of a step. Out: one update. No communication.
+In: the micro-batches of a step. Out: one update of a model that this rank holds whole. `ReplicatedStrategy` is the step
+but for `reduce`, which sums gradients over ranks; `Single` has no other ranks. `allreduce.py` and `ddp.py` say what
+they change. Parts: `LeafGradients` adds gradients in a fixed order, `TrainedWeights` are what the optimizer updates,
+`WeightUpdate` makes the update.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING
 
-from lockstep.config.run import RunError
+import numpy as np
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.sharded import local
+from lockstep.strategies.abilities import Recomputes
+from lockstep.strategies.engines import blocks, layers, side_effects
+from lockstep.strategies.exact import held_state, stepper
+from lockstep.strategies.exact.leaf_gradients import LeafGradients
+from lockstep.strategies.exact.reduction_tree import most_held
+from lockstep.strategies.exact.rows import row_sparse
+from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.job import Job
-from lockstep.strategies.replicated import ReplicatedStrategy
+from lockstep.strategies.observer import observing
+from lockstep.strategies.strategy import DataShard, WeightFormats
+from lockstep.tasks.models import inference
+from lockstep.tasks.models.inference import Decoding
+from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from lockstep.strategies.engines.region import Region
+
+
+class ReplicatedStrategy(Recomputes):
+    """A step of which each rank computes some micro-batches, on a model of which each rank holds all weights."""
+
+    plugin = "strategies"  # a base: it has no name in a run file
+
+    exact = True
+    weight_formats = WeightFormats.BFLOAT16 | WeightFormats.BFLOAT16_ALONE | WeightFormats.FOUR_BITS
+    statistics: Statistics
+    runs_whole_model = True
+    region: Region | None = None  # compiled micro-batches (`model.compile: whole`)
+    travelling = False  # whether this micro-batch's backward sends gradients, and so waits for other ranks
+
+    @override
+    @classmethod
+    def partial_sums(cls, run: Run, processes: int) -> float:
+        partials = most_held(run.micro_batches, processes, uneven=bool(run.launch.rebalance_every))
+        return 4.0 * (partials - 1) if run.strategy.exact else 0.0
+
+    # -- before the first step ---------------------------------------------------------------------------------------
+
+    @override
+    def build(self, task: Task) -> None:
+        self.task, run, exact = task, self.run, self.run.strategy.exact
+        self.model = self.make_model().to(self.world.device)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        for position, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self.on_grad_ready, position))
+        with self.precision.autocast():  # some attention kernels support bf16 only
+            uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
+        whole = run.model.compile == "whole"  # its code returns dense gradients
+        plain = exact and not run.model.trained_in_bfloat16 and not whole
+        sparse = row_sparse(self.model, self.world.device, uses) if plain else set()
+        blocks.prepare(run, self.model)
+        if whole:
+            from lockstep.strategies.engines.region import Region
+
+            self.region = Region(self, task, self.model)
+        self.weights = self.make_weights(held_state.keeps_masters(run))
+        if run.model.trained_in_bfloat16:
+            held_state.sums_in_float32([*self.parameters, *self.weights.updated.values()])
+        self.rows = [i for i, name in enumerate(self.weights.named) if name in sparse]  # row-sparse gradients
+        self.leaves = LeafGradients(self.parameters, self.rows)
+        groups = stepper.groups(run.optim, self.weights.updated.items(), stepper.assigned(run.optim, self.model))
+        self.set_optimizer(stepper.Stepper(run.optim, groups, self.weights.to_dtensor))
+        # Autograd adds the gradients of a weight used three times or more in an order that depends on when its
+        # low-precision copy was recorded. Casting again for every micro-batch makes that order the same for all.
+        self.fresh_casts = exact and run.precision != "fp32" and max(uses.values(), default=0) > 2
+        self.statistics = Statistics(self.model)
+        self.model.train()
+        self.wrapped = self.model  # as forward is called in training: an engine may wrap it
+
+    def make_model(self) -> nn.Module:
+        """Return the model, in host memory."""
+        return stepper.make_model(self.task)
+
+    def make_weights(self, masters: bool) -> TrainedWeights:
+        """Return the weights that this rank updates: all of them."""
+        return TrainedWeights(self.model, masters)
+
+    @property
+    def dense(self) -> dict[int, nn.Parameter]:
+        """Trained parameters whose gradients are not row-sparse, by position."""
+        return {i: p for i, p in enumerate(self.parameters) if i not in self.rows}
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    @override
+    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        losses = self.totals.start(batch.count)  # [M], zeros: each rank fills in its own
+        self.leaves.start(batch.count, batch.shares)
+        self.statistics.start(batch.count)
+        with self.precision.autocast():  # around the whole step, so that weights are cast once
+            for micro in batch.micro_batches:
+                last = micro is batch.micro_batches[-1]
+                backward = partial(self.backward, micro, batch.targets, last)
+                losses[micro.index] = self.compute(batch.step, micro, backward)
+                self.statistics.take(micro)
+                self.totals.switched += not all(p.requires_grad for p in self.parameters)
+        with self.phases("reduction"):
+            gradients = self.reduce()
+            losses, uses = self.agree(losses, self.leaves.grad_counts)
+            self.leaves.free()
+        return self.optimizer_step(batch, self.weights.gradient(gradients), learning_rate, losses, uses)
+
+    def compute(self, step: int, micro: MicroBatch, backward: Callable[[], Tensor]) -> Tensor:
+        """Run forward and backward of one micro-batch by calling `backward`, which returns the loss sum. Dropout
+        depends on seed, step and micro-batch, not on the rank. Call it within `autocast`."""
+        if self.fresh_casts:
+            torch.clear_autocast_cache()
+        seed_everything(self.run.seed, step, micro.index)
+        compiled = self.region is not None and self.region.has_code(micro)
+        arithmetic = self.region.arithmetic() if self.region is not None and compiled else nullcontext()
+        with observing(self.observer, micro.index, self.model), arithmetic:
+            return backward()
+
+    def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
+        """Run one micro-batch forward and backward, and add its gradient to the tree. `targets`: of the whole step, by
+        which its loss is divided, once; `last`: whether it is this rank's last. Returns the loss sum."""
+        if not self.run.strategy.exact:  # autograd sums the gradients of all micro-batches
+            return self.run_micro_batch(micro, targets)
+        self.leaves.begin(micro.index)
+        loss = self.run_micro_batch(micro, targets)
+        with self.phases("backward"):
+            self.leaves.end()
+        return loss
+
+    def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
+        """Run forward and backward of one micro-batch, with the gradient of loss sum / divisor. Returns the loss sum,
+        detached."""
+        with self.phases("forward"):
+            loss = self.totals.loss_sum(self.task, self.wrapped(**self.inputs_of(micro)), micro, self.observer)
+        with self.phases("overlapped" if self.travelling else "backward"), self.precision.autocast(False):
+            self.precision.scaled(loss / divisor).backward()
+        return loss.detach()
+
+    def inputs_of(self, micro: MicroBatch) -> Mapping[str, Tensor]:
+        """Return the model's inputs for a micro-batch, by which it runs compiled code if it has some."""
+        return micro.inputs if self.region is None else self.region.inputs(micro)
+
+    def on_grad_ready(self, position: int, parameter: Tensor) -> None:
+        """Autograd hook: a parameter's gradient of this micro-batch is complete."""
+        self.leaves.note(position)
+
+    @abstractmethod
+    def reduce(self) -> list[Tensor]:
+        """Return the gradient sum over all micro-batches of all ranks, in the order of `self.parameters`."""
+
+    # -- the same micro-batch again, for `sdc_check` -----------------------------------------------------------------
+
+    @override
+    def recompute(self, step: int, micro: MicroBatch, targets: float) -> None:
+        def backward() -> Tensor:
+            loss = self.totals.loss_sum(self.task, self.model(**self.inputs_of(micro)), micro, self.observer)
+            with self.precision.autocast(False):
+                torch.autograd.grad(self.precision.scaled(loss / targets), self.parameters, allow_unused=True)
+            return loss.detach()
+
+        with self.precision.autocast(), self.totals.preserved():
+            self.compute(step, micro, backward)
+
+    @override
+    def replicated_weights(self) -> list[Tensor]:
+        return [p.detach() for p in self.parameters]
+
+    @override
+    def replicated_state(self) -> list[Tensor]:
+        state = sorted(self.sharded_state_dict().items())
+        return [tensor.detach() for _, tensor in state if local(tensor) is tensor]
+
+    # -- evaluation and export ---------------------------------------------------------------------------------------
+
+    @override
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        with self.evaluating():
+            return self.model(**inputs).logits
+
+    @override
+    def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
+        with self.evaluating():
+            return inference.by_transformers(self.model, inputs, how)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context in which the model runs in evaluation mode without gradients. Restores weights that a model changes
+        for evaluation (rwkv divides them by powers of two)."""
+        names = self.effects.evaluated
+        self.model.eval()
+        restored = side_effects.preserved(self.model, names) if names else nullcontext()
+        with restored, torch.no_grad(), self.precision.autocast():
+            yield
+        self.model.train()
+
+    @override
+    def export(self) -> dict[str, Tensor] | None:
+        return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None
+
+    # -- other ranks come and go (`WholeStateRecovery`), and the end ---------------------------------------------------
+
+    def detach_group(self) -> None:
+        self.leaves.start(0, None)
+        self.leaves.waiting = None
+        for parameter in (*self.parameters, *self.weights.updated.values()):
+            parameter.grad = None
+
+    def attach_group(self) -> None:
+        self.data_parallel = DataShard(self.world.rank, self.world.size, self.world.sum)
+
+    @override
+    def close(self) -> None:
+        del self.model, self.wrapped, self.update, self.parameters, self.weights, self.leaves
 
 
 class Single(ReplicatedStrategy):
@@ -17,6 +239,7 @@ class Single(ReplicatedStrategy):
 
     chooses_links = False
 
+    @override
     @classmethod
     def check(cls, job: Job) -> None:
         run, processes = job.run, job.processes
@@ -31,5 +254,17 @@ class Single(ReplicatedStrategy):
                 "LS4261", f"strategy.options: single has no options; remove {', '.join(run.strategy.options)}"
             )
 
+    @override
     def reduce(self) -> list[Tensor]:
         return self.leaves.tree.root if self.run.strategy.exact else self.leaves.pop_all()
+
+
+def first_inputs(task: Task, device: torch.device) -> Mapping[str, Tensor]:
+    """Return the model inputs of the first two training examples."""
+    columns = task.splits["train"]
+    return task.collate(columns, np.arange(min(2, len(columns))), 0).to(device).inputs
+
+
+def call_on_cpu(model: nn.Module, task: Task) -> None:
+    """Run forward on the first two examples on the CPU, before the model is sharded."""
+    model(**first_inputs(task, torch.device("cpu")))

@@ -3,8 +3,8 @@
 In: a `StepBatch` with this rank's micro-batches, and the learning rate. Out: a `StepResult`, and weights that are the
 same on all ranks.
 Every method is collective: all ranks call it, in the same order. A strategy keeps no schedule, step count, log or file.
-It is composed of parts that do not know of each other: `Precision`, `StepTotals`, `Update`, and its own communication
-and sharding. `single.py` is the shortest complete one; `abilities.py` holds one class per optional ability.
+It is composed of parts: `Precision`, `StepTotals`, `TrainedWeights` (who updates what), `WeightUpdate`. `single.py` is
+one to read first, from beginning to end; `abilities.py` holds one class per optional ability.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from lockstep.strategies.exact.precision import Precision
 from lockstep.strategies.exact.reduction_tree import share
 from lockstep.strategies.exact.statistics import Statistics, StepTotals
 from lockstep.strategies.exact.stepper import Stepper
-from lockstep.strategies.exact.update import Update
+from lockstep.strategies.exact.trained_weights import TrainedWeights
+from lockstep.strategies.exact.update import WeightUpdate
 from lockstep.strategies.job import Job, StrategyRules
 from lockstep.strategies.job import WeightFormats as WeightFormats
 from lockstep.strategies.observer import StepObserver
@@ -69,8 +70,8 @@ class Strategy(StrategyRules):
 
     task: Task
     model: nn.Module  # this rank's part of the model, under the task's parameter names
-    named: dict[str, nn.Parameter]  # this rank's trained parameters, by the task's names
-    update: Update  # made by `build`
+    weights: TrainedWeights  # what this rank updates; made by `build`, as `update`
+    update: WeightUpdate
     data_parallel: DataShard
     statistics: Statistics | None = None  # the model's running statistics, if the strategy reduces them
     effects: SideEffects = SideEffects()  # side effects of forward, recorded by `dry_run`
@@ -105,7 +106,7 @@ class Strategy(StrategyRules):
 
     def set_optimizer(self, optimizer: Stepper) -> None:
         """Create the update that uses this optimizer."""
-        self.update = Update(self.run, self.model, self.precision, optimizer, self.weights_changed)
+        self.update = WeightUpdate(self.run, self.model, self.precision, optimizer, self.weights.changed)
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ class Strategy(StrategyRules):
     def averaged(self) -> AbstractContextManager[bool]:
         """Return a context in which the model has the weights to evaluate and export, if they differ from the trained
         ones. Yields whether they differ."""
-        return self.update.stepper.averaged(self.weights_changed)
+        return self.update.stepper.averaged(self.weights.changed)
 
     def exported(self) -> dict[str, Tensor] | None:
         """Return `export()` of the evaluated weights. Collective."""
@@ -211,14 +212,6 @@ class Strategy(StrategyRules):
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def updated_parts(self) -> list[tuple[str, Tensor]]:
-        """Return this rank's part of each trained parameter, sharing its memory; sharded ones as DTensors. A tied
-        parameter may occur twice."""
-        return [(name, parameter.detach()) for name, parameter in self.named.items()]
-
-    def weights_changed(self) -> None:
-        """Copy the tensors that the optimizer updates into the model after they changed. Collective."""
-
     def sharded_state_dict(self) -> dict[str, Tensor]:
         """Return this rank's part of the weights (`model.NAME`) and the optimizer state (`optimizer.KEY.NAME`) under
         the task's parameter names, without copies where possible.
@@ -227,13 +220,13 @@ class Strategy(StrategyRules):
         (bitwise equal on every rank), or on the only rank that holds or gathered it. All ranks together have the full
         state, with the same names and shapes after every step.
         """
-        return held_state.sharded(held_state.tensors_of(self.model), self.update.stepper, self.precision.loss_scale)
+        return held_state.sharded(self.weights.to_save(), self.update.stepper, self.precision.loss_scale)
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
         """Load what all ranks' `sharded_state_dict` returned together, from any strategy and any number of processes.
         Each rank reads only its own part."""
-        tensors = held_state.tensors_of(self.model)
-        held_state.load(saved, tensors, self.update.stepper, self.precision.loss_scale)
+        held_state.load(saved, self.weights.to_save(), self.update.stepper, self.precision.loss_scale)
+        self.weights.loaded()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full state on rank 0; other ranks return what they hold without gathering."""

@@ -40,7 +40,7 @@ from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.stepper import make_model
 from lockstep.strategies.job import Job
 from lockstep.strategies.observer import GradientRecorder, listening
-from lockstep.strategies.replicated import ReplicatedStrategy
+from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Generates, UsesReference
 from lockstep.tasks.models import adapters, model_configs, quantized

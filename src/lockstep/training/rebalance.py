@@ -18,7 +18,7 @@ from lockstep.config.run import RunError
 from lockstep.data.batch import StepBatch
 from lockstep.data.streamed import Unreadable
 from lockstep.strategies.exact.reduction_tree import Shares, even
-from lockstep.strategies.replicated import ReplicatedStrategy
+from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.training.resolve import WHOLE_COPIES
 from lockstep.training.session import Session
 

@@ -231,7 +231,7 @@ def _refuse_features(job: Job) -> None:
     """Refuse silent-corruption checks, rebalancing and peer checkpoints if the strategy or launcher does not support
     them. Refusals that depend on the machines' memory come later. Errors: `RunError`."""
     from lockstep.strategies.abilities import ChoosesByMemory, Recomputes, ShardedRecovery
-    from lockstep.strategies.replicated import ReplicatedStrategy
+    from lockstep.strategies.single import ReplicatedStrategy
 
     run, strategy = job.run, job.strategy
     check, launch, name = run.sdc_check, run.launch, run.strategy.name

@@ -22,7 +22,7 @@ from lockstep.config.run import Run, load
 from lockstep.distributed.sharded import local
 from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.world import World
-from lockstep.strategies import replicated
+from lockstep.strategies import single
 from lockstep.strategies.engines import pipelining
 from lockstep.strategies.exact.stepper import freeze
 from lockstep.strategies.job import Job
@@ -108,7 +108,7 @@ def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | Non
     simulated_job = job.having(less)
     task = simulated_job.make_task()
     if on_gpus:
-        replicated.row_sparse = lambda *_: set()
+        single.row_sparse = lambda *_: set()
     pipelining.set_random_state = lambda *_: None  # there is no data to travel between stages
     world = FakeWorld(less).on_machines(per_node or ranks)
     strategy = make_strategy(simulated_job, world)
@@ -245,7 +245,7 @@ def _tokens(feed: StepLoader, step: int) -> float:
 def divided(peak: Peak, strategy: Strategy) -> dict[str, int]:
     """Split the kinds of a peak: partial sums are told apart from the one gradient of this rank's parameters."""
     kinds = {kind: size for kind, size in peak.kinds.items() if size}
-    one = 4 * sum(local(p).numel() for p in strategy.named.values()) if hasattr(strategy, "named") else 0
+    one = 4 * sum(local(p).numel() for p in strategy.weights.named.values())
     waiting = kinds.get(GRADIENTS, 0) - one
     return kinds | ({GRADIENTS: one, PARTIAL: waiting} if one and waiting > 0 else {})
 

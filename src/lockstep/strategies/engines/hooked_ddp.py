@@ -26,15 +26,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.strategies.abilities import WholeStateRecovery
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.side_effects import preserved
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import Exchange, buckets, layout_of
-from lockstep.strategies.replicated import WholeStateRecovery
+from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.tasks.task import Task
 
 
-class Hooked(WholeStateRecovery):
+class Hooked(ReplicatedStrategy, WholeStateRecovery):
     """A replicated model in a DDP wrapper, with the exact reduction as its communication hook."""
 
     primed = True  # False until DDP has run a backward outside `no_sync`
@@ -53,7 +54,9 @@ class Hooked(WholeStateRecovery):
 
     def build(self, task: Task) -> None:
         super().build(task)
-        ignored = [name for i, name in enumerate(self.named) if i in self.rows]  # row-sparse, reduced separately
+        ignored = [
+            name for i, name in enumerate(self.weights.named) if i in self.rows
+        ]  # row-sparse, reduced separately
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
         self.position = {id(p): i for i, p in enumerate(self.parameters)}
         self.wrap_up()
@@ -144,7 +147,7 @@ class Hooked(WholeStateRecovery):
             for positions, tensors in zip(self.buckets, self.exchange.finish(), strict=True):
                 torch._foreach_copy_([gradients[i] for i in positions], tensors)
         elif self.ddp is not None and len(self.arrived) < len(gradients):
-            lacking = next(name for i, name in enumerate(self.named) if i not in self.arrived)
+            lacking = next(name for i, name in enumerate(self.weights.named) if i not in self.arrived)
             raise RunError(
                 "LS4090",
                 f"strategy.exact: with strategy.exact=false DDP waits for a gradient of {lacking}, which the "

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
@@ -37,9 +38,10 @@ from lockstep.strategies.exact.norm_and_clip import Part
 from lockstep.strategies.exact.reduction_tree import most_held, most_held_in_turns
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.stepper import make_model
+from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.job import Job
 from lockstep.strategies.observer import listening, observing
-from lockstep.strategies.replicated import call_on_cpu
+from lockstep.strategies.single import call_on_cpu
 from lockstep.tasks.task import Task
 
 
@@ -52,6 +54,17 @@ class EngineGradient:
     def whole(self, world: World) -> dict[str, Tensor]:
         """Gather the whole gradient by parameter. Collective."""
         return self.gather()
+
+
+class EngineWeights(TrainedWeights):
+    """The weights of a rank whose engine holds them; `refresh` writes the optimizer's to where forward reads them."""
+
+    def __init__(self, named: dict[str, nn.Parameter], refresh: Callable[[], None]) -> None:
+        self.named, self.updated, self._refresh = named, named, refresh
+
+    @override
+    def changed(self) -> None:
+        self._refresh()
 
 
 class Sharded(ShardedRecovery, Recomputes):
@@ -168,6 +181,8 @@ class Sharded(ShardedRecovery, Recomputes):
             cast = torch.autocast(self.world.device.type, torch.bfloat16, cache_enabled=cached)
             self.model.forward = cast(self.model.forward)
         self.named = dict(self.model.named_parameters())
+        refresh = self._refresh_model if self.in_tree_order else lambda: None
+        self.weights = EngineWeights(self.named, refresh)
         self.grad_counts = {n: 0 for n, _ in self._trained()}  # number of this rank's micro-batches with a gradient
         self.set_optimizer(stepper.build(self.run.optim, self.model))
         if self.in_tree_order:
@@ -319,11 +334,6 @@ class Sharded(ShardedRecovery, Recomputes):
 
     def replicated_state(self) -> list[Tensor]:
         return [*self.replicated_weights(), *self.model.buffers()]
-
-    def weights_changed(self) -> None:
-        super().weights_changed()
-        if self.in_tree_order:
-            self._refresh_model()
 
     def _step_of_engine(self, batch: StepBatch, learning_rate: float) -> StepResult:
         losses = self.totals.start(batch.count)
@@ -627,7 +637,7 @@ class Sharded(ShardedRecovery, Recomputes):
 
     def close(self) -> None:
         self.engine.destroy()
-        del self.engine, self.model, self.update, self.named
+        del self.engine, self.model, self.update, self.weights, self.named
 
 
 class Zero(Sharded):

@@ -30,7 +30,7 @@ class Averaged:
     def __init__(self, run: Run, strategy: Strategy) -> None:
         """Start the average at the present weights."""
         self.section, self.strategy = run.average, strategy
-        parts = strategy.updated_parts() if run.average.ema is not None else []
+        parts = strategy.weights.updated_parts() if run.average.ema is not None else []
         self.averages = [(name, part, torch.zeros_like(part)) for name, part in parts]
         for _, part, mean in self.averages:
             local(mean).copy_(local(part))
@@ -54,7 +54,7 @@ class Averaged:
             weights = local(part).clone()
             local(part).copy_(local(mean))
             local(mean).copy_(weights)
-        self.strategy.weights_changed()
+        self.strategy.weights.changed()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

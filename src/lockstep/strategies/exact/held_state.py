@@ -51,18 +51,6 @@ def keeps_masters(run: Run) -> bool:
     return run.model.trained_in_bfloat16 and run.optim.master_weights
 
 
-def masters_of(places: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Return a float32 master with the value of each weight."""
-    return {name: nn.Parameter(place.detach().float()) for name, place in places.items()}
-
-
-@torch.no_grad()
-def write_masters(masters: Iterable[Tensor], places: Iterable[Tensor]) -> None:
-    """Copy masters into their weights, rounding."""
-    for master, place in zip(masters, places, strict=True):
-        place.copy_(master)
-
-
 def sums_in_float32(parameters: Iterable[Tensor]) -> None:
     """Make `.grad` of bfloat16 parameters float32, so that bfloat16 gradients accumulate in float32."""
     for parameter in parameters:

@@ -20,7 +20,7 @@ from lockstep.strategies.exact.precision import Precision
 from lockstep.strategies.observer import StepObserver
 
 
-class Update:
+class WeightUpdate:
     """The optimizer of a strategy and its last update.
 
     If several ranks hold the same state (`barrier`), the update is all-or-nothing: no rank updates before all have what
