@@ -73,8 +73,8 @@ class HeldStages(TrainedWeights):
     @override
     def to_save(self) -> dict[str, Tensor]:
         """Return weights and buffers of which this rank has the first stage."""
-        held = [(part, name) for part in self._parts for name in part.names]
-        return {n: part.tensor(n).detach() for part, n in held if part.stage == self._cut.holders[n][0]}
+        tensors = [(part, name) for part in self._parts for name in part.names]
+        return {n: part.tensor(n).detach() for part, n in tensors if part.stage == self._cut.holders[n][0]}
 
 
 class Pipeline(ShardedRecovery):
