@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run, load
 from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
-from lockstep.strategies.fsdp2 import FSDP2, ShardedOptimizer
+from lockstep.strategies.fsdp2 import FSDP2, ShardedOptimizer, ShardedWeights
 from lockstep.strategies.job import Job, strategy_class
 from lockstep.training import model_stats
 from lockstep.training.resolve import resolve_strategy
@@ -165,17 +166,11 @@ def test_what_cannot_work_is_refused(options: dict, said: tuple[str, ...]) -> No
 def test_a_weight_that_is_one_number_counts_once_in_the_norm(ranks: int) -> None:
     """Every rank holds it, and the rows of the others are each of one rank."""
     matrix, number = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.tensor(3.0)
-    each = -(-len(matrix) // ranks)
+    model = nn.ParameterDict({"matrix": nn.Parameter(matrix), "number": nn.Parameter(number)})
     squares = torch.zeros(())
     for rank in range(ranks):
-        rows = matrix[rank * each : (rank + 1) * each]
-        held: Any = SimpleNamespace(
-            alone=False,
-            world=SimpleNamespace(size=ranks, sum=lambda tensor: tensor),
-            stepped={"matrix": rows, "number": number},
-            named={"matrix": matrix, "number": number},
-            rows=[],
-            to_dtensor=None,
-        )
-        squares += ShardedOptimizer.whole_gradient(held, [rows, number]).norm().square()
+        world: Any = SimpleNamespace(rank=rank, size=ranks, sum=lambda tensor: tensor)
+        weights = ShardedWeights(model, False, world, Any, Any)
+        gradients = [p.detach() for p in weights.updated.values()]
+        squares += weights.gradient(gradients).norm().square()
     assert torch.allclose(squares.sqrt(), torch.cat([matrix.reshape(-1), number[None]]).norm(), rtol=1e-6)

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch
@@ -119,6 +120,7 @@ class ShardedRecovery(Strategy):
         """Return `sharded_state_dict`, also after an interrupted step. Not collective."""
         return self.sharded_state_dict()
 
+    @override
     def set_optimizer(self, optimizer: Stepper) -> None:
         super().set_optimizer(optimizer)
         if self.world.members is not None and self.keeps_copies:

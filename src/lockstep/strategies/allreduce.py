@@ -6,6 +6,7 @@ In: this rank's micro-batches. Out: the same update on every rank. It differs fr
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from lockstep.config.run import RunError
 from lockstep.strategies.abilities import WholeStateRecovery
@@ -21,6 +22,7 @@ class AllReduce(ReplicatedStrategy, WholeStateRecovery):
 
     gloo_threads = 2
 
+    @override
     @classmethod
     def check(cls, job: Job) -> None:
         run = job.run
@@ -35,11 +37,13 @@ class AllReduce(ReplicatedStrategy, WholeStateRecovery):
                 "LS4001", f"strategy.options.bucket_cap_mb: invalid value {cap!r}; expected a number > 0 (MiB)"
             )
 
+    @override
     def build(self, task: Task) -> None:
         super().build(task)
         cap_bytes = int(self.run.strategy.options.get("bucket_cap_mb", 25) * 2**20)
         self.buckets = buckets(self.dense, cap_bytes)
 
+    @override
     def reduce(self) -> list[Tensor]:
         if not self.run.strategy.exact:
             own = self.leaves.pop_all()

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from lockstep.config.run import RunError
 from lockstep.strategies.engines.hooked_ddp import Hooked
@@ -24,6 +25,7 @@ class DDP(Hooked):
 
     gloo_threads = 2
 
+    @override
     @classmethod
     def check(cls, job: Job) -> None:
         run = job.run
@@ -35,6 +37,7 @@ class DDP(Hooked):
                 f"it has {', '.join(sorted(known))}",
             )
 
+    @override
     def wrap(self) -> nn.Module:
         if self.world.size == 1:
             return self.model

@@ -132,10 +132,12 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
     waits_inside = ("reduction", "overlapped", "optimizer")
     summary_suffix = ", weights gathered once a step"
 
+    @override
     @classmethod
     def check(cls, job: Job) -> None:
         fsdp.check_options(job)
 
+    @override
     @classmethod
     def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
         bytes_of = super().bytes_held(run, processes, state)
@@ -168,6 +170,7 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
+    @override
     def check_side_effects(self, effects: SideEffects) -> SideEffects:
         agreed = super().check_side_effects(effects)
         if agreed.new_memory and not self.alone:
@@ -180,6 +183,7 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
             )
         return agreed
 
+    @override
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         leaves = batch.count if self.run.strategy.exact else self.world.size
         layout = layout_of(leaves, self.world.size, batch.shares)
@@ -187,6 +191,7 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
         self.sent = 0  # buckets
         return super().train_step(batch, learning_rate)
 
+    @override
     def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
         self.travelling = last and self.run.strategy.exact and not self.alone
         if not self.travelling:
@@ -194,6 +199,7 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
         self.leaves.begin(micro.index)
         return self.run_micro_batch(micro, targets)
 
+    @override
     def on_grad_ready(self, position: int, parameter: Tensor) -> None:
         super().on_grad_ready(position, parameter)
         while (
@@ -212,6 +218,7 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
         self.leaves.release(positions)
         self.sent += 1
 
+    @override
     def reduce(self) -> list[Tensor]:
         """Return this rank's rows of the sums, in the order of `self.parameters`."""
         if self.alone:
@@ -249,6 +256,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     statistics: Statistics
     waits_inside = ("forward", "backward", "reduction", "optimizer")
 
+    @override
     @classmethod
     def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
         shards = processes // int(run.strategy.options.get("replicate", 1))
@@ -257,6 +265,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             bytes_of |= {"weights": 4.0, "optimizer": bytes_of["optimizer"] - 4.0}
         return {name: each / shards for name, each in bytes_of.items()}
 
+    @override
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
         replicas, leaves = int(run.strategy.options.get("replicate", 1)), run.micro_batches
@@ -268,6 +277,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         block = share(leaves, replicas - 1, replicas)  # the largest share
         return 4.0 * (most_held_in_turns(leaves, block, shards) - 1) / shards
 
+    @override
     @classmethod
     def check(cls, job: Job) -> None:
         fsdp.check_options(job)
@@ -275,14 +285,17 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             layers.check_writes(job, "strategy.options.gather", "FSDP", fsdp.INSTEAD)
             layers.check_scalars(job, "strategy.options.gather", "FSDP", fsdp.INSTEAD)
 
+    @override
     @classmethod
     def resolve_class(cls, run: Run) -> type[Strategy]:
         return ShardedOptimizer if fsdp.gather_option(run) == fsdp.STEP else cls
 
+    @override
     @classmethod
     def needs_memory_to_resolve(cls, run: Run) -> bool:
         return fsdp.gather_option(run) is None
 
+    @override
     @classmethod
     def resolve_options(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
         """Choose `gather: step` if its state, without activations, takes at most half of the memory."""
@@ -292,10 +305,12 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         options = {**run.strategy.options, "gather": fsdp.STEP if fits else fsdp.MICRO_BATCH}
         return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
 
+    @override
     @classmethod
     def inexact_options(cls, run: Run) -> list[str]:
         return fsdp.low_dtypes(run)
 
+    @override
     @classmethod
     def rounding(cls, run: Run) -> float:
         return 0.1 if fsdp.low_dtypes(run) or (run.precision != "fp32" and tensor_ranks(run) > 1) else 1e-4
@@ -311,6 +326,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         self.replica, within = divmod(world.rank, self.shards * self.tensor)
         self.shard = within // self.tensor
 
+    @override
     def own_micro_batches(self) -> Iterable[int]:
         """Return this rank's micro-batches: a replica's leaves are contiguous; its shards take turns, so that each
         reduction is over neighbouring leaves."""
@@ -319,6 +335,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     # -- building ----------------------------------------------------------------------------------------------------
 
+    @override
     def build(self, task: Task) -> None:
         self.task = task
         self.mesh = self.make_mesh()
@@ -438,6 +455,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
+    @override
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         losses = self.totals.start(batch.count)
         rounds = max(-(-len(share(batch.count, r, self.replicas)) // self.shards) for r in range(self.replicas))
@@ -475,6 +493,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             self.collect(micro.index)
         return loss.detach()
 
+    @override
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
         def call() -> None:  # the same examples on every rank; no backward frees the gathered weights
             with torch.no_grad(), self.precision.autocast():
@@ -483,6 +502,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
         return [call]
 
+    @override
     def check_side_effects(self, effects: SideEffects) -> SideEffects:
         agreed = effects.together(self.world.all_gather)
         names = sorted(agreed.new_memory | agreed.hooked | ((agreed.written | agreed.evaluated) & self.parts.keys()))
@@ -526,6 +546,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         parts = [Part(n, p, gradients[n], cuts(gradients[n]) / self.world.size) for n, p in self.weights.named.items()]
         return Gradient(parts, list(self.weights.named), self.world.sum)
 
+    @override
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.model.eval()
         with torch.no_grad(), self.precision.autocast():
@@ -534,6 +555,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         self.model.train()
         return logits
 
+    @override
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
         self.model.eval()
         self.root.unshard()  # an encoder is called directly, not through the root
@@ -545,6 +567,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     # -- state -------------------------------------------------------------------------------------------------------
 
+    @override
     @classmethod
     def fit_options(cls, run: Run, processes: int) -> Run:
         """Return the run with the tensor ranks and replicas of its file, or the largest numbers that divide the
@@ -560,10 +583,12 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             options["reshard_after_forward"] = bool(options["reshard_after_forward"])
         return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
 
+    @override
     @property
     def part_of_state(self) -> tuple[int, int]:
         return self.world.rank % (self.shards * self.tensor), self.shards * self.tensor
 
+    @override
     def own_state(self) -> dict[str, Tensor]:
         tensors = {name: p.detach() for name, p in self.parts.items()} | dict(self.model.named_buffers())
         return held_state.sharded(tensors, self.update.stepper, self.precision.loss_scale)
@@ -573,6 +598,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         gathered = whole(tensor.detach())
         return gathered.cpu() if self.world.is_main else None
 
+    @override
     def export(self) -> dict[str, Tensor] | None:
         weights = {name: self.on_main(tensor) for name, tensor in self.model.state_dict().items()}
         if not self.world.is_main:
@@ -581,6 +607,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         low = low if self.run.model.trained_in_bfloat16 else set()
         return {n: t.bfloat16() if n in low else t for n, t in weights.items() if t is not None}
 
+    @override
     def close(self) -> None:
         self.scatters.clear()
         del self.model, self.update, self.weights, self.parts

@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
@@ -26,6 +27,7 @@ class HFAccelerate(Accelerated, Hooked):
     ...), or one mapping: `fsdp` with the fields of its `FullyShardedDataParallelPlugin` (FSDP2), or `deepspeed` with
     `zero_stage` and a DeepSpeed config for its `DeepSpeedPlugin`."""
 
+    @override
     @classmethod
     def resolve_class(cls, run: Run) -> type[Strategy]:
         if "fsdp" in run.strategy.options:
@@ -38,6 +40,7 @@ class HFAccelerate(Accelerated, Hooked):
             return AcceleratedZero
         return cls
 
+    @override
     @classmethod
     def check(cls, job: Job) -> None:
         run = job.run
@@ -54,6 +57,7 @@ class HFAccelerate(Accelerated, Hooked):
                 "DistributedDataParallelKwargs), fsdp and deepspeed",
             )
 
+    @override
     def wrap(self) -> nn.Module:
         from accelerate import DistributedDataParallelKwargs
 
@@ -64,6 +68,7 @@ class HFAccelerate(Accelerated, Hooked):
         self.primed = not (options.get("static_graph") and self.world.size > 1)
         return model
 
+    @override
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         with self.phases("forward"):
             loss = self.totals.loss_sum(self.task, self.wrapped(**self.inputs_of(micro)), micro, self.observer)
@@ -71,6 +76,7 @@ class HFAccelerate(Accelerated, Hooked):
             self.accelerator.backward(self.precision.scaled(loss / divisor))
         return loss.detach()
 
+    @override
     def detach_group(self) -> None:
         release(self.accelerator)
         super().detach_group()

@@ -13,6 +13,7 @@ import tempfile
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
@@ -34,10 +35,12 @@ class HFTrainer(Accelerated, Hooked):
     """`strategy.options` are TrainingArguments that control how a step is computed (`ddp_bucket_cap_mb`,
     `gradient_checkpointing`, `torch_compile`, ...)."""
 
+    @override
     @classmethod
     def inexact_options(cls, run: Run) -> list[str]:
         return [f"strategy.options.{key}" for key in sorted(_OTHER_KERNELS & set(run.strategy.options))]
 
+    @override
     @classmethod
     def check(cls, job: Job) -> None:
         run = job.run
@@ -52,6 +55,7 @@ class HFTrainer(Accelerated, Hooked):
                     "LS4210", f"strategy.options.{name}: {why}; hf_trainer takes {', '.join(sorted(_KNOWN & every))}"
                 )
 
+    @override
     def wrap(self) -> nn.Module:
         from transformers import Trainer, TrainingArguments
 
@@ -106,6 +110,7 @@ class HFTrainer(Accelerated, Hooked):
         with self.precision.autocast(False):
             return self.precision.scaled(loss / num_items_in_batch)
 
+    @override
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         inputs, self.micro = {**self.inputs_of(micro), "labels": micro.targets}, micro
         phase = self.phases("overlapped" if self.travelling else "forward+backward")
@@ -113,11 +118,13 @@ class HFTrainer(Accelerated, Hooked):
             self.trainer.training_step(self.wrapped, inputs, num_items_in_batch=divisor)  # type: ignore[arg-type]
         return self.loss_of_micro
 
+    @override
     def detach_group(self) -> None:
         release(self.accelerator)
         self.trainer.model_wrapped = self.model
         super().detach_group()
 
+    @override
     def close(self) -> None:
         super().close()
         del self.trainer

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lockstep.distributed.world import World
 
@@ -101,6 +102,7 @@ class GradientRecorder(StepObserver):
         self._world = world
         self.gradients: dict[str, Tensor] = {}  # by parameter name; empty on other ranks
 
+    @override
     def reduced(self, gradient: WholeGradient) -> None:
         whole = gradient.whole(self._world)
         self.gradients = {name: tensor.detach().cpu().clone() for name, tensor in whole.items()}

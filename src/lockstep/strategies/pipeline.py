@@ -85,15 +85,18 @@ class Pipeline(ShardedRecovery):
     needs = ("torch>=2.13",)
     waits_inside = ("forward+backward", "reduction", "optimizer")
 
+    @override
     @classmethod
     def stages_of(cls, run: Run, processes: int) -> int:
         return int(run.strategy.options.get("stages", processes))
 
+    @override
     @classmethod
     def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
         stages = cls.stages_of(run, processes)
         return {name: each / stages for name, each in super().bytes_held(run, processes, state).items()}
 
+    @override
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
         if not run.strategy.exact:
@@ -101,6 +104,7 @@ class Pipeline(ShardedRecovery):
         stages = cls.stages_of(run, processes)
         return 4.0 * (most_held(run.micro_batches, processes // stages, whole_leaf=True) - 1) / stages
 
+    @override
     @classmethod
     def check(cls, job: Job) -> None:
         run, processes = job.run, job.processes
@@ -170,16 +174,19 @@ class Pipeline(ShardedRecovery):
         self.stage_rank, self.pipeline = divmod(world.rank, self.pipelines)
         self.data_parallel = DataShard(self.pipeline, self.pipelines, self.sum_over_pipelines)
 
+    @override
     @property
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.cut.whole.parameters())
 
+    @override
     @property
     def trained_count(self) -> int:
         return sum(p.numel() for p in self.cut.whole.parameters() if p.requires_grad)
 
     # -- building ----------------------------------------------------------------------------------------------------
 
+    @override
     def build(self, task: Task) -> None:
         self.task = task
         with self.world.forming():
@@ -254,6 +261,7 @@ class Pipeline(ShardedRecovery):
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
+    @override
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         self.batch = batch
         self.losses = self.totals.start(batch.count)
@@ -268,6 +276,7 @@ class Pipeline(ShardedRecovery):
             losses, uses = self.agree(self.losses, own)
         return self.optimizer_step(batch, self.whole_gradient(gradients), learning_rate, losses, uses)
 
+    @override
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
         return []  # each rank calls a part of the model
 
@@ -326,6 +335,7 @@ class Pipeline(ShardedRecovery):
         ]
         return Gradient(parts, self.order, summing(self.pipe))
 
+    @override
     def sum_of_step(self, tensor: Tensor) -> Tensor:
         return self.world.sum(tensor)  # the last stages have the losses, every stage its weights' gradients
 
@@ -335,6 +345,7 @@ class Pipeline(ShardedRecovery):
 
     # -- the other methods -------------------------------------------------------------------------------------------
 
+    @override
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.model.eval()
         logits = torch.empty(0)
@@ -358,6 +369,7 @@ class Pipeline(ShardedRecovery):
         dist.broadcast(logits, last, group=self.side)
         return logits
 
+    @override
     @classmethod
     def fit_options(cls, run: Run, processes: int) -> Run:
         """Return the run with the stages of its file, or with one pipeline of all processes."""
@@ -367,25 +379,30 @@ class Pipeline(ShardedRecovery):
         options = {**run.strategy.options, "stages": processes}
         return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
 
+    @override
     @property
     def part_of_state(self) -> tuple[int, int]:
         return self.stage_rank, self.ranks
 
+    @override
     def sharded_state_dict(self) -> dict[str, Tensor]:
         owned = {name for weights in self.stage_weights for name in weights.owned}
         return held_state.sharded(self.weights.to_save(), self.update.stepper, self.precision.loss_scale, owned)
 
+    @override
     def load_sharded_state_dict(self, saved: Saved) -> None:
         for part, weights in zip(self.cut_parts, self.stage_weights, strict=True):
             tensors = {name: part.tensor(name).detach() for name in part.names}
             held_state.load(saved, tensors, self.update.stepper, self.precision.loss_scale, weights.parameters)
 
+    @override
     def export(self) -> dict[str, Tensor] | None:
         weights = gather(self.weights.to_save(), self.world)
         if not self.world.is_main:
             return None
         return {key: weights[self.cut.canonical[key]] for key in self.cut.whole.state_dict()}
 
+    @override
     def close(self) -> None:
         del self.model, self.update, self.weights, self.schedule, self.engine, self.stage_weights, self.cut_parts
         for group in (self.pipe, self.side, self.across):

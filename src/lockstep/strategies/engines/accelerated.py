@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import nn
+from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
@@ -22,6 +23,7 @@ class Accelerated(Strategy):
     needs: ClassVar[tuple[str, ...]] = ("accelerate",)
     accelerator: Any
 
+    @override
     def close(self) -> None:
         super().close()
         release(self.accelerator)

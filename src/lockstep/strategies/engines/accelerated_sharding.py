@@ -10,12 +10,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines import fsdp, layers, zero_config
 from lockstep.strategies.engines.accelerated import Accelerated, accelerator, only, prepared
-from lockstep.strategies.engines.zero import Sharded
-from lockstep.strategies.exact.stepper import ParamGroupSpec
+from lockstep.strategies.engines.zero import DeepSpeedStrategy
+from lockstep.strategies.exact.stepper import ParamGroupSpec, Stepper
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import WeightFormats
@@ -28,6 +30,7 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
     weight_formats = WeightFormats.NONE
     supports_reshard = False  # Accelerate keeps process-wide state
 
+    @override
     @classmethod
     def check(cls, job: Job) -> None:
         run, processes = job.run, job.processes
@@ -67,19 +70,23 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
                 f"strategy.name=hf_accelerate without {key}, or more processes",
             )
 
+    @override
     @classmethod
     def needs_memory_to_resolve(cls, run: Run) -> bool:
         return False
 
+    @override
     @classmethod
     def inexact_options(cls, run: Run) -> list[str]:
         key = "mixed_precision_policy"
         return [f"strategy.options.fsdp.{key}"] if key in run.strategy.options["fsdp"] else []
 
+    @override
     @classmethod
     def rounding(cls, run: Run) -> float:
         return 0.1 if run.precision == "bf16" else 1e-4
 
+    @override
     def apply_shards(self, treated: Mapping[str, ParamGroupSpec]) -> None:
         from accelerate import FullyShardedDataParallelPlugin
         from accelerate.utils import DistributedType
@@ -108,7 +115,7 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         self.update.optimizer = optimizer
 
 
-class AcceleratedZero(Accelerated, Sharded):
+class AcceleratedZero(Accelerated, DeepSpeedStrategy):
     """DeepSpeed ZeRO as Accelerate starts it.
 
     Boundary, backward and step are called on the engine itself: Accelerate's wrapper steps inside backward, too early
@@ -118,6 +125,7 @@ class AcceleratedZero(Accelerated, Sharded):
     needs: ClassVar[tuple[str, ...]] = ("accelerate", "deepspeed")  # type: ignore[assignment]
     options_key = "strategy.options.deepspeed"
 
+    @override
     @classmethod
     def check(cls, job: Job) -> None:
         run, processes = job.run, job.processes
@@ -134,15 +142,18 @@ class AcceleratedZero(Accelerated, Sharded):
             layers.check_writes(job, f"{key}.zero_stage", "ZeRO-3", "stage 2")
         zero_config.check(run, processes, section["zero_stage"], cls.options_of(run), key)
 
+    @override
     @classmethod
     def stage_of(cls, run: Run) -> int:
         return int(run.strategy.options["deepspeed"]["zero_stage"])
 
+    @override
     @classmethod
     def options_of(cls, run: Run) -> Mapping[str, Any]:
         return {k: v for k, v in run.strategy.options["deepspeed"].items() if k != "zero_stage"}
 
-    def start_engine(self) -> Any:
+    @override
+    def start_engine(self, optimizer: Stepper) -> Any:
         from accelerate import DeepSpeedPlugin, InitProcessGroupKwargs
         from accelerate.utils import DistributedType
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -155,7 +166,7 @@ class AcceleratedZero(Accelerated, Sharded):
         precision = {"mixed_precision": "bf16" if self.low_precision else "no"}
         self.accelerator = accelerator(self.run, self.world, handlers, cpu=False, deepspeed_plugin=plugin, **precision)
         assert self.accelerator.distributed_type == DistributedType.DEEPSPEED, self.accelerator.distributed_type
-        engine, _ = self.accelerator.prepare(self.model, self.update.stepper)
-        assert engine.optimizer.optimizer is self.update.stepper
+        engine, _ = self.accelerator.prepare(self.model, optimizer)
+        assert engine.optimizer.optimizer is optimizer
         unset_hf_deepspeed_config()  # or transformers would shard models that only rank 0 creates, for the export
         return engine

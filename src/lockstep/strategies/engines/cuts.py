@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines.layers import StandIn
@@ -161,6 +162,7 @@ class _Absent(StandIn):
         super().__init__()
         self.width = width
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         tokens = args[0] if args else kwargs["input_ids"]
         if not isinstance(tokens, Tensor):
@@ -177,6 +179,7 @@ class _Entry(StandIn):
     hidden: Tensor | None = None
     resume: Callable[[], None] | None = None
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden, resume = self.hidden, self.resume
         self.hidden = self.resume = None
@@ -285,6 +288,7 @@ class StagePart(nn.Module):
         shapes = [source] if self._start <= self.cut.sizes[0] else [source, target]
         return [(shape[0], shape[1], self.cut.width) for shape in shapes]
 
+    @override
     def forward(
         self, received: Sequence[Tensor], inputs: Mapping[str, Tensor], resume: Callable[[], None] | None = None
     ) -> Any:
@@ -359,6 +363,7 @@ class SequentialCut(Cut):
         """Return the modules of a stage."""
         return [name for i in self.own(stage) for name in self.groups[i]]
 
+    @override
     def part(self, stage: int) -> StagePart:
         return SequentialPart(self, stage)
 
@@ -393,14 +398,17 @@ class SequentialPart(StagePart):
 
     cut: SequentialCut
 
+    @override
     def _crossing(self, layer: int) -> int:
         return 1
 
+    @override
     def _replace_foreign(self) -> None:
         for name, _ in list(self.model.named_children()):
             if name not in self.cut.names_of(self.stage):
                 self.model.set_submodule(name, nn.Identity())
 
+    @override
     def _hook(self) -> None:
         """Nothing to stop: `forward` runs only this stage's modules."""
 
@@ -410,10 +418,12 @@ class SequentialPart(StagePart):
         (positional, named), loss_inputs = calling.arguments(inputs[INPUT].batch)
         return next(iter([*positional, *named.values()])), loss_inputs
 
+    @override
     def arriving(self, inputs: Mapping[str, Any]) -> list[tuple[int, ...]]:  # type: ignore[override]
         """Return the shape of the previous stage's output for these inputs."""
         return [] if self.first else [tuple(self.cut.shape_before(self.stage, self._arguments(inputs)[0]))]
 
+    @override
     def forward(
         self, received: Sequence[Tensor], inputs: Mapping[str, Any], resume: Callable[[], None] | None = None
     ) -> Any:

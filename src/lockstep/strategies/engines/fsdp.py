@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
+from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.hardware import share_gpus
@@ -472,9 +473,11 @@ class TreeScatter(ReduceScatter):
     def start(self, leaves: int) -> None:
         self.tree, self.calls = ReductionTree(leaves), 0
 
+    @override
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+    @override
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:

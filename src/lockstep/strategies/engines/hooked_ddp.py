@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
@@ -41,6 +42,7 @@ class Hooked(ReplicatedStrategy, WholeStateRecovery):
     primed = True  # False until DDP has run a backward outside `no_sync`
     steady: bool | None = None  # whether every micro-batch so far used every weight; None before the first step
 
+    @override
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
         """Return the base class's value plus one gradient in DDP's buckets."""
@@ -52,6 +54,7 @@ class Hooked(ReplicatedStrategy, WholeStateRecovery):
         """Return `self.model` as its engine runs it: in DistributedDataParallel if there are several processes. May
         replace `self.update.optimizer` by the engine's."""
 
+    @override
     def build(self, task: Task) -> None:
         super().build(task)
         ignored = [
@@ -85,6 +88,7 @@ class Hooked(ReplicatedStrategy, WholeStateRecovery):
         assert self.ddp is not None
         self.steady, self.wrapped = False, self.ddp.module
 
+    @override
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         if not self.primed and self.steady is not False:
             self.prime(batch.micro_batches[0])
@@ -95,6 +99,7 @@ class Hooked(ReplicatedStrategy, WholeStateRecovery):
         self.exchange = Exchange(batch.count, self.world.rank, self.world.size, links=how, layout=layout)
         return super().train_step(batch, learning_rate)
 
+    @override
     def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
         if self.in_tree:
             self.leaves.begin(micro.index)
@@ -130,6 +135,7 @@ class Hooked(ReplicatedStrategy, WholeStateRecovery):
         self.exchange.submit(self.leaves.with_last_leaf(positions, [self.arrived[i] for i in positions]))
         self.sent += 1
 
+    @override
     def reduce(self) -> list[Tensor]:
         if self.ddp is None and self.in_tree:
             return self.leaves.tree.root
@@ -156,6 +162,7 @@ class Hooked(ReplicatedStrategy, WholeStateRecovery):
             )
         return gradients
 
+    @override
     def agree(self, losses: Tensor, uses: Sequence[int], also: Sequence[int] = ()) -> tuple[Tensor, list[int]]:
         losses, counts = super().agree(losses, uses, also)
         if self.ddp is not None and self.steady is not False and self.in_tree:
@@ -173,17 +180,20 @@ class Hooked(ReplicatedStrategy, WholeStateRecovery):
         self.leaves.pop_all()
         self.primed = True
 
+    @override
     def detach_group(self) -> None:
         super().detach_group()
         self.wrapped, self.update.optimizer, self.steady = self.model, self.update.stepper, None
         self.ddp = self.exchange = None  # type: ignore[assignment]
         self.arrived = {}
 
+    @override
     def attach_group(self) -> None:
         super().attach_group()
         self.primed = True  # `wrap` may change it
         self.wrap_up()
 
+    @override
     def close(self) -> None:
         super().close()
         self.ddp = self.exchange = None  # type: ignore[assignment]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _RecvInfo
+from typing_extensions import override
 
 from lockstep.data.batch import MicroBatch
 from lockstep.distributed.torch_internals import to_device
@@ -72,6 +73,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.part, self.loss, self.begin = part, loss, begin
 
+    @override
     def forward(self, *received: Tensor, micro: MicroBatch) -> Any:
         """Return (hidden states..., random state), or the loss on the last stage."""
         device = micro.targets.device
@@ -117,6 +119,7 @@ class Stage(PipelineStage):
         self.micro_batches, self.chunks, self.exact = micro_batches, len(micro_batches), exact
         self.stage_weights.tree, self.stage_weights.grad_counts = ReductionTree(leaves if exact else 1), {}
 
+    @override
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.part.first:
             metas = [_meta(shape) for shape in self.part.arriving(self.micro_batches[fwd_chunk_id].inputs)]
@@ -126,6 +129,7 @@ class Stage(PipelineStage):
             self.args_recv_info[fwd_chunk_id] = ()
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
+    @override
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.part.last:
             *hidden, _ = self.fwd_cache[bwd_chunk_id][0]
@@ -134,6 +138,7 @@ class Stage(PipelineStage):
             self.grad_recv_info[bwd_chunk_id] = (*infos, _RecvInfo("random state", after, None, None))
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
+    @override
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         tied, self._tied = self._tied, []
         return (*super()._retrieve_recv_grads(bwd_chunk_id), *(gradient for _, gradient in tied))
@@ -141,12 +146,14 @@ class Stage(PipelineStage):
     def _buffer(self, meta: _TensorMeta, source: int) -> _RecvInfo:
         return _RecvInfo("hidden", source, torch.empty(meta.shape, dtype=meta.dtype, device=self.device), meta)
 
+    @override
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         outputs = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         for tensor in () if self.part.last else outputs[:-1]:
             assert tensor.dtype == torch.float32, f"hidden states are {tensor.dtype} between stages"
         return outputs
 
+    @override
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         if self.exact and not self.part.last:
             # The gradient of a tied weight from later stages enters backward as that of one more output, so that

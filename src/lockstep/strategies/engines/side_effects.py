@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from lockstep.config.run import RunError
 from lockstep.distributed.torch_internals import is_dtensor
@@ -63,6 +64,7 @@ class Writes(TorchDispatchMode):
     def of(self, name: str) -> list[_Known]:
         return [each for each in self.known.values() if each.name == name]
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         # FSDP gathers with its own operations

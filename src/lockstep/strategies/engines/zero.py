@@ -32,13 +32,13 @@ from lockstep.strategies.engines import blocks, layers, zero_config, zero_graph
 from lockstep.strategies.engines.side_effects import refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.engines.zero_partition import join_group, own_activations, partition
+from lockstep.strategies.engines.zero_state import EngineState, flat_weights
 from lockstep.strategies.engines.zero_sums import CutGradient, FlatCuts, LocalSums, Owned, OwnedRange, TurnSums
 from lockstep.strategies.exact import stepper
 from lockstep.strategies.exact.norm_and_clip import Part
 from lockstep.strategies.exact.reduction_tree import most_held, most_held_in_turns
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.stepper import make_model
-from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.job import Job
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.single import call_on_cpu
@@ -56,18 +56,7 @@ class EngineGradient:
         return self.gather()
 
 
-class EngineWeights(TrainedWeights):
-    """The weights of a rank whose engine holds them; `refresh` writes the optimizer's to where forward reads them."""
-
-    def __init__(self, named: dict[str, nn.Parameter], refresh: Callable[[], None]) -> None:
-        self.named, self.updated, self._refresh = named, named, refresh
-
-    @override
-    def changed(self) -> None:
-        self._refresh()
-
-
-class Sharded(ShardedRecovery, Recomputes):
+class DeepSpeedStrategy(ShardedRecovery, Recomputes):
     """A strategy with a DeepSpeed engine, however it is created. After a rank failure, the surviving ranks create
     another engine from copies of the state in memory."""
 
@@ -80,18 +69,22 @@ class Sharded(ShardedRecovery, Recomputes):
     stage: int  # of ZeRO
     options_key: ClassVar[str] = "strategy.options"
     statistics: Statistics
+    weights: EngineState
     waits_inside: ClassVar[tuple[str, ...]] = ("forward", "backward", "reduction", "optimizer")
 
+    @override
     @classmethod
     def rounding(cls, run: Run) -> float:
         if keeps_bf16_weights(cls.options_of(run)):
             return 0.1
         return 1e-4 if run.precision == "fp32" else 1e-3
 
+    @override
     @classmethod
     def inexact_options(cls, run: Run) -> list[str]:
         return [f"{cls.options_key}.{name}" for name in zero_config.other_arithmetic(cls.options_of(run))]
 
+    @override
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
         if not cls.gives_bits(run):
@@ -101,14 +94,17 @@ class Sharded(ShardedRecovery, Recomputes):
         most = most_held_in_turns(run.micro_batches, range(run.micro_batches), processes)
         return 4.0 * (most - 1) / processes
 
+    @override
     @classmethod
     def survives_rank_failure(cls, run: Run) -> bool:
         return True  # each shard is on one rank only
 
+    @override
     @classmethod
     def recomputes(cls, run: Run) -> bool:
         return cls.gives_bits(run)
 
+    @override
     @classmethod
     def check_prepared(cls, job: Job) -> None:
         if cls.stage_of(job.run) == 3:
@@ -124,19 +120,19 @@ class Sharded(ShardedRecovery, Recomputes):
         """Return the user's part of DeepSpeed's config, from `options_key` in the run file."""
         return run.strategy.options
 
+    @override
     @classmethod
     def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
         low = keeps_bf16_weights(cls.options_of(run))
         return zero_config.shared_out(super().bytes_held(run, processes, state), processes, cls.stage_of(run), low)
 
     @abstractmethod
-    def start_engine(self) -> Any:
-        """Return a `deepspeed.DeepSpeedEngine` around `self.model` and `self.update.stepper`, configured by
+    def start_engine(self, optimizer: stepper.Stepper) -> Any:
+        """Return a `deepspeed.DeepSpeedEngine` around `self.model` and `optimizer`, configured by
         `self.config`."""
 
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)
-        self.followers: list[tuple[nn.Parameter, nn.Parameter]] = []  # (lockstep's, DeepSpeed's unaligned one)
         self.saving: AbstractContextManager[Any] = nullcontext()  # around forward
         self.in_tree_order = self.gives_bits(run)
         self.stage = self.stage_of(run)
@@ -145,6 +141,7 @@ class Sharded(ShardedRecovery, Recomputes):
 
     # -- building ----------------------------------------------------------------------------------------------------
 
+    @override
     def build(self, task: Task) -> None:
         self.task = task
         zero_config.prepare_import(self.world.device.type)
@@ -181,16 +178,16 @@ class Sharded(ShardedRecovery, Recomputes):
             cast = torch.autocast(self.world.device.type, torch.bfloat16, cache_enabled=cached)
             self.model.forward = cast(self.model.forward)
         self.named = dict(self.model.named_parameters())
-        refresh = self._refresh_model if self.in_tree_order else lambda: None
-        self.weights = EngineWeights(self.named, refresh)
-        self.grad_counts = {n: 0 for n, _ in self._trained()}  # number of this rank's micro-batches with a gradient
-        self.set_optimizer(stepper.build(self.run.optim, self.model))
+        self.trained = {n: p for n, p in self.named.items() if p.requires_grad}
+        self.grad_counts = dict.fromkeys(self.trained, 0)  # number of this rank's micro-batches with a gradient
+        optimizer = stepper.build(self.run.optim, self.model)
         if self.in_tree_order:
-            self._build_in_tree_order()
+            self._build_in_tree_order(optimizer)
         else:
-            for name, parameter in self._trained():
+            for name, parameter in self.trained.items():
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._count(name))
-            self.engine = self.start_engine()
+            self.engine = self.start_engine(optimizer)
+            self._hold(optimizer)
             if self.stage == 3 and task.own_model:
                 zero_graph.wait_where_read(self.model, self.engine.optimizer.parameter_offload.get_param_coordinator())
         assert self.engine.zero_optimization_stage() == self.stage, self.engine.zero_optimization_stage()
@@ -200,30 +197,37 @@ class Sharded(ShardedRecovery, Recomputes):
             layers.hold_to(self.model, order)
         self.engine.train()
 
-    def _build_in_tree_order(self) -> None:
-        """Start the engine, and replace its reduction and update. Collective."""
-        for group in self.update.stepper.param_groups:  # parameters that would misalign their successor come last
+    def _hold(self, optimizer: stepper.Stepper) -> None:
+        """Use the weights of the engine that was started, and an optimizer of them."""
+        self.weights = EngineState(self.engine, self.model, self.named, self.shapes, self.world, optimizer)
+        self.weights.low_precision = self.low_precision
+        self.set_optimizer(optimizer)
+
+    def _build_in_tree_order(self, optimizer: stepper.Stepper) -> None:
+        """Start the engine with `optimizer`, and replace its reduction and update. Collective."""
+        for group in optimizer.param_groups:  # parameters that would misalign their successor come last
             group["params"].sort(key=lambda p: p.numel() * p.element_size() % stepper.ALIGNED != 0)
         treated = stepper.assigned(self.run.optim, self.model)
-        self.engine = self.start_engine()
+        self.engine = self.start_engine(optimizer)
         # As within DeepSpeed's `coalesce_grad_reduction`, so that it does not reduce gradients.
         self.engine.inside_no_sync_ctxt = self.engine.optimizer._coalesce_grad_reduction = True
         self.engine.optimizer.optimizer.state.clear()  # DeepSpeed filled it; the stepper has the state
-        trained = dict(self._trained())
+        trained, followers = self.trained, list[tuple[nn.Parameter, nn.Parameter]]()
         shapes = {name: self.shapes[name] for name in trained}
-        self.flat_cuts = FlatCuts(self.world, shapes, self._flat(), self._owned(trained))
+        self.flat_cuts = FlatCuts(self.world, shapes, flat_weights(self.engine), self._owned(trained))
         if self.stage == 3:
             leaves: Mapping[str, nn.Parameter] = trained
             zero_graph.keep_sums(self.model)
             coordinator = self.engine.optimizer.parameter_offload.get_param_coordinator()
             self.saving = zero_graph.SavedByName(self.model, coordinator)
         else:
-            leaves = self._compute_with_own(trained)
+            leaves, followers = self._compute_with_own(trained)
         sums = LocalSums if self.stage == 1 else TurnSums
         bucket = 4 * int(self.config["zero_optimization"]["reduce_bucket_size"])
         self.sums = sums(self.world, [*leaves.values()], self.flat_cuts.by_rank, bucket)
         groups = stepper.groups(self.run.optim, self.flat_cuts.parts.items(), treated)
-        self.set_optimizer(stepper.Stepper(self.run.optim, groups))
+        self._hold(stepper.Stepper(self.run.optim, groups))
+        self.weights.flat_cuts, self.weights.followers = self.flat_cuts, followers
 
     def _owned(self, trained: Mapping[str, Any]) -> list[Owned]:
         """Return, by rank, the range of each parameter that DeepSpeed assigns to the rank, and its position in the flat
@@ -255,36 +259,42 @@ class Sharded(ShardedRecovery, Recomputes):
         assert all(_fragment(p._hp_mapping) in (own[name], None) for name, p in trained.items()), "other ranges"
         return owned
 
-    def _compute_with_own(self, trained: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
+    def _compute_with_own(
+        self, trained: Mapping[str, nn.Parameter]
+    ) -> tuple[Mapping[str, nn.Parameter], list[tuple[nn.Parameter, nn.Parameter]]]:
         """Replace the model's parameters by lockstep's, which share memory with DeepSpeed's, or, if those are not
         aligned (`stepper.make_model` explains why they must be), are copied after every update."""
-        own = {name: nn.Parameter(p.detach()) for name, p in trained.items()}
+        own, followers = {name: nn.Parameter(p.detach()) for name, p in trained.items()}, []
         for name, parameter in own.items():
             if parameter.data_ptr() % stepper.ALIGNED:
                 parameter.data = parameter.data.clone()
-                self.followers.append((parameter, trained[name]))
+                followers.append((parameter, trained[name]))
         by_identity = {id(p): own[name] for name, p in trained.items()}
         for module in self.model.modules():
             for name, theirs in module._parameters.items():
                 if id(theirs) in by_identity:
                     module._parameters[name] = by_identity[id(theirs)]
-        return own
+        return own, followers
 
+    @override
     @property
     def parameter_count(self) -> int:
         return sum(shape.numel() for shape in self.shapes.values())
 
+    @override
     @property
     def trained_count(self) -> int:
         return sum(self.shapes[n].numel() for n, p in self.model.named_parameters() if p.requires_grad)
 
     # -- one update --------------------------------------------------------------------------------------------------
 
+    @override
     def own_micro_batches(self) -> Iterable[int]:
         if self.in_tree_order and self.stage > 1:
             return TurnSums.own_leaves(self.run.micro_batches, self.world)
         return super().own_micro_batches()
 
+    @override
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         step = self._step_in_tree_order if self.in_tree_order else self._step_of_engine
         with self._gathering_in_time():
@@ -322,16 +332,19 @@ class Sharded(ShardedRecovery, Recomputes):
             self.statistics.reset()
         self.sums.end()
 
+    @override
     def recompute(self, step: int, micro: MicroBatch, targets: float) -> None:
         with self.sums.aside(), self.totals.preserved():
             seed_everything(self.run.seed, step, micro.index)
             with observing(self.observer, micro.index, self.model):
                 self.run_micro_batch(micro, targets)
 
+    @override
     def replicated_weights(self) -> list[Tensor]:
         """Return the weights that DeepSpeed does not shard."""
         return [p.detach() for p in self.model.parameters() if self.stage < 3 and p.requires_grad]
 
+    @override
     def replicated_state(self) -> list[Tensor]:
         return [*self.replicated_weights(), *self.model.buffers()]
 
@@ -358,12 +371,14 @@ class Sharded(ShardedRecovery, Recomputes):
             self.observer.reduced(EngineGradient(self._whole_gradient))
         stepper.set_rate(self.update.stepper, learning_rate)
         with self.phases("optimizer"):
-            frozen = [(name, key, self._whole_state(name, key)) for name in unused for key in (None, *self._moments())]
+            frozen = [
+                (name, key, self.weights.whole(name, key)) for name in unused for key in (None, *self.weights.moments())
+            ]
             self.engine.step()
             for name, key, whole in frozen:  # undo decay and momentum, which DeepSpeed applied with zero gradients
-                self._set(name, whole, key)
+                self.weights.set_whole(name, whole, key)
             if frozen:
-                self._refresh_model()
+                self.weights.refresh()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
         self.update.finite.check(batch.step, losses, norm)
         self.statistics.finish(self.data_parallel.sum)
@@ -400,14 +415,16 @@ class Sharded(ShardedRecovery, Recomputes):
                 "or fsdp2",
             )
 
+    @override
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
         return [] if self.stage == 3 or self.low_precision else super().forwards(batch)
 
+    @override
     def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
         with self._gathering_in_time():  # includes a trial evaluation
             super().dry_run(batch, then)
-        if self.stage < 3 and not self.in_tree_order:
-            self.engine.optimizer._hp_optimizer_states_linked = False  # to the trial step's state
+        if not self.in_tree_order:
+            self.weights.unlink()
 
     @contextmanager
     def _gathering_in_time(self) -> Iterator[None]:
@@ -436,12 +453,13 @@ class Sharded(ShardedRecovery, Recomputes):
         from deepspeed.utils import safe_get_full_grad
 
         gradients = {}
-        for name, parameter in self._trained():
+        for name, parameter in self.trained.items():
             gradient = safe_get_full_grad(parameter)
             if self.world.is_main:
                 gradients[name] = gradient.float().clone()
         return gradients
 
+    @override
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.engine.eval()
         with torch.no_grad():
@@ -449,200 +467,28 @@ class Sharded(ShardedRecovery, Recomputes):
         self.engine.train()
         return logits
 
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((n, p) for n, p in self.named.items() if p.requires_grad)
-
-    def _flat(self) -> list[Tensor]:
-        """Return this rank's fp32 weights as the optimizer has them: a few flat tensors, each of many parameters."""
-        inner = self.engine.optimizer
-        return inner.fp32_partitioned_groups_flat if self.stage == 3 else inner.single_partition_of_fp32_groups
-
-    def _whole_weight(self, name: str) -> Tensor:
-        """Return the whole weight in fp32, or a frozen one in its own dtype. Collective."""
-        from deepspeed import zero
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        parameter = self.named[name]
-        if parameter.requires_grad and self.in_tree_order:
-            return self.flat_cuts.assemble(name, self.flat_cuts.parts[name])
-        if parameter.requires_grad:
-            return safe_get_full_fp32_param(parameter)
-        fetched = getattr(parameter, "ds_status", None)
-        if self.stage == 3 and fetched == ZeroParamStatus.INFLIGHT:  # prefetched by an evaluation
-            self.engine.optimizer.empty_partition_cache()
-        with zero.GatheredParameters([parameter], enabled=self.stage == 3):
-            return (parameter.detach().float() if self.low_precision else parameter.detach()).clone()
-
-    def _moments(self) -> list[str]:
-        """Return the names of the optimizer's moments, once they exist."""
-        state = self.update.stepper.state.get(self._first(), {})
-        return [key for key in state if key not in self.update.stepper.rule.counters]
-
-    def _first(self) -> Tensor:
-        """Return the tensor of the optimizer's first state."""
-        return next(iter(self.flat_cuts.parts.values())) if self.in_tree_order else self._flat()[0]
-
-    def _whole_state(self, name: str, key: str | None) -> Tensor:
-        """Return a whole copy of a weight (`key` None) or of a moment. Collective."""
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        if key is None:
-            return self._whole_weight(name).clone()
-        if self.in_tree_order:
-            return self.flat_cuts.assemble(name, self.update.stepper.state[self.flat_cuts.parts[name]][key])
-        self._link_optimizer_state()
-        return safe_get_full_optimizer_state(self.named[name], key).clone()
-
-    def _whole_weights(self, keepers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
-        """Return fp32 weights in host memory of rank 0 (or of each parameter's keeper), empty elsewhere; a rank has at
-        most one whole parameter on its device at a time. Collective."""
-        weights = {}
-        for name, parameter in self.named.items():
-            weight = self._whole_weight(name)
-            assert weight.shape == self.shapes[name], f"{name}: {weight.shape}, not {self.shapes[name]}"
-            if self.stage < 3:  # check the saved weights against the model's whole ones
-                assert torch.equal(weight.to(parameter.dtype), parameter.detach()), f"{name}: not the model's weight"
-            if self.world.rank == (keepers[name] if keepers else 0):
-                weights[name] = weight.to("cpu", copy=True)
-        return weights
-
+    @override
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        """Return whole tensors: DeepSpeed gathers each on every rank, and one rank keeps it."""
-        load = [0] * self.world.size  # elements that each rank keeps
-        tensors = {f"model.{n}": w for n, w in self._whole_weights(self._keepers(load)).items()}
-        if self.in_tree_order:
-            self.update.stepper.saved()  # creates the state of parameters without an update
-        for key in self._moments():
-            keepers = self._keepers(load)
-            for name, _ in self._trained():
-                value = self._whole_state(name, key)
-                if self.world.rank == keepers[name]:
-                    tensors[f"optimizer.{key}.{name}"] = value.cpu()
-        tensors |= {f"model.{n}": b for n, b in self.model.named_buffers()}
-        return tensors | {f"optimizer.step.{n}": step for n, step in self._steps().items()}
+        return self.weights.to_checkpoint()
 
-    def _steps(self) -> dict[str, Tensor]:
-        """Return each parameter's number of updates, if the optimizer counts them. DeepSpeed's own step counts every
-        parameter in every update."""
-        updated = {n: self.flat_cuts.parts[n] if self.in_tree_order else self._flat()[0] for n, _ in self._trained()}
-        states = {name: self.update.stepper.state.get(part, {}) for name, part in updated.items()}
-        return {name: state["step"].cpu().clone() for name, state in states.items() if "step" in state}
-
-    def _keepers(self, load: list[int]) -> dict[str, int]:
-        """Return parameter -> the rank with the smallest load so far, and add the parameter to that load."""
-        keepers = {}
-        for name, shape in self.shapes.items():
-            keepers[name] = load.index(min(load))
-            load[keepers[name]] += shape.numel()
-        return keepers
-
+    @override
     def load_sharded_state_dict(self, saved: Saved) -> None:
-        """Load a state: rank 0 reads and broadcasts every tensor; each rank keeps its shard."""
-        names = [n for n, _ in self._trained()]
-        fresh = self.update.stepper.rule.begin(self.update.stepper.param_groups[0], self._first())
-        keys = [k for k in fresh if k not in self.update.stepper.rule.counters and f"optimizer.{k}.{names[0]}" in saved]
-        steps = [n for n in names if f"optimizer.step.{n}" in saved]
-        if self.in_tree_order:
-            self.update.stepper.places(saved)
-        else:
-            first = [self._from_main(saved, f"optimizer.step.{n}", torch.Size()) for n in steps[:1]]
-            self._make_optimizer_state(keys, float(first[0]) if first else None)
-        if self.stage == 3:  # an evaluation may have prefetched frozen weights
-            self.engine.optimizer.empty_partition_cache()
-        for name in self.named:
-            self._set(name, self._from_main(saved, f"model.{name}", self.shapes[name]), None)
-        for key in keys:
-            for name in names:
-                self._set(name, self._from_main(saved, f"optimizer.{key}.{name}", self.shapes[name]), key)
-        for name in steps if self.in_tree_order else ():
-            step = self._from_main(saved, f"optimizer.step.{name}", torch.Size())
-            self.update.stepper.state[self.flat_cuts.parts[name]]["step"].copy_(step)
-        saved.read({f"model.{n}": b for n, b in self.model.named_buffers()})
-        self._refresh_model()
+        self.weights.load(saved)
 
-    def _from_main(self, saved: Saved, name: str, shape: torch.Size) -> Tensor:
-        """Return a whole tensor, read by rank 0. Collective."""
-        tensor = torch.empty(shape, device=self.world.device)
-        saved.read({name: tensor} if self.world.is_main else {})
-        dist.broadcast(tensor, src=0)
-        return tensor
-
-    def _make_optimizer_state(self, keys: list[str], step: float | None) -> None:
-        """Create the state that the optimizer's first step would create, to be filled in."""
-        self.update.stepper.state.clear()
-        for flat in self._flat() if keys else ():
-            state = self.update.stepper.state[flat]
-            if step is not None:
-                state["step"] = torch.tensor(step, device=flat.device if flat.is_cuda else "cpu")
-            state |= {key: torch.zeros_like(flat) for key in keys}
-        self._link_optimizer_state()
-
-    def _link_optimizer_state(self) -> None:
-        """Tell DeepSpeed's `safe_get` and `safe_set` where the optimizer's state is: stages 1 and 2 look only once,
-        after the update of the first parameter group, when the second has no state yet."""
-        if self.stage < 3 and self.update.stepper.state:
-            self.engine.optimizer._hp_optimizer_states_linked = False
-            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-    def _set(self, name: str, whole: Tensor, key: str | None) -> None:
-        """Store this rank's shard of a weight (`key` None) or of an optimizer state."""
-        from deepspeed import utils, zero
-
-        parameter: Any = self.named[name]
-        if parameter.requires_grad and self.in_tree_order:
-            part = self.flat_cuts.parts[name]
-            place = part.detach() if key is None else self.update.stepper.state[part][key]
-            place.copy_(self.flat_cuts.own[name].of(whole))
-        elif not parameter.requires_grad:
-            with zero.GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3), torch.no_grad():
-                parameter.copy_(whole)
-        elif self.stage == 3:  # DeepSpeed's `safe_set_full` requires sizes divisible by the ranks
-            size = parameter.ds_tensor.numel()
-            shard = whole.new_zeros(size)
-            mine = whole.reshape(-1)[self.world.rank * size : (self.world.rank + 1) * size]
-            shard[: mine.numel()] = mine
-            if key is None:
-                utils.safe_set_local_fp32_param(parameter, shard)
-            else:
-                utils.safe_set_local_optimizer_state(parameter, shard, key)
-        elif key is None:
-            utils.safe_set_full_fp32_param(parameter, whole)
-        else:
-            utils.safe_set_full_optimizer_state(parameter, whole, key)
-
-    def _refresh_model(self) -> None:
-        """Update the model's weights from the optimizer's fp32 ones, as DeepSpeed does after a step. Collective."""
-        inner = self.engine.optimizer
-        if self.stage < 3:
-            inner.update_lp_params()
-            for own, parameter in self.followers:
-                own.detach().copy_(parameter.detach())
-            return
-        inner._partition_all_parameters()  # none stays gathered with an old value
-        for i in range(len(inner.fp16_groups)):
-            inner._reassign_or_swap_out_partitioned_parameters(i)
-        if inner.persistent_parameters:
-            inner.persistent_parameters[0].all_gather(inner.persistent_parameters)
-
+    @override
     def export(self) -> dict[str, Tensor] | None:
-        whole = self._whole_weights()
-        if not self.world.is_main:
-            return None
-        by_identity = {id(p): whole[n] for n, p in self.named.items()}  # tied weights have several names
-        by_identity |= {id(p): whole[n] for n, p in self.model.named_parameters()}  # lockstep's own parameters
-        return {k: by_identity.get(id(v), v.detach()) for k, v in self.model.state_dict(keep_vars=True).items()}
+        return self.weights.export()
 
+    @override
     def close(self) -> None:
         self.engine.destroy()
         del self.engine, self.model, self.update, self.weights, self.named
 
 
-class Zero(Sharded):
+class Zero(DeepSpeedStrategy):
     """`strategy.options` is a DeepSpeed config, without the settings that the run file has keys for."""
 
+    @override
     @classmethod
     def check(cls, job: Job) -> None:
         run, processes = job.run, job.processes
@@ -653,10 +499,11 @@ class Zero(Sharded):
             layers.check_writes(job, "strategy.name", "ZeRO-3", "strategy.name=zero2 or ddp")
         zero_config.check(run, processes, cls.stage, run.strategy.options)
 
-    def start_engine(self) -> Any:
+    @override
+    def start_engine(self, optimizer: stepper.Stepper) -> Any:
         import deepspeed
 
-        return deepspeed.initialize(model=self.model, optimizer=self.update.stepper, config=self.config)[0]
+        return deepspeed.initialize(model=self.model, optimizer=optimizer, config=self.config)[0]
 
 
 def _of_flat(parameter: Tensor, flat: int, offset: int, sizes: Sequence[int], rank: int) -> tuple[OwnedRange, int, int]:

@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.hardware import share_gpus
 from lockstep.strategies.engines import zero_agreement
@@ -180,14 +182,17 @@ class _RecordingConfig(dict):
     def __copy__(self) -> _RecordingConfig:
         return self
 
+    @override
     def __contains__(self, key: object) -> bool:
         self.keys_read.add(str(key))
         return super().__contains__(key)
 
+    @override
     def __getitem__(self, key: str) -> Any:
         self.keys_read.add(key)
         return super().__getitem__(key)
 
+    @override
     def get(self, key: str, default: Any = None) -> Any:
         self.keys_read.add(key)
         return super().get(key, default)

@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
@@ -63,6 +64,7 @@ class CutGradient(Gradient):
         super().__init__(parts, names, world.sum)
         self._cuts = cuts
 
+    @override
     def whole(self, world: World) -> dict[str, Tensor]:
         """Return the whole gradient by parameter name on rank 0; empty elsewhere. Collective."""
         whole = {part.name: self._cuts.assemble(part.name, part.gradient) for part in self.parts}
@@ -181,24 +183,30 @@ class LocalSums(CutSums):
         self.local = LeafGradients(parameters, ())
         super().__init__(world, parameters, cuts, bucket)
 
+    @override
     @property
     def grad_counts(self) -> list[int]:
         return self.local.grad_counts
 
+    @override
     def start(self, leaves: int) -> None:
         super().start(leaves)
         self.local.start(leaves, None)
 
+    @override
     def begin(self, leaf: int | None) -> None:
         assert leaf is not None, "each rank runs its own micro-batches"
         self.local.begin(leaf)
 
+    @override
     def end(self) -> None:
         self.local.end()
 
+    @override
     def _note(self, position: int, parameter: Tensor) -> None:
         self.local.note(position)
 
+    @override
     def finish(self) -> list[Tensor]:
         layout = self.local.layout(self.world.size)
         for number, bucket in enumerate(self.buckets):
@@ -221,6 +229,7 @@ class TurnSums(CutSums):
         self._with_gradient: set[int] = set()  # positions with a gradient from this micro-batch
         super().__init__(world, parameters, cuts, bucket)
 
+    @override
     @property
     def grad_counts(self) -> list[int]:
         return self._uses
@@ -230,11 +239,13 @@ class TurnSums(CutSums):
         """Return the micro-batches that a rank runs, one per turn."""
         return range(world.rank, leaves, world.size)
 
+    @override
     def start(self, leaves: int) -> None:
         super().start(leaves)
         self._uses = [0] * len(self.parameters)
         self._turn = -1
 
+    @override
     def begin(self, leaf: int | None) -> None:
         self._turn += 1
         first = self._turn * self.world.size
@@ -244,6 +255,7 @@ class TurnSums(CutSums):
         self._sent, self._leaf = 0, leaf
         self._with_gradient.clear()
 
+    @override
     def _note(self, position: int, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
@@ -254,6 +266,7 @@ class TurnSums(CutSums):
         while self._sent < len(self.buckets) and self._with_gradient >= set(self.buckets[self._sent]):
             self._send_next()
 
+    @override
     def end(self) -> None:
         while self._sent < len(self.buckets):
             self._send_next()

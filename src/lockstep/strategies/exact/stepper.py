@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
 from lockstep.config.schedules import learning_rate as learning_rate  # re-exported: the learning rate of a step
@@ -213,6 +214,7 @@ class Stepper(torch.optim.Optimizer):
         super().__init__(parts, {})
         self.rule, self.to_dtensor = rule(optim), to_dtensor
 
+    @override
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient. Collective if tensors that need whole updates are sharded."""

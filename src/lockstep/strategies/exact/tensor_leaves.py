@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lockstep.config.run import RunError
 from lockstep.distributed.randomness import mix
@@ -88,12 +89,14 @@ def _tracked(tensor: Tensor) -> bool:
 class _Spread(torch.autograd.Function):
     """Passes a tensor to each leaf; its gradient is the sum of the leaves' gradients."""
 
+    @override
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: LeafRanks, dtype: torch.dtype) -> tuple[Tensor, ...]:
         ctx.ranks, ctx.dtype = ranks, tensor.dtype
         read = tensor.to(dtype)
         return tuple(read.view_as(read) for _ in ranks.own)
 
+    @override
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return ctx.ranks.sum(gradients).to(ctx.dtype), None, None
@@ -102,11 +105,13 @@ class _Spread(torch.autograd.Function):
 class _TreeSum(torch.autograd.Function):
     """Sums partial products over the tree."""
 
+    @override
     @staticmethod
     def forward(ctx: Any, ranks: LeafRanks, *products: Tensor) -> Tensor:
         ctx.dtype, ctx.count = products[0].dtype, len(products)
         return ranks.sum(products)
 
+    @override
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return None, *[gradient.to(ctx.dtype)] * ctx.count
@@ -132,6 +137,7 @@ class _Cut(torch.autograd.Function):
     """Splits a weight into this rank's leaves, each in its own contiguous memory, because the last bits of a product
     may depend on memory layout. Backward assembles the weight's gradient from those of the leaves."""
 
+    @override
     @staticmethod
     def forward(ctx: Any, weight: Tensor, cut: WeightCut, ranks: LeafRanks, dtype: torch.dtype) -> tuple[Tensor, ...]:
         ctx.cut, ctx.ranks, ctx.dtype, ctx.rows = cut, ranks, weight.dtype, len(weight)
@@ -144,6 +150,7 @@ class _Cut(torch.autograd.Function):
         leaves = (cut.leaf(whole, first + i, count).flatten(cut.dim, cut.dim + 1) for i in range(len(ranks.own)))
         return tuple(_laid_out(leaf.to(dtype)) for leaf in leaves)
 
+    @override
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         cut, ranks = ctx.cut, ctx.ranks
@@ -230,6 +237,7 @@ class Leaves(Tensor):
         wrapped.leaves, wrapped.ranks, wrapped.tracked = tuple(leaves), ranks, tracked
         return wrapped
 
+    @override
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -259,6 +267,7 @@ class Leaves(Tensor):
                 results.append(func(*a, **k))
         return _together(results, ranks, tracked)
 
+    @override
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types the function that stands for "none" there
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

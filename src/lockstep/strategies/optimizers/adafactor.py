@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import Field
+from typing_extensions import override
 
 from lockstep.config.sections import Section
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, by_torch, zeros
@@ -29,9 +30,11 @@ class Adafactor(Optimizer):
         )
         d: float = Field(1.0, ge=1, description="an update whose root mean square is larger is scaled down to it")
 
+    @override
     def bytes_held(self) -> float:
         return 0.0  # per row and per column
 
+    @override
     def begin(self, group: GroupOf, like: Tensor) -> State:
         import torch
 
@@ -40,6 +43,7 @@ class Adafactor(Optimizer):
             return state | {"row_var": zeros(like[..., :1]), "col_var": zeros(like[..., :1, :])}
         return state | {"variance": zeros(like)}
 
+    @override
     def update(
         self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
     ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from lockstep.config.sections import Section
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, zeros
@@ -42,11 +43,13 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = Field((0.9, 0.999), description="decays of the two moments")
         eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
 
+    @override
     def begin(self, group: GroupOf, like: Tensor) -> State:
         import torch
 
         return {"step": torch.zeros((), device=like.device), "exp_avg": zeros(like), "exp_avg_sq": zeros(like)}
 
+    @override
     def update(
         self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
     ) -> None:

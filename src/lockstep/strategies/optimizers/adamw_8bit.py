@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
+from typing_extensions import override
 
 from lockstep.config.sections import Section
 from lockstep.strategies.optimizers.adamw import AdamW
@@ -44,16 +45,20 @@ class AdamW8bit(Optimizer):
         self.plain = AdamW(AdamW.Options(betas=options.betas, eps=options.eps))
         self._maps: dict[tuple[bool, Any], Tensor] = {}
 
+    @override
     def bytes_held(self) -> float:
         return 2.0
 
+    @override
     def kind(self, weight: Weight) -> str:
         large = math.prod(weight.shape) >= self.options.min_8bit_size
         return EIGHT if large and not weight.embedding else ""
 
+    @override
     def whole(self, group: GroupOf) -> bool:
         return bool(group["kind"] == EIGHT)  # blocks are counted from the tensor's first element
 
+    @override
     def begin(self, group: GroupOf, like: Tensor) -> State:
         import torch
 
@@ -66,6 +71,7 @@ class AdamW8bit(Optimizer):
             state[f"{key}_scale"] = torch.zeros(blocks, device=like.device)
         return state
 
+    @override
     def update(
         self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
     ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import Field
+from typing_extensions import override
 
 from lockstep.config.sections import Section
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, zeros
@@ -28,12 +29,15 @@ class Lion(Optimizer):
             (0.9, 0.99), description="share of the mean in the sign, and of the mean in the next mean"
         )
 
+    @override
     def bytes_held(self) -> float:
         return 4.0
 
+    @override
     def begin(self, group: GroupOf, like: Tensor) -> State:
         return {"exp_avg": zeros(like)}
 
+    @override
     def update(
         self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
     ) -> None:

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from lockstep.config.sections import Section
 from lockstep.strategies.optimizers.adamw import AdamW
@@ -44,6 +45,7 @@ class Muon(Optimizer):
         super().__init__(options)
         self.others = AdamW(AdamW.Options(betas=options.betas, eps=options.eps))
 
+    @override
     def kind(self, weight: Weight) -> str:
         if len(weight.shape) != 2:
             return ""
@@ -51,12 +53,15 @@ class Muon(Optimizer):
             return MATRIX if any(fnmatchcase(weight.name, each) for each in self.options.muon_params) else ""
         return MATRIX if weight.in_layer and not weight.embedding else ""
 
+    @override
     def whole(self, group: GroupOf) -> bool:
         return bool(group["kind"] == MATRIX)
 
+    @override
     def begin(self, group: GroupOf, like: Tensor) -> State:
         return {"momentum_buffer": zeros(like)} if self.whole(group) else self.others.begin(group, like)
 
+    @override
     def update(
         self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
     ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import Field
+from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
@@ -34,6 +35,7 @@ class ScheduleFree(Optimizer):
             2.0, ge=0, description="exponent: a step's weight in the average is the highest rate so far to this power"
         )
 
+    @override
     def check(self, run: Run) -> None:
         if run.optim.schedule != "constant":
             raise RunError(
@@ -44,6 +46,7 @@ class ScheduleFree(Optimizer):
         if self.options.betas[0] <= 0:
             raise RunError("LS4231", "optim.betas: the first value must be > 0 with schedule_free")
 
+    @override
     def begin(self, group: GroupOf, like: Tensor) -> State:
         import torch
 
@@ -51,6 +54,7 @@ class ScheduleFree(Optimizer):
         numbers = {key: torch.zeros((), dtype=torch.float64) for key in self.counters}
         return {**numbers, "z": like.detach().to(torch.float32, copy=True), "exp_avg_sq": zeros(like)}
 
+    @override
     def update(
         self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
     ) -> None:
@@ -68,6 +72,7 @@ class ScheduleFree(Optimizer):
             y.add_((z - y).mul_(share)).add_(change * (rate * (between * (1 - share) - 1)))
             z.sub_(change.mul_(rate))
 
+    @override
     def evaluated(self, weight: Tensor, state: State) -> Tensor:
         """Return the averaged weights x, computed from the trained weights y, which lie between x and z."""
         return weight + (state["z"] - weight).mul_(1 - 1 / self.options.betas[0])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import Field
+from typing_extensions import override
 
 from lockstep.strategies.optimizers.adamw import Former
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, zeros
@@ -27,12 +28,15 @@ class SGD(Optimizer):
     class Options(Former):
         momentum: float = Field(0.9, ge=0, lt=1, description="share of the last update that the next one keeps")
 
+    @override
     def bytes_held(self) -> float:
         return 4.0 if self.options.momentum else 0.0
 
+    @override
     def begin(self, group: GroupOf, like: Tensor) -> State:
         return {"momentum_buffer": zeros(like)} if self.options.momentum else {}
 
+    @override
     def update(
         self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
     ) -> None:
