@@ -74,8 +74,7 @@ def _millions(count: int) -> str:
 def precisions(run: Run, strategy: Strategy) -> str:
     """Describe the dtypes that the run actually computes with and stores, as opposed to the requested ones; those of
     optimizer moments are known after a step."""
-    optimizer: Any = getattr(strategy, "optimizer", None)
-    states = optimizer.state.values() if optimizer is not None else ()
+    states = strategy.update.optimizer.state.values()
     moments = [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
     tensors_of: dict[str, list[torch.Tensor]] = {"weights": list(strategy.model.parameters()), "moments": moments}
     parts = [

@@ -52,8 +52,8 @@ class Resharder:
         however often regrouping is retried: slices belong to the ranks they were cut for."""
         copied = self.copies.detach_group()
         strategy: Any = session.strategy
-        readable = not (strategy.state_needs_all_ranks or strategy.update.incomplete)
-        if self._live is None and state.step >= 0 and readable:
+        trains = self._live is None and state.step >= 0  # a rank that joins has no update yet
+        if trains and not (strategy.state_needs_all_ranks or strategy.update.incomplete):
             number, count = strategy.part_of_state
             shares = {number: held_here(strategy.own_state())}
             self._live = Version((state.step, self._formed, "live"), shares, count, state.state_dict())
