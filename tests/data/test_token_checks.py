@@ -72,6 +72,20 @@ def test_a_limit_that_cuts_every_text_to_the_same_prefix_is_refused(folder: Path
     assert notes_of(run_on(folder, labelled(texts), "data.max_length=8")) == []
 
 
+@pytest.mark.parametrize(
+    ("task", "source", "names"),
+    [("preference", "gpt2", ("chosen", "rejected")), ("embedding", "model", ("anchor", "positive"))],
+)
+def test_of_rows_with_several_texts_the_limit_is_named_too(
+    task: str, source: str, names: tuple[str, str], folder: Path
+) -> None:
+    beginnings = ("w1 w2 w3 w4 w5 w6", "w2 w3 w4 w5 w6 w7")
+    rows = [{name: f"{some} {text_of(n)}" for name, some in zip(names, beginnings, strict=True)} for n in range(24)]
+    more = {"prompt": None} if task == "preference" else {}
+    with raises("LS2442", "data: ", "as every text is cut to 6 tokens", "raise data.max_length"):
+        notes_of(run_on(folder, rows, "data.max_length=6", model=source, name=task, **more))
+
+
 def test_few_sequences_of_many_texts_are_noted(folder: Path) -> None:
     texts = [f"{WORDS[number % 3]} name{number} w5 w6 w7" for number in range(24)]
     notes = " ".join(notes_of(run_on(folder, labelled(texts))))

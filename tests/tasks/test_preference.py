@@ -262,6 +262,9 @@ def test_further_keys_of_messages_reach_the_template(tmp_path: Path) -> None:
     assert [{"prompt": ["name"]} in each for each in parts] == [True, False]
 
 
+WORDS = ["tokenizer.train=wordlevel"]  # makes nothing of blanks
+
+
 @pytest.mark.parametrize(
     ("row", "keys", "said"),
     [
@@ -269,6 +272,7 @@ def test_further_keys_of_messages_reach_the_template(tmp_path: Path) -> None:
         (PAIR | {"prompt": "the dog " * 40}, [], ("LS3005", "row 1", "32")),
         (PAIR | {"rejected": "  "}, [], ("LS2323", "task.rejected", "1")),
         (PAIR | {"chosen": "x y " * 40 + "a", "rejected": "x y " * 40 + "b"}, [], ("LS3004", "row 1")),
+        (PAIR | {"chosen": "the dog ", "rejected": "the dog"}, WORDS, ("LS3420", "row 1", "'the dog '", "'the dog'")),
         (PAIR, ["task.rejected=worse"], ("LS2312", "task.rejected", "'worse'")),
         (PAIR, ["task.conversations=true"], ("LS3351", "task.conversations")),
         (PAIR, ["task.chat_template=x"], ("LS3000",)),

@@ -236,9 +236,9 @@ def _check(label: Any, row: int, column: str, split: str, dataset: Dataset) -> N
         "LS2105",
         f"task.label: column {column!r} of the {split} split must hold integers or strings; row {row} holds "
         f"{str(label)[:60] if several else repr(label)}"
-        + (": this task learns one label a text, not several" if several else "")
-        + (", unless task.multi_label is true" if isinstance(label, list) else "")
-        + (": numbers are learned with task.regression=true" if isinstance(label, float) else ""),
+        + (": this task learns one label an example, not several" if several else "")
+        + (" (several labels of a text: task.multi_label=true)" if isinstance(label, list) else "")
+        + (" (numbers of a text: task.regression=true)" if isinstance(label, float) else ""),
     )
 
 

@@ -142,7 +142,9 @@ def _checked(value: Any, context: str, where: str, column: str) -> None:
         answer_list = answers_of(value)
     except ValueError as error:
         raise RunError(
-            "LS2160", f"task.answers: {where} holds {str(value)[:80]} in column {column!r}; {error}"
+            "LS2160",
+            f"task.answers: {where} holds {'the text ' * isinstance(value, str)}{str(value)[:80]} in column "
+            f"{column!r}; {error}",
         ) from None
     for text, start in answer_list:
         if not text.strip() or start < 0 or context[start : start + len(text)] != text:

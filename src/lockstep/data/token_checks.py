@@ -29,18 +29,19 @@ _TOKENS_OF_SHARE = 100  # minimum number of tokens for reporting the most freque
 
 
 class Limit(NamedTuple):
-    """Maximum number of tokens of an example."""
+    """Maximum number of tokens of a sequence."""
 
     key: str  # key of the run file
     tokens: int
     special: int  # special tokens among them
     texts: int = 1  # texts that share the rest
+    sequences: int = 1  # of an example, each truncated by itself
 
 
 def check_limits(limits: Sequence[Limit]) -> None:
     """Errors: `RunError` for a limit that leaves no token of a text. The tokenizers library does not truncate below the
     number of special tokens, and at exactly that number keeps only these."""
-    for key, tokens, special, texts in limits:
+    for key, tokens, special, texts, _ in limits:
         if tokens < special + texts:
             each = "the text" if texts == 1 else f"each of the {texts} texts"
             raise RunError(
@@ -139,7 +140,7 @@ def _alike(
         return []
     different = len(set(zip(*(each[: len(sample)] for each in values.values()), strict=True)))
     left = len({each.tobytes() for each in sample})
-    cut = limit is not None and all(len(each) == limit.tokens for each in sample)
+    cut = limit is not None and all(len(each) == limit.tokens * limit.sequences for each in sample)
     why, what = "", "use a tokenizer that knows these texts"
     if limit is not None and cut:
         why, what = f", as every text is cut to {limit.tokens} tokens", f"raise {limit.key}"

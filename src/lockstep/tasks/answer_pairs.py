@@ -139,7 +139,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
 
     @classmethod
     def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
-        return {}  # `encoder` refuses pairs with equal or no answer tokens, by row
+        return {"input_ids": Limit("data.max_length", run.data.max_length, special=0, sequences=2)}
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
@@ -178,11 +178,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
                     for answer in answers
                 ]
                 if both[0][0] == both[1][0]:
-                    raise RunError(
-                        "LS3004",
-                        f"task.rejected: the two answers of row {row} of {split} are the same tokens within "
-                        f"data.max_length ({run.data.max_length}); raise data.max_length, or remove the row",
-                    )
+                    raise _same_tokens(answers, both[0][2], run.data.max_length, f"row {row} of {split}")
                 for name, parts in (("input_ids", [b[0] for b in both]), ("targets", [b[1] for b in both])):
                     encoded[name].append([token for part in parts for token in part])
                 encoded["chosen"].append(len(both[0][0]))
@@ -258,6 +254,22 @@ def _is_content(value: Any) -> bool:
         isinstance(value, list)
         and len(value) > 0
         and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in value)
+    )
+
+
+def _same_tokens(answers: Sequence[Any], truncated: bool, most: int, where: str) -> RunError:
+    """The error for two answers of a pair that no model can tell apart."""
+    if truncated:
+        return RunError(
+            "LS3004",
+            f"task.rejected: the two answers of {where} are the same tokens within data.max_length ({most}); raise "
+            "data.max_length, or remove the row",
+        )
+    chosen, rejected = (str(answer)[:60] for answer in answers)
+    return RunError(
+        "LS3420",
+        f"task.rejected: the tokenizer makes the same tokens of the two answers of {where}, {chosen!r} and "
+        f"{rejected!r}, so no model can tell them apart; use a tokenizer that knows these texts, or remove the row",
     )
 
 

@@ -22,6 +22,7 @@ from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.column_types import Kind
 from lockstep.data.order import by_chance
+from lockstep.data.token_checks import Limit
 from lockstep.tasks.abilities import GivesPredictions, Predicts
 from lockstep.tasks.models import heads, pooling, retrieval
 from lockstep.tasks.objectives import objective
@@ -173,6 +174,11 @@ class Embedding(TextTask, Predicts, GivesPredictions):
                 "another model",
             )
         super().check(data, folder, tok)
+
+    @classmethod
+    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+        limits = super().limits(run, options, read_by)
+        return {name: each._replace(sequences=len(options.columns)) for name, each in limits.items()}
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
