@@ -272,7 +272,7 @@ WORDS = ["tokenizer.train=wordlevel"]  # makes nothing of blanks
         (PAIR | {"prompt": "the dog " * 40}, [], ("LS3005", "row 1", "32")),
         (PAIR | {"rejected": "  "}, [], ("LS2323", "task.rejected", "1")),
         (PAIR | {"chosen": "x y " * 40 + "a", "rejected": "x y " * 40 + "b"}, [], ("LS3004", "row 1")),
-        (PAIR | {"chosen": "the dog ", "rejected": "the dog"}, WORDS, ("LS3420", "row 1", "'the dog '", "'the dog'")),
+        (PAIR | {"chosen": "the dog ", "rejected": "the dog"}, WORDS, ("LS3424", "row 1", "'the dog '", "'the dog'")),
         (PAIR, ["task.rejected=worse"], ("LS2312", "task.rejected", "'worse'")),
         (PAIR, ["task.conversations=true"], ("LS3351", "task.conversations")),
         (PAIR, ["task.chat_template=x"], ("LS3000",)),

@@ -267,7 +267,7 @@ def _same_tokens(answers: Sequence[Any], truncated: bool, most: int, where: str)
         )
     chosen, rejected = (str(answer)[:60] for answer in answers)
     return RunError(
-        "LS3420",
+        "LS3424",
         f"task.rejected: the tokenizer makes the same tokens of the two answers of {where}, {chosen!r} and "
         f"{rejected!r}, so no model can tell them apart; use a tokenizer that knows these texts, or remove the row",
     )

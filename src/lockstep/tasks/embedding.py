@@ -177,8 +177,8 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     @classmethod
     def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
-        limits = super().limits(run, options, read_by)
-        return {name: each._replace(sequences=len(options.columns)) for name, each in limits.items()}
+        key, tokens, special, texts, _ = super().limits(run, options, read_by)["input_ids"]
+        return {"input_ids": Limit(key, tokens, special, texts, sequences=len(options.columns))}
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
