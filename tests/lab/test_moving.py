@@ -76,6 +76,26 @@ def test_every_key_of_a_table_is_one(called: str) -> None:
     assert [name for name, of in TABLES[called].items() if not of.here and not of.how] == []
 
 
+def test_a_recipe_of_torchtune_is_refused_with_the_lines_to_write(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("recipe.yaml").write_text(
+        "model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lora_rank: 8, lora_alpha: 16}\n"
+        "tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 512}\n"
+        "optimizer: {_component_: torch.optim.AdamW, lr: 3e-4, weight_decay: 0.01}\n"
+        "batch_size: 2\ngradient_accumulation_steps: 8\nepochs: 1\ndtype: bf16\n"
+    )
+    assert main(["init", "moved.yaml", "--yes", "--from", "recipe.yaml"]) == 2
+    wanted = (
+        "batch_size: 16 ",
+        "micro_batches: 8",
+        "block_size: 512",
+        "learning_rate: 0.0003, weight_decay: 0.01",
+        "r: 8",
+    )
+    mentions(capfd.readouterr().err, "LS8540", "lora_llama3_2_1b", "schedule: constant", *wanted)
+
+
 @pytest.mark.parametrize("called", OURS)
 def test_the_examples_load(called: str, here: Path) -> None:
     (here / "run.yaml").write_text(OURS[called])

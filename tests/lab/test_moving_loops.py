@@ -431,3 +431,10 @@ def test_what_plan_would_refuse_is_not_written(here: Path, capsys: pytest.Captur
     assert mentions(said, "LS4143", "cannot be planned", "precision: ")
     assert moved("config.yaml", text, "precision=bf16").strategy.name == "zero2"
     assert moved("config.yaml", text, "--partial").precision == "fp16"
+
+
+def test_sentences_of_alpaca_are_to_be_written_by_hand(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "base_model: a/b\ndatasets: [{path: c/d, type: alpaca}]\n"
+    sentences = r"appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n[### Input:\n{input}\n\n]"
+    mentions(refused("axolotl.yaml", text, capsys), "LS8209", sentences, "task.prompt=COLUMN")
+    assert moved("axolotl.yaml", text, "task.prompt=whole").task.options["prompt"] == "whole"

@@ -23,8 +23,11 @@ TYPES = {
     "input_output": None,
 }
 _ALPACA = (
-    "axolotl writes Alpaca's sentences around instruction and input; here a prompt is one column: make a "
-    "column of whole prompts and name it, or set task.prompt=instruction"
+    "axolotl writes sentences around instruction and input, and here a prompt is one column. Write that column to a "
+    r"file: 'Below is an instruction that describes a task[, paired with an input that provides further context]. "
+    r"Write a response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n"
+    r"[### Input:\n{input}\n\n]### Response:\n', with what is in brackets where input is not empty, and give "
+    "data.source=FILE task.prompt=COLUMN; or set task.prompt=instruction to train without the sentences"
 )
 # Supported keys of an entry of `datasets`, and keys without effect on training.
 _READ = (

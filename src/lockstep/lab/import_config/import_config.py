@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.lab.import_config import axolotl, command_line, loops, trainer, trainer_script
+from lockstep.lab.import_config import axolotl, command_line, loops, torchtune, trainer, trainer_script
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import FILL_IN, NAMES, Gap, RunDraft, decides, only_its_own, read_keys
 from lockstep.lab.init import columns, detect_layout, init, questions
@@ -441,9 +441,11 @@ def script(of: Script) -> Read:
 
 
 def _source_of(path: Path, keys: Mapping[str, Any]) -> ScriptSource:
-    """Return the system that one of these keys identifies."""
+    """Return the system that one of these keys identifies. Errors: `RunError` if there is none, or torchtune's."""
     for source in SOURCES.values():
         if source.marks & keys.keys():
             return source
+    if torchtune.is_recipe(keys):
+        raise torchtune.refusal(path, keys)
     source_names = ", ".join(source.called for source in SOURCES.values())
     raise RunError("LS8208", f"--from: {path} has no key that identifies it as a file of {source_names}")
