@@ -17,6 +17,7 @@ from lockstep.tasks.models import storage_dtype, weight_decay
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
+from lockstep.training.summary import precisions
 from support.counted_memory import MODEL, held, near
 from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.messages import raises
@@ -81,9 +82,10 @@ def test_without_masters_the_bits_of_single(name: str, ranks: int, more: tuple[s
     same(of(name, ranks, *WITHOUT, *more), of("single", 1, *WITHOUT))
 
 
-def beside_float32(world: World, run: Run) -> tuple[float, float, bool]:
+def beside_float32(world: World, run: Run) -> tuple[float, float, bool, str]:
     """Masters after a few steps beside weights that torch's own AdamW updates in float32 with the same gradients: the
-    largest difference, how far they went, and whether the model's weights are the masters, rounded."""
+    largest difference, how far they went, whether the model's weights are the masters, rounded, and what the summary
+    says of formats."""
     _, strategy, feed = build_with_feed(run, world)
     start = {n: p.detach().float().clone() for n, p in strategy.weights.named.items()}
     theirs = {n: torch.nn.Parameter(t.clone()) for n, t in start.items()}
@@ -109,14 +111,15 @@ def beside_float32(world: World, run: Run) -> tuple[float, float, bool]:
     apart = max(float((state[f"model.{n}"].float() - p.detach()).abs().max()) for n, p in theirs.items())
     went = max(float((p.detach() - start[n]).abs().max()) for n, p in theirs.items())
     rounded = all(torch.equal(p.detach(), state[f"model.{n}"].bfloat16()) for n, p in strategy.weights.named.items())
-    return apart, went, rounded
+    return apart, went, rounded, precisions(run, strategy)
 
 
 @pytest.mark.processes
 def test_masters_are_what_float32_weights_would_be() -> None:
     run = tiny("strategy.name=single", *LOW)
-    apart, went, rounded = run_on(1, beside_float32, run)[0]
+    apart, went, rounded, formats = run_on(1, beside_float32, run)[0]
     assert rounded
+    assert formats == "computed in bf16, kept in weights bfloat16, moments float32"
     assert apart < 1e-6 < 1e-3 < went
     run = tiny("strategy.name=single", *WITHOUT)  # the control: what is below a weight's last bit is lost
     assert run_on(1, beside_float32, run)[0][0] > 1e-5
