@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from .graph import loss_nodes, name_of
+from .placement import is_plain_tensor
 
 NODES = 8192  # nodes of a graph to visit
-MOST = 64  # attentions
+MOST = 256  # attentions
 LEAST = -30.0  # added to scores of what is seen; masks by large negative numbers are below
 MOST_SEEN = 0.8  # share of targets
 LARGEST = 1 << 24  # most elements of weights or masks to look at
@@ -34,6 +35,10 @@ def attention_counts(loss: Any, calls: Sequence[Sequence[Tensor]]) -> Tensor | N
     if len(nodes) != 1 or len(calls) != 1 or not calls[0]:
         return None
     looks = _attentions(loss)
+    if looks is None or any(
+        not is_plain_tensor(t) for node, _ in looks for t in (*_saved(node), getattr(node, "_saved_query", loss))
+    ):
+        return None  # not all attentions are known, or reading one would communicate
     ids = calls[0][0]
     rows = [_weights(node, parent, ids) for node, parent in looks]
     weights = [w for w in rows if w is not None]
@@ -59,12 +64,16 @@ def attention_counts(loss: Any, calls: Sequence[Sequence[Tensor]]) -> Tensor | N
 ALL = torch.ones(())  # stands for attention without a mask
 
 
-def _attentions(loss: Any) -> list[tuple[Any, Any]]:
-    """Return (node, the one that uses it) of fused attentions and softmaxes, nearest to the loss first."""
+def _attentions(loss: Any) -> list[tuple[Any, Any]] | None:
+    """Return (node, the one that uses it) of fused attentions and softmaxes, nearest to the loss first.
+
+    None if the graph is too large, or the weights or masks of one of them."""
     queue: deque[Any] = deque([(getattr(loss, "grad_fn", None), None)])
     known: set[Any] = set()
     rows: list[tuple[Any, Any]] = []
-    while queue and len(known) < NODES and len(rows) < MOST:
+    while queue:
+        if len(known) >= NODES or len(rows) >= MOST:
+            return None
         node, parent = queue.popleft()
         if node is None or node in known:
             continue
@@ -72,7 +81,13 @@ def _attentions(loss: Any) -> list[tuple[Any, Any]]:
         if name_of(node).startswith("ScaledDotProduct") or name_of(node) in SOFTMAX:
             rows.append((node, parent))
         queue.extend((n, node) for n, _ in node.next_functions)
-    return rows
+    return None if any(t.numel() > LARGEST for node, _ in rows for t in _saved(node)) else rows
+
+
+def _saved(node: Any) -> list[Tensor]:
+    """Return the tensors of an attention that are read: weights, or a mask."""
+    names = ("_saved_result", "_saved_attn_mask", "_saved_attn_bias")
+    return [t for name in names if isinstance(t := getattr(node, name, None), Tensor)]
 
 
 def _weights(node: Any, parent: Any, ids: Tensor) -> Tensor | None:
@@ -110,7 +125,7 @@ def _over_heads(allowed: Tensor, size: int, lengths: tuple[int, ...]) -> Tensor 
     """Return bool [B, T, T] of weights [B, H, T, T] or [B * H, T, T]."""
     shape = allowed.shape
     fits = len(shape) in (3, 4) and shape[-1] == shape[-2] and shape[-1] in lengths and shape[0] % size == 0
-    if not fits or allowed.numel() > LARGEST or (len(shape) == 4 and shape[0] != size):
+    if not fits or (len(shape) == 4 and shape[0] != size):
         return None
     return allowed.reshape(size, -1, shape[-1], shape[-1]).any(1)
 
