@@ -445,7 +445,7 @@ CASES["loop_lm_cut"] = Case(
         ("        if (i + 1) % 4 == 0:\n            optimizer.step()\n            optimizer.zero_grad()\n", STEP),
     ),
     train_words=("data.validation=texts_valid.jsonl",),
-    said=all_by("a text ends with <eos>"),
+    said={**all_by("a text ends with <eos>"), "steps": "the rest is trained on as further examples"},
 )
 PLAIN = 'plain = ["bias", "LayerNorm.weight", "embeddings.word"]\ngroups = [\n'
 PLAIN += (

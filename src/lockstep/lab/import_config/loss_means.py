@@ -2,7 +2,7 @@
 
 In: a script and its draft, once the model and the data are known. Out: notes: means of micro-batches that count the
 same whatever their targets, gradients that Trainer adds up, a divisor that counts tokens that nothing predicts, and
-texts without an end token.
+texts that end otherwise.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ def note_loop(draft: RunDraft) -> None:
 
 def note_trainer(draft: RunDraft, script: Script) -> None:
     """Note what the installed Trainer divides the loss by."""
+    plain = draft.task == "language_modeling" and not draft.keys.keys() & {"task.prompt", "task.messages"}
+    if plain and draft.keys.get("task.packing") is False and any(c.name == "SFTTrainer" for c in script.calls):
+        note_cut(draft)
     model = empty_model(draft, script)
     if model is None:
         return
@@ -47,13 +50,20 @@ def note_trainer(draft: RunDraft, script: Script) -> None:
             f"{name}, whose forward() leaves num_items_in_batch unread; here they are averaged over all targets. With "
             f"optim.name=sgd multiply optim.learning_rate by {count}; adamw differs by its eps and by clipping alone"
         )
-    whole = not draft.keys.keys() & {"task.prompt", "task.messages"}
-    if uses and draft.task == "language_modeling" and whole and not _shifts(model):
+    if uses and plain and not _shifts(model):
         draft.notes.append(
             f"difference: Trainer of transformers {version} divides the loss of {name} by all tokens of a row, its "
             "first among them, which nothing predicts; here the divisor is what is predicted, so losses and gradients "
             "are larger by about 1 / (tokens of a row)"
         )
+
+
+def note_cut(draft: RunDraft) -> None:
+    """Note that a longer text is several examples here, where the original trains on its first tokens alone."""
+    draft.notes.append(
+        "difference: the original truncates texts longer than task.block_size and drops the rest; here the rest is "
+        "trained on as further examples, so an epoch has more steps (data.filter with max_tokens leaves long texts out)"
+    )
 
 
 def _shifts(model: Any) -> bool:
@@ -64,11 +74,12 @@ def _shifts(model: Any) -> bool:
 
 
 def note_end(draft: RunDraft, where: str) -> None:
-    """Note that texts end with a token here that the script's tokenizer does not write. `where`: its line."""
+    """Note that texts are cut and end otherwise here than where the script tokenizes them. `where`: its line."""
     if draft.task != "language_modeling" or draft.keys.get("task.packing") is not False:
         return
     if draft.keys.keys() & {"task.prompt", "task.messages"}:
         return
+    note_cut(draft)
     source = draft.keys.get("tokenizer.source") or draft.keys.get("model.source")
     ends = f"the tokenizer's end token, which is learned; a text of {where} has it only if the tokenizer writes it"
     try:
