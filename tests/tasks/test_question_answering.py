@@ -53,6 +53,18 @@ def test_windows_cover_the_context_and_share_the_stride(tmp_path: Path) -> None:
     assert several > 5
 
 
+def test_the_default_stride_gives_way_to_a_short_window(tmp_path: Path) -> None:
+    """max_length and stride are both 128 by default: every row was refused, with keys that nobody wrote."""
+    run = make(tmp_path, "questions")
+    options = run.task.model_copy(update={"stride": 128})
+    bare = run.model_copy(update={"task": options}).as_written(run.written_keys - {"task.stride"})
+    fitted, notes = QuestionAnswering.fit_defaults(bare)
+    assert QuestionAnswering.options_of(fitted).stride == run.data.max_length // 2
+    assert notes[-1].startswith("task.stride is ")
+    assert notes[-1].endswith("its default is 128")
+    assert QuestionAnswering.fit_defaults(run)[0] == run  # a value that was written stays
+
+
 def test_an_answer_is_held_by_the_windows_that_have_all_of_it(tmp_path: Path) -> None:
     task = task_of(make(tmp_path, "questions"))
     columns = task.splits["train"]

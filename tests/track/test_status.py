@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.commands.while_it_runs import advice, run_and_record
+from lockstep.commands.while_it_runs import advice, run_and_record, state_sentence
 from lockstep.config.run import load
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import TRAIN, JobRecord, Process, State
@@ -344,3 +344,8 @@ def test_a_job_record_of_other_types_is_unreadable(name: str, value: object, tmp
     values = json.loads((tmp_path / "launch.json").read_text())
     (tmp_path / "launch.json").write_text(json.dumps(values | {name: value}))
     assert main(["status", str(tmp_path)]) in (0, 2)  # 2: no such launcher
+
+
+def test_a_run_that_its_user_interrupted_is_not_called_failed() -> None:
+    assert state_sentence(State("failed", status=130)) == "interrupted (status 130)"
+    assert state_sentence(State("failed", status=1)) == "failed (status 1)"

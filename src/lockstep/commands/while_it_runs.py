@@ -159,6 +159,8 @@ def state_sentence(state: State) -> str:
         "stopped": "stopped on request (status 75)",
         "failed": f"failed (status {state.status})" if state.status is not None else "failed",
     }
+    if state.word == "failed" and state.status == 130:  # Ctrl-C before training, or twice
+        words["failed"] = "interrupted (status 130)"
     return words.get(state.word, state.word) + (f": {state.text}" if state.text else "")
 
 

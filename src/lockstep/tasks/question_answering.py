@@ -122,6 +122,16 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         super().check(data, folder, tok)
 
     @classmethod
+    def fit_defaults(cls, run: Run) -> tuple[Run, list[str]]:
+        run, notes = super().fit_defaults(run)
+        stride, most = cls.options_of(run).stride, run.data.max_length
+        if run.wrote("task.stride") or stride <= most // 2:
+            return run, notes
+        note = f"task.stride is {most // 2}, half of the {most} tokens of a window; its default is {stride}"
+        task = run.task.model_copy(update={"stride": most // 2})
+        return run.model_copy(update={"task": task}), [*notes, note]
+
+    @classmethod
     def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
         return {}  # `encoder` refuses questions that leave no room for context, by row
 
