@@ -53,8 +53,8 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoad
         **selection_lines(run, task),
         "processes": f"{world.size} ({run.strategy.name}{choice}, "
         f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
-        "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of about equal work; {feed.total} "
-        "steps",
+        "step": f"{min(run.batch_size, feed.order.examples)} examples in {run.micro_batches} micro-batches of about "
+        f"equal work; {feed.total} steps",
     }
 
 
