@@ -12,7 +12,8 @@ from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.lab import bench as benched
 from lockstep.lab import bench_options
-from lockstep.lab.bench import Bench, BenchRow, details, efficiency, plots, reasons, rows_of, table
+from lockstep.lab.bench import Bench, details, efficiency, plots, reasons, rows_of, table
+from lockstep.lab.bench_row import BenchRow
 from lockstep.training.timing import RankMemory, Timing
 from support.command import LOCKSTEP, STEPS, ended, start, write
 from support.harness import TINY
@@ -157,13 +158,13 @@ def test_options_that_help_are_measured_together_and_written(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, out = tried(run_file.parent, monkeypatch, {}, "micro_batches=8")
-    said = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     assert status == 0
-    assert "micro_batches=8 is slower: micro_batches=4 has 1.25 times its speed" in said
+    assert "micro_batches=8 is slower: micro_batches=4 has 1.25 times its speed" in printed
     best = load(str(out / "best.yaml"), [])
     assert (best.micro_batches, best.data.padding, best.model.compile) == (4, "batch", "auto")
     assert not best.wrote("precision")
-    assert "1.79 times the speed (1.79 to 1.79), weights: other" in said
+    assert "1.79 times the speed (1.79 to 1.79), weights: other" in printed
     rows = json.loads((out / "bench.json").read_text())["rows"]
     assert rows[-1]["keys"] == {"launch.processes": 1, "data.padding": "batch", "micro_batches": 4}
     assert len(rows[0]["rounds"]) == 4
@@ -190,6 +191,6 @@ def test_each_kind_of_run_has_its_options() -> None:
     assert bench_options.options_of(load(None, ["strategy.name=fsdp2"], TINY))["strategy.options.gather"]
     assert "task.loss_chunk" not in bench_options.options_of(load(None, [], TINY))
     words = TINY | {"task": {"name": "language_modeling", "loss_chunk": 64}, "micro_batches": 1}
-    found = bench_options.options_of(load(None, [], words))
-    assert found["task.loss_chunk"] == [None, bench_options.CHUNK]
-    assert found["micro_batches"] == [2]
+    tried_values = bench_options.options_of(load(None, [], words))
+    assert tried_values["task.loss_chunk"] == [None, bench_options.CHUNK]
+    assert tried_values["micro_batches"] == [2]

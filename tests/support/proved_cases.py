@@ -162,8 +162,6 @@ PROVED: dict[Callable[[bool], None], str] = {
     clipped_before_backward: "clip-unused",
     keys_with_a_prefix: "loaded-nothing",
     normalized_over_examples: "softmax-dimension",
-    shuffled_apart: "pairs-change",
-    a_schedule_of_steps: "scheduler-unit",
     answers_in_the_input: "future-seen",
     answers_in_the_input_with_dropout: "future-seen",
     an_inverted_mask: "mask-inverted",
@@ -212,6 +210,8 @@ LIKELY: dict[Callable[[bool], None], str] = {
     a_sum_of_means: "accumulation-undivided",
     a_teacher_with_dropout: "teacher-in-training-mode",
     a_cosine_of_epochs: "scheduler-unit",
+    a_schedule_of_steps: "scheduler-unit",
+    shuffled_apart: "pairs-change",
 }
 
 
@@ -355,7 +355,22 @@ def a_checkpoint_that_may_not_fit() -> None:
         step(model, optimizer, x, y)
 
 
+def one_checkpoint_for_two_parts() -> None:
+    """Each part takes what is its own: one of them has nothing in it."""
+    model, state = net(), {f"body.{name}": value for name, value in net().state_dict().items()}
+    body, head = nn.Sequential(), nn.Linear(3, 3)
+    body.add_module("body", model)
+    for part in (body, head):
+        part.load_state_dict(state, strict=False)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    for x, y in DataLoader(DATA, batch_size=12):
+        optimizer.zero_grad()
+        functional.cross_entropy(head(body(x)), y).backward()
+        optimizer.step()
+
+
 CLOSE = (
+    one_checkpoint_for_two_parts,
     surgery_on_gradients,
     a_look_at_other_examples,
     ascents_and_descents,

@@ -12,7 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError, load, replace_text, write_run_yaml
 from lockstep.distributed.hardware import processor
 from lockstep.lab import bench_options
+from lockstep.lab.bench_row import BenchRow
 from lockstep.lab.subprocess_job import Child
 from lockstep.lab.sweep import sweep_file
 from lockstep.launchers import start
@@ -28,7 +29,6 @@ from lockstep.track.console import Console, clock
 from lockstep.track.report import charts
 from lockstep.track.report.report import write_page
 from lockstep.training import timing
-from lockstep.training.timing import Timing
 from lockstep_trace.plurals import quantity
 
 MEASURE = "lockstep.training.timing.measure"  # the job that every rank runs
@@ -48,52 +48,6 @@ class Bench:
     weak: bool  # batch_size and micro_batches grow with the processes
     folder: Path
     singly: bool = False  # vary one key at a time, beside the run file as it is (`--options`)
-
-
-@dataclass(eq=False)
-class BenchRow:
-    """One configuration and its measurements."""
-
-    processes: int  # `launch.processes`
-    series: str  # all varied keys but the processes: the name of its line in the plots
-    keys: sweep_file.Overrides  # of the run file
-    run: Run | None = None  # None if the keys are invalid together
-    reason: str | None = None  # why it could not run
-    rounds: dict[int, Timing] = field(default_factory=dict)  # by the round's number, from 0
-    job: Job | None = None  # None if it could not be resolved
-
-    @property
-    def count(self) -> int:
-        """Number of processes that ran, or were requested if none has run yet."""
-        return next((t.processes for t in self.rounds.values()), self.processes)
-
-    @property
-    def rates(self) -> list[float]:
-        """Examples per second, by round."""
-        return [t.examples / t.seconds for t in self.rounds.values()]
-
-    def middle(self) -> dict[str, float]:
-        """Medians over the rounds; bytes are those of the rank that needs most."""
-        rounds = list(self.rounds.values())
-        step_s = statistics.median(t.seconds / t.steps for t in rounds)
-
-        def most(name: str) -> int:
-            return max(getattr(rank, name) for t in rounds for rank in t.ranks)
-
-        return {
-            "examples_per_s": statistics.median(self.rates),
-            "examples_per_s_lowest": min(self.rates),
-            "examples_per_s_highest": max(self.rates),
-            "tokens_per_s": statistics.median(t.tokens / t.seconds for t in rounds),
-            "seconds_per_step": step_s,
-            "whole_run_s": step_s * rounds[0].whole_steps,
-            "padding": rounds[0].padded / rounds[0].tokens,
-            "threads": rounds[0].threads,
-            "peak_resident": most("peak_resident"),
-            "peak_device": most("peak_device"),
-            "at_rest": most("at_rest"),
-            "at_update": most("at_update"),
-        }
 
 
 def bench(request: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]) -> int:
@@ -163,11 +117,11 @@ def best(
         file.unlink(missing_ok=True)
         return "the run file as it is: no option made it faster in every round, by more than it differs from itself"
     row = gained[0]
-    keys, found = bench_options.varied(row), bench_options.ratios(row, rows[0])
+    keys, speeds = bench_options.varied(row), bench_options.ratios(row, rows[0])
     replace_text(file, load(path, {**overrides, **keys}, defaults).dump())
     return (
-        f"{file}: {bench_options.words(keys)}; {statistics.median(found):.2f} times the speed ({min(found):.2f} to "
-        f"{max(found):.2f}), weights: {bench_options.same_weights(row, rows[0])}"
+        f"{file}: {bench_options.words(keys)}; {statistics.median(speeds):.2f} times the speed ({min(speeds):.2f} to "
+        f"{max(speeds):.2f}), weights: {bench_options.same_weights(row, rows[0])}"
     )
 
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.config import plugins
 from lockstep.config.error_messages import flat
+from lockstep.config.run import Run
+from lockstep.lab.bench_row import BenchRow
 from lockstep.lab.sweep.sweep_file import Overrides, format_value
-
-if TYPE_CHECKING:
-    from lockstep.config.run import Run
-    from lockstep.lab.bench import BenchRow
 
 GAIN = 1.02  # a smaller one is no gain, on however quiet a machine
 CHUNK = 2048  # tokens; a matrix of logits with more rows is worth cutting
@@ -59,7 +57,7 @@ def gains(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """Return the rows that were faster than the run file in every round, by more than it differs from itself; the
     fastest first."""
     least = max(GAIN, noise(rows))
-    gained = [row for row in rows[2:] if (found := ratios(row, rows[0])) and min(found) >= least]
+    gained = [row for row in rows[2:] if (speeds := ratios(row, rows[0])) and min(speeds) >= least]
     return sorted(gained, key=lambda row: -statistics.median(ratios(row, rows[0])))
 
 
@@ -94,13 +92,13 @@ def table(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
     tried.sort(key=lambda row: -statistics.median(ratios(row, base)))
     cells = []
     for row in [row for row in rows[:2] if ratios(row, base)] + tried:
-        found, middle = ratios(row, base), row.middle()
+        speeds, middle = ratios(row, base), row.middle()
         own = "run file" if row is base else "run file, again"
         cells.append(
             [
                 words(varied(row)) or own,
-                f"{statistics.median(found):.2f}",
-                "" if row is base else f"{min(found):.2f} to {max(found):.2f}",
+                f"{statistics.median(speeds):.2f}",
+                "" if row is base else f"{min(speeds):.2f} to {max(speeds):.2f}",
                 f"{middle['examples_per_s']:.1f}",
                 f"{max(middle['peak_device'], middle['peak_resident']) / 2**20:.0f}",
                 same_weights(row, base),
@@ -112,15 +110,15 @@ def table(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
 def advice(rows: Sequence[BenchRow], run: Run) -> list[str]:
     """Return a sentence about each key that the user wrote and that makes the job slower than another value."""
     own = flat(run.model_dump(mode="json"))
-    told = []
+    lines = []
     for key, value in faster(rows).items():
         if run.wrote(key):
             row = next(row for row in rows if varied(row) == {key: value})
             times = statistics.median(ratios(row, rows[0]))
-            told.append(
+            lines.append(
                 f"{words({key: own.get(key)})} is slower: {words({key: value})} has {times:.2f} times its speed"
             )
-    return told
+    return lines
 
 
 def words(keys: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from lockstep_trace.read import Step, Trace
-from lockstep_trace.rules.finding import PATIENCE, WRONG, Finding
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding
 
 ENOUGH = 16  # examples
 BITS = (1 << 64) - 1
@@ -19,9 +19,10 @@ def changing(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report examples whose classes change between two visits, while the classes of all of them together stay the same:
     inputs and targets are shuffled apart.
 
-    Targets that are drawn or estimated anew (pseudo-labels, noise, rotations) do not come out as exactly the same
-    classes, each as often. Numbers of places in a batch (contrastive losses, matching) do in every batch, so batches
-    that all hold the same classes equally often are left out."""
+    Targets that are drawn or estimated anew (pseudo-labels, noise, rotations) seldom come out as exactly the same
+    classes, each as often; clusters of one size that are numbered anew do, so it is never proved. Numbers of places in
+    a batch (contrastive losses, matching) do in every batch: batches that all hold the same classes equally often are
+    left out."""
     visits, batches = _visits(trace, optimizer)
     both = {e: v for e, v in visits.items() if len(v) > 1}
     counts = Counter(len(v) for v in both.values())
@@ -38,7 +39,9 @@ def changing(trace: Trace, optimizer: int) -> Iterator[Finding]:
     )
     what += "as before: examples and classes are put together otherwise"
     cause = "shuffle inputs and targets together: one permutation, or one data set of both"
-    yield Finding("pairs-change", what, cause, None, WRONG)
+    otherwise = "classes that are numbered anew, as clusters of one size are in each epoch, or drawn anew as a control"
+    decides = "where the targets come from"
+    yield Finding("pairs-change", what, cause, None, SUSPICIOUS, otherwise, decides)
 
 
 def _visits(trace: Trace, optimizer: int) -> tuple[dict[str, list[int]], list[tuple[int, ...]]]:

@@ -282,8 +282,10 @@ def self_loads(trace: Trace) -> Iterator[Finding]:
 def empty_loads(trace: Trace) -> Iterator[Finding]:
     """Report a state_dict of which no key is the model's, loaded with strict=False into a model that is used then.
 
-    Such a load changes nothing. A program that looks at what it returned may go on without, so it is proved only if
-    that is dropped, and neither another load nor other code wrote to the weights before the model was called."""
+    Such a load changes nothing. A program that looks at what it returned may go on without, and one that gives the same
+    state_dict to several parts has parts without any. So it is proved only if all names are the model's but for a
+    prefix, what it returned is dropped, and neither another load nor other code wrote to the weights before the model
+    was called."""
     for rank in trace.ranks[:1]:
         for record in rank.empty_loads[:1]:
             what = (
@@ -293,10 +295,11 @@ def empty_loads(trace: Trace) -> Iterator[Finding]:
                 f"the model's {record['own']} ({record['unexpected']}; the model has {record['missing']}), so nothing "
             )
             what += "is loaded, and the model is used as it was"
-            cause = _other_keys(record["unexpected"], record["missing"])
-            otherwise = "a checkpoint that is tried, where the model can do without"
+            key, own = record["unexpected"], record["missing"]
+            otherwise = "a checkpoint that is tried, where the model can do without; or one of other parts"
             decides = "what the script does if keys are missing"
-            yield weakened(Finding("loaded-nothing", what, cause), record["dropped"], otherwise, decides)
+            proved = record["dropped"] and record["prefixed"]
+            yield weakened(Finding("loaded-nothing", what, _other_keys(key, own)), proved, otherwise, decides)
 
 
 def _other_keys(key: str, own: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from lockstep_trace.read import Rank, Step, Trace
 from lockstep_trace.rules import epochs
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
 
 LENGTH = "the schedule may be as long as that"
 COUNTS = "what the schedule's length counts: steps of the optimizer, micro-batches, examples or epochs"
@@ -63,7 +63,7 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report a schedule of exactly as many steps as the optimizer makes in a whole run, that is stepped once an epoch;
     and a cosine of as many steps as epochs, that is stepped with the optimizer.
 
-    The first is over at the end of no such run: it is proved for a whole run of many steps. The second goes up and down
+    The first is over at the end of no such run, unless the run is a trial of a longer one. The second goes up and down
     many times, which may be meant."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None or rank.ended is None or not trace.complete:
@@ -77,7 +77,8 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
             what = f"{name} is made for {length} steps, as many as the optimizer makes, and is stepped {count} times, "
             what += f"once in each of {rounds} epochs: {count / length:.0%} of the schedule have passed at the end"
             cause = "step it after each optimizer.step() (interval 'step' in Lightning), or make it for the epochs"
-            yield Finding("scheduler-unit", what, cause, None, WRONG)
+            otherwise = "a short trial of a long schedule, whose length is this number by chance"
+            yield Finding("scheduler-unit", what, cause, None, SUSPICIOUS, otherwise, COUNTS)
         elif length == rounds and count >= steps - 1 and name == "CosineAnnealingLR":
             what = f"{name} is made for {length} steps, as many as there are epochs, and is stepped {count} times, "
             what += f"with the optimizer: the rate falls and rises {count / length / 2:.3g} times"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -16,6 +16,14 @@ from typing import Any
 from torch import nn
 
 from .versions import version
+
+
+def prefix_between(keys: Sequence[str], own: Sequence[str]) -> str | None:
+    """Return the prefix, with its dot, that all names of one list have before those of the other, or None."""
+    longer, shorter = sorted((keys, own), key=lambda names: max(map(len, names)), reverse=True)
+    prefix = longer[0].removesuffix(shorter[0])
+    same = len(keys) == len(own) and prefix.endswith(".") and {prefix + name for name in shorter} == set(longer)
+    return prefix if same else None
 
 
 @dataclass
@@ -51,6 +59,7 @@ class StateLoads:
             "unexpected": str(unexpected[0])[:200],
             "missing": str(missing[0])[:200],
             "dropped": dropped,
+            "prefixed": prefix_between(list(map(str, unexpected)), list(map(str, missing))) is not None,
         }
         self._waiting.append(EmptyLoad(about, [(weakref.ref(p), version(p)) for p in own]))
 
