@@ -38,7 +38,7 @@ def test_the_quick_start_comes_within_two_points_and_does_not_depend_on_processe
         "processes  2",
         "micro-batches",
         "label noise caps",
-        "in random micro-batches",
+        "random micro-batches: ",
         f"sha256     {weights}",
         "next",
     ):

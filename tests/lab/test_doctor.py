@@ -50,7 +50,7 @@ def test_torch_is_looked_at_in_a_process_of_its_own() -> None:
     found = machine_info.torch_facts(200)
     assert found["version"] == machine_info.version("torch")
     assert "gloo" in found["backends"]
-    assert found["core_gflops"]["fp32"] > 0
+    assert found["one_core_gflops"]["fp32"] > 0
 
 
 def test_no_process_asks_torch_for_gpus_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_ranks_that_do_not_meet(
 @pytest.mark.processes
 def test_whether_this_machine_computes_portably_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = machine_info.portable_facts(200)
-    assert len(facts["computes"]) == 16
+    assert len(facts["fingerprint"]) == 16
     monkeypatch.setattr(machine_info, "_PORTABLE", "raise SystemExit('no AVX2')")
     assert "no AVX2" in machine_info.portable_facts(200)["unsupported"]
 

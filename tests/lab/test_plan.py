@@ -81,11 +81,11 @@ def test_plan_says_what_a_run_amounts_to(run_file: Path, capsys: pytest.CaptureF
     count = sum(p.numel() for p in task.model().parameters())
     assert rows["model"] == f"gpt2 from scratch, {count / 1e6:.2f}M parameters"
     assert rows["data"].startswith("builtin/emotion: 100 train, 100 validation, 100 test examples; mean ")
-    assert rows["length"] == "12 steps of 22 examples; an epoch has 5: 2.4 epochs; 2 evaluations during training"
+    assert rows["length"] == "12 steps of 22 examples: 2.4 epochs of 5 steps; 2 evaluations during training"
     assert rows["rate"] == "▁▁▅▅▅▅███████▇▇▇▆▆▆▆▅▅▅▅▅▅▅▄▄▄▄▃▃▃▂▂▂▂▁▁ " + (
         "linear: 0 at first, 0.005 at step 2, 0.0005 at the last"
     )
-    assert rows["optimizer"] == "adamw: 11 weights at 0.005, decay 0.01; 18 weights at 0.005, decay 0"
+    assert rows["optimizer"] == "adamw: 11 tensors at rate 0.005, decay 0.01; 18 tensors at rate 0.005, decay 0"
     mean = task.splits["train"].lengths.sum() / 5  # over the five steps of an epoch
     assert float(rows["tokens"].split()[1].replace(",", "")) == pytest.approx(mean, rel=0.05)
     held = (24, 4, 4, 8, 8)  # bytes a parameter; of four micro-batches two sums wait, with DDP's buckets
@@ -211,7 +211,7 @@ def test_plan_without_a_file_is_the_quick_start(run_file: Path, capsys: pytest.C
     assert main(["plan", "--epochs", "2"]) == 0
     said = capsys.readouterr().out
     assert "outputs/quickstart" in said
-    assert "376 steps of 64 examples; an epoch has 188: 2 epochs" in said
+    assert "376 steps of 64 examples: 2 epochs of 188 steps" in said
 
 
 def test_list_and_schema(capsys: pytest.CaptureFixture[str]) -> None:

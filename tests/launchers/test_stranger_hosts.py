@@ -79,7 +79,7 @@ def test_what_is_written_where_machines_meet(three: Hosts, how: str, given: bool
     job = three.start(0, words, **SEES, **(WITH if given else {}))
     until(lambda: PORT in listening(three, 0), job)
     assert listening(three, 0)[PORT] == three.address(0)
-    job.says("meeting at")
+    job.says("rendezvous at")
     stranger(three, PORT, how, marker := tmp_path / "ran")
     one_message(job, "the rendezvous at")
     assert not marker.exists()

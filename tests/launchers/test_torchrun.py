@@ -326,7 +326,7 @@ def test_torchrun_on_one_machine_is_stopped_and_goes_on(tmp_path: Path, cache: P
     assert "stopped on request after step" in out
     status, out, err = ended(start(command, tmp_path, cache))
     assert status == 0, err
-    assert "ranks      rank 0, 1 on" in out
+    assert "ranks      ranks 0, 1 on" in out
     assert "launcher torchrun" in out
     assert bits(tmp_path) == bits(untouched)
 

@@ -195,7 +195,7 @@ def test_a_plan_on_the_terminal_and_as_a_page(
     assert main([*words, "--out", "plan.html"]) == 0
     said = capsys.readouterr().out
     assert "2.0 GB of 80.0 GB in backward: weights 1.0 GB, activations 1.0 GB" in said
-    assert "all to all, inside a machine: 1 messages, 500.0 MB" in said
+    assert "all to all, inside a machine: 1 message, 500.0 MB" in said
     assert "device-hours, " in said
     assert re.search(r"^rate +[\d,]+ tokens/s, [\de.-]+% of the device's stated rate \(MFU\)$", said, re.M)
     assert "weights 1.0 GB" in (run_file.parent / "plan.html").read_text()

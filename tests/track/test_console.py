@@ -144,6 +144,14 @@ def test_a_run_of_a_minute_takes_a_few_plain_lines(
     assert all(abs(step - wanted) <= 5 for step, wanted in zip(found, lines, strict=True)), found
 
 
+@pytest.mark.parametrize(("step", "rate"), [(1, "rate 0 (warm-up)  "), (10, "rate 0.00e+00  ")])
+def test_a_rate_of_0_at_the_first_step_is_called_warm_up(step: int, rate: str) -> None:
+    told, out = console(terminal=False)
+    told.start(10, 0)
+    told.log(step, "train", TRAIN | {"learning_rate": 0.0})
+    assert rate in out.getvalue()
+
+
 def test_what_the_closing_table_has_is_in_the_log_alone(tmp_path: Path) -> None:
     told, out = console(terminal=False)
     told._log = tmp_path / "log.txt"

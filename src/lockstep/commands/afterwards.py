@@ -39,7 +39,10 @@ def run_push(args: argparse.Namespace) -> int:
     from lockstep.checkpoint.export import PushFailed, push
 
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", args.repository):
-        raise RunError("LS8070", f"{args.repository!r} is not a repository of the Hub: expected USER/REPO")
+        raise RunError(
+            "LS8070",
+            f"{args.repository!r} is not a repository of the Hub: expected USER/REPO. For a folder, copy OUTPUT/export",
+        )
     say = Console(True).say
     try:
         pushed = push(Path(args.output), args.repository, not args.public, say)

@@ -55,7 +55,7 @@ def run_plan(args: argparse.Namespace) -> int:
             "processes": f"{plan.processes}, {each}",
             "command": shlex.join(plan.command),
             "variables": " ".join(f"{k}={v}" for k, v in plan.variables.items()) or "none",
-            "strategy": f"{run.strategy.name}{', exact where it can be' if run.strategy.exact else ''}",
+            "strategy": f"{run.strategy.name}{', exact' if run.strategy.exact else ''}",
             **(amounts(run) if isinstance(job, str) else sizes_of(job)),
             "output": f"{run.folder}{f', copied to {run.remote_dir}' if run.remote_dir else ''}",
         }
@@ -111,7 +111,7 @@ def sizes_of(job: Job) -> dict[str, str]:
     """Facts about the prepared job: resolved options, data and model."""
     from lockstep.training import model_stats
 
-    return {"decided": job.summary()} | model_stats.facts(job)
+    return {"resolved": job.summary()} | model_stats.facts(job)
 
 
 PAGE = "lockstep-selftest.html"

@@ -96,7 +96,9 @@ class World:
         hosts: dict[str, list[int]] = {}
         for rank, host in enumerate(self.hosts):
             hosts.setdefault(host, []).append(rank)
-        return "; ".join(f"rank {', '.join(map(str, ranks))} on {host}" for host, ranks in hosts.items())
+        return "; ".join(
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {host}" for host, ranks in hosts.items()
+        )
 
     def join(self) -> World:
         """Set threads, connect to the other ranks, and handle stop signals. Collective. Errors: `Unreached`; `RunError`

@@ -60,10 +60,9 @@ def bench(request: Bench, path: str | None, overrides: Mapping[str, Any], defaul
     runnable = [row for row in rows if row.reason is None]
     if not runnable:
         raise RunError("LS8021", f"none of the {len(rows)} jobs can run; the first fails with: {rows[0].reason}")
-    each = f"{request.skip} + {request.steps} steps"
+    each = f"{request.skip} warm-up and {request.steps} timed steps"
     console.say(
-        f"{quantity(len(runnable), 'configuration')}, {quantity(request.rounds, 'round')} of {each} each -> "
-        f"{request.folder}"
+        f"{quantity(len(runnable), 'configuration')}, {quantity(request.rounds, 'round')} of {each} -> {request.folder}"
     )
     measure(request, rows, rows, range(request.rounds), console)
     if request.singly and len(keys := bench_options.faster(rows)) > 1:

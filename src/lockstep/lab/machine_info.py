@@ -61,7 +61,7 @@ found = {
     "version": torch.__version__, "threads": threads,
     "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
     "backends": [n for n in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{n}_available")()],
-    "core_gflops": {"fp32": gflops("cpu", torch.float32), "bf16": gflops("cpu", torch.bfloat16)},
+    "one_core_gflops": {"fp32": gflops("cpu", torch.float32), "bf16": gflops("cpu", torch.bfloat16)},
     "cuda": torch.version.cuda, "hip": torch.version.hip,
     "devices": [
         {"name": p.name, "memory_gb": round(p.total_memory / 2**30, 1), "capability": f"{p.major}.{p.minor}"}
@@ -184,7 +184,7 @@ def portable_facts(seconds: float) -> Facts:
     """Return a hash of test results for `strategy.exact: portable`, equal on all supported machines with the same torch
     and numpy; or the reason why this machine is not supported."""
     answer = _of_python(_PORTABLE, seconds)
-    return {"unsupported": answer["failed"]} if "failed" in answer else {"computes": answer["answer"]}
+    return {"unsupported": answer["failed"]} if "failed" in answer else {"fingerprint": answer["answer"]}
 
 
 def _of_python(code: str, seconds: float) -> dict[str, str]:

@@ -355,7 +355,7 @@ def preview(run: Run, launcher: Launcher, plan: LaunchPlan) -> Job | str:
     machine = machine_of(launcher, plan)
     if looked_at_there(launcher):
         resolve_launch(run, machine, plan.processes, Scope.OUTPUT)
-        return "data and model are looked at where the job runs"
+        return "data and model are checked where the job runs"
     from lockstep.data.hub import unreached
 
     try:

@@ -62,7 +62,7 @@ class Tcp(Launcher):
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
         }
-        notes = [f"this process is rank {launch.rank} of {launch.world_size}, meeting at {launch.init_method}"]
+        notes = [f"this process is rank {launch.rank} of {launch.world_size}, rendezvous at {launch.init_method}"]
         return LaunchPlan(
             launch.world_size, ["lockstep", "train", str(run.folder / "run.yaml")], variables, notes=notes
         )

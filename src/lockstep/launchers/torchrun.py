@@ -166,14 +166,14 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
     if interface is not None:
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     where = f"{address} on {interface}" if interface else address
-    say(f"machine    {socket.gethostname()}, {where}; meeting at {host}:{port}")
+    say(f"machine    {socket.gethostname()}, {where}; rendezvous at {host}:{port}")
     key = network.secret_from_environment() if most > 1 else network.secret_or_new()
     if key:
         variables[network.SECRET_VARIABLE] = key
     else:
         say(
-            f"note: no {network.SECRET_VARIABLE}: whoever reaches {host}:{port} can disturb this job "
-            "(docs/reference/security.md)"
+            f"note: {network.SECRET_VARIABLE} is not set: anyone who can reach {host}:{port} can disturb this job. "
+            "Set the same value on every machine (docs/reference/security.md)"
         )
     if not holds:
         network.reach(host, port, options.join_timeout_s, say)

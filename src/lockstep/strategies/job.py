@@ -177,14 +177,14 @@ class Job:
         return replace(self, run=self.run.model_copy(update={"output": output}))
 
     def summary(self) -> str:
-        """Describe the decisions on one line."""
+        """Describe the resolved options on one line."""
         weights = "bfloat16" if self.run.model.trained_in_bfloat16 else "float32"
         parts = [
             self.strategy.__name__,
             f"attention {self.attention}",
             f"computes in {self.run.precision} with {weights} weights",
-            "padding is left out" if self.padding is None else f"padding is computed ({self.padding})",
-            "the bits of one process" if self.same_bits else "equal to one process to rounding",
+            "no padding" if self.padding is None else f"computes padding ({self.padding})",
+            "the bits of one process" if self.same_bits else "equal to one process within rounding",
         ]
         return "; ".join(parts)
 

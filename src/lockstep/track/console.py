@@ -280,7 +280,7 @@ class Console:
             if self._per_epoch
             else "",
             self._best.text,
-            f"rate {numbers['learning_rate']:.2e}",
+            _rate(step, numbers["learning_rate"]),
             f"{numbers['examples_per_s']:,.0f} examples/s",
             f"{numbers['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in numbers else "",
             f"MFU {100 * numbers['mfu']:.0f} %" if "mfu" in numbers else "",
@@ -419,6 +419,11 @@ def _filled(parts: Iterable[str], width: int) -> list[str]:
         else:
             lines.append(part)
     return lines
+
+
+def _rate(step: int, rate: float) -> str:
+    """Format the learning rate. Only a warm-up, or rates given as points, can begin at 0."""
+    return "rate 0 (warm-up)" if step == 1 and not rate else f"rate {rate:.2e}"
 
 
 def _of_sources(numbers: Mapping[str, float]) -> str:

@@ -37,6 +37,7 @@ from lockstep.strategies.job import Job
 from lockstep.tasks.models import config_checks, model_configs, quantized, source_files
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
+from lockstep_trace.plurals import quantity
 
 PART = 17  # combined with the seed, so that the validation subset has its own random stream
 LOOKED_AT = 32  # evenly spaced steps whose tokens are counted
@@ -47,7 +48,8 @@ def facts(job: Job) -> dict[str, str]:
     run, task = job.run, job.make_task()
     feed = StepLoader(run, task, [], torch.device("cpu"))
     of = model_facts(run, task)
-    of_them = f", of which {of.trained / 1e6:.2f}M are trained" if of.trained < of.every else ""
+    frozen = of.every - of.trained
+    of_them = f", {of.trained / 1e6:.2f}M trained, {frozen:,} frozen" if frozen else ""
     return {
         "model": f"{task.origin}, {of.every / 1e6:.2f}M parameters{of_them}",
         "data": data(task),
@@ -129,12 +131,12 @@ def check_names(job: Job) -> None:
 
 
 def treatment(run: Run, model: nn.Module) -> str:
-    """Describe the optimizer, and the weights with a learning rate, decay or rule of their own."""
+    """Describe the optimizer, and the parameter tensors with a learning rate, decay or rule of their own."""
     counts: dict[ParamGroupSpec, int] = {}
     for how in assigned(run.optim, model).values():
         counts[how] = counts.get(how, 0) + 1
     rows = [
-        f"{count} weight{'s' * (count > 1)}{f' ({how.kind})' if how.kind else ''} at "
+        f"{quantity(count, 'tensor')}{f' ({how.kind})' if how.kind else ''} at rate "
         f"{how.scale * run.optim.learning_rate:.3g}, decay {how.decay:g}"
         for how, count in counts.items()
     ]
@@ -169,8 +171,9 @@ def length(run: Run, feed: StepLoader) -> str:
     each = feed.order.steps_per_epoch
     evaluations = (feed.total - 1) // every if (every := feed.interval(run.evaluate.every)) else 0
     return (
-        f"{feed.total:,} steps of {min(run.batch_size, feed.order.examples):,} examples; an epoch has {each:,}: "
-        f"{feed.total / each:.4g} epochs; {evaluations:,} evaluations during training"
+        f"{feed.total:,} steps of {min(run.batch_size, feed.order.examples):,} examples: "
+        f"{feed.total / each:.4g} epochs of {quantity(each, 'step')}; "
+        f"{quantity(evaluations, 'evaluation')} during training"
     )
 
 

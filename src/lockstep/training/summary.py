@@ -157,8 +157,10 @@ def padding_ratio(task: Task, counts: Counts) -> str:
     """Describe the share of padding beside real tokens, and that of random micro-batches."""
     if not task.unit:
         return ""
-    padding, by_chance = counts.padded / counts.tokens, counts.padded_by_chance / counts.tokens
-    return f"; {padding - 1:.0%} padding ({by_chance - 1:.0%} in random micro-batches)"
+    padding, by_chance = counts.padded / counts.tokens - 1, counts.padded_by_chance / counts.tokens - 1
+    if max(padding, by_chance) < 0.005:
+        return "; no padding"
+    return f"; {padding:.0%} padding (random micro-batches: {by_chance:.0%})"
 
 
 LINE = 80  # columns of a narrow terminal

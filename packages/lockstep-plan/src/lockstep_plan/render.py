@@ -57,7 +57,9 @@ def facts(plan: Plan, device: Device, price: float | None) -> dict[str, str]:
     for wire in estimate.wire[:6]:
         where = "inside a machine" if wire.inside else "between machines"
         what = f"{COLLECTIVES.get(wire.collective, wire.collective)}, {where}"
-        told_wire = f"{what}: {wire.messages:,.0f} messages, {size(wire.bytes)}, {charts.seconds(wire.seconds)}"
+        told_wire = (
+            f"{what}: {quantity(round(wire.messages), 'message')}, {size(wire.bytes)}, {charts.seconds(wire.seconds)}"
+        )
         rows["wire" if "wire" not in rows else f"wire {len([r for r in rows if r.startswith('wire')]) + 1}"] = told_wire
     phases = ", ".join(
         f"{name} {charts.seconds(s)}" for name, s in estimate.seconds.items() if s / estimate.step_s >= 0.001
@@ -65,8 +67,8 @@ def facts(plan: Plan, device: Device, price: float | None) -> dict[str, str]:
     rows |= {
         "step": f"{charts.seconds(estimate.step_s)} ({phases})",
         **rate(plan, device),
-        "idle": f"{estimate.waiting:.0%} of a step: {waiting:.0%} for slower ranks, the rest for messages",
-        "padding": f"{plan.padding:.2f} computed for each real token",
+        "idle": f"{estimate.waiting:.0%} of a step: {waiting:.0%} waits for slower ranks, the rest for messages",
+        "padding": f"{plan.padding - 1:.0%}",
         "run": f"{plan.steps:,} steps, {charts.seconds(estimate.step_s * plan.steps)}; {cost(plan, price)}",
     }
     return rows
