@@ -109,6 +109,12 @@ def test_a_page_can_be_read_at_one_sitting(folder: str) -> None:
     assert {name: words for name, words in long.items() if words > MOST_WORDS} == {}
 
 
+def test_all_pages_together_have_at_most_60000_words() -> None:
+    """Remove as much as you add. README is one of them."""
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 60_000
+
+
 def test_readme_can_be_read_in_a_minute_or_two() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
 
