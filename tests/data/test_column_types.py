@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.config.plugins import find
 from lockstep.config.run import DataSection, Run
-from lockstep.data import source, value_types
+from lockstep.data import column_types, source, value_types
 from lockstep.data.prepare import prepare
 from lockstep.data.tokenizer import load
 from support.harness import tiny
@@ -505,3 +505,18 @@ def test_examples_are_made_of_rows_whose_keys_hold_several_types(tmp_path: Path)
     turns = [turn for row in stored["rows"] for turn in row["messages"]]
     assert words.count("said") == sum("w" in turn for turn in turns) > 0
     assert words.count("bare") == sum("w" not in turn for turn in turns)
+
+
+def test_a_label_that_another_split_writes_differently_names_the_way_out(tmp_path: Path) -> None:
+    for name, labels in (("a", ["0.0", "1.0"]), ("v", ["1", "0"])):
+        text = "".join(f"{sentence(i)},{labels[i % 2]}\n" for i in range(16))
+        (tmp_path / f"{name}.csv").write_text(f"text,label\n{text}")
+    files: dict[str, Any] = {"train": str(tmp_path / "a.csv"), "validation": str(tmp_path / "v.csv")}
+    with raises("LS2103", "With data.types={label: integer}, '1' and '1.0' are the same label"):
+        facts(files)
+    assert facts(files | {"types": {"label": "integer"}})["labels"] == ["0", "1"]
+    hint = column_types.same_label_hint
+    assert "data.types={tags: text}, 1 and '1' are" in hint("tags", 1, ["0", "1"])
+    assert hint("label", "1", ["1.0", "01", "a"]) == ""  # not all are numbers
+    assert hint("label", "1", ["1.0", "01"]) == ""  # two labels of train would become one
+    assert "'b' in blanks or capitals only" in hint("label", " B", ["a", "b"])

@@ -115,10 +115,15 @@ OTHERS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "token_classification": [
         ({"tokens": None, "tags": None}, "task.words"),
         ({"tokens": [], "tags": []}, "task.words"),
+        ({"tokens": [], "tags": ["O"]}, "task.words"),
+        ({"tokens": ["a", "b"], "tags": []}, "task.tags"),
         ({"tokens": ["a", ""], "tags": ["O", "O"]}, "task.words"),
         ({"tokens": ["a", "b"], "tags": ["O", None]}, "task.tags"),
         ({"tokens": ["a", "b"], "tags": ["", "O"]}, "task.tags"),
     ],
+    "pairs": [({"negative": None}, "task.negative"), ({"negative": []}, "task.negative")],
+    "preference": [({"rejected": []}, "task.rejected")],
+    "questions": [({"answers": {}}, "task.answers")],
 }
 
 
@@ -140,6 +145,30 @@ def test_every_task_does_so(kind: str, place: int, tmp_path: Path) -> None:
     assert found.facts["left_out"] == {"train": 1}
     if kind == "token_classification":
         assert found.facts["labels"] == ["B-ANIMAL", "I-ANIMAL", "O"]
+
+
+def test_conversations_and_lists_of_labels_do_so(tmp_path: Path) -> None:
+    talk = [[{"role": "user", "content": f"a{i}"}, {"role": "assistant", "content": f"b{i}"}] for i in range(40)]
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    task = {"name": "preference", "prompt": None, "conversations": True, "chat_template": template}
+    answers: list[dict] = [{"chosen": some, "rejected": [*some[:1], *talk[7][1:]]} for some in talk]
+    answers[4]["rejected"] = []
+    labels: list[dict] = [{"text": f"word {i}", "label": [["x"], ["y"], [], ["x", "y"]][i % 4]} for i in range(40)]
+    labels[4]["label"], labels[5]["label"], labels[9]["label"] = [None], ["x", " "], ""
+    model: dict[str, Any] = {"model": TASKS["preference"]["model"], "tokenizer": {"train": "bpe", "vocab_size": 400}}
+    spoken: list[dict] = [{"messages": some} for some in talk]
+    spoken[4]["messages"] = " "
+    messages = {"name": "language_modeling", "messages": "messages", "chat_template": template, "block_size": 24}
+    for rows, values, count in (
+        (spoken, {"task": messages} | model, 1),
+        (answers, {"task": task} | model, 1),
+        (labels, {"task": {"name": "classification", "multi_label": True}}, 3),
+    ):
+        write(tmp_path / "data.jsonl", rows)
+        with raises("LS2323", f"has none in {count} of 40 (row 4 holds "):
+            prepared(run_of(tmp_path / "data.jsonl", "data.max_length=32", **values))
+        found = prepared(run_of(tmp_path / "data.jsonl", "data.max_length=32", "data.drop_missing=true", **values))
+        assert found.facts["left_out"] == {"train": count}
 
 
 def test_it_is_said_aloud(tmp_path: Path) -> None:

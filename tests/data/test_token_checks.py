@@ -7,6 +7,7 @@ import pytest
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run
+from lockstep.data import splitting
 from lockstep.data.prepare import prepare
 from lockstep.data.splitting import warnings
 from support.messages import raises
@@ -63,6 +64,28 @@ def test_texts_that_all_become_the_same_tokens_are_refused(folder: Path) -> None
     """`[CLS] [UNK] w1 [SEP]`, whatever the first word is."""
     with raises("LS2442", "tokenizer", "18 different texts", "the same 4 tokens"):
         notes_of(run_on(folder, labelled([f"name{number} w1" for number in range(24)])))
+
+
+def test_conversations_that_differ_in_unwritten_keys_do_not_blame_the_tokenizer(folder: Path) -> None:
+    """Nulls and the order of keys make no difference between conversations."""
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    task = LANGUAGE | {"block_size": 32, "messages": "messages", "chat_template": template, "packing": False}
+
+    def talk(user: str, number: int, **more: Any) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": user}, {"content": "w2", "role": "assistant"} | more]}
+
+    with raises("LS2411", "data: ", "18 different conversations", "'name'", "chat template"):
+        notes_of(run_on(folder, [talk("w1", n, name=f"n{n}") for n in range(24)], **task))
+    rows = [talk(text_of(n // 2), n) | {"id": n} for n in range(48)]
+    for n, row in enumerate(rows):
+        row["messages"][1] |= {"weight": n % 2}
+    (note,) = [each for each in notes_of(run_on(folder, rows, **task)) if "sequences" in each]
+    assert "they differ only in what the chat template does not write ('weight')" in note
+    same = [talk("w1", n, name=None if n % 2 else "a") for n in range(4)]
+    assert len(set(map(splitting.normalized, same))) == 2
+    assert splitting.normalized({"a": 1, "b": None}) == splitting.normalized({"b": None, "a": 1} | {"c": None})
+    with raises("LS3412", "task.chat_template", "'chat.jinja'"):
+        notes_of(run_on(folder, rows, **(task | {"chat_template": "chat.jinja"})))
 
 
 def test_a_limit_that_cuts_every_text_to_the_same_prefix_is_refused(folder: Path) -> None:

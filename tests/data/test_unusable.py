@@ -39,6 +39,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], boo
         False,
         "LS2112",
     ),
+    "a word without a tag": ({"name": "token_classification"}, TAGS, {"tags": ["O"]}, True, "LS3363"),
     "a tag": ({"name": "token_classification"}, TAGS, {"tags": ["B-Y", "O"], "tokens": ["a", "b"]}, False, "LS3361"),
 }
 

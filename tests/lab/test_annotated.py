@@ -13,7 +13,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import DataSection, Run, RunError
-from lockstep.data import annotated, conversations, source
+from lockstep.data import annotated, conversations, source, value_types
 from lockstep.data.prepare import prepare
 from lockstep.training import predicting
 from support.command import ended, start
@@ -323,6 +323,9 @@ def test_who_speaks_has_a_role() -> None:
     assert conversations.with_roles(spoken, "c", "task.messages", "train").to_list() == [{"c": plain}, {"c": None}]
     same = datasets.Dataset.from_list([{"c": plain}])
     assert conversations.with_roles(same, "c", "task.messages", "train") is same
+    some = {"c": [[told[0], told[1] | {"weight": 1}], None, plain]}  # a key that not all messages have
+    ragged = conversations.with_roles(value_types.dataset_of(some), "c", "task.messages", "train")
+    assert ragged.to_list() == [{"c": [plain[0], plain[1] | {"weight": 1}]}, {"c": None}, {"c": plain}]
     odd = datasets.Dataset.from_list([{"c": told}, {"c": [{"from": "narrator", "value": "a"}]}])
     with raises("LS2040", "task.messages", "'c'", "row 1", "'narrator'"):
         conversations.with_roles(odd, "c", "task.messages", "train")

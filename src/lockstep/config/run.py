@@ -56,6 +56,7 @@ from lockstep.config.sections import (
     TrackSection,
     VerifySection,
     at_length,
+    without_empty,
 )
 
 _FREE = (
@@ -153,7 +154,7 @@ class Run(Section):
     @classmethod
     def _defaults(cls, values: Any) -> Any:
         if isinstance(values, dict):
-            values = {key: at_length(key, value) for key, value in values.items()}
+            values = {key: at_length(key, value) for key, value in without_empty(cls, values).items()}
             if values.get("epochs") is None and values.get("steps") is None:
                 values["epochs"] = 3
             if values.get("output") is None:

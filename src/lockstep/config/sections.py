@@ -7,9 +7,9 @@ A plug-in types its own keys in a nested `Options`.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from lockstep.config.data_sources import (
     LAYOUT,
@@ -75,6 +75,24 @@ class Section(Keys):
     """A mapping of the run file: unknown keys are errors, values never change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, values: Any) -> Any:
+        return without_empty(cls, values)
+
+
+def without_empty(model: type[BaseModel], values: Any) -> Any:
+    """Drop keys with null (`model.adapter=null`, a YAML section without keys) whose default is a section, or an empty
+    mapping or list. Where a key has another default, null might mean that or nothing, so it is left to be refused."""
+    if not isinstance(values, dict) or None not in values.values():
+        return values
+    empty = set()
+    for name, field in model.model_fields.items():
+        if name in values and values[name] is None and type(None) not in get_args(field.annotation):
+            default = None if field.is_required() else field.get_default(call_default_factory=True)
+            empty |= {name} if isinstance(default, BaseModel) or default in ([], {}) else set()
+    return {name: value for name, value in values.items() if name not in empty}
 
 
 class OpenSection(Section):
@@ -162,7 +180,8 @@ class DataSection(Streaming, Section):
     drop_unusable: bool = Field(
         False,
         description="drop and count rows that cannot be trained on or scored: a negative equal to its row's own text, "
-        "two equal answers, or a validation or test label that train lacks; false: refuse them",
+        "two equal answers, more or fewer tags than words, or a validation or test label that train lacks; false: "
+        "refuse them",
     )
     follow_links: bool = Field(
         False,

@@ -118,6 +118,26 @@ def number_of(text: str) -> int:
     return int(text.strip().removesuffix(".0"))
 
 
+def same_label_hint(column: str, label: Any, known: Collection[Any]) -> str:
+    """How `data.types` makes an unknown label one of the `known` ones, or what it differs in from one of them, as the
+    beginning of a sentence; empty for a label that has no like."""
+    texts = {str(each): each for each in known}
+    if str(label) in texts:  # a number, and the text of it
+        return f"With data.types={{{column}: text}}, {label!r} and {texts[str(label)]!r} are the same label. "
+    every = [*texts, str(label)]
+    if all(_NUMBER.fullmatch(text.strip()) for text in every):
+        same = [each for text, each in texts.items() if _value(text) == _value(str(label))]
+        kept = len({_value(text) for text in texts}) == len(texts)  # no two known labels become one
+        if same and kept:
+            return f"With data.types={{{column}: integer}}, {label!r} and {same[0]!r} are the same label. "
+    like = [each for text, each in texts.items() if text.strip().casefold() == str(label).strip().casefold()]
+    return f"It differs from {like[0]!r} in blanks or capitals only. " if like else ""
+
+
+def _value(text: str) -> int:
+    return int(text.strip().partition(".")[0])
+
+
 def label_note(column: str, texts: Collection[str]) -> list[str]:
     """A note if all labels are integers but some are not in canonical form."""
     odd = [text for text in sorted(texts) if not _WHOLE.fullmatch(text.strip())]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import RunError
-from lockstep.data import arrow_cache, usable_rows
+from lockstep.data import arrow_cache, usable_rows, value_types
 from lockstep.data.lm_documents import Documents, EncodedDocuments, end_of, flat, measured, shares
 
 if TYPE_CHECKING:
@@ -110,16 +110,20 @@ ROLES = {
 def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
     """Rows whose messages have `role` and `content`: `from` and `value` are renamed, and a single message becomes a
     list. Errors: `RunError` for an unknown speaker."""
+    import datasets
+
     feature = dataset.features[column]
     inner = feature if isinstance(feature, Mapping) else getattr(feature, "feature", None)
-    if not isinstance(inner, Mapping) or not ({"from", "value"} <= set(inner) or {"role", "content"} <= set(inner)):
-        return dataset
-    if inner is not feature and "role" in inner:
-        return dataset
+    ragged = value_types.has_json(feature)  # optional keys, which the features do not list
+    if not ragged:
+        if not isinstance(inner, Mapping) or not ({"from", "value"} <= set(inner) or {"role", "content"} <= set(inner)):
+            return dataset
+        if inner is not feature and "role" in inner:
+            return dataset
 
-    def renamed(turn: Mapping[str, Any], row: int) -> dict[str, Any]:
-        if "role" in inner:
-            return dict(turn)
+    def renamed(turn: Any, row: int) -> Any:
+        if not isinstance(turn, Mapping) or "role" in turn or not {"from", "value"} <= set(turn):
+            return turn
         role = ROLES.get(str(turn["from"]).strip().lower())
         if role is None:
             raise RunError(
@@ -132,14 +136,22 @@ def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
 
     def batch(rows: dict[str, list], places: list[int]) -> dict[str, list]:
         several = ([messages] if isinstance(messages, Mapping) else messages for messages in rows[column])
-        numbered = zip(several, places, strict=True)
         return {
             column: [
-                None if messages is None else [renamed(turn, row) for turn in messages] for messages, row in numbered
+                [renamed(turn, row) for turn in messages] if isinstance(messages, list) else messages
+                for messages, row in zip(several, places, strict=True)
             ]
         }
 
-    return dataset.map(batch, with_indices=True, batched=True, load_from_cache_file=False)  # of an older lockstep
+    if not ragged:
+        return dataset.map(batch, with_indices=True, batched=True, load_from_cache_file=False)  # of an older lockstep
+    parts, changed = [], False
+    kind = datasets.List(datasets.Json()) if isinstance(feature, datasets.List) else datasets.Json()
+    for first, part in usable_rows.lists(dataset, column):
+        values = batch({column: part}, list(range(first, first + len(part))))[column]
+        changed = changed or values != part
+        parts.append(value_types.in_memory({column: values}, datasets.Features({column: kind})))
+    return usable_rows.with_column(dataset, column, datasets.concatenate_datasets(parts)) if changed else dataset
 
 
 def usable(dataset: Dataset, column: str, split: str, name: str, drop: bool) -> Dataset:
@@ -152,13 +164,13 @@ def usable(dataset: Dataset, column: str, split: str, name: str, drop: bool) -> 
                 isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | None)
                 for m in messages
             )
-            if messages is not None and not good:
+            if not (good or usable_rows.is_nothing(messages)):
                 raise RunError(
                     "LS2041",
                     f"task.messages: column {column!r} of the {split} split must hold lists of role and content; row "
                     f"{row} holds {str(messages)[:80]}",
                 )
-        lacks.append(np.array([not messages or _lacks(messages) for messages in part]))
+        lacks.append(np.array([usable_rows.is_nothing(messages) or _lacks(messages) for messages in part]))
     return usable_rows.without(dataset, {"task.messages": (column, np.concatenate(lacks))}, split, name, drop)
 
 

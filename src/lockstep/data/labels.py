@@ -131,7 +131,9 @@ def codes_of(splits: dict[str, Dataset], column: str, label_names: list[str] | N
             if feature_names:
                 listed = f"{', '.join(feature_names[:20])}{', ...' if len(feature_names) > 20 else ''}"
                 there = f"but the labels of its column are numbered 0 to {len(feature_names) - 1} ({listed})"
-            mend = "Correct the label" if feature_names else "Correct the label, add rows with it to train"
+            mend = "Correct the label"
+            if not feature_names:
+                mend = f"{column_types.same_label_hint(column, label, values)}{mend}, add rows with it to train"
             raise RunError(
                 "LS2103",
                 f"task.label: the {split} split of {name} has the label {label!r} (row {row}), {there}. {mend}, or set "
@@ -418,10 +420,21 @@ def list_codes_of(
                 raise RunError(
                     "LS2112",
                     f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which is not in "
-                    f"the train split; the train split has {', '.join(map(repr, values[:20]))}. Correct the label, add "
-                    "rows with it to train, or set data.drop_unusable=true to leave such rows out",
+                    f"the train split; the train split has {', '.join(map(repr, values[:20]))}. "
+                    f"{column_types.same_label_hint(columns[0], label, values)}Correct the label, add rows with it to "
+                    "train, or set data.drop_unusable=true to leave such rows out",
                 )
     return LabelLists(columns, names, values)
+
+
+def incomplete(dataset: Dataset, column: str) -> np.ndarray:
+    """Whether each row of a column of lists lacks its list or a label in it: bool [rows]. An empty list is complete."""
+    lacks = [
+        any(map(usable_rows.is_nothing, value)) if isinstance(value, list) else usable_rows.is_nothing(value)
+        for _, part in usable_rows.lists(dataset, column)
+        for value in part
+    ]
+    return np.array(lacks, bool)
 
 
 def _distinct(dataset: Dataset, column: str, split: str, name: str) -> dict[Any, int]:

@@ -87,7 +87,7 @@ def _trimmed(context: str, begin: int, end: int) -> tuple[int, int]:
 def answers_of(value: Any) -> list[tuple[str, int]]:
     """Answer texts and start characters, from SQuAD's `{text: [...], answer_start: [...]}` or a list of `{text,
     answer_start}`. Errors: `ValueError`."""
-    if value is None:
+    if usable_rows.is_nothing(value):
         return []
     if isinstance(value, Mapping):
         texts, starts = value.get("text"), value.get("answer_start")

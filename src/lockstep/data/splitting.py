@@ -152,19 +152,20 @@ def hashes(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
 def hashed(rows: Mapping[str, Sequence[Any]], columns: Sequence[str]) -> np.ndarray:
     """Hashes of rows given as columns."""
     digests = (
-        hashlib.blake2b("\x1f".join(map(_normal, row)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        hashlib.blake2b("\x1f".join(map(normalized, row)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         for row in zip(*(rows[column] for column in columns), strict=True)
     )
     return np.frombuffer(b"".join(digests), dtype=np.uint64).reshape(-1, 2)
 
 
-def _normal(value: Any) -> str:
-    """Serialize a value to text. White space in texts is collapsed and stripped."""
+def normalized(value: Any) -> str:
+    """Serialize a value to text. White space in texts is collapsed and stripped; the order of a mapping's keys does not
+    count, and a null entry is the same as none."""
     if isinstance(value, str):
         return " ".join(value.split())
     if isinstance(value, Mapping):
-        value = list(value.items())
-    return "\x1e".join(["[", *map(_normal, value), "]"]) if isinstance(value, list | tuple) else repr(value)
+        value = sorted((key, inner) for key, inner in value.items() if inner is not None)
+    return "\x1e".join(["[", *map(normalized, value), "]"]) if isinstance(value, list | tuple) else repr(value)
 
 
 def first_of(pairs: np.ndarray) -> np.ndarray:

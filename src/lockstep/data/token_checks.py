@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lockstep.config.run import RunError
+from lockstep.data import splitting
 from lockstep.data.arrow_cache import Columns
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def check(
     notes = _unknown(counts, tokenizer, split, side, len(columns), more)
     values = _texts(rows, texts, min(len(rows), _ROWS))
     if len(columns) == len(rows):  # else examples are not rows: packed texts, windows
-        notes += _alike(values, split, sample[:_ROWS], limit)
+        notes += _alike(values, split, sample[:_ROWS], limit, rows)
     return notes + _constant(values, split, len(rows))
 
 
@@ -132,7 +133,11 @@ def pictures(columns: Columns, name: str, split: str) -> list[str]:
 
 
 def _alike(
-    values: Mapping[str, Sequence[str]], split: str, sample: Sequence[np.ndarray], limit: Limit | None
+    values: Mapping[str, Sequence[str]],
+    split: str,
+    sample: Sequence[np.ndarray],
+    limit: Limit | None,
+    rows: Dataset,
 ) -> list[str]:
     """A note if few token sequences represent many texts. `values`: see `_texts`. Errors: `RunError` if one represents
     all."""
@@ -144,6 +149,14 @@ def _alike(
     why, what = "", "use a tokenizer that knows these texts"
     if limit is not None and cut:
         why, what = f", as every text is cut to {limit.tokens} tokens", f"raise {limit.key}"
+    elif different > left and (keys := _unwritten(rows.select(range(len(sample))), list(values), left)):
+        why = f", as they differ only in what the chat template does not write ({', '.join(map(repr, keys))})"
+        if left == 1:
+            raise RunError(
+                "LS2411",
+                f"data: {different:,} different conversations of {split} become the same {len(sample[0])} tokens{why}, "
+                "so nothing could be learned; correct the data, or use a template that writes this",
+            )
     if left == 1 and different > 1:
         raise RunError(
             "LS2442",
@@ -154,6 +167,21 @@ def _alike(
         of = "" if len(sample) == len(next(iter(values.values()))) else f" of the first {len(sample):,} rows"
         return [f"{different:,} different texts{of} of {split} become {left:,} different sequences{why}"]
     return []
+
+
+def _unwritten(rows: Dataset, texts: Sequence[str], sequences: int) -> list[str]:
+    """Keys of messages other than role and content in which these rows differ, if no more than `sequences` of them
+    differ in anything else; empty if that is not the reason, or if the columns `texts` hold no messages."""
+    seen: dict[str, set[str]] = {}  # key of messages -> values in different rows
+    same = set()
+    for row in zip(*(rows[name] for name in texts), strict=True):
+        messages = [m for value in row if isinstance(value, list) for m in value if isinstance(m, Mapping)]
+        for key in {key for message in messages for key in message}:
+            seen.setdefault(key, set()).add(splitting.normalized([message.get(key) for message in messages]))
+        others = [value for value in row if not isinstance(value, list)]
+        same.add(splitting.normalized([others, *([m.get("role"), m.get("content")] for m in messages)]))
+    keys = sorted(key for key, some in seen.items() if len(some) > 1 and key not in ("role", "content"))
+    return keys if len(same) <= sequences else []
 
 
 def _constant(values: Mapping[str, Sequence[str]], split: str, rows: int | None) -> list[str]:
@@ -177,6 +205,6 @@ def _constant(values: Mapping[str, Sequence[str]], split: str, rows: int | None)
 
 
 def _texts(rows: Dataset, texts: Sequence[str], count: int) -> dict[str, list[str]]:
-    """Values of each of the columns `texts` in the first rows, as they are written."""
+    """Values of each of the columns `texts` in the first rows, as they are written; of conversations, without nulls."""
     first = rows.select_columns(list(texts))[:count]
-    return {name: [repr(value) for value in first[name]] for name in texts}
+    return {name: [repr(v) if isinstance(v, str) else splitting.normalized(v) for v in first[name]] for name in texts}

@@ -326,7 +326,13 @@ def without(
         raise NothingLeft(
             "LS2313", f"data.drop_missing: no row of the {split} split of {name} has a value in {columns}"
         )
-    return dataset.select(complete_rows)
+    dataset = dataset.select(complete_rows)
+    for column, _ in lacks.values():  # what is left of a column of several types may have one
+        if value_types.is_json(dataset.features[column]) and all(
+            isinstance(value, str) for _, part in lists(dataset, column) for value in part
+        ):
+            dataset = replaced(dataset, column, list, "string")
+    return dataset
 
 
 def texts(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, drop: bool) -> Dataset:
@@ -376,6 +382,8 @@ def with_unusable(
 def lacking(dataset: Dataset, column: str) -> np.ndarray:
     """Whether each row lacks a value in a column: bool [rows]."""
     label_names = getattr(dataset.features[column], "names", None)
+    if value_types.is_json(dataset.features[column]):  # values of several types: "" beside numbers, [] beside texts
+        return empty(dataset, column)
 
     def has_nothing(values: pa.ChunkedArray) -> np.ndarray:
         mask = pc.is_null(values, nan_is_null=True)
@@ -386,6 +394,17 @@ def lacking(dataset: Dataset, column: str) -> np.ndarray:
         return np.from_dlpack(mask.combine_chunks().cast(pa.uint8())).astype(bool)
 
     return np.concatenate([np.empty(0, bool), *map(has_nothing, arrays(dataset, column))])
+
+
+def empty(dataset: Dataset, column: str) -> np.ndarray:
+    """Whether each row has a null, a blank text or an empty list in a column: bool [rows]."""
+    parts = (np.array([is_nothing(value) for value in part], bool) for _, part in lists(dataset, column))
+    return np.concatenate([np.empty(0, bool), *parts])
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether a value is null, NaN, blank or empty."""
+    return value is None or value != value or value in ([], {}) or (isinstance(value, str) and not value.strip())
 
 
 def _describe(dataset: Dataset, key: str, column: str, lacks: np.ndarray, split: str, name: str) -> str:

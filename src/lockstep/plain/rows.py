@@ -131,9 +131,13 @@ def lacks(row: Row, task: dict) -> bool:
     values = [get(row, column) for column in [*texts, *labels]]
     if task["name"] == "token_classification":
         values += [word for words in values for word in words or [None]]
-    if task["name"] == "question_answering" and not task["unanswerable"]:
-        values.append((values[2]["text"] if isinstance(values[2], dict) else values[2]) or None)
-    if any(value is None or value != value or not str(value).strip() for value in values):
+    if task["name"] == "question_answering":
+        answers = values.pop(2)
+        answers = answers.get("text") if isinstance(answers, dict) else answers
+        values += [] if task["unanswerable"] else [answers or None]
+    if task.get("multi_label"):  # no label at all is one of the possible answers
+        values = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    if any(value in (None, [], {}) or value != value or not str(value).strip() for value in values):
         return True
     turns = values[0] if task.get("messages") else [{"role": "assistant", "content": ""}]
     spoken = any(turn.get("role", turn.get("from")) in ("assistant", "gpt") for turn in turns)
@@ -141,8 +145,11 @@ def lacks(row: Row, task: dict) -> bool:
 
 
 def idle(row: Row, task: dict) -> bool:
-    """Return whether a row has no signal: two equal answers, or a negative equal to the row's own text."""
-    texts, _ = columns(task)
+    """Return whether a row has no signal: two equal answers, a negative equal to the row's own text, or another number
+    of tags than of words."""
+    texts, labels = columns(task)
+    if task["name"] == "token_classification":
+        return len(get(row, texts[0])) != len(get(row, labels[0]))
     if task["name"] in ("preference", "reward"):
         return bool(get(row, task["chosen"]) == get(row, task["rejected"]))
     own = {same(row, [text]) for text in texts[:2]}
@@ -156,7 +163,9 @@ def same(row: Row, read: list[str]) -> str:
 
 def _spaced(value: Any) -> Any:
     if isinstance(value, dict | list):
-        return [_spaced(each) for each in (value.items() if isinstance(value, dict) else value)]
+        if isinstance(value, dict):  # the order of keys does not count, and null is the same as none
+            value = sorted((key, inner) for key, inner in value.items() if inner is not None)
+        return [_spaced(each) for each in value]
     return " ".join(value.split()) if isinstance(value, str) else value
 
 

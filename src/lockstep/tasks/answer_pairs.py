@@ -85,7 +85,8 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
         if options.conversations:
             for key, column in options.columns.items():
                 rows = conversations.with_roles(rows, column, key, split)
-            rows = usable_rows.complete(rows, options.columns, split, name, drop)
+            lacks = {key: (column, usable_rows.empty(rows, column)) for key, column in options.columns.items()}
+            rows = usable_rows.without(rows, lacks, split, name, drop)
             for key, column in options.columns.items():
                 for first, part in usable_rows.lists(rows, column):
                     if (bad := next((i for i, value in enumerate(part) if not _is_content(value)), None)) is not None:

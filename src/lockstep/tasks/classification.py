@@ -100,7 +100,11 @@ class Classification(TextTask, Streams, LabelTask):
     @classmethod
     def valid_rows(cls, rows: Dataset, options: ClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
         usable_rows.check_columns(rows, cls.columns(options), split, name)
-        rows = usable_rows.complete(rows, cls.columns(options), split, name, drop)
+        lacks = {key: (column, usable_rows.lacking(rows, column)) for key, column in cls.columns(options).items()}
+        if options.multi_label and len(options.labels) == 1:
+            ((key, column),) = options.labels.items()
+            lacks[key] = (column, labels.incomplete(rows, column))
+        rows = usable_rows.without(rows, lacks, split, name, drop)
         return objective_of(options).readable(usable_rows.texts(rows, options.columns, split, name, drop), options)
 
     @classmethod

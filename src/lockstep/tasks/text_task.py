@@ -445,6 +445,12 @@ def check_template(tok: Any, template: str | None, key: str) -> None:
     offsets. Errors: `RunError`."""
     if not (template or tok.chat_template):
         raise RunError("LS3351", f"task.{key}: the tokenizer has no chat template; set task.chat_template")
+    if template and "{{" not in template and "{%" not in template:  # every conversation would be this text
+        raise RunError(
+            "LS3412",
+            f"task.chat_template: {template[:80]!r} is not a Jinja template, as nothing in it is between {{{{ }}}} or "
+            "{% %}; give the template itself, not the name of its file",
+        )
     if not tok.is_fast:
         raise RunError(
             "LS3352",

@@ -32,6 +32,7 @@ from lockstep.tasks.own_metrics import listed
 from lockstep.tasks.per_token import PerToken
 from lockstep.tasks.task import Forward, Generate
 from lockstep.tasks.text_task import Encoder, TextData, in_batches
+from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -170,7 +171,8 @@ class TokenClassification(PerToken):
     def valid_rows(
         cls, rows: Dataset, options: TokenClassificationOptions, split: str, name: str, drop: bool
     ) -> Dataset:
-        """Columns `words` and `tags`, both lists of texts, of rows with at least one word and a tag for every word."""
+        """Columns `words` and `tags`, both lists of texts, of rows with words and tags; `learnable` compares their
+        numbers."""
         import datasets
 
         columns = options.columns
@@ -180,14 +182,13 @@ class TokenClassification(PerToken):
         kinds: dict[type, str] = {}  # type of tag -> first row with it
         for first, part in usable_rows.lists(rows, options.words, options.tags):
             for row, (row_words, marked) in enumerate(part, first):
-                if None not in (row_words, marked) and not (
-                    isinstance(row_words, list) and isinstance(marked, list) and len(row_words) == len(marked)
-                ):
-                    raise RunError(
-                        "LS3363",
-                        f"task.tags: row {row} of the {split} split of {name} must hold as many tags as words, both as "
-                        f"lists, but holds {str(row_words)[:60]} and {str(marked)[:60]}",
-                    )
+                for key, value in zip(columns, (row_words, marked), strict=True):
+                    if not isinstance(value, list | None):
+                        raise RunError(
+                            "LS3411",
+                            f"{key}: column {columns[key]!r} of the {split} split of {name} must hold lists; row "
+                            f"{row} holds {repr(value)[:60]}",
+                        )
                 if odd := [tag for tag in marked or () if isinstance(tag, float) and not tag.is_integer()]:
                     raise RunError(
                         "LS3423",
@@ -198,7 +199,10 @@ class TokenClassification(PerToken):
                     first_one = next(tag for tag in marked if type(tag) is kind)
                     kinds[kind] = f"row {row} holds {repr(first_one)[:40]}"
             wordless = [not row_words or any(_nothing(word) for word in row_words) for row_words, _ in part]
-            tagless = [marked is None or any(_nothing(tag, names) for tag in marked) for _, marked in part]
+            tagless = [  # a row without words may have no tags
+                any(_nothing(tag, names) for tag in marked) if marked else marked is None or bool(row_words)
+                for row_words, marked in part
+            ]
             faults.append((any(row_words for row_words, _ in part), np.array(wordless), np.array(tagless)))
         if len(kinds) > 1:
             raise RunError(
@@ -220,6 +224,26 @@ class TokenClassification(PerToken):
 
         texts = datasets.List(datasets.Value("string"))
         return source.map_rows(whole, converted, {"words": texts, "tags": texts})
+
+    @classmethod
+    def learnable(
+        cls, rows: Dataset, options: TokenClassificationOptions, split: str, name: str, drop: bool
+    ) -> Dataset:
+        """Rows with as many tags as words. Errors: `RunError`."""
+        uneven: list[int] = []
+        for first, part in usable_rows.lists(rows, "words", "tags"):
+            for row, (words, tags) in enumerate(part, first):
+                if len(words) == len(tags):
+                    continue
+                if not drop:
+                    raise RunError(
+                        "LS3363",
+                        f"task.tags: row {row} of the {split} split of {name} has {quantity(len(words), 'word')} and "
+                        f"{quantity(len(tags), 'tag')}, {str(words)[:60]} and {str(tags)[:60]}, but each word needs "
+                        "one tag; correct the row, or set data.drop_unusable=true to leave such rows out",
+                    )
+                uneven.append(row)
+        return rows.select(np.setdiff1d(np.arange(len(rows)), uneven)) if uneven else rows
 
     @classmethod
     def dedup_columns(cls, options: TokenClassificationOptions) -> tuple[list[str], list[str]]:
@@ -254,11 +278,12 @@ class TokenClassification(PerToken):
     def check_labels(cls, data: TextData) -> None:
         for split, rows in data.splits.items():
             if unknown := _tags(rows) - set(data.labels.names):
+                hint = column_types.same_label_hint(data.options.tags, min(unknown), data.labels.names)
                 raise RunError(
                     "LS3361",
                     f"task.tags: the {split} split of {data.name} has the tag {min(unknown)!r}, which is not in the "
-                    "train split; add examples with it to train, correct the tag, or set data.drop_unusable=true to "
-                    "leave such examples out",
+                    f"train split. {hint}Correct the tag, add examples with it to train, or set "
+                    "data.drop_unusable=true to leave such examples out",
                 )
 
     @classmethod
