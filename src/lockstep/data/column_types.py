@@ -127,8 +127,8 @@ def same_label_hint(column: str, label: Any, known: Collection[Any]) -> str:
     every = [*texts, str(label)]
     if all(_NUMBER.fullmatch(text.strip()) for text in every):
         same = [each for text, each in texts.items() if _value(text) == _value(str(label))]
-        kept = len({_value(text) for text in texts}) == len(texts)  # no two known labels become one
-        if same and kept:
+        distinct = len({_value(text) for text in texts}) == len(texts)  # no two known labels become one
+        if same and distinct:
             return f"With data.types={{{column}: integer}}, {label!r} and {same[0]!r} are the same label. "
     like = [each for text, each in texts.items() if text.strip().casefold() == str(label).strip().casefold()]
     return f"It differs from {like[0]!r} in blanks or capitals only. " if like else ""

@@ -172,15 +172,15 @@ def _alike(
 def _unwritten(rows: Dataset, texts: Sequence[str], sequences: int) -> list[str]:
     """Keys of messages other than role and content in which these rows differ, if no more than `sequences` of them
     differ in anything else; empty if that is not the reason, or if the columns `texts` hold no messages."""
-    seen: dict[str, set[str]] = {}  # key of messages -> values in different rows
+    values_of: dict[str, set[str]] = {}  # key of messages -> values in different rows
     same = set()
     for row in zip(*(rows[name] for name in texts), strict=True):
         messages = [m for value in row if isinstance(value, list) for m in value if isinstance(m, Mapping)]
         for key in {key for message in messages for key in message}:
-            seen.setdefault(key, set()).add(splitting.normalized([message.get(key) for message in messages]))
+            values_of.setdefault(key, set()).add(splitting.normalized([message.get(key) for message in messages]))
         others = [value for value in row if not isinstance(value, list)]
         same.add(splitting.normalized([others, *([m.get("role"), m.get("content")] for m in messages)]))
-    keys = sorted(key for key, some in seen.items() if len(some) > 1 and key not in ("role", "content"))
+    keys = sorted(key for key, some in values_of.items() if len(some) > 1 and key not in ("role", "content"))
     return keys if len(same) <= sequences else []
 
 
