@@ -649,8 +649,8 @@ def write_run_yaml(run: Run) -> None:
 
 
 def redirected(folder: Path) -> str | None:
-    """Return why a folder, a resolved path, must not be written to any more, or None: it, or a folder above it, is now a
-    link to another folder than the one in which this process (rank 0) began."""
+    """Return why a folder, a resolved path, must not be written to any more, or None: it, or a folder above it, is now
+    a link to another folder than the one in which this process (rank 0) began."""
     if (now := folder.resolve()) == folder:
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
