@@ -67,7 +67,7 @@ LIMIT_S = 1200
 _SHELL = "pip() { :; }\n"
 NEED_A_MARK = ("sh", "bash", "console", "python", "text", "")
 # their number depends on time
-_PROGRESS = re.compile(r"preparing |checks made |step (PATH|0 validation)")
+_PROGRESS = re.compile(r"(preparing|finishing) |checks made |step (PATH|0 validation)")
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ def _tidy(printed: str) -> str:
     left_out = {
         *steps[1:],
         *scored[1:],
-        *(at for at, line in enumerate(lines) if re.match(r"preparing |checks made ", _plain_line(line))),
+        *(at for at, line in enumerate(lines) if re.match(r"(preparing|finishing) |checks made ", _plain_line(line))),
     }
     return "\n".join(line for at, line in enumerate(lines) if at not in left_out) + "\n"
 

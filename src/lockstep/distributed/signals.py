@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
+from lockstep.track import live_displays
+
 # A terminal that closes sends SIGHUP; nohup ignores it.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # One Ctrl-C may arrive several times: from the terminal, and from a torchrun or timeout that forwards it.
@@ -219,6 +221,7 @@ def end_at_second_interrupt() -> None:
         interrupts = Interrupts()
         while data := receive.recv(64):
             if any(interrupts.again(number) for number in data):
+                live_displays.clear()
                 os._exit(130)
 
     threading.Thread(target=count, args=(receive, send), name="lockstep-signals", daemon=True).start()

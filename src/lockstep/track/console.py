@@ -36,6 +36,7 @@ from rich.text import Text
 from lockstep.config.errors import with_addresses
 from lockstep.config.redaction import printable
 from lockstep.config.run import redirected
+from lockstep.track import live_displays
 from lockstep.track.best import Best
 from lockstep.track.busy import ECHO, ProgressNote
 from lockstep_trace import streams
@@ -192,11 +193,12 @@ class Console:
             text += f"\n{' ' * 11}{line.lstrip()}" if comment else f" \\\n{' ' * 11}{line}"
         return text
 
-    def busy(self, place: Callable[[], str]) -> AbstractContextManager[object]:
-        """Return a context manager that shows the current activity, `place()`, while nothing else is printed."""
+    def busy(self, place: Callable[[], str], label: str = "preparing") -> AbstractContextManager[object]:
+        """Return a context manager that shows the current activity, `place()`, while nothing else is printed. `label`:
+        before the lines that are printed where there is no terminal."""
         if not self._loud or self._voice == "quiet" or self._record is not None:
             return nullcontext()
-        return ProgressNote(self.rich, lambda text: self.facts({"preparing": text}), place)
+        return ProgressNote(self.rich, lambda text: self.facts({label: text}), place)
 
     def tracker(self, text: str) -> None:
         """Print where a tracker shows the run."""
@@ -220,6 +222,7 @@ class Console:
         if self._loud and self._voice != "quiet" and self.rich.is_interactive:
             self._bar = _Bar(self.rich, total, done, place)
             self._bar.start()
+            live_displays.shown(self._bar.stop)
 
     def advance(self, step: int) -> None:
         """Advance the progress bar to `step`. Takes microseconds."""
@@ -331,6 +334,7 @@ class Console:
     def stop(self) -> None:
         """End the progress bar."""
         if self._bar is not None:
+            live_displays.gone(self._bar.stop)
             self._bar.stop()
             self._bar = None
 

@@ -288,7 +288,8 @@ def train_and_evaluate(session: Session, console: Console, state: TrainState) ->
         if world.is_main and redirected(world.log.parent) is None:
             job_record.note(run.folder, reached=step)
         ended = step == session.feed.total or state.over
-        final = final_scores(session, console, sinks, state) if ended else None
+        with console.busy(lambda: ACTIVITY.name, "finishing"):
+            final = final_scores(session, console, sinks, state) if ended else None
         if final is None:
             console.say(stopped_at(session, step))
             at_a_stop(session, console)
@@ -367,10 +368,12 @@ def export_and_publish(
             replace_text(run.folder / name, json.dumps(redact_all(values, printable)))
         except OSError as caught:
             console.note(f"{run.folder / name} could not be written: {caught.strerror or caught}")
-    write_model(session, weights, trained.scores, steps, trained.exported)
-    compared = export_check.compare_export(run, task, evaluated, run.folder / "export", session.world.device)
-    checked = {"export": compared.text, "export_agrees": compared.agrees}
-    sha256 = write_summary(run, task, session.journal, console, steps, weights, checked)
+    ACTIVITY.set("writing the export")
+    with console.busy(lambda: ACTIVITY.name, "finishing"):
+        write_model(session, weights, trained.scores, steps, trained.exported)
+        compared = export_check.compare_export(run, task, evaluated, run.folder / "export", session.world.device)
+        checked = {"export": compared.text, "export_agrees": compared.agrees}
+        sha256 = write_summary(run, task, session.journal, console, steps, weights, checked)
     console.detail({"export": compared.text} if compared.agrees else {})
     better = better_step(run, best_so_far(run, steps), trained.exported, trained.scores)
     closing(console, session.job, task, trained.scores, trained.counts, session.world, sha256, known, better)

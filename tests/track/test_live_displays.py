@@ -1,0 +1,44 @@
+"""What a process draws in its terminal is taken off it before the process ends at once."""
+
+import io
+import threading
+import time
+
+from rich.console import Console as RichConsole
+
+from lockstep.track import live_displays
+from lockstep.track.console import Console
+
+
+def test_a_bar_is_registered_while_it_is_shown() -> None:
+    out = io.StringIO()
+    console = Console(True)
+    console.rich = RichConsole(file=out, force_terminal=True, width=100, force_interactive=True)
+    console.start(10, 0, lambda: "step 1")
+    console.advance(3)
+    live_displays.clear()
+    assert out.getvalue().endswith("\x1b[2K")  # the bar's last line is erased
+    console.stop()
+    drawn = len(out.getvalue())
+    live_displays.clear()
+    assert len(out.getvalue()) == drawn  # nothing is shown any more
+
+
+def test_a_display_that_does_not_stop_is_left() -> None:
+    """Another one is cleared, an error is none, and nobody waits for ever."""
+    never, cleared = threading.Event(), threading.Event()
+
+    def broken() -> None:
+        raise OSError("no terminal")
+
+    stops = [broken, cleared.set, never.wait]
+    for stop in stops:
+        live_displays.shown(stop)
+    began = time.monotonic()
+    live_displays.clear(timeout_s=0.1)
+    assert cleared.is_set()
+    assert time.monotonic() - began < 60
+    never.set()
+    for stop in stops:
+        live_displays.gone(stop)
+        live_displays.gone(stop)
