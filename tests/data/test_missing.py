@@ -151,7 +151,8 @@ def test_conversations_and_lists_of_labels_do_so(tmp_path: Path) -> None:
     talk = [[{"role": "user", "content": f"a{i}"}, {"role": "assistant", "content": f"b{i}"}] for i in range(40)]
     template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     task = {"name": "preference", "prompt": None, "conversations": True, "chat_template": template}
-    answers: list[dict] = [{"chosen": some, "rejected": [*some[:1], *talk[7][1:]]} for some in talk]
+    other = {"role": "assistant", "content": "another answer"}
+    answers: list[dict] = [{"chosen": some, "rejected": [*some[:1], other]} for some in talk]
     answers[4]["rejected"] = []
     labels: list[dict] = [{"text": f"word {i}", "label": [["x"], ["y"], [], ["x", "y"]][i % 4]} for i in range(40)]
     labels[4]["label"], labels[5]["label"], labels[9]["label"] = [None], ["x", " "], ""
