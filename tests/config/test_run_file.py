@@ -162,7 +162,14 @@ def test_what_is_wrong_is_blamed_on_where_it_came_from(
     ("change", "wanted"),
     [
         ("seed: x", "seed: invalid value 'x'; expected an integer (FILE, line 8)"),
-        ("optim: {betas: [0.9]}", "optim.betas: invalid value [0.9]; values are missing"),
+        ("optim: {betas: [0.9]}", "optim.betas: invalid value [0.9]; expected 2 values"),
+        ("optim: {betas: [0.9, 1.5]}", "optim.betas: invalid value 1.5; expected a number less than 1"),
+        ("steps: true", "steps: invalid value true; expected an integer"),
+        ("optim: {learning_rate: .inf}", "optim.learning_rate: invalid value inf; expected a"),
+        (
+            "batch_size: null",
+            "batch_size: invalid value null; expected an integer; leave the key out for its default, 128",
+        ),
         ("optim: {betas: [1, 2, 3]}", "optim.betas: invalid value [1, 2, 3]; expected 2 values"),
         ("optim: {name: sgd, momentum: 1}", "optim.momentum: invalid value 1; expected a number less than 1 ("),
         ("data: {source: x, train: [5]}", "data.train: invalid value [5]; expected a text or a list of texts ("),

@@ -33,12 +33,12 @@ def test_a_display_that_does_not_stop_is_left() -> None:
 
     stops = [broken, cleared.set, never.wait]
     for stop in stops:
-        live_displays.shown(stop)
+        live_displays.add(stop)
     began = time.monotonic()
     live_displays.clear(timeout_s=0.1)
     assert cleared.is_set()
     assert time.monotonic() - began < 60
     never.set()
     for stop in stops:
-        live_displays.gone(stop)
-        live_displays.gone(stop)
+        live_displays.remove(stop)
+        live_displays.remove(stop)

@@ -249,8 +249,11 @@ def _check(column: Any, value: Mapping[str, Any], allowed: str) -> None:
         wrong = ".".join(str(part) for part in error.errors()[0]["loc"][:1])
         if wrong not in Condition.model_fields:
             raise InvalidValue("LS1023", f"{column}: unknown condition {wrong!r}; a condition is {allowed}") from None
+        expected = {"none_of": "a list of values", "min": "a number", "max": "a number"}.get(wrong, "an integer")
         about = Condition.model_fields[wrong].description
-        raise InvalidValue("LS1024", f"{column}: {wrong}: invalid value {value[wrong]!r}; {about}") from None
+        raise InvalidValue(
+            "LS1024", f"{column}: {wrong}: invalid value {value[wrong]!r}; expected {expected}: {about}"
+        ) from None
     if not conditions:
         raise InvalidValue("LS1025", f"{column}: the condition is empty; a condition is {allowed}")
     for what in ("", "_characters", "_words", "_tokens"):

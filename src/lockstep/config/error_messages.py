@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import starmap
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -136,7 +136,7 @@ def explain(
             message = coded(cause.code, text) if isinstance(cause, CodedError) else coded("LS1003", text)
         else:
             expectation = _expectation(dict(item), known.get(key))
-            message = coded("LS1002", f"{key}: invalid value {item['input']!r}; {expectation}")
+            message = coded("LS1002", f"{key}: invalid value {_as_given(item['input'])}; {expectation}")
         if key not in rows:
             rows[key] = [message]
             continue
@@ -169,15 +169,43 @@ _KINDS = {
 
 def _expectation(item: dict[str, Any], field: FieldInfo | None) -> str:
     """Describe the value that pydantic expected, in the vocabulary of run files."""
+    if item["input"] is None and ":" in str(item["loc"][-1]):  # {label:integer} is one key without a value
+        return f"expected a space behind the colon of {item['loc'][-1]!r}"
+    if item["input"] is None and field is not None and not field.is_required():
+        default = field.get_default(call_default_factory=True)
+        return f"{_expected(item, field)}; leave the key out for its default, {_written(default)}"
+    return _expected(item, field)
+
+
+def _as_given(value: Any) -> str:
+    """A value of a run file as YAML has it, texts in quotes."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _written(value: Any) -> str:
+    """A value of the schema as a run file has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value) if isinstance(value, tuple) else value)
+
+
+def _expected(item: dict[str, Any], field: FieldInfo | None) -> str:
     kind, context = str(item["type"]), item.get("ctx") or {}
     if kind == "literal_error":
         return f"expected {context['expected']}"
-    if kind == "string_pattern_mismatch":
+    pattern = next((each.pattern for each in field.metadata if getattr(each, "pattern", None)), None) if field else None
+    if kind == "string_pattern_mismatch" or (kind == "string_type" and pattern):
         description = f" ({field.description})" if field is not None and field.description else ""
-        return f"it has to match {context['pattern']}{description}"
+        return f"expected a text that matches {context.get('pattern', pattern)}{description}"
     if kind in ("too_long", "too_short", "missing"):
-        most = context.get("max_length", context.get("min_length"))
-        return f"expected {most} values" if most is not None else "values are missing"
+        most, least = context.get("max_length"), context.get("min_length")
+        exact = next((len(get_args(a)) for a in _members(field) if get_origin(a) is tuple), None)
+        if exact is most is least is None:
+            return "values are missing"
+        bound = f"at least {least}" if most is None else f"at most {most}"
+        return f"expected {bound if exact is None else exact} value{'s' * (1 not in (exact, most, least))}"
     if kind.startswith(("greater_than", "less_than")):
         return (
             f"expected {'a number' if field is None else _KINDS.get(_plain(field), 'a number')} "
@@ -187,6 +215,12 @@ def _expectation(item: dict[str, Any], field: FieldInfo | None) -> str:
     if any(str(part).startswith("list[") for part in item["loc"]):  # the member of a union that was tried
         kind_words = "a list of texts"
     return f"expected {kind_words}" if kind_words is not None else str(item["msg"])[:1].lower() + str(item["msg"])[1:]
+
+
+def _members(field: FieldInfo | None) -> list[Any]:
+    """The types of a key's values."""
+    kind = None if field is None else field.annotation
+    return [kind, *get_args(kind)]
 
 
 def _plain(field: FieldInfo) -> str:

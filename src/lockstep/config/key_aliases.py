@@ -47,6 +47,8 @@ def place(key: str, ours: Mapping[str, str]) -> str | None:
     if row := foreign_names().get(name):
         our_key, difference = row
         return f"it is {our_key!r} here: {difference}" if our_key else difference
+    if (when := ours.get(key)) is not None:  # of another plug-in than the run's
+        return f"it is a key of runs {when}" if when else None
     same = [f"{mine!r} {when or 'here'}" for mine, when in ours.items() if mine.rpartition(".")[2] == name]
     if not same and (reason := without_counterpart().get(name)):
         return f"it has no counterpart here: {reason}"

@@ -6,10 +6,21 @@ A plug-in types its own keys in a nested `Options`.
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticKnownError
 
 from lockstep.config.data_sources import (
     LAYOUT,
@@ -32,6 +43,7 @@ from lockstep.config.schedules import ENDING, parse_schedule
 
 Steps = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean
 Interval = Steps | Literal["epoch"]  # interval in steps, or the end of every epoch
 
 # Sections with a short form, such as `model: gpt2` -> the key that it sets.
@@ -74,12 +86,21 @@ ONE_ORIGIN = "give either source (pretrained) or type (from scratch), and not bo
 class Section(Keys):
     """A mapping of the run file: unknown keys are errors, values never change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _empty(cls, values: Any) -> Any:
         return without_empty(cls, values)
+
+    @field_validator("*", mode="before", check_fields=False)
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where a number is expected; pydantic would make 1 and 0 of them."""
+        kinds = str(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, bool) and "bool" not in kinds and (kind := re.search(r"\b(int|float)\b", kinds)):
+            raise PydanticKnownError("int_type" if kind[0] == "int" else "float_type")
+        return value
 
 
 def without_empty(model: type[BaseModel], values: Any) -> Any:
@@ -437,11 +458,12 @@ def _optim_groups(value: Any) -> Any:
         except ValidationError as error:
             first = error.errors()[0]
             key = str(first["loc"][0]) if first["loc"] else ""
-            expectation = first["msg"].removeprefix("Input should be ")
+            mapping = first["type"].startswith(("dict", "model"))
+            expectation = "a mapping with match" if mapping else first["msg"].removeprefix("Input should be ")
             wrong = {
                 "extra_forbidden": f"unknown key {key!r}; known are {', '.join(Group.model_fields)}",
                 "missing": f"{key} is missing: the names of its weights, with * for any part of a name",
-            }.get(first["type"], f"{f'{key}: ' if key else ''}invalid value {first['input']!r}; must be {expectation}")
+            }.get(first["type"], f"{f'{key}: ' if key else ''}invalid value {first['input']!r}; expected {expectation}")
             raise InvalidValue("LS1076", f"group {place + 1}: {wrong}") from None
     return value
 

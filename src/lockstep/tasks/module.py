@@ -20,6 +20,7 @@ from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.data.arrow_cache import Columns, Prepared, digest
 from lockstep.data.batch import MicroBatch, Sums
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.tasks.task import Forward, Generate, Task, refuse_lone_examples, spread_rows
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ class Module(Task):
         from lockstep.tasks.modules.loss_probe import probe
 
         sets, cut = dataset.data_sets(run)
-        probed = probe(run, *sets["train"])
+        with ACTIVITY.during("trying the model and the loss on a few examples"):
+            probed = probe(run, *sets["train"])
         files, key, length_inputs = {}, digest(cls.fingerprint(run)), dataset.asked_lengths(run)
         for split, (data, places) in sets.items():
             further = [length_inputs, hashlib.sha256(places.tobytes()).hexdigest()] if length_inputs else []

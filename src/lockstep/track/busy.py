@@ -52,7 +52,7 @@ class ProgressNote:
         if self._rich.is_interactive:
             self._live = Live(console=self._rich, get_renderable=self._line, transient=True, refresh_per_second=4)
             self._live.start(refresh=True)
-            live_displays.shown(self._live.stop)
+            live_displays.add(self._live.stop)
             self._rich.show_cursor(True)  # keep the cursor visible if the process is killed
         else:
             self._thread = threading.Thread(target=self._speak, name="lockstep-busy", daemon=True)
@@ -64,7 +64,7 @@ class ProgressNote:
     ) -> None:
         self._over.set()
         if self._live is not None:
-            live_displays.gone(self._live.stop)
+            live_displays.remove(self._live.stop)
             self._live.stop()
         else:
             self._thread.join()

@@ -222,7 +222,7 @@ class Console:
         if self._loud and self._voice != "quiet" and self.rich.is_interactive:
             self._bar = _Bar(self.rich, total, done, place)
             self._bar.start()
-            live_displays.shown(self._bar.stop)
+            live_displays.add(self._bar.stop)
 
     def advance(self, step: int) -> None:
         """Advance the progress bar to `step`. Takes microseconds."""
@@ -334,7 +334,7 @@ class Console:
     def stop(self) -> None:
         """End the progress bar."""
         if self._bar is not None:
-            live_displays.gone(self._bar.stop)
+            live_displays.remove(self._bar.stop)
             self._bar.stop()
             self._bar = None
 

@@ -12,13 +12,13 @@ from contextlib import suppress
 _STOPS: list[Callable[[], object]] = []  # of the displays that are shown
 
 
-def shown(stop: Callable[[], object]) -> None:
+def add(stop: Callable[[], object]) -> None:
     """Register a display, by the function that takes it off the terminal."""
     _STOPS.append(stop)
 
 
-def gone(stop: Callable[[], object]) -> None:
-    """Take back what `shown` has registered; nothing if it is not."""
+def remove(stop: Callable[[], object]) -> None:
+    """Take back what `add` has registered; nothing if it is not."""
     with suppress(ValueError):
         _STOPS.remove(stop)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from lockstep.config.sections import Section
+from lockstep.config.sections import Decay, Section
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, zeros
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class AdamW(Optimizer):
     heeds_skipped = True
 
     class Options(Former):
-        betas: tuple[float, float] = Field((0.9, 0.999), description="decays of the two moments")
+        betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decays of the two moments")
         eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
 
     @override

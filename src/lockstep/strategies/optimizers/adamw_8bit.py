@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 from typing_extensions import override
 
-from lockstep.config.sections import Section
+from lockstep.config.sections import Decay, Section
 from lockstep.strategies.optimizers.adamw import AdamW
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, Weight
 
@@ -34,7 +34,7 @@ class AdamW8bit(Optimizer):
     extra = "quantization"
 
     class Options(Section):
-        betas: tuple[float, float] = Field((0.9, 0.999), description="decays of the two moments")
+        betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decays of the two moments")
         eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
         min_8bit_size: int = Field(
             4096, ge=0, description="smaller tensors keep their moments in 32 bits (in elements)"

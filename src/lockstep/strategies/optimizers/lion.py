@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 from typing_extensions import override
 
-from lockstep.config.sections import Section
+from lockstep.config.sections import Decay, Section
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, zeros
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Lion(Optimizer):
     any_part = True
 
     class Options(Section):
-        betas: tuple[float, float] = Field(
+        betas: tuple[Decay, Decay] = Field(
             (0.9, 0.99), description="share of the mean in the sign, and of the mean in the next mean"
         )
 

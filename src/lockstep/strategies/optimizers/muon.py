@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from lockstep.config.sections import Section
+from lockstep.config.sections import Decay, Section
 from lockstep.strategies.optimizers.adamw import AdamW
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, Weight, by_torch, zeros
 
@@ -38,7 +38,7 @@ class Muon(Optimizer):
         muon_params: list[str] | None = Field(
             None, description="names of the matrices, with * for any part of a name; default: those of the layers"
         )
-        betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decays of the two moments")
+        betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's decays of the two moments")
         eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
 
     def __init__(self, options: Options) -> None:

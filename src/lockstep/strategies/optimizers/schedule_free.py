@@ -14,7 +14,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import Section
+from lockstep.config.sections import Decay, Section
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, zeros
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class ScheduleFree(Optimizer):
     counters = ("step", "weight_sum", "highest")
 
     class Options(Section):
-        betas: tuple[float, float] = Field((0.9, 0.999), description="share of x in y, and decay of the second moment")
+        betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="share of x in y, and decay of the second moment")
         eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
         average_power: float = Field(
             2.0, ge=0, description="exponent: a step's weight in the average is the highest rate so far to this power"

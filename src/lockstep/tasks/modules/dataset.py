@@ -27,6 +27,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.arrow_cache import Columns, table_of, write_table
 from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.cache import cached, discard, folder_of
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything, seed_libraries
 
 SPLITS = {"train": "train", "training": "train", "validation": "validation", "valid": "validation"}
@@ -100,7 +101,7 @@ def data_sets(run: Run) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
     seed_libraries(run.seed)
     name, splits = run.task.options["data"], function(run, "data")
     if callable(splits) and (isinstance(splits, type) or not hasattr(splits, "__getitem__")):
-        with user_call(run, "data"):
+        with ACTIVITY.during(f"making the data ({name})"), user_call(run, "data"):
             splits = splits(**run.task.options["data_arguments"])
     if isinstance(splits, tuple):
         if not 1 <= len(splits) <= len(ORDER):
@@ -175,7 +176,7 @@ def model(run: Run, empty: bool = False) -> nn.Module:
             "initialises the same weights",
         )
     seed_libraries(run.seed)
-    with user_call(run, "model"):
+    with ACTIVITY.during(f"building the model ({name})"), user_call(run, "model"):
         built = _on_meta(build, run) if empty else build(**run.task.options["model_arguments"])
     if isinstance(built, list | tuple) and built and all(isinstance(part, nn.Module) for part in built):
         built = nn.Sequential(*built)
