@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from lockstep_trace.causes import few
 from lockstep_trace.merge import merged
@@ -295,15 +296,16 @@ def empty_loads(trace: Trace) -> Iterator[Finding]:
                 f"the model's {record['own']} ({record['unexpected']}; the model has {record['missing']}), so nothing "
             )
             what += "is loaded, and the model is used as it was"
-            key, own = record["unexpected"], record["missing"]
             otherwise = "a checkpoint that is tried, where the model can do without; or one of other parts"
             decides = "what the script does if keys are missing"
             proved = record["dropped"] and record["prefixed"]
-            yield weakened(Finding("loaded-nothing", what, _other_keys(key, own)), proved, otherwise, decides)
+            cause = _other_keys(record)
+            yield weakened(Finding("loaded-nothing", what, cause), proved, otherwise, decides)
 
 
-def _other_keys(key: str, own: str) -> str:
-    if key.endswith(f".{own}") or own.endswith(f".{key}"):
+def _other_keys(record: Mapping[str, Any]) -> str:
+    key, own = record["unexpected"], record["missing"]
+    if record["prefixed"]:
         longer, shorter = sorted((key, own), key=len, reverse=True)
         prefix = longer.removesuffix(shorter)
         where = "of the checkpoint" if longer == key else "of the model"
