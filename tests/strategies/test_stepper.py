@@ -427,7 +427,7 @@ def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytes
             "optim=torch.optim.NAdam",
             "optim.name: torch.optim.NAdam is an optimizer of torch, not of lockstep; docs/how-to/plug-ins",
         ),
-        ("optim.momentum=0.8", "unknown key 'optim.momentum': it is 'optim.momentum' with optim.name: muon, sgd"),
+        ("optim.momentum=0.8", "unknown key 'optim.momentum': it is a key of runs with optim.name: muon, sgd"),
         (
             "optim.groups=[{match: x, lr: 3}]",
             "optim.groups: group 1: unknown key 'lr'; known are match, learning_rate",
@@ -435,7 +435,7 @@ def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytes
         ("optim.groups=[{learning_rate: 3}]", "optim.groups: group 1: match is missing"),
         (
             "optim.groups=[{match: a, learning_rate: -1}]",
-            "group 1: learning_rate: invalid value -1; must be greater",
+            "group 1: learning_rate: invalid value -1; expected greater than 0",
         ),
         ("optim.groups=5", "optim.groups: expected a list of groups, such as [{match: 'classifier.*'"),
     ],

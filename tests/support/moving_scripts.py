@@ -283,6 +283,7 @@ def changed(*pairs: tuple[str, str], text: str = SCRIPT) -> str:
 
 def encoder(dtype: torch.dtype = torch.float32) -> None:
     """A model with dropout and its tokenizer, in a folder of the working directory."""
+    torch.manual_seed(0)  # a test that compares gradients has them of a size that is measured
     Path("encoder").mkdir()
     Path("encoder/vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]))
     BertTokenizerFast("encoder/vocab.txt").save_pretrained("encoder")

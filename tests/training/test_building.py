@@ -12,15 +12,15 @@ pytestmark = pytest.mark.processes
 
 CODE = """
 import time
+import traceback
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from lockstep.distributed.activity import ACTIVITY
 
 
 def build():
-    if ACTIVITY.name == "building the model":
+    if any(frame.name == "build_session" for frame in traceback.extract_stack()):  # a rank, not the checks before it
         WAIT
     return torch.nn.Linear(3, 1)
 
