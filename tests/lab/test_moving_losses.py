@@ -26,11 +26,13 @@ LANGUAGE = (
 
 
 def change(folder: Path, **settings: Any) -> torch.Tensor:
-    """Change of a weight by one step of Trainer over four examples, with plain SGD and without clipping."""
+    """Change of a weight by one step of Trainer over four examples, with plain SGD and without clipping.
+
+    All have one label, so that their gradients do not cancel to what is rounding."""
     torch.manual_seed(0)  # the head is drawn
     model = AutoModelForSequenceClassification.from_pretrained("encoder", hidden_dropout_prob=0.0)
     before = model.classifier.weight.detach().clone()
-    rows = [{"input_ids": [2, 5 + k % 2, 3], "attention_mask": [1, 1, 1], "labels": k % 2} for k in range(4)]
+    rows = [{"input_ids": [2, 5 + k % 2, 3], "attention_mask": [1, 1, 1], "labels": 1} for k in range(4)]
     usual = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     usual |= {"max_steps": 1, "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     Trainer(model, TrainingArguments(str(folder), **usual, **settings), train_dataset=rows).train()
