@@ -57,7 +57,7 @@ class Ours:
         self.task: Task = task_class(run, prepare(run, task_class))
         self.strategy: Strategy = strategy_class(run)(run, world)
         self.strategy.build(self.task)
-        self.feed = StepLoader(run, self.task, self.strategy.own_micro_batches(), world.device)
+        self.feed = StepLoader(self.task, self.strategy.own_micro_batches(), world.device)
 
     @property
     def model(self) -> Any:
@@ -77,7 +77,7 @@ class Ours:
     def score(self, weights: Weights, split: str = "test") -> dict[str, float]:
         kept = self.weights()
         self.model.load_state_dict(weights)
-        found = evaluate(self.run, self.world, self.task, self.strategy, self.task.splits[split])
+        found = evaluate(self.world, self.task, self.strategy, self.task.splits[split])
         self.model.load_state_dict(kept)
         return {name: found[name] for name in ("loss", "accuracy")}
 

@@ -173,7 +173,7 @@ def indexed(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     run = tiny("batch_size=256", "epochs=1", f"data.group_by_length={arguments.group}")
     task: Any = find("tasks", run.task.name)
     prepared = prepare(run, task)
-    StepLoader(run, task(run, prepared), range(8), torch.device("cpu")).make(0)  # imports
+    StepLoader(task(run, prepared), range(8), torch.device("cpu")).make(0)  # imports
     path = generated(folder / "many.arrow", arguments.rows)
     cache.seal(path)
     cache.damage(path)  # forces a full read, as at the first use on a machine
@@ -188,7 +188,7 @@ def indexed(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     assert not prepared.damages()
     found: dict[str, Any] = {"verify_ms": lap()}
-    feed = StepLoader(run, task(run, prepared), range(8), torch.device("cpu"))
+    feed = StepLoader(task(run, prepared), range(8), torch.device("cpu"))
     found["start_ms"] = lap()
     feed.longest()
     found["longest_ms"] = lap()
@@ -268,9 +268,7 @@ def _resume_lockstep(made: dict[str, Any], rows: int, folder: Path) -> float:
     """Milliseconds of CPU time until the examples of a late step are available."""
     clock = time.process_time()
     task: Any = find("tasks", "classification")
-    StepLoader(made["run"], task(made["run"], made["prepared"]), range(AT_ONCE), torch.device("cpu")).make(
-        _step_late(rows)
-    )
+    StepLoader(task(made["run"], made["prepared"]), range(AT_ONCE), torch.device("cpu")).make(_step_late(rows))
     return round((time.process_time() - clock) * 1e3, 1)
 
 

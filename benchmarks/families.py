@@ -206,10 +206,10 @@ def trained(world: World, run: Run) -> dict[str, Any]:
     task_class = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     strategy.build(task)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     strategy.dry_run(feed.longest())
     results = [strategy.train_step(feed.make(step), 1e-3) for step in range(run.steps or 0)]
-    scores = evaluate(run, world, task, strategy, task.splits["validation"])
+    scores = evaluate(world, task, strategy, task.splits["validation"])
     seen = hashlib.sha256()
     for name, tensor in sorted(strategy.state_dict().items()):
         seen.update(name.encode() + tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

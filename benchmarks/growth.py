@@ -95,7 +95,7 @@ def _steps(world: Any, run: Any) -> list[float]:
 
     task, strategy = build(run, world)
     keep_freed_memory()
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     times = []
     for number in range(2 + STEPS):
         batch = feed.make(number)

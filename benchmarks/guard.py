@@ -33,7 +33,7 @@ def built(path: str, overrides: list[str], every: int) -> tuple[Any, StepLoader,
     world = World(run)
     task, strategy = task_class(run, prepare(run, task_class)), strategy_class(run)(run, world)
     strategy.build(task)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     session: Any = SimpleNamespace(run=run, world=world, feed=feed, strategy=strategy)
     return SdcCheck(session) if every else strategy, feed, strategy
 

@@ -131,7 +131,7 @@ def rank_of(rank: int, ranks: int, meet: str, kind: str, steps: int, results: An
     task_class: Any = plugins.find("tasks", run.task.name)
     task, strategy = task_class(run, prepare(run, task_class)), strategy_class(run)(run, world)
     strategy.build(task)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     session: Any = SimpleNamespace(run=run, world=world, feed=feed, strategy=strategy)
     guard, injected = SdcCheck(session), Injected(kind, run, world, strategy)
     counts = dict.fromkeys(("injected", "could_be_seen", "found", "named_rightly", "false_alarms"), 0)
@@ -140,7 +140,7 @@ def rank_of(rank: int, ranks: int, meet: str, kind: str, steps: int, results: An
         # a wrongly received sum changes the weights at the start of the next step
         fault = injected.plan(step - 1 if kind == "messages" else step) if step or kind != "messages" else None
         counts["injected"] += fault is not None
-        sampled = fault is not None and (kind in ("weights", "messages") or fault[1] == drawn(run, step))
+        sampled = fault is not None and (kind in ("weights", "messages") or fault[1] == drawn(session.job, step))
         counts["could_be_seen"] += sampled
         try:
             guard.train_step(feed.make(step), 1e-3)

@@ -75,7 +75,7 @@ def measured(world: World, run: Run, rounds: int, clock: str) -> list[dict[str, 
     task, strategy = build(run, world)
     if clock == "processor":
         step_timer.time = SimpleNamespace(perf_counter=time.thread_time)  # type: ignore[assignment]
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     slow, found = halved(strategy), []
     for number in range(rounds):
         found.append({})

@@ -102,7 +102,7 @@ def main() -> None:
             task = task_class(run, prepare(run, task_class))
             strategy = plugins.find("strategies", "single")(run, world)
             strategy.build(task)
-            feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+            feed = StepLoader(task, strategy.own_micro_batches(), world.device)
             batches = [feed.make(t) for t in range(args.steps + 2)]
             weights = matrix_weights(strategy.model)
             rate = learning_rate(run.optim, 10, 100)

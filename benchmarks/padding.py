@@ -23,6 +23,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
+from lockstep.strategies.job import Job
 from lockstep.strategies.single import Single
 from lockstep.training.data_loader import StepLoader
 
@@ -32,11 +33,11 @@ WAYS = ("none", "batch")
 def built(run: Run) -> tuple[Single, StepLoader]:
     """Build a strategy of one process and its batches."""
     world = World(run)
-    strategy = Single(run, world)
+    strategy = Single(Job.of(run), world)
     task_class: Any = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     strategy.build(task)
-    return strategy, StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    return strategy, StepLoader(task, strategy.own_micro_batches(), world.device)
 
 
 def main() -> None:

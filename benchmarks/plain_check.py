@@ -38,10 +38,10 @@ def measured(run: Run) -> dict[str, Any]:
     task_class: Any = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     strategy.build(task)
-    strategy.dry_run(StepLoader(run, task, strategy.own_micro_batches(), world.device).longest())
-    sides = plain_sides.sides_of(run, task, strategy)
+    strategy.dry_run(StepLoader(task, strategy.own_micro_batches(), world.device).longest())
+    sides = plain_sides.sides_of(task, strategy)
     found: dict[str, Any] = {"padded": task.padded_because}
-    ways = {"fp32": False} if plain_check.takes_float32(run, task) else {}
+    ways = {"fp32": False} if plain_check.takes_float32(task) else {}
     ways |= {run.precision: True} if run.precision != "fp32" else {}
     groups = plain_check.groups_of(sides)
     plain = {name: plain_check.plain_numbers(sides, places) for name, places in groups.items()}

@@ -77,7 +77,7 @@ def built(rank: int, ranks: int, meet: str, run: Run) -> tuple[Any, StepLoader, 
     before = memory("VmRSS")
     strategy: Any = strategy_class(run)(run, world)
     strategy.build(task)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     strategy.train_step(feed.make(0), 1e-4)
     return strategy, feed, before
 

@@ -46,7 +46,7 @@ def started(run: Run) -> tuple[Strategy, list[StepBatch]]:
     world = World(run).join()
     task, strategy = build(run, world)
     keep_freed_memory()  # as `dry_run.try_a_step` does
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     for step in range(2):
         strategy.train_step(feed.make(step), 1e-5)
     return strategy, [feed.make(2 + step) for step in range(STEPS)]

@@ -110,7 +110,7 @@ def main() -> None:
         train(replace(session, checkpoints=checkpoints, sinks=Steps(meter)), session.new_state())
         score = None
         if args.evaluate:
-            score = evaluate(run, world, session.task, session.strategy, session.task.splits["validation"])["accuracy"]
+            score = evaluate(world, session.task, session.strategy, session.task.splits["validation"])["accuracy"]
         session.strategy.close()
     name = f"lockstep {extra.strategy}" + (" inexact" if extra.inexact else "")
     pads = "random" if run.micro_batches == run.data.group_by_length == 1 else "grouped"

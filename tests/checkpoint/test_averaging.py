@@ -124,17 +124,17 @@ def test_memory_counts_it() -> None:
 def by_hand(world: World, run: Run) -> dict[str, Any]:
     """A few steps; the average that is kept beside them, what is evaluated with it, and what is left afterwards."""
     task, strategy = build(run, world)
-    kept = Averaged(run, strategy)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    kept = Averaged(strategy)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     for t in range(STEPS):
         strategy.train_step(feed.make(t), 5e-3)
         kept.follow(t + 1)
     before = digest(strategy.state_dict())
     with kept.in_place():
-        score = evaluate(run, world, task, strategy, task.splits["validation"], texts=False)["loss"]
+        score = evaluate(world, task, strategy, task.splits["validation"], texts=False)["loss"]
         exported = strategy.export()
         average = digest(exported) if exported is not None else None
-    raw = evaluate(run, world, task, strategy, task.splits["validation"], texts=False)["loss"]
+    raw = evaluate(world, task, strategy, task.splits["validation"], texts=False)["loss"]
     unchanged = digest(strategy.state_dict()) == before
     strategy.train_step(feed.make(STEPS), 5e-3)
     after = digest(strategy.state_dict())

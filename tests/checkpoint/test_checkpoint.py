@@ -31,7 +31,7 @@ def opened(run: Run) -> tuple[Checkpoints, Strategy, StepLoader]:
     return (
         Checkpoints(run, world, task.prepared, 6),
         strategy,
-        StepLoader(run, task, strategy.own_micro_batches(), world.device),
+        StepLoader(task, strategy.own_micro_batches(), world.device),
     )
 
 

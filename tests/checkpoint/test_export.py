@@ -43,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Job:
 def write(job: Job) -> Path:
     weights = job.strategy.export()
     assert weights is not None
-    return write_export(job.run, job.task, weights, {"validation": {"loss": 1.0, "examples": 3}}, 2)
+    return write_export(job.task, weights, {"validation": {"loss": 1.0, "examples": 3}}, 2)
 
 
 def is_finished(job: Job) -> bool:

@@ -167,7 +167,7 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
             self._session.world.stop.came = True
 
-    def watched(run: Any, world: Any, task: Any, strategy: Any, columns: Any, rows: Any, *more: Any) -> Any:
+    def watched(world: Any, task: Any, strategy: Any, columns: Any, rows: Any, *more: Any) -> Any:
         split = next((name for name, each in task.splits.items() if each is columns), "")
         scored: list[int] = []
         score_at = task.score_at
@@ -178,7 +178,7 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
 
         task.score_at = noted
         try:
-            return summed(run, world, task, strategy, columns, rows, *more)
+            return summed(world, task, strategy, columns, rows, *more)
         finally:
             del task.score_at
             of = strategy.data_parallel

@@ -22,7 +22,7 @@ def task_of(run: Run) -> Classification:
 
 
 def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:
-    return StepLoader(run, task_of(run), share(run.micro_batches, rank, ranks), CPU)
+    return StepLoader(task_of(run), share(run.micro_batches, rank, ranks), CPU)
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -127,7 +127,7 @@ def test_grouping_by_length_over_steps_pads_less_with_fewer_pieces() -> None:
 def test_a_feed_of_no_micro_batch_knows_the_step() -> None:
     """`lockstep plan` has one."""
     run = tiny()
-    batch = StepLoader(run, task_of(run), [], torch.device("cpu")).make(0)
+    batch = StepLoader(task_of(run), [], torch.device("cpu")).make(0)
     assert batch.targets == 22
     assert batch.own_tokens == 0
 
@@ -151,7 +151,7 @@ def test_what_a_collate_draws_is_another_thing_in_each_step_and_micro_batch_and_
     for ranks in (1, 2):
         task = Drawing(run, prepare(run, Classification))
         task.drawn = {}
-        feeds = [StepLoader(run, task, share(run.micro_batches, rank, ranks), CPU) for rank in range(ranks)]
+        feeds = [StepLoader(task, share(run.micro_batches, rank, ranks), CPU) for rank in range(ranks)]
         for step in range(3):
             for feed in feeds:
                 feed.make(step)

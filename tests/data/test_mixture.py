@@ -183,7 +183,7 @@ def test_paths_of_sources_are_found_beside_the_run_file(tmp_path: Path, monkeypa
 
 def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:
     task: Any = plugins.find("tasks", run.task.name)
-    return StepLoader(run, task(run, prepared(run)), share(run.micro_batches, rank, ranks), CPU)
+    return StepLoader(task(run, prepared(run)), share(run.micro_batches, rank, ranks), CPU)
 
 
 def test_sources_of_different_formats_are_one_data_set(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_source_whose_validation_rows_are_all_left_out_gets_none_of_train(tmp_
     assert facts["left_out"] == {"validation": 3}
     world = World(run)
     built, strategy, _ = build_with_feed(run, world)
-    scores = evaluate(run, world, built, strategy, built.splits["validation"])
+    scores = evaluate(world, built, strategy, built.splits["validation"])
     assert np.isfinite(scores["loss"])
 
 
@@ -352,7 +352,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
     """Steps over a change of weights, scores of each source, and the weights of the model."""
     task, strategy, feed = build_with_feed(run, world)
     losses = [float(strategy.train_step(feed.make(t), 5e-3).loss) for t in range(6)]
-    scores = evaluate(run, world, task, strategy, task.splits["validation"])
+    scores = evaluate(world, task, strategy, task.splits["validation"])
     weights = strategy.export()
     return {"losses": losses, "scores": scores, "weights": digest(weights) if weights is not None else None}
 

@@ -97,7 +97,7 @@ def functional_ones(world: World, run: Run) -> int:
         for step in range(2):
             strategy.train_step(feed.make(step), 1e-3)
         strategy.state_dict()
-        evaluate(run, world, task, strategy, task.splits["validation"])
+        evaluate(world, task, strategy, task.splits["validation"])
         strategy.export()
         strategy.close()
     return seen.count

@@ -9,6 +9,7 @@ from lockstep.config import processor
 from lockstep.distributed import consistency_check
 from lockstep.distributed.world import World
 from lockstep.launchers.start import joining
+from lockstep.strategies.job import Job
 from lockstep.training.startup import other_arithmetic
 from support.command import LOCKSTEP, ended, start
 from support.harness import tiny
@@ -75,11 +76,11 @@ def test_a_rank_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_variables_that_change_arithmetic_are_noted_and_compared_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny()
-    assert other_arithmetic(run) == []
+    assert other_arithmetic(Job.of(run)) == []
     before = consistency_check.facts(run, "data")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
-    (note,) = other_arithmetic(run)
+    (note,) = other_arithmetic(Job.of(run))
     assert note.startswith("ATEN_CPU_CAPABILITY=avx2, NVIDIA_TF32_OVERRIDE=1 in the environment")
     after = consistency_check.facts(run, "data")
     assert {key for key in before if before[key] != after[key]} == {"the environment's variables of arithmetic"}

@@ -56,7 +56,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model to put adapters on."""
     run = tiny(*ONE, f"output={tmp_path_factory.mktemp('source')}", "model.config.n_embd=64")
     task, strategy = build(run, World(run))
-    return write_export(run, task, strategy.export() or {}, {}, 0)
+    return write_export(task, strategy.export() or {}, {}, 0)
 
 
 def on(source: Path, *overrides: str) -> Run:
@@ -72,13 +72,13 @@ TINY_OF: dict[str, Any] = {"name": "adapted"}
 def looked_at(run: Run) -> tuple[Task, Strategy, list[plain_check.PlainDifference]]:
     """A built run, and what differs."""
     task, strategy = build(run, World(run))
-    return task, strategy, differences(sides_of(run, task, strategy), strategy)
+    return task, strategy, differences(sides_of(task, strategy), strategy)
 
 
 def blamed(run: Run) -> str:
     """What is said of a run that must be stopped."""
     task, strategy = build(run, World(run))
-    sides = sides_of(run, task, strategy)
+    sides = sides_of(task, strategy)
     found = differences(sides, strategy)
     assert found
     for each in found:
@@ -126,7 +126,7 @@ def test_a_family_that_was_stopped_without_reason_passes(family: str, monkeypatc
     task, strategy, found = looked_at(run)
     assert found == []
     monkeypatch.setattr(type(task), "loss_sum", scaled(type(task).loss_sum))
-    assert differences(sides_of(run, task, strategy), strategy)
+    assert differences(sides_of(task, strategy), strategy)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_sound_language_model_passes_and_so_does_its_export(
     run = make(tmp_path, kind, *ONE, *overrides)
     assert looked_at(run)[2] == []
     task, found, folder = exported(run, tmp_path)
-    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(task, found, folder, torch.device("cpu"))
     assert compared.agrees, compared.text
     assert "3 examples" in compared.text
 
@@ -173,7 +173,7 @@ def test_every_other_task_passes_and_so_does_its_export(kind: str, loss_chunk: i
     run = make(tmp_path, kind, *ONE, *chunked)
     assert looked_at(run)[2] == []
     task, found, folder = exported(run, tmp_path)
-    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(task, found, folder, torch.device("cpu"))
     assert compared.agrees, compared.text
     assert ("3 examples" in compared.text) == (kind not in ("masked", "preference"))
 
@@ -248,7 +248,7 @@ def test_a_model_that_changed_since_it_was_built_is_found() -> None:
     strategy.model.get_submodule("transformer.h.0.attn").register_forward_hook(
         lambda m, a, found: (found[0] * 1.01, None)
     )
-    sides = sides_of(run, task, strategy)
+    sides = sides_of(task, strategy)
     assert differences(sides, strategy)
     assert "since it was built" in cause(sides, strategy)
 
@@ -264,7 +264,7 @@ def test_a_loss_term_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) 
     run = tiny(*ONE, "task.label_smoothing=0.1")
     task, strategy = build(run, World(run))
     vars(task.objective)["options"] = task.objective.options.model_copy(update={"label_smoothing": 0.0})  # type: ignore[attr-defined]
-    sides = sides_of(run, task, strategy)
+    sides = sides_of(task, strategy)
     assert differences(sides, strategy)[0].what == "the loss"
 
 
@@ -284,7 +284,7 @@ def test_a_gradient_of_the_other_sign_is_found(monkeypatch: pytest.MonkeyPatch) 
     run = tiny(*ONE)
     task, strategy = build(run, World(run))
     dict(strategy.model.named_parameters())["transformer.h.0.mlp.c_fc.weight"].register_hook(lambda g: -g)
-    sides = sides_of(run, task, strategy)
+    sides = sides_of(task, strategy)
     own_numbers = plain_check.own_numbers
 
     def turned(*args: Any) -> Any:
@@ -299,7 +299,7 @@ def test_tokens_that_are_others_are_named() -> None:
     short, run = (tiny(*ONE, f"data.max_length={most}") for most in (8, 32))
     task, strategy = build(short, World(short))
     whole = type(task)(run, task.prepared)  # as a stale entry of the cache would have it
-    sides = sides_of(run, whole, strategy)
+    sides = sides_of(whole, strategy)
     assert differences(sides, strategy)
     assert "The tokens of example" in cause(sides, strategy)
 
@@ -309,7 +309,7 @@ def test_half_precision_hides_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_check, "takes_float32", lambda *_: False)
     run = tiny(*ONE, "precision=bf16")
     task, strategy = build(run, World(run))
-    sides = sides_of(run, task, strategy)
+    sides = sides_of(task, strategy)
     assert differences(sides, strategy) == []
     block = strategy.model.get_submodule("transformer.h.0.mlp")
     block.register_forward_hook(lambda module, inputs, found: found * 1.1)
@@ -376,12 +376,12 @@ def test_a_tokenizer_that_an_export_would_not_have_is_refused(tmp_path: Path) ->
     """transformers loads the tokenizer of some families by the family's class, whatever was saved."""
     run = make(tmp_path, "documents", *ONE, "task.samples=0", "model.type=qwen2", f"model.config={json.dumps(GROUPED)}")
     task = find("tasks", run.task.name)(run, prepare(run, find("tasks", run.task.name)))
-    job = plain_sides.job_of(run, task)
+    job = plain_sides.job_of(task)
     examples = job.encode(job.splits["train"])
     with pytest.raises(plain_sides.OtherTokens, match=r"every qwen2 as a Qwen2Tokenizer.*Give tokenizer\.source"):
-        plain_sides.check_tokenizer(run, task, job, examples)
+        plain_sides.check_tokenizer(task, job, examples)
     gpt2 = run.model_copy(update={"model": run.model.model_copy(update={"type": "gpt2", "config": {}})})
-    plain_sides.check_tokenizer(gpt2, task, job, examples)
+    plain_sides.check_tokenizer(type(task)(gpt2, task.prepared), job, examples)
 
 
 # -- a module of the user's --------------------------------------------------------------------------------------------
@@ -440,7 +440,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
     before = state()
     with plain_check.undrawn(torch.device("cpu")):
-        assert differences(sides_of(run, task, strategy), strategy) == []
+        assert differences(sides_of(task, strategy), strategy) == []
     assert state() == before
 
 
@@ -470,8 +470,8 @@ def test_groups_have_what_is_special_about_them() -> None:
 def exported(run: Run, folder: Path) -> tuple[Task, export_check.Evaluated, Path]:
     run = run.model_copy(update={"output": str(folder)})
     task, strategy = build(run, World(run))
-    found = export_check.evaluated(run, task, strategy)
-    return task, found, write_export(run, task, strategy.exported() or {}, {}, 0)
+    found = export_check.evaluated(task, strategy)
+    return task, found, write_export(task, strategy.exported() or {}, {}, 0)
 
 
 @pytest.mark.parametrize(
@@ -480,7 +480,7 @@ def exported(run: Run, folder: Path) -> tuple[Task, export_check.Evaluated, Path
 def test_a_sound_export_passes(overrides: tuple[str, ...], tmp_path: Path) -> None:
     run = tiny(*ONE, *overrides)
     task, found, folder = exported(run, tmp_path)
-    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(task, found, folder, torch.device("cpu"))
     assert compared.agrees
     assert "3 examples" in compared.text
 
@@ -497,7 +497,7 @@ def test_an_export_that_a_container_has_no_memory_for_is_not_loaded(
     monkeypatch.setattr(host_memory, "limit", partial(host_memory.limit, sources))
     run = tiny(*ONE)
     task, found, folder = exported(run, tmp_path / "out")
-    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(task, found, folder, torch.device("cpu"))
     assert compared.agrees
     assert "this machine has too little memory to load it" in compared.text
 
@@ -506,7 +506,7 @@ def test_an_export_that_a_container_has_no_memory_for_is_not_loaded(
 def test_a_sound_adapter_is_exported(export: str, source: Path, tmp_path: Path) -> None:
     run = on(source, f"model.adapter.export={export}")
     task, found, folder = exported(run, tmp_path)
-    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(task, found, folder, torch.device("cpu"))
     assert compared.agrees, compared.text
     assert "3 examples" in compared.text
 
@@ -517,10 +517,10 @@ def test_scores_of_an_export_are_compared(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="needs the extra compared")
     run = tiny(*ONE)
     task, found, folder = exported(run, tmp_path)
-    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(task, found, folder, torch.device("cpu"))
     assert "all together its accuracy, macro_f1" in compared.text
     wrong = replace(found, scores=found.scores | {"accuracy": found.scores["accuracy"] / 2 + 0.1})
-    compared = export_check.compare_export(run, task, wrong, folder, torch.device("cpu"))
+    compared = export_check.compare_export(task, wrong, folder, torch.device("cpu"))
     assert not compared.agrees
     assert "but other scores: accuracy" in compared.text
 
@@ -532,7 +532,7 @@ def test_scored_pairs_of_a_large_train_split_are_compared(tmp_path: Path) -> Non
     run = make(tmp_path, "pairs", *ONE, "task.negative=null", "task.score=score", "task.score_range=[0,4]")
     task, found, folder = exported(run, tmp_path / "out")
     assert len(task.splits["train"]) > len(task.splits["validation"])
-    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(task, found, folder, torch.device("cpu"))
     assert compared.agrees, compared.text
     assert "all together its pearson, spearman" in compared.text
 
@@ -547,7 +547,7 @@ def test_a_score_that_rounding_moves_is_not_compared(tmp_path: Path) -> None:
     alike = {
         name: w[:1].expand_as(w) if name.startswith("score") else w for name, w in weights.items()
     }  # all labels score alike
-    job, model = export_check.loaded_job(run, task, folder), export_check.loaded(run, task, folder)
+    job, model = export_check.loaded_job(task, folder), export_check.loaded(task, folder)
     wrong = [(name, 1 - theirs, theirs) for name, _, theirs in export_check._scored(job, model, found)]
     assert export_check._other_scores(job, model, found, wrong)  # the control
     model.load_state_dict(alike, strict=False)
@@ -575,7 +575,7 @@ def test_an_export_that_is_another_model_is_an_error(change: Callable[[Path], No
     run = tiny(*ONE, "data.max_length=16")
     task, found, folder = exported(run, tmp_path)
     change(folder)
-    compared = export_check.compare_export(run, task, found, folder, torch.device("cpu"))
+    compared = export_check.compare_export(task, found, folder, torch.device("cpu"))
     assert not compared.agrees
     assert str(folder) in compared.text
 

@@ -65,12 +65,12 @@ def test_no_code_for_each_length_and_none_for_each_layer(codes: list[Any]) -> No
     task, strategy = build(run, world)
     assert len(codes) == 3
     before = sum(code.calls for code in codes)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     batches = [feed.make(step) for step in range(6)]
     assert len({m.inputs["input_ids"].shape for batch in batches for m in batch.micro_batches}) > 10
     for step, batch in enumerate(batches):
         strategy.train_step(batch, learning_rate(run.optim, step, 6))
-    evaluate(run, world, task, strategy, task.splits["validation"])
+    evaluate(world, task, strategy, task.splits["validation"])
     assert len(codes) == 3
     assert sum(code.calls for code in codes) == before + 6 * 8 * 2  # steps, micro-batches, layers
     assert strategy.export().keys() == strategy.model.state_dict().keys()  # type: ignore[union-attr]

@@ -161,7 +161,7 @@ def test_a_killed_job_goes_on_with_its_scale_and_tells_of_overflows(tmp_path: Pa
 def switched(world: World, run: Run) -> list[tuple[float, str]]:
     """The scale after an overflow, the state two steps later: straight on, and by another strategy from the state."""
     task, first = build(run, world)
-    feed = StepLoader(run, task, first.own_micro_batches(), world.device)
+    feed = StepLoader(task, first.own_micro_batches(), world.device)
     planted(first, OVERFLOWS)
     for t in range(4):
         first.train_step(feed.make(t), 1e-3)
@@ -171,7 +171,7 @@ def switched(world: World, run: Run) -> list[tuple[float, str]]:
     ends = []
     for strategy in (first, second):
         scale = float(strategy.state_dict()["scaling.scale"])
-        mine = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        mine = StepLoader(task, strategy.own_micro_batches(), world.device)
         for t in (4, 5):
             strategy.train_step(mine.make(t), 1e-3)
         state = strategy.state_dict()

@@ -108,7 +108,7 @@ def order_of(world: World, run: Run) -> list[str]:
     scattered = TreeScatter.__call__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TreeScatter, "__call__", lambda *a, **k: (events.append("out"), scattered(*a, **k))[1])
-        strategy.train_step(StepLoader(run, task, strategy.own_micro_batches(), world.device).make(0), 1e-3)
+        strategy.train_step(StepLoader(task, strategy.own_micro_batches(), world.device).make(0), 1e-3)
     strategy.close()
     return events
 

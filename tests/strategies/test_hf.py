@@ -39,7 +39,7 @@ def by_trainer(world: World, run: Run, folder: str) -> dict[str, torch.Tensor]:
     from transformers import Trainer, TrainingArguments
 
     task = build(tiny("strategy.name=single", *CALM, *CONSTANT), world)[0]
-    feed = StepLoader(run, task, range(run.micro_batches), world.device)
+    feed = StepLoader(task, range(run.micro_batches), world.device)
     micro_batches = [micro for step in range(4) for micro in feed.make(step).micro_batches]
     model = task.model()
 

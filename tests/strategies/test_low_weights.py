@@ -32,7 +32,7 @@ def steps_of(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
     strategy.dry_run(feed.longest())
     results = [strategy.train_step(feed.make(t), 1e-3) for t in range(steps)]
     state = strategy.state_dict()
-    scores = evaluate(run, world, task, strategy, task.splits["validation"])
+    scores = evaluate(world, task, strategy, task.splits["validation"])
     exported = strategy.export()
     strategy.close()
     return {
@@ -111,7 +111,7 @@ def beside_float32(world: World, run: Run) -> tuple[float, float, bool, str]:
     apart = max(float((state[f"model.{n}"].float() - p.detach()).abs().max()) for n, p in theirs.items())
     went = max(float((p.detach() - start[n]).abs().max()) for n, p in theirs.items())
     rounded = all(torch.equal(p.detach(), state[f"model.{n}"].bfloat16()) for n, p in strategy.weights.named.items())
-    return apart, went, rounded, precisions(run, strategy)
+    return apart, went, rounded, precisions(strategy)
 
 
 @pytest.mark.processes
@@ -140,7 +140,7 @@ def test_what_is_saved_and_exported() -> None:
 def switched(world: World, run: Run, names: list[tuple[str, dict[str, str]]]) -> list[str]:
     """The state after two steps, gone on from by other strategies."""
     task, first = build(run, world)
-    feed = StepLoader(run, task, first.own_micro_batches(), world.device)
+    feed = StepLoader(task, first.own_micro_batches(), world.device)
     for t in range(2):
         first.train_step(feed.make(t), 1e-3)
     weights = world.broadcast({k: v.clone() for k, v in first.state_dict().items()})
@@ -151,7 +151,7 @@ def switched(world: World, run: Run, names: list[tuple[str, dict[str, str]]]) ->
         other.load_state_dict(weights)
         strategies.append(other)
     for strategy in strategies:
-        mine = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+        mine = StepLoader(task, strategy.own_micro_batches(), world.device)
         strategy.train_step(mine.make(2), 1e-3)
         state = strategy.state_dict()
         ends.append(digest(state) if world.is_main else "")

@@ -103,7 +103,7 @@ def trained(world: World, runs: list[Run], others: list[Run | None]) -> list[dic
         rows = feed.make(0).ids
         answer: dict[str, Any] = {
             "saved": digest(strategy.state_dict()),
-            "scores": evaluate(run, world, task, strategy, task.splits["train"], rows),
+            "scores": evaluate(world, task, strategy, task.splits["train"], rows),
             "exported": digest(exported) if exported else "",
         }
         result = strategy.train_step(feed.make(2), learning_rate(run.optim, 2, 6))

@@ -264,8 +264,8 @@ def evaluated(world: World, run: Run) -> tuple[dict[str, float], dict[str, Tenso
     """Metrics after a step, and the gradient of that step."""
     task, strategy = build(run, world)
     strategy.observer = recorder = GradientRecorder(world)
-    strategy.train_step(StepLoader(run, task, strategy.own_micro_batches(), world.device).make(0), 1e-2)
-    found = evaluate(run, world, task, strategy, task.splits["validation"])
+    strategy.train_step(StepLoader(task, strategy.own_micro_batches(), world.device).make(0), 1e-2)
+    found = evaluate(world, task, strategy, task.splits["validation"])
     strategy.close()
     return found, recorder.gradients
 

@@ -41,14 +41,14 @@ def test_evaluations_leave_no_trace_in_training(tmp_path: Path) -> None:
         other.step()
     rows = other.feed.make(0).ids
     columns = other.task.splits["validation"]
-    scores = evaluate(other.run, other.world, other.task, other.strategy, columns, rows)
-    again = evaluate(other.run, other.world, other.task, other.strategy, columns, rows)
+    scores = evaluate(other.world, other.task, other.strategy, columns, rows)
+    again = evaluate(other.world, other.task, other.strategy, columns, rows)
     assert scores == again
     generate_samples(other.task, other.strategy, other.world)
     with pytest.raises(EvaluationInterrupted):
-        evaluate_with_tables(other.run, other.world, other.task, other.strategy, columns, stop=lambda: True)
+        evaluate_with_tables(other.world, other.task, other.strategy, columns, stop=lambda: True)
     other.strategy.exported()
     with straight.strategy.averaged():
-        inside = evaluate(straight.run, straight.world, straight.task, straight.strategy, columns, rows)
+        inside = evaluate(straight.world, straight.task, straight.strategy, columns, rows)
     assert inside != scores  # the control: an average of the average is something else
     assert straight.step() == other.step()

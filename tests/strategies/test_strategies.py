@@ -9,6 +9,7 @@ import torch
 from lockstep.config.run import Run
 from lockstep.data.batch import StepBatch
 from lockstep.distributed.world import World
+from lockstep.strategies.job import Job
 from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
@@ -158,9 +159,9 @@ class MeanOfMeans(ReplicatedStrategy):
 
 def mean_of_means(world: World, run: Run) -> list[float]:
     task, _ = build(run, world)
-    strategy = MeanOfMeans(run, world)
+    strategy = MeanOfMeans(Job.of(run), world)
     strategy.build(task)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     return [float(strategy.train_step(feed.make(t), 1e-3).grad_norm) for t in range(2)]
 
 
@@ -240,7 +241,7 @@ def judged(world: World, run: Run) -> tuple[dict[str, float], str | None]:
     task, strategy, feed = build_with_feed(run, world)
     for t in range(2):
         strategy.train_step(feed.make(t), 1e-3)
-    scores = evaluate(run, world, task, strategy, task.splits["validation"])
+    scores = evaluate(world, task, strategy, task.splits["validation"])
     weights = strategy.export()
     strategy.close()
     assert (weights is not None) == world.is_main

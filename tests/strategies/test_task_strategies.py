@@ -82,7 +82,7 @@ def trained(world: World, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
     for kind, run in runs.items():
         task, strategy, feed = build_with_feed(run, world)
         results = [strategy.train_step(feed.make(step), 5e-3) for step in range(2)]
-        scores, _ = evaluate_with_tables(run, world, task, strategy, task.splits["validation"])
+        scores, _ = evaluate_with_tables(world, task, strategy, task.splits["validation"])
         state = strategy.state_dict()
         strategy.close()
         found[kind] = {

@@ -94,7 +94,7 @@ def stepped(run: Run, steps: int = 2) -> tuple[Single, list[float], dict[str, Te
     task, strategy = build(run, World(run))
     assert isinstance(strategy, Single)
     strategy.observer = recorder = GradientRecorder(strategy.world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), strategy.world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), strategy.world.device)
     norms = [float(strategy.train_step(feed.make(step), 1e-3).grad_norm) for step in range(steps)]
     return strategy, norms, recorder.gradients
 
@@ -133,7 +133,7 @@ def test_bfloat16_weights_are_their_masters_rounded_and_gradients_are_added_up_i
 def test_dropout_is_another_one_in_each_step_and_micro_batch_and_the_same_when_asked_again() -> None:
     run = tiny("strategy.name=single")
     task, strategy = build(run, World(run))
-    batch = StepLoader(run, task, strategy.own_micro_batches(), strategy.world.device).make(0)
+    batch = StepLoader(task, strategy.own_micro_batches(), strategy.world.device).make(0)
     losses: list[float] = []
     plain = task.loss_sum
     task.loss_sum = lambda outputs, targets: (

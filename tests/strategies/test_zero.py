@@ -50,7 +50,7 @@ def trained(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
         results.append(strategy.train_step(feed.make(t), learning_rate(run.optim, t, steps)))
         gradients.append(recorder.gradients)
         if t in (1, steps - 1):
-            scores.append(evaluate(run, world, task, strategy, task.splits["validation"])["loss"])
+            scores.append(evaluate(world, task, strategy, task.splits["validation"])["loss"])
     export = strategy.export()
     found = {
         "loss": [float(r.loss) for r in results],
@@ -323,9 +323,9 @@ class Averaged(Zero):
 
 def averaged(world: World, run: Run) -> float:
     task, _ = build(run, world)
-    strategy = Averaged(run, world)
+    strategy = Averaged(Job.of(run), world)
     strategy.build(task)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     norm = float(strategy.train_step(feed.make(0), 1e-3).grad_norm)
     strategy.close()
     return norm

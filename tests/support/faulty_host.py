@@ -33,7 +33,7 @@ class WrongGradient(Held):
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         mine = share(self.run.micro_batches, self.world.rank, self.world.size)
-        self.wrong = self.faulty() and batch.step >= FROM and drawn(self.run, batch.step) in mine
+        self.wrong = self.faulty() and batch.step >= FROM and drawn(self.job, batch.step) in mine
         return super().train_step(batch, learning_rate)
 
     def flip(self, gradient: Tensor) -> Tensor:

@@ -78,16 +78,16 @@ def build(run: Run, world: World) -> tuple[Task, Strategy]:
     task = task_class(run, prepared := prepare(run, task_class))
     strategy = make_strategy(Job.of(run, world.size), world)
     strategy.build(task)
-    blocks.warm_up(run, strategy, task)
+    blocks.warm_up(strategy, task)
     region.warm_up(strategy, task)
-    reference_pass.provide(run, world, task, strategy, prepared, trained=False)
+    reference_pass.provide(world, task, strategy, prepared, trained=False)
     return task, strategy
 
 
 def build_with_feed(run: Run, world: World) -> tuple[Task, Strategy, StepLoader]:
     """`build`, and the loader of this rank's steps."""
     task, strategy = build(run, world)
-    return task, strategy, StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    return task, strategy, StepLoader(task, strategy.own_micro_batches(), world.device)
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:

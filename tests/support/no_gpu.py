@@ -307,7 +307,7 @@ def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[A
     assert world.device == DEVICE, world.device
     with numbers, WATCH:
         strategy = found(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), torch.device("cpu"))
+    feed = StepLoader(task, strategy.own_micro_batches(), torch.device("cpu"))
     times, summed = run.micro_batches // len(feed.indices), strategy.sum_of_step
 
     def sums(tensor: Tensor) -> Tensor:

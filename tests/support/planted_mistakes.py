@@ -88,7 +88,7 @@ class BitFlip(_Planted):
         return loss
 
     def flip(self, gradient: Tensor) -> Tensor:
-        if self.at != STEP or self.under_way != drawn(self.run, self.at - 1) or self.times == 0:
+        if self.at != STEP or self.under_way != drawn(self.job, self.at - 1) or self.times == 0:
             return gradient
         self.times -= 1
         changed = gradient.clone()

@@ -30,7 +30,7 @@ class Job:
     def __init__(self, run: Run) -> None:
         self.run, self.world, self.said = run, World(run), list[str]()
         self.task, self.strategy = build(run, self.world)
-        self.feed = StepLoader(run, self.task, self.strategy.own_micro_batches(), self.world.device)
+        self.feed = StepLoader(self.task, self.strategy.own_micro_batches(), self.world.device)
         self.checkpoints = self.opened(run)
         self.done = 0
 

@@ -24,7 +24,7 @@ Fault = Callable[[Any, World, int], None]  # (strategy, rank, next step)
 def guarded(world: World, run: Run, fault: Fault | None = None) -> dict[str, Any]:
     """Run steps with sdc_check; returns the findings of each, and the final digest."""
     _, strategy, feed = build_with_feed(run, world)
-    session: Any = SimpleNamespace(run=run, world=world, feed=feed, strategy=strategy)
+    session: Any = SimpleNamespace(job=strategy.job, run=run, world=world, feed=feed, strategy=strategy)
     guard, found = SdcCheck(session) if run.sdc_check.every else strategy, {}
     for step in range(STEPS):
         if fault is not None:

@@ -229,7 +229,7 @@ class SimulatedJob:
     def __post_init__(self) -> None:
         kind = find("tasks", self.run.task.name)
         self.task = kind(self.run, prepare(self.run, kind))
-        feed = StepLoader(self.run, self.task, range(self.run.micro_batches), torch.device("cpu"))
+        feed = StepLoader(self.task, range(self.run.micro_batches), torch.device("cpu"))
         self.batches: list[StepBatch] = [feed.make(step) for step in range(self.steps)]
 
     def __call__(self, world: World) -> dict[str, Tensor]:

@@ -100,7 +100,7 @@ def task_of(run: Run) -> Any:
 
 
 def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:
-    return StepLoader(run, task_of(run), share(run.micro_batches, rank, ranks), torch.device("cpu"))
+    return StepLoader(task_of(run), share(run.micro_batches, rank, ranks), torch.device("cpu"))
 
 
 LM: dict[str, Any] = {"task": {"name": "language_modeling", "block_size": 24}}

@@ -146,7 +146,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
     batches = [feed.make(t) for t in range(STEPS)]
     results = [strategy.train_step(batch, 5e-3) for batch in batches]
     counts = [[int(task.targets_in_batch(m.targets)) for m in b.micro_batches] for b in batches]
-    scores = evaluate(run, world, task, strategy, task.splits["validation"])
+    scores = evaluate(world, task, strategy, task.splits["validation"])
     found = {
         "loss": [float(r.loss) for r in results],
         "norm": [float(r.grad_norm) for r in results],

@@ -55,7 +55,7 @@ def run_of(folder: Path, kind: str, *overrides: str) -> Run:
 def trained(world: World, run: Run) -> dict[str, Any]:
     task, strategy = build(run, world)
     before = {k: v.clone() for k, v in strategy.state_dict().items() if k.startswith("model.")}
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     results = [strategy.train_step(feed.make(t), 1e-2) for t in range(3)]
     state = strategy.state_dict()
     moved = [k for k in before if world.is_main and not torch.equal(before[k], state[k])]

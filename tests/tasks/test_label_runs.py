@@ -27,7 +27,7 @@ def trained(world: World, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
         task, strategy, feed = build_with_feed(run, world)
         batches = [feed.make(step) for step in range(4)]
         results = [strategy.train_step(batch, 5e-3) for batch in batches]
-        scores, tables = evaluate_with_tables(run, world, task, strategy, task.splits["validation"])
+        scores, tables = evaluate_with_tables(world, task, strategy, task.splits["validation"])
         counted = [sum(task.targets_in_batch(micro.targets) for micro in batch.micro_batches) for batch in batches]
         found[kind] = {
             "loss": [float(result.loss) for result in results],
@@ -129,7 +129,7 @@ def test_functions_are_tried_on_what_they_will_be_given(kind: str, folder: Path)
     (tried,) = own_scores.SEEN
     world = World(run)
     task, strategy = build(run, world)
-    evaluate_with_tables(run, world, task, strategy, task.splits["validation"])
+    evaluate_with_tables(world, task, strategy, task.splits["validation"])
     strategy.close()
     for dummy_predictions, real in zip(tried, own_scores.SEEN[1], strict=True):
         assert dummy_predictions.dtype == real.dtype

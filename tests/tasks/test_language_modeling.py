@@ -107,7 +107,7 @@ def test_only_the_assistant_is_learned(tmp_path: Path) -> None:
 
 def judged(world: World, run: Run) -> dict[str, float]:
     task, strategy = build(run, world)
-    return evaluate(run, world, task, strategy, task.splits["validation"])
+    return evaluate(world, task, strategy, task.splits["validation"])
 
 
 @pytest.mark.processes
@@ -148,7 +148,7 @@ def test_bits_per_byte_are_of_the_whole_text(options: list[str], vocabulary: int
     run = make(tmp_path, "packed", "strategy.name=single", f"tokenizer.vocab_size={vocabulary}", *options)
     world = World(run)
     task, strategy = build(run, world)
-    found = evaluate(run, world, task, strategy, task.splits["validation"])
+    found = evaluate(world, task, strategy, task.splits["validation"])
     model = task.model().eval()
     texts = [json.loads(line)["text"] for line in (tmp_path / "packed" / "validation.jsonl").read_text().splitlines()]
     end, total = task.tokenizer.eos_token_id, 0.0

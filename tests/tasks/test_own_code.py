@@ -84,7 +84,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
     strategy.dry_run(feed.longest())
     untouched = before == digest(dict(strategy.model.named_buffers()))
     results = [strategy.train_step(batch, 1e-3) for batch in feed.steps(after=0)]
-    scores = evaluate(run, world, task, strategy, task.splits["validation"])
+    scores = evaluate(world, task, strategy, task.splits["validation"])
     exported = strategy.export()
     found = {
         "digest": digest(strategy.state_dict()),

@@ -69,7 +69,7 @@ def scores(world: World, runs: dict[str, Run]) -> Both:
         task, strategy, feed = build_with_feed(run, world)
         for step in range(3):
             strategy.train_step(feed.make(step), 1e-2)
-        found[kind], tables[kind] = evaluate_with_tables(run, world, task, strategy, task.splits["validation"])
+        found[kind], tables[kind] = evaluate_with_tables(world, task, strategy, task.splits["validation"])
         strategy.close()
     return found, tables
 
@@ -131,7 +131,7 @@ def test_functions_are_tried_on_what_they_will_be_given(kind: str, folder: Path)
     ((tried, true),) = own_scores.SEEN
     world = World(run)
     task, strategy = build(run, world)
-    evaluate_with_tables(run, world, task, strategy, task.splits["validation"])
+    evaluate_with_tables(world, task, strategy, task.splits["validation"])
     strategy.close()
     for dummy_predictions, real in zip((tried, true), own_scores.SEEN[1], strict=True):
         assert dummy_predictions.dtype == real.dtype
@@ -203,7 +203,7 @@ def test_what_one_function_changes_the_next_one_does_not_see(folder: Path) -> No
     )
     world = World(run)
     task, strategy = build(run, world)
-    assert evaluate(run, world, task, strategy, task.splits["validation"])["rows"] == 15
+    assert evaluate(world, task, strategy, task.splits["validation"])["rows"] == 15
     strategy.close()
 
 
@@ -221,7 +221,7 @@ def test_rows_of_several_sources_are_those_of_the_split(folder: Path) -> None:
     run = load(None, keys, values | {"tokenizer": {"train": "bpe", "vocab_size": 400}})
     world = World(run)
     task, strategy = build(run, world)
-    found = evaluate(run, world, task, strategy, task.splits["validation"])
+    found = evaluate(world, task, strategy, task.splits["validation"])
     strategy.close()
     assert found["rows"] == 11
     assert found["own_chrf"] == pytest.approx(found["chrf"])

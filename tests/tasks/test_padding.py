@@ -211,14 +211,14 @@ def test_a_family_that_is_padded_says_so(tmp_path: Path) -> None:
     run = load(None, [], tiny().model_dump() | {"model": {"type": "deberta", "config": DEBERTA}, "steps": 2})
     task_class = find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
-    told = model_stats.padding(run, task)["padding"]
+    told = model_stats.padding(task)["padding"]
     assert told.startswith("computed, as with data.padding=batch: transformers has no")
-    feed = StepLoader(run, task, [], torch.device("cpu"))
+    feed = StepLoader(task, [], torch.device("cpu"))
     assert feed.make(0).padded > feed.make(0).tokens
     can = tiny()
     task = task_class(can, prepare(can, task_class))
-    assert model_stats.padding(can, task) == {}
-    laid = StepLoader(can, task, [], torch.device("cpu")).make(0)
+    assert model_stats.padding(task) == {}
+    laid = StepLoader(task, [], torch.device("cpu")).make(0)
     assert laid.padded == laid.tokens < laid.padded_by_chance
 
 

@@ -99,7 +99,7 @@ def test_the_reference_is_the_model_before_training(folder: Path) -> None:
         for place, of in enumerate((slice(None, cut), slice(cut, None))):
             wanted = said(model, ids[of], sum(t < 0 for t in targets[of])).sum()
             assert task.reference_outputs["validation"][row, place] == pytest.approx(float(wanted), rel=1e-5)
-    scores = evaluate(run, world, task, strategy, columns)
+    scores = evaluate(world, task, strategy, columns)
     assert scores["loss"] == pytest.approx(np.log(2), rel=1e-6)
     assert scores["margin"] == pytest.approx(0, abs=1e-6)
     world.close()

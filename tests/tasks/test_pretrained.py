@@ -134,7 +134,7 @@ def test_what_a_family_freezes_stays_frozen_when_it_is_pretrained(tmp_path: Path
 def steps_of(world: World, run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The norms of three steps, and what they made of weights and moments (on rank 0 all of it)."""
     task, strategy = built(run, world)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     norms = [float(strategy.train_step(feed.make(step), 1e-2).grad_norm) for step in range(3)]
     state = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
     strategy.close()

@@ -12,6 +12,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
+from lockstep.strategies.job import Job
 from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.training.data_loader import StepLoader
 from support import task_runs
@@ -70,7 +71,7 @@ def test_targets_are_counted_without_looking_at_the_micro_batches(kind: str, alo
 def test_padding_is_reported_as_it_is(kind: str, folder: Path) -> None:
     run = make(folder, kind, "data.padding=batch")
     task: Any = plugins.find("tasks", run.task.name)
-    feed = StepLoader(run, task(run, prepare(run, task)), range(run.micro_batches), torch.device("cpu"))
+    feed = StepLoader(task(run, prepare(run, task)), range(run.micro_batches), torch.device("cpu"))
     for batch in map(feed.make, range(2)):  # the epoch's last step has blank micro-batches, which are not reported
         read = [v for m in batch.micro_batches for name, v in m.inputs.items() if name.endswith("input_ids")]
         assert batch.padded == sum(map(torch.numel, read))
@@ -115,9 +116,9 @@ class MeanOfMeans(ReplicatedStrategy):
 
 def mean_of_means(world: World, run: Run) -> float:
     task, _ = build(run, world)
-    strategy = MeanOfMeans(run, world)
+    strategy = MeanOfMeans(Job.of(run), world)
     strategy.build(task)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     return float(strategy.train_step(feed.make(0), 5e-3).grad_norm)
 
 

@@ -113,7 +113,7 @@ def gathered(world: World, run: Run) -> tuple[dict[str, float], list[tuple[int, 
         return rows_of_texts(generate, batch, columns, rows)
 
     task.score_texts = score_texts  # type: ignore[method-assign]
-    return evaluate(run, world, task, strategy, task.splits["validation"]), seen
+    return evaluate(world, task, strategy, task.splits["validation"]), seen
 
 
 def teach(folder: Path, name: str, *overrides: str) -> Run:

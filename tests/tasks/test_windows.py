@@ -288,7 +288,7 @@ def test_an_evaluation_is_that_of_plain_transformers(
     for step in range(8):
         strategy.train_step(feed.make(step), 1e-2)
     columns = task.splits["validation"]
-    said = evaluate(run, world, task, strategy, columns)["loss"]
+    said = evaluate(world, task, strategy, columns)["loss"]
     task.write(tmp_path / "export", strategy.export() or {})
     strategy.close()
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()

@@ -30,7 +30,7 @@ def metrics_of(world: World, run: Run) -> dict[str, Any]:
         return whole(columns, rows, index)
 
     task.collate = collate  # type: ignore[method-assign]
-    found = evaluate(run, world, task, strategy, task.splits["validation"])
+    found = evaluate(world, task, strategy, task.splits["validation"])
     training = strategy.model.training  # type: ignore[attr-defined]
     strategy.close()
     return {"metrics": found, "rows": collated, "training": training}
@@ -118,7 +118,7 @@ def test_a_missing_example_is_noticed() -> None:
     whole = task.collate
     task.collate = lambda columns, rows, index: whole(columns, rows[1:], index)  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="of 100 examples were evaluated"):
-        evaluate(run, world, task, strategy, task.splits["validation"])
+        evaluate(world, task, strategy, task.splits["validation"])
 
 
 def test_a_model_that_gives_no_numbers_scores_nothing() -> None:
@@ -127,7 +127,7 @@ def test_a_model_that_gives_no_numbers_scores_nothing() -> None:
     task, strategy = build(run, World(run))
     with torch.no_grad():
         next(iter(strategy.model.parameters())).fill_(float("nan"))  # type: ignore[attr-defined]
-    found = evaluate(run, World(run), task, strategy, task.splits["validation"])
+    found = evaluate(World(run), task, strategy, task.splits["validation"])
     assert found.pop("examples") == 100
     assert {"loss", "accuracy", "macro_f1"} <= found.keys()
     assert all(np.isnan(value) for value in found.values())

@@ -98,7 +98,7 @@ def test_a_part_of_a_tensor_is_hashed_as_in_the_whole() -> None:
 
 def state_after(world: World, run: Run) -> list[dict[str, str]]:
     task, strategy = build(run, world)
-    feed, hash_of, found = StepLoader(run, task, strategy.own_micro_batches(), world.device), StateHash(world), []
+    feed, hash_of, found = StepLoader(task, strategy.own_micro_batches(), world.device), StateHash(world), []
     for step in range(2):
         strategy.train_step(feed.make(step), 1e-3)
         found.append(hash_of.of(strategy.sharded_state_dict()))

@@ -105,7 +105,7 @@ def test_few_of_the_longest_examples_are_tried_where_memory_surely_suffices_for_
     seen, evaluate, step = list[int](), startup.evaluate_with_tables, session.strategy.train_step
 
     def evaluated(*given: Any, **more: Any) -> Any:
-        seen.append(len(given[5]))
+        seen.append(len(given[4]))
         return evaluate(*given, **more)
 
     def trained(batch: Any, rate: float) -> Any:
@@ -205,7 +205,7 @@ def bad_at_step_1(run: Run, late: bool, steps: int) -> tuple[list[str], list[boo
     """Digests after each step, and whether each was used; the losses of step 1 are no numbers."""
     task, strategy = build(run, World(run))
     strategy.update.finite.late = late  # as on CUDA
-    feed = StepLoader(run, task, strategy.own_micro_batches(), torch.device("cpu"))
+    feed = StepLoader(task, strategy.own_micro_batches(), torch.device("cpu"))
     real, digests, used = task.loss_sum, [], []
     for t in range(steps):
         task.loss_sum = lambda outputs, targets, t=t: real(outputs, targets) * (float("nan") if t == 1 else 1.0)

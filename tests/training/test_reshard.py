@@ -9,6 +9,7 @@ import torch
 
 from lockstep.config.run import Run, load
 from lockstep.distributed.sharded import Incomplete, PeerReader, TensorSlice
+from lockstep.strategies.job import Job
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.recovery.peer_checkpoints import PeerCheckpoints, neighbours
 from lockstep.training.recovery.reshard import newest_complete
@@ -98,12 +99,14 @@ def test_one_that_is_alone_keeps_a_copy_before_another_comes_in(torn: bool) -> N
         rank=0, size=1, hosts=["a"], is_main=True, members=members, all_gather=lambda value: [value],
         all_reduce_max=lambda number: lambda: number,
     )  # fmt: skip
+    run = load(None, ["model.type=gpt2", "data.source=builtin/emotion", "launch.replicate_every=1", *ZERO])
     session: Any = SimpleNamespace(
-        run=load(None, ["model.type=gpt2", "data.source=builtin/emotion", "launch.replicate_every=1", *ZERO]),
+        job=Job.of(run),
+        run=run,
         world=world,
         strategy=SimpleNamespace(state_needs_all_ranks=torn, sharded_state_dict=lambda: state),
     )
-    copies, state_of_training = PeerCheckpoints(session), TrainState(session.run, 20, step=9)
+    copies, state_of_training = PeerCheckpoints(session), TrainState(session.job, 20, step=9)
     copies.form(session, state_of_training)
     copies.after_step(state_of_training)
     assert copies.detach_group() == []  # nobody could use them

@@ -16,6 +16,7 @@ from torch import Tensor
 from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
+from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.errors import CorruptionDetected
 from lockstep.training.resolve import resolve_strategy
@@ -57,7 +58,7 @@ def wrong_activation(strategy: Any, now: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_bit_is_found_in_the_steps_in_which_its_micro_batch_is_drawn(wrong: Wrong, ranks: int) -> None:
     run = tiny(f"strategy.name={'single' if ranks == 1 else 'allreduce'}", "sdc_check.every=1", "seed=4")
-    sampled = {step: drawn(run, step) for step in range(STEPS)}
+    sampled = {step: drawn(Job.of(run), step) for step in range(STEPS)}
     micro_batch = sampled[2]
     results = run_on(ranks, guarded, run, Planted(micro_batch, wrong))
     for rank in results:
@@ -82,8 +83,8 @@ class WrongWitness:
 def test_one_process_alone_sees_a_gradient_that_comes_out_otherwise_the_second_time() -> None:
     run = tiny("strategy.name=single", "sdc_check.every=1")
     task, strategy = build(run, World(run))
-    feed = StepLoader(run, task, strategy.own_micro_batches(), strategy.world.device)
-    session: Any = SimpleNamespace(run=run, world=strategy.world, feed=feed, strategy=strategy)
+    feed = StepLoader(task, strategy.own_micro_batches(), strategy.world.device)
+    session: Any = SimpleNamespace(job=strategy.job, run=run, world=strategy.world, feed=feed, strategy=strategy)
     guard, seen = SdcCheck(session), list[int]()
     guard.train_step(feed.make(0), 1e-3)  # the control: nothing is found
 
@@ -102,7 +103,7 @@ def test_one_process_alone_sees_a_gradient_that_comes_out_otherwise_the_second_t
 @pytest.mark.processes
 def test_a_witness_that_is_wrong_is_named() -> None:
     def owner(run: Run, step: int) -> int:
-        return next(r for r in range(3) if drawn(run, step) in range(r * 8 // 3, (r + 1) * 8 // 3))
+        return next(r for r in range(3) if drawn(Job.of(run), step) in range(r * 8 // 3, (r + 1) * 8 // 3))
 
     runs = (tiny("strategy.name=allreduce", "sdc_check.every=1", f"seed={seed}") for seed in range(100))
     run = next(r for r in runs if {owner(r, step) for step in range(STEPS)} == {0, 1, 2})
@@ -138,7 +139,7 @@ def test_zero_finds_a_rank_that_computes_wrongly_and_nothing_where_none_does(nam
     turns = name != "zero1"
     owners = {
         step: m % 3 if turns else next(r for r in range(3) if m in range(r * 8 // 3, (r + 1) * 8 // 3))
-        for step, m in ((step, drawn(run, step)) for step in range(STEPS))
+        for step, m in ((step, drawn(Job.of(run), step)) for step in range(STEPS))
     }
     for rank in run_on(3, guarded, run, WrongRank()):
         assert set(rank["found"]) == {step for step, owner in owners.items() if 2 in (owner, (owner + 1) % 3)}

@@ -12,6 +12,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.distributed import job_record
+from lockstep.strategies.job import Job
 from lockstep.training.resolve import resolve_strategy
 from lockstep.training.sdc_check import check_eviction, decide_eviction, third_of
 from support.command import LOCKSTEP, CommandJob, bits, each_step_once, ended, start, write
@@ -52,9 +53,9 @@ def test_where_it_is_taken(words: tuple[str, ...]) -> None:
 
 def test_a_job_that_cannot_lose_ranks_after_all_says_so_before_the_first_step() -> None:
     with raises("LS5154"):
-        check_eviction(load(None, [*EXCLUDE, *RANKS], TINY), "the model is compiled")
-    check_eviction(load(None, ["sdc_check.every=1", *RANKS], TINY), "the model is compiled")  # which only stops
-    check_eviction(load(None, [*EXCLUDE, *MACHINES], TINY), "it takes one machine")  # where machines leave
+        check_eviction(Job.of(load(None, [*EXCLUDE, *RANKS], TINY)), "the model is compiled")
+    check_eviction(Job.of(load(None, ["sdc_check.every=1", *RANKS], TINY)), "the model is compiled")  # which only stops
+    check_eviction(Job.of(load(None, [*EXCLUDE, *MACHINES], TINY)), "it takes one machine")  # where machines leave
 
 
 def test_ranks_that_another_program_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +63,7 @@ def test_ranks_that_another_program_started_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setattr("multiprocessing.parent_process", lambda: None)
     with raises("LS5155"):
-        check_eviction(load(None, [*EXCLUDE, *MACHINES], TINY), None)
+        check_eviction(Job.of(load(None, [*EXCLUDE, *MACHINES], TINY)), None)
 
 
 # -- who decides, and who leaves -------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ def test_who_leaves(
     more: tuple[str, ...], hosts: str, wrong: list[int], told: list[int], said: str, out: list[int]
 ) -> None:
     run = load(None, [*EXCLUDE, *(() if more == RANKS else MACHINES), *more], TINY)
-    words, leaves = decide_eviction(run, list(hosts), wrong, told)
+    words, leaves = decide_eviction(Job.of(run), list(hosts), wrong, told)
     assert words.startswith(said)
     assert leaves == out
 

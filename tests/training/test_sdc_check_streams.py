@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.run import Run, load
+from lockstep.strategies.job import Job
 from lockstep.training.sdc_check import drawn
 from support import stream_runs
 from support.harness import TINY, run_on
@@ -29,6 +30,6 @@ def test_nothing_is_found_where_nothing_is_wrong_and_a_fault_is(kind: str, tmp_p
     for rank in run_on(3, guarded, run := run_of(kind, tmp_path, *words)):
         assert rank["found"] == {}
         assert rank["digest"] in (None, alone)
-    sampled = {step: drawn(run, step) for step in range(STEPS)}
+    sampled = {step: drawn(Job.of(run), step) for step in range(STEPS)}
     for rank in run_on(3, guarded, run, Planted(sampled[4], wrong_gradient)):
         assert set(rank["found"]) == {step for step, each in sampled.items() if each == sampled[4]}

@@ -92,7 +92,7 @@ def builds(world: World, run: Run) -> bool:
 def after_steps(run: Run, tried: bool) -> str:
     """The state after three steps."""
     task, strategy = build(run, World(run))
-    feed = StepLoader(run, task, strategy.own_micro_batches(), torch.device("cpu"))
+    feed = StepLoader(task, strategy.own_micro_batches(), torch.device("cpu"))
     if tried:
         strategy.dry_run(feed.longest())
     for step in range(3):

@@ -76,31 +76,31 @@ def best_of(by: str | None, **values: float) -> Best:
 def test_a_better_step_is_named_with_what_would_export_it() -> None:
     run = tiny(output="out", hub={"push_to": "somebody/model"})
     scores = {"validation": {"loss": 4.29, "accuracy": 0.5}}
-    found = better_step(run, best_of(None, at34=1.55, at1020=4.29), 1020, scores)
+    found = better_step(Job.of(run), best_of(None, at34=1.55, at1020=4.29), 1020, scores)
     assert found["better"] == "step 34: validation loss 1.55; the export (step 1,020) has loss 4.29"
     assert "export=best output=out-best hub.push_to=null" in found["best"]
     both = Best()
     both.update(34, {"loss": 1.55, "accuracy": 0.6})
-    found = better_step(run, both, 1020, scores)
+    found = better_step(Job.of(run), both, 1020, scores)
     assert found["better"].endswith("loss 1.55, accuracy 0.6; the export (step 1,020) has loss 4.29, accuracy 0.5")
     assert "best" in found
     both = Best()
     both.update(34, {"loss": 1.55, "accuracy": 0.4})  # better by its loss alone: nothing is recommended
-    assert set(better_step(run, both, 1020, scores)) == {"better"}
+    assert set(better_step(Job.of(run), both, 1020, scores)) == {"better"}
     by_score = tiny("checkpoint.best=accuracy", "export=last", output="out")
-    found = better_step(by_score, best_of("accuracy", at34=0.75, at1020=0.5), 1020, scores)
+    found = better_step(Job.of(by_score), best_of("accuracy", at34=0.75, at1020=0.5), 1020, scores)
     assert "accuracy 0.75" in found["better"]
 
 
 def test_no_better_step_is_named_where_there_is_none() -> None:
-    run, scores = tiny(output="out"), {"validation": {"loss": 4.29}}
-    assert better_step(run, best_of(None, at34=5.0, at1020=4.29), 1020, scores) == {}  # the last one is the best
-    assert better_step(run, best_of(None, at34=4.29), 34, scores) == {}  # it is exported
-    assert better_step(run, best_of(None, at34=4.2900001), 1020, {"validation": {"loss": 4.2900002}}) == {}
-    assert better_step(run, best_of(None), 1020, scores) == {}  # no evaluation on the way
-    assert better_step(run, best_of(None, at34=1.0), 1020, {"train": {"loss": 2.0}}) == {}
-    mean = tiny("average.last=2", "checkpoint.every=2", output="out")
-    assert set(better_step(mean, best_of(None, at34=1.0), 1020, scores)) == {"better"}  # no single step is exported
+    job, scores = Job.of(tiny(output="out")), {"validation": {"loss": 4.29}}
+    assert better_step(job, best_of(None, at34=5.0, at1020=4.29), 1020, scores) == {}  # the last one is the best
+    assert better_step(job, best_of(None, at34=4.29), 34, scores) == {}  # it is exported
+    assert better_step(job, best_of(None, at34=4.2900001), 1020, {"validation": {"loss": 4.2900002}}) == {}
+    assert better_step(job, best_of(None), 1020, scores) == {}  # no evaluation on the way
+    assert better_step(job, best_of(None, at34=1.0), 1020, {"train": {"loss": 2.0}}) == {}
+    mean = Job.of(tiny("average.last=2", "checkpoint.every=2", output="out"))  # no single step is exported
+    assert set(better_step(mean, best_of(None, at34=1.0), 1020, scores)) == {"better"}
 
 
 @pytest.mark.processes

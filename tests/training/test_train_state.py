@@ -9,6 +9,7 @@ import torch
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.config.run import Run, load
 from lockstep.data.batch import StepResult
+from lockstep.strategies.job import Job
 from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.hooks import StepHooks
 from lockstep.training.train_state import CHECKPOINT, EVALUATION, TrainState
@@ -23,7 +24,7 @@ def run_of(*words: str) -> Run:
 
 
 def state_of(run: Run, step: int = 7) -> TrainState:
-    state = TrainState(run, 100, step=step)
+    state = TrainState(Job.of(run), 100, step=step)
     state.fingerprints._hash = object()  # type: ignore[assignment]  # lines are kept, and written nowhere
     return state
 

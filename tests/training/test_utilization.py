@@ -37,13 +37,13 @@ def test_the_rate_of_a_device_is_measured() -> None:
 def test_utilization_is_shared_by_the_gpus_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(tmp_path, "packed", "strategy.name=single", "precision=bf16")
     task, strategy = build(run, world := World(run))
-    assert utilization.per_token_rate(run, world, task, strategy) == 0  # on a CPU
+    assert utilization.per_token_rate(world, task, strategy) == 0  # on a CPU
     asked = list[torch.dtype]()
     monkeypatch.setattr(utilization, "matrix_rate", lambda device, dtype: asked.append(dtype) or 1e12)
     gpus = SimpleNamespace(device=torch.device("cuda"), size=4)
     count = strategy.parameter_count
     expected = (6 * count + 12 * 2 * 32 * task.splits["train"].mean_length) / 4e12
-    assert utilization.per_token_rate(run, gpus, task, strategy) == pytest.approx(expected)  # type: ignore[arg-type]
+    assert utilization.per_token_rate(gpus, task, strategy) == pytest.approx(expected)  # type: ignore[arg-type]
     assert asked == [torch.bfloat16]
     strategy.close()
 

@@ -282,7 +282,6 @@ class Pushed:
 
 
 def write_export(
-    run: Run,
     task: Task,
     weights: Mapping[str, Tensor],
     scores: dict[str, dict[str, float]],
@@ -291,25 +290,26 @@ def write_export(
 ) -> Path:
     """Write the export and its model card to OUTPUT or another folder, atomically. Rank 0 only. Errors: `OSError`;
     nothing remains of a failed export."""
-    folder = folder or run.folder
+    folder = folder or task.run.folder
     try:
-        exported.settle(_write_aside(folder, run, task, weights, scores, steps), folder)
+        exported.settle(_write_aside(folder, task, weights, scores, steps), folder)
     finally:
         exported.clear(folder / ".export.partial")
     return folder / "export"
 
 
-def try_export(run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]]) -> int:
+def try_export(task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]]) -> int:
     """Write an export before training, to check that it can be written, and remove it. Returns its bytes. Rank 0 only.
     Errors: `OSError`."""
+    run = task.run
     try:
-        return size_of(_write_aside(run.folder, run, task, weights, scores, 0))
+        return size_of(_write_aside(run.folder, task, weights, scores, 0))
     finally:
         exported.clear(run.folder / ".export.partial")
 
 
 def _write_aside(
-    folder: Path, run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int
+    folder: Path, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int
 ) -> Path:
     aside = folder / ".export.partial"
     exported.clear(aside)
@@ -321,7 +321,7 @@ def _write_aside(
         if number is None or isinstance(caught, OSError):
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(aside)) from caught
-    (aside / "README.md").write_text(model_card(run, task, scores, steps), encoding="utf-8")
+    (aside / "README.md").write_text(model_card(task.run, task, scores, steps), encoding="utf-8")
     return aside
 
 

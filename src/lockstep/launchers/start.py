@@ -64,8 +64,8 @@ def train(run: Run) -> int:
         if lock is None:
             with introduced():
                 return launcher.start(run, plan)
-        if steps is not None:
-            return lock.verdict(report_finished(run, plan.processes, steps))
+        if plan.job is not None and steps is not None:
+            return lock.verdict(report_finished(plan.job, steps))
         write_run_yaml(run)
         if launcher.submits:
             lock.release()  # the job's ranks lock it from here on
@@ -117,16 +117,17 @@ def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> t
     return plan, None
 
 
-def report_finished(run: Run, processes: int, steps: int) -> int:
+def report_finished(job: Job, steps: int) -> int:
     """Report that a run is finished already, publish its export if configured, and return the exit status."""
     from lockstep.training.publish import publish
 
+    run = job.run
     console = Console(True, voice=run.track.console)
     console.say(f"{run.folder} is finished ({steps} steps); the model is in {run.folder}/export")
-    status = publish(run, console.say)
+    status = publish(job, console.say)
     record = job_record.read(run.folder)
     if record is None:  # damaged or deleted
-        job_record.write(run.folder, job_record.here(run.launch.name, processes))
+        job_record.write(run.folder, job_record.here(run.launch.name, job.processes))
     if record is None or record.status != status:  # the previous start may have ended before this
         job_record.note(run.folder, steps=steps, status=status, ended=time.time())
     return status

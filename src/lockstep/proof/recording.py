@@ -78,7 +78,7 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
     uncovered = own_generators(task, strategy.model)
     try_a_step(session)
     numbers = numbers_of(run.optim, feed.total, feed.order.steps_per_epoch, int(steps), int(begin) if begin else None)
-    probe = evaluate(run, world, task, strategy, feed.columns, feed.make(numbers[0]).ids, texts=False)
+    probe = evaluate(world, task, strategy, feed.columns, feed.make(numbers[0]).ids, texts=False)
     writer = _Writer(job, world, task, strategy, probe)
     if int(plain):
         plain_sides.save_untrained(session)

@@ -240,7 +240,7 @@ def open_replay(
     task = Job.of(run).with_data().make_task()
     model = task.model()
     model.load_state_dict(weights, strict=False)  # what is computed and not kept is in no checkpoint
-    feed = StepLoader(run, task, range(run.micro_batches), torch.device("cpu"))
+    feed = StepLoader(task, range(run.micro_batches), torch.device("cpu"))
     losses = dict(zip(about["step"]["rows"], about["step"]["losses"], strict=True))
     same = tell_steps(Console(False), records, fingerprints.recorded(output), fingerprints.skips(run))
     return Replayed(step, model.train(), feed.make(step - 1), gradients, losses, same)

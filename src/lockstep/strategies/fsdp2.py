@@ -315,13 +315,13 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     def rounding(cls, run: Run) -> float:
         return 0.1 if fsdp.low_dtypes(run) or (run.precision != "fp32" and tensor_ranks(run) > 1) else 1e-4
 
-    def __init__(self, run: Run, world: World) -> None:
-        super().__init__(run, world)
-        self.in_tree_order = self.gives_bits(run)
-        self.tensor = tensor_ranks(run)
+    def __init__(self, job: Job, world: World) -> None:
+        super().__init__(job, world)
+        self.in_tree_order = self.gives_bits(job.run)
+        self.tensor = tensor_ranks(job.run)
         if world.joining:  # no process group yet
             return
-        self.replicas = int(run.strategy.options.get("replicate", 1))
+        self.replicas = int(job.run.strategy.options.get("replicate", 1))
         self.shards = world.size // (self.replicas * self.tensor)
         self.replica, within = divmod(world.rank, self.shards * self.tensor)
         self.shard = within // self.tensor

@@ -43,13 +43,12 @@ class HFAccelerate(Accelerated, Hooked):
     @override
     @classmethod
     def check(cls, job: Job) -> None:
-        run = job.run
         require(cls.needs, "strategy.name: hf_accelerate")
         from accelerate import DistributedDataParallelKwargs
 
         known = {field.name for field in dataclasses.fields(DistributedDataParallelKwargs)}
         known -= {"dim", "comm_hook", "comm_wrapper", "comm_state_option"}  # the exact reduction is the hook
-        if unknown := set(run.strategy.options) - known:
+        if unknown := set(job.run.strategy.options) - known:
             raise RunError(
                 "LS4200",
                 f"strategy.options: hf_accelerate has no option {', '.join(sorted(unknown))}; "
@@ -63,7 +62,7 @@ class HFAccelerate(Accelerated, Hooked):
 
         options: dict[str, Any] = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
         options |= self.run.strategy.options
-        self.accelerator = accelerator(self.run, self.world, [DistributedDataParallelKwargs(**options)])
+        self.accelerator = accelerator(self.job, self.world, [DistributedDataParallelKwargs(**options)])
         model, self.update.optimizer = prepared(self.accelerator, self.model, self.update.stepper)
         self.primed = not (options.get("static_graph") and self.world.size > 1)
         return model

@@ -164,11 +164,11 @@ class Pipeline(ShardedRecovery):
                     f"change micro_batches, strategy.options.stages or strategy.options.schedule",
                 )
 
-    def __init__(self, run: Run, world: World) -> None:
-        super().__init__(run, world)
+    def __init__(self, job: Job, world: World) -> None:
+        super().__init__(job, world)
         if world.joining:  # no process group yet
             return
-        self.ranks, self.schedule_name, each = _shape(run, world.size)
+        self.ranks, self.schedule_name, each = _shape(job.run, world.size)
         self.pipelines = world.size // self.ranks
         self.stages = self.ranks * each
         self.stage_rank, self.pipeline = divmod(world.rank, self.pipelines)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, WholeState, gather
@@ -78,13 +78,13 @@ class Strategy(StrategyRules):
     remarks: tuple[str, ...] = ()  # for the user, at the start of a run
     observer: StepObserver | None = None  # observes every `train_step`; of the same class on every rank
 
-    def __init__(self, run: Run, world: World) -> None:
+    def __init__(self, job: Job, world: World) -> None:
         """Record the topology; build nothing and communicate nothing."""
-        self.run, self.world = run, world
+        self.job, self.run, self.world = job, job.run, world
         self.phases = StepTimer(world.device)
         self.data_parallel = DataShard(world.rank, world.size, world.sum)
-        self.precision = Precision(run, world.device)
-        self.totals = StepTotals(world.device, len(run.data.sources or ()))
+        self.precision = Precision(job, world.device)
+        self.totals = StepTotals(world.device, len(job.run.data.sources or ()))
 
     @property
     def parameter_count(self) -> int:
@@ -106,7 +106,7 @@ class Strategy(StrategyRules):
 
     def set_optimizer(self, optimizer: Stepper) -> None:
         """Create the update that uses this optimizer."""
-        self.update = WeightUpdate(self.run, self.model, self.precision, optimizer, self.weights.changed)
+        self.update = WeightUpdate(self.job, self.model, self.precision, optimizer, self.weights.changed)
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -243,4 +243,4 @@ class Strategy(StrategyRules):
 def make_strategy(job: Job, world: World) -> Strategy:
     """Return the job's strategy, not built yet."""
     assert issubclass(job.strategy, Strategy), job.strategy
-    return job.strategy(job.run, world)
+    return job.strategy(job, world)

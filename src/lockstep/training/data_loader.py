@@ -47,7 +47,8 @@ def stopping(world: World) -> Callable[[Unreadable], None]:
 class StepLoader:
     """Training batches of one rank."""
 
-    def __init__(self, run: Run, task: Task, indices: Iterable[int], device: torch.device) -> None:
+    def __init__(self, task: Task, indices: Iterable[int], device: torch.device) -> None:
+        run = task.run
         self.task, self.indices, self.device = task, list(indices), device
         self.shares: Shares | None = None  # micro-batches of all ranks, if shared unevenly
         self.columns = task.splits["train"]

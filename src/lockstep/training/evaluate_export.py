@@ -93,8 +93,8 @@ def scores(
     if isinstance(task, Calibrates):
         task.calibrate(task.calibration_in(export))
         if task.needs_calibration and split_names != ["validation"]:  # a checkpoint without an evaluation
-            task.calibrate(evaluated(alone, world, task, strategy, task.splits["validation"]))
-    metrics = {name: evaluated(alone, world, task, strategy, task.splits[name]) for name in split_names}
+            task.calibrate(evaluated(world, task, strategy, task.splits["validation"]))
+    metrics = {name: evaluated(world, task, strategy, task.splits[name]) for name in split_names}
     strategy.close()
     del session, strategy
     world.close()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import Sums
 from lockstep.distributed.activity import ACTIVITY
@@ -38,7 +38,7 @@ T = TypeVar("T")
 def evaluate_during_training(session: Session, step: int, last: bool = False) -> dict[str, float]:
     """Evaluate the validation split after `step` and log the scores. Returns the scores; empty if a stop is requested,
     or after the last step (`last`). Collective."""
-    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+    world, task, strategy = session.world, session.task, session.strategy
     columns = task.splits["validation"]
 
     def stop() -> bool:
@@ -46,9 +46,7 @@ def evaluate_during_training(session: Session, step: int, last: bool = False) ->
 
     with strategy.phases("evaluation"), session.averaged.in_place():
         try:
-            scores, _ = evaluate_with_tables(
-                run, world, task, strategy, columns, validation_rows(run, columns), stop=stop
-            )
+            scores, _ = evaluate_with_tables(world, task, strategy, columns, validation_rows(task, columns), stop=stop)
         except EvaluationInterrupted:
             return {}
         session.sinks.log(step, "validation", scores)
@@ -77,21 +75,20 @@ def generate_samples(
 
 
 def evaluate(
-    run: Run,
     world: World,
     task: Task,
     strategy: Strategy,
     columns: Columns,
     rows: np.ndarray | None = None,
     texts: bool = True,
+    at_once: int | None = None,
 ) -> dict[str, float]:
     """Compute the metrics of a split (or of some of its rows) on all ranks; every example counts exactly once.
-    Collective."""
-    return evaluate_with_tables(run, world, task, strategy, columns, rows, texts)[0]
+    `at_once`: examples in a batch, if not those of the run. Collective."""
+    return evaluate_with_tables(world, task, strategy, columns, rows, texts, at_once=at_once)[0]
 
 
 def evaluate_with_tables(
-    run: Run,
     world: World,
     task: Task,
     strategy: Strategy,
@@ -100,6 +97,7 @@ def evaluate_with_tables(
     texts: bool = True,
     stop: Callable[[], bool] = lambda: False,
     generate: Callable[[Mapping[str, Tensor], Decoding], Tensor] | None = None,
+    at_once: int | None = None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Compute the metrics of a split, as `evaluate`, and its tables, which a report shows. Collective.
 
@@ -110,34 +108,34 @@ def evaluate_with_tables(
     `texts`: also score generated text (by `generate` or the strategy's own method), the slowest part. `stop`: called
     before every batch, with the same answer on every rank. Errors: `EvaluationInterrupted`, if `stop` returns True.
     """
+    size = at_once or evaluated_at_once(task)
     rows = np.arange(len(columns)) if rows is None else rows
     parts = {name: rows[(rows >= r.start) & (rows < r.stop)] for name, r in task.sources(columns).items()} or {"": rows}
     of_each, interrupted = {}, None
     with strategy.averaged():
         try:
             for name, part in parts.items():
-                of_each[name] = sum_split(run, world, task, strategy, columns, part, texts, stop, generate)
+                of_each[name] = sum_split(world, task, strategy, columns, part, size, texts, stop, generate)
         except EvaluationInterrupted as caught:  # on every rank
             interrupted = caught
     if interrupted is not None:
         raise interrupted
-    return finalize_metrics(run, world, task, of_each, columns, np.concatenate([*parts.values()]), texts)
+    return finalize_metrics(world, task, of_each, columns, np.concatenate([*parts.values()]), texts)
 
 
 def sum_split(
-    run: Run,
     world: World,
     task: Task,
     strategy: Strategy,
     columns: Columns,
     rows: np.ndarray,
+    size: int,
     texts: bool,
     stop: Callable[[], bool],
     generate: Callable[[Mapping[str, Tensor], Decoding], Tensor] | None,
 ) -> Sums:
     """Sums over some rows, from all ranks together, and the gathered per-example values in the order of `rows`. Empty
-    for no rows. Collective."""
-    size = evaluated_at_once(run)
+    for no rows. `size`: examples in a batch. Collective."""
     places = np.argsort(-columns.lengths[rows], kind="stable")
     order = rows[places]
     batches = [order[i : i + size] for i in range(0, len(order), size)]
@@ -148,7 +146,7 @@ def sum_split(
             raise EvaluationInterrupted
         mine = turn + strategy.data_parallel.rank
         chosen = batches[mine] if mine < len(batches) else order[:0]
-        seed_everything(run.seed, -1, mine)  # random numbers depend on the batch, not on the rank
+        seed_everything(task.run.seed, -1, mine)  # random numbers depend on the batch, not on the rank
         batch = task.collate(columns, chosen, 0).to(world.device)
         scores = task.score_at(strategy.forward, batch, columns, chosen)
         if texts and isinstance(task, Generates):
@@ -178,10 +176,11 @@ def add_sums(task: Task, sums: Sums, scores: Sums, places: np.ndarray, count: in
 
 
 def finalize_metrics(
-    run: Run, world: World, task: Task, of_each: Mapping[str, Sums], columns: Columns, rows: np.ndarray, texts: bool
+    world: World, task: Task, of_each: Mapping[str, Sums], columns: Columns, rows: np.ndarray, texts: bool
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Compute metrics and tables of the examples at `rows` from the sums of each source, in order. `texts`: whether
     generated text is scored. Collective. Errors: `RunError` from a user function, on every rank."""
+    run = task.run
     parts = [of for of in of_each.values() if of]
     sums = {
         name: torch.cat([of[name] for of in parts])

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.config.run import Run
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.system_metrics import capacity
@@ -59,9 +58,9 @@ class ExportComparison:
     agrees: bool = True
 
 
-def evaluated(run: Run, task: Task, strategy: Strategy) -> Evaluated:
+def evaluated(task: Task, strategy: Strategy) -> Evaluated:
     """Evaluate a few examples with the exported model, as evaluations do. Collective."""
-    why = _why_not(run, task)
+    why = _why_not(task)
     raw_rows = RawRows.of(task.prepared.facts)
     if why or raw_rows is None:
         return Evaluated([], [], why or "no raw rows were kept of its data")
@@ -75,21 +74,22 @@ def evaluated(run: Run, task: Task, strategy: Strategy) -> Evaluated:
             rows = raw_rows.at[[place]]
             micro = task.collate(columns, rows, 0).to(device)
             logits = strategy.forward(micro.inputs)
-            loss = logits[..., 0].sum() if run.task.options.get("loss_chunk") else _loss(task, logits, micro.targets)
+            loss = (
+                logits[..., 0].sum() if task.run.task.options.get("loss_chunk") else _loss(task, logits, micro.targets)
+            )
             losses.append(float(loss) / task.count_targets(columns, rows))
     scored: dict[str, float] = {}
-    if raw_rows.examples is None and not low_precision(run):
+    if raw_rows.examples is None and not low_precision(task):
         # as a split of their own: tasks score only evenly spread rows of a large split
         few = columns.select(raw_rows.at[places])
         # in one batch, as the export: padding changes the outputs of models without a mask (FNet)
-        section = run.evaluate.model_copy(update={"batch_size": len(places)})
-        at_once = run.model_copy(update={"evaluate": section})
-        scored = evaluate(at_once, strategy.world, task, strategy, few, texts=False)
+        scored = evaluate(strategy.world, task, strategy, few, texts=False, at_once=len(places))
     return Evaluated(places, losses, scores=scored)
 
 
-def low_precision(run: Run) -> bool:
+def low_precision(task: Task) -> bool:
     """Whether the run computes in bfloat16 or float16, whose rounding may change an answer."""
+    run = task.run
     return run.precision != "fp32" or run.model.trained_in_bfloat16
 
 
@@ -98,8 +98,9 @@ def _loss(task: Task, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
         return task.loss_sum(SimpleNamespace(logits=logits), targets)
 
 
-def _why_not(run: Run, task: Task) -> str:
+def _why_not(task: Task) -> str:
     """Explain why the export is not compared; empty if it is."""
+    run = task.run
     if not run.verify.plain:
         return "verify.plain is false"
     if task.own_model or not task.built_in() or run.model.trust_remote_code:
@@ -113,7 +114,7 @@ def _why_not(run: Run, task: Task) -> str:
     return ""
 
 
-def compare_export(run: Run, task: Task, expected: Evaluated, folder: Path, device: torch.device) -> ExportComparison:
+def compare_export(task: Task, expected: Evaluated, folder: Path, device: torch.device) -> ExportComparison:
     """Compare the export in a folder with the evaluated losses. Rank 0 only."""
     if expected.why_not:
         return ExportComparison(f"the export was not compared: {expected.why_not}")
@@ -122,7 +123,7 @@ def compare_export(run: Run, task: Task, expected: Evaluated, folder: Path, devi
         return ExportComparison("the export was not compared: this machine has too little memory to load it")
     ACTIVITY.set("comparing the export with the run")
     try:
-        job, model = loaded_job(run, task, folder), loaded(run, task, folder).to(device)
+        job, model = loaded_job(task, folder), loaded(task, folder).to(device)
     except NotCovered as caught:
         return ExportComparison(f"the export was not compared: {caught}")
     except Exception as caught:
@@ -130,7 +131,7 @@ def compare_export(run: Run, task: Task, expected: Evaluated, folder: Path, devi
             f"{folder} is written, but from_pretrained does not load it as it should: {_line(caught)}", False
         )
     try:
-        losses, rounding = exported_losses(run, task, job, model, expected.places)
+        losses, rounding = exported_losses(task, job, model, expected.places)
         scored = _scored(job, model, expected)
     except NotCovered as caught:
         return ExportComparison(f"the export was not compared: {caught}")
@@ -142,8 +143,8 @@ def compare_export(run: Run, task: Task, expected: Evaluated, folder: Path, devi
             "verify.plain=false exports without it",
             False,
         )
-    within = max(LOW_PRECISION, plain_check.FACTOR * rounding) if low_precision(run) else SAME_PRECISION
-    if run.model.dtype == "bfloat16" and adapters.is_adapter(folder):
+    within = max(LOW_PRECISION, plain_check.FACTOR * rounding) if low_precision(task) else SAME_PRECISION
+    if task.run.model.dtype == "bfloat16" and adapters.is_adapter(folder):
         within = max(within, ROUNDED_BASE)
     pairs = list(zip(expected.losses, losses, strict=True))
     wrong = [
@@ -232,22 +233,21 @@ class OtherExamples(Exception):
     """The tokenizer of an export gives different examples than training used."""
 
 
-def loaded_job(run: Run, task: Task, folder: Path) -> Plain:
+def loaded_job(task: Task, folder: Path) -> Plain:
     """The run for `lockstep.plain`, with the export's tokenizer. Errors: `NotCovered`, and whatever loading raises."""
     raw_rows = RawRows.of(task.prepared.facts)
     assert raw_rows is not None
-    values = plain_sides.plain_file(run, task)
-    if run.task.options.get("loss_chunk"):
+    values = plain_sides.plain_file(task)
+    if task.run.task.options.get("loss_chunk"):
         values["task"] |= {"label_smoothing": 0.0}  # not used in evaluations
     return Plain(values, str(folder), {"train": task.plain_rows(raw_rows.rows)}, plain_sides.labels_of(task))
 
 
-def exported_losses(
-    run: Run, task: Task, job: Plain, model: nn.Module, places: Sequence[int]
-) -> tuple[list[float], float]:
+def exported_losses(task: Task, job: Plain, model: nn.Module, places: Sequence[int]) -> tuple[list[float], float]:
     """Losses of the examples at `places`, each a mean over its targets, by the export alone; and the largest relative
     difference from float32. A model trained in bfloat16 stays in bfloat16. Errors: `NotCovered`, `OtherExamples`, and
     whatever the model raises."""
+    run = task.run
     raw_rows = RawRows.of(task.prepared.facts)
     assert raw_rows is not None
     examples: list[dict[str, Any]] = job.encode(job.splits["train"])[: len(raw_rows.at)]
@@ -255,7 +255,7 @@ def exported_losses(
         raise OtherExamples(f"its tokenizer makes {len(examples)} examples of texts that were {len(raw_rows.at)}")
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
     device, losses = next(model.parameters()).device, dict[bool, list[float]]()
-    for narrow in (False, True) if low_precision(run) else (False,):
+    for narrow in (False, True) if low_precision(task) else (False,):
         if narrow and run.model.trained_in_bfloat16:  # as in the run: autocast keeps more in float32
             model.bfloat16()
         with torch.no_grad(), torch.autocast(device.type, low or torch.bfloat16, narrow and low is not None):
@@ -265,8 +265,9 @@ def exported_losses(
     return [a for a, _ in both], max((abs(a - b) / max(abs(b), _scale(both)) for a, b in both), default=0.0)
 
 
-def loaded(run: Run, task: Task, folder: Path) -> nn.Module:
+def loaded(task: Task, folder: Path) -> nn.Module:
     """Load the export with transformers, in float32 and evaluation mode."""
+    run = task.run
     import transformers
 
     auto = getattr(transformers, heads.of(str(task.head)).auto)

@@ -28,14 +28,14 @@ def final_scores(
     """Load the exported model into the strategy and evaluate it. Returns its step, and metrics and tables by split.
     None if all ranks were asked to stop and the next start can resume from the last step. Collective."""
     run, world, task, strategy, step = session.run, session.world, session.task, session.strategy, state.step
-    console.detail({"precision": precisions(run, strategy)})
+    console.detail({"precision": precisions(strategy)})
 
     def final(split: str) -> Final:
         def stop() -> bool:
             return world.asked_to_stop(by_clock=False) and session.checkpoints.newest == step
 
-        rows = validation_rows(run, task.splits[split]) if split == "validation" else None
-        return evaluate_with_tables(run, world, task, strategy, task.splits[split], rows, stop=stop)
+        rows = validation_rows(task, task.splits[split]) if split == "validation" else None
+        return evaluate_with_tables(world, task, strategy, task.splits[split], rows, stop=stop)
 
     with strategy.phases("evaluation"):
         splits = [split for split in ("validation", "test") if split in task.splits]
@@ -81,7 +81,7 @@ def best_model(
     for text in notes:
         console.note(text)
     which = "that of the last step" if exported == step else f"that of step {exported} of {step}"
-    best = best_so_far(run, step if session.world.is_main else 0).step
+    best = best_so_far(session.job, step if session.world.is_main else 0).step
     gone = best not in (None, exported, step)  # without checkpoint.best only the newest checkpoints are there
     if gone:
         console.note(f"there is no usable checkpoint of step {best}, which was evaluated as the best")

@@ -46,20 +46,20 @@ LOOKED_AT = 32  # evenly spaced steps whose tokens are counted
 def facts(job: Job) -> dict[str, str]:
     """Rows of the table that `lockstep plan` prints."""
     run, task = job.run, job.make_task()
-    feed = StepLoader(run, task, [], torch.device("cpu"))
-    of = model_facts(run, task)
+    feed = StepLoader(task, [], torch.device("cpu"))
+    of = model_facts(task)
     frozen = of.every - of.trained
     of_them = f", {of.trained / 1e6:.2f}M trained, {frozen:,} frozen" if frozen else ""
     return {
         "model": f"{task.origin}, {of.every / 1e6:.2f}M parameters{of_them}",
         "data": data(task),
         **feed.mixture,
-        "length": length(run, feed),
+        "length": length(feed),
         "rate": drawn(run.optim, feed.total),
         "optimizer": of.treatment,
         **({task.unit: units(feed)} if task.unit else {}),
-        **padding(run, task),
-        **selection_lines(run, task),
+        **padding(task),
+        **selection_lines(task),
         "memory": memory(job, of.every, of.trained, of.packed, of.state_bytes),
     }
 
@@ -75,9 +75,11 @@ class ModelFacts:
     treatment: str  # description of the optimizer's groups
 
 
-def model_facts(run: Run, task: Task) -> ModelFacts:
+def model_facts(task: Task) -> ModelFacts:
     """Compute the facts from a model without weights. Cached for a built-in task with one of transformers' own models,
     whose import takes longer than the rest of a plan. Errors: `RunError`."""
+
+    run = task.run
 
     def computed() -> ModelFacts:
         model = freeze(run, task.model(empty=True))
@@ -156,7 +158,7 @@ def check_average(job: Job) -> None:
     run = job.run
     if run.average.last is None:
         return
-    feed = StepLoader(run, job.make_task(), [], torch.device("cpu"))
+    feed = StepLoader(job.make_task(), [], torch.device("cpu"))
     every = feed.interval(run.checkpoint.every)
     if (there := len(averaged(run, feed.total, every))) < run.average.last:
         raise RunError(
@@ -166,8 +168,9 @@ def check_average(job: Job) -> None:
         )
 
 
-def length(run: Run, feed: StepLoader) -> str:
+def length(feed: StepLoader) -> str:
     """Describe steps, epochs, and the number of evaluations and checkpoints."""
+    run = feed.task.run
     each = feed.order.steps_per_epoch
     evaluations = (feed.total - 1) // every if (every := feed.interval(run.evaluate.every)) else 0
     return (
@@ -177,8 +180,9 @@ def length(run: Run, feed: StepLoader) -> str:
     )
 
 
-def too_few(run: Run, prepared: Prepared) -> list[str]:
+def too_few(job: Job, prepared: Prepared) -> list[str]:
     """Note that there are fewer examples than the batch size, so that a step is smaller."""
+    run = job.run
     file = prepared.splits["train"]
     examples = sum(stream.read_index(Path(file))["examples"]) if file.endswith(stream.ENDING) else examples_in(file)
     if examples >= run.batch_size:
@@ -194,13 +198,14 @@ def remarks(job: Job) -> list[str]:
     """Notes on a run's data and on its model config that stop nothing. Errors: `RunError` if the cache cannot be
     written."""
     run, task, prepared = job.run, job.task, job.data
-    idle = [note for note in idle_keys(run, task, prepared.facts) if applies(note, run)]
-    about_data = [*too_few(run, prepared), *unused_links(job), *warnings(prepared.facts), *idle]
+    idle = [note for note in idle_keys(job, task, prepared.facts) if applies(note, run)]
+    about_data = [*too_few(job, prepared), *unused_links(job), *warnings(prepared.facts), *idle]
     return [*about_data, *source_files.notes(run, task.head), *config_checks.notes(run, task.head)]
 
 
-def idle_keys(run: Run, task: type[Task], facts: Mapping[str, Any]) -> list[str]:
+def idle_keys(job: Job, task: type[Task], facts: Mapping[str, Any]) -> list[str]:
     """Notes on keys that have no effect with the task's other keys or these data."""
+    run = job.run
     notes = task.idle_keys(run, facts)
     if facts.get("own_validation"):
         share = f"{run.data.validation_fraction:g}"
@@ -226,22 +231,24 @@ def units(feed: StepLoader) -> str:
     return f"about {real / len(sampled):,.0f} a step; {padded / real - 1:.0%} padding"
 
 
-def padding(run: Run, task: Task) -> dict[str, str]:
+def padding(task: Task) -> dict[str, str]:
     """Explain why padding is computed although the run requests none; empty if it is not."""
-    why = task.padded_because if run.data.padding == "none" and task.head is not None else None
+    why = task.padded_because if task.run.data.padding == "none" and task.head is not None else None
     return {"padding": f"computed, as with data.padding=batch: {why}"} if why else {}
 
 
-def validation_rows(run: Run, columns: Columns) -> np.ndarray | None:
+def validation_rows(task: Task, columns: Columns) -> np.ndarray | None:
     """Validation examples that evaluations use, drawn with the seed: int64. None: all."""
+    run = task.run
     most = run.evaluate.limit
     if most is None or most >= len(columns):
         return None
     return np.sort(np.random.default_rng([run.seed, PART]).permutation(len(columns))[:most])
 
 
-def selection_lines(run: Run, task: Task) -> dict[str, str]:
+def selection_lines(task: Task) -> dict[str, str]:
     """Lines about evaluation and export, if they do not use all of validation or not the last weights."""
+    run = task.run
     lines, of = {}, len(task.splits["validation"])
     if run.evaluate.limit is not None and run.evaluate.limit < of:
         lines["evaluation"] = f"{run.evaluate.limit:,} of {of:,} validation examples, drawn with the seed"
@@ -282,10 +289,9 @@ def bytes_by_kind(job: Job, every: int, trained: int, packed: int, state: float 
 def shortage(job: Job, there: float) -> str | None:
     """Explain why a run cannot fit into a process's memory, by the lower bound of the formula, or return None if it
     may. Ignores engines that offload from the GPU to host memory."""
-    run = job.run
-    if "offload" in str(run.strategy.options):
+    if "offload" in str(job.run.strategy.options):
         return None
-    of = model_facts(run, job.make_task())
+    of = model_facts(job.make_task())
     needed = sum(bytes_by_kind(job, of.every, of.trained, of.packed, of.state_bytes)[0].values())
     if needed <= there:
         return None
@@ -304,11 +310,12 @@ def size(count: float) -> str:
     return f"{count / 1e3:.0f} kB"
 
 
-def evaluated_at_once(run: Run) -> int:
+def evaluated_at_once(task: Task) -> int:
     """Examples per evaluation batch on a rank."""
-    return run.evaluate.batch_size or usual_batch(run)
+    return task.run.evaluate.batch_size or usual_batch(task)
 
 
-def usual_batch(run: Run) -> int:
+def usual_batch(task: Task) -> int:
     """Default number of examples in a batch without backward; depends only on keys that determine the weights."""
+    run = task.run
     return max(32, 4 * run.batch_size // run.micro_batches)

@@ -65,7 +65,7 @@ def cause(sides: Sides, strategy: Strategy) -> str:
             "this one since it was built"
         )
     tried = []
-    for key, values in _without(sides.run, sides.task):
+    for key, values in _without(sides.task):
         try:
             agrees = not differences(_sides(sides, key, values), strategy)
         except Exception:  # the run requires this option
@@ -94,8 +94,10 @@ def _of_examples(sides: Sides) -> str | None:
     return None
 
 
-def _without(run: Run, task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
+def _without(task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield keys that may cause a difference, each with the run file that disables it."""
+
+    run = task.run
 
     def other(section: str, key: str, value: Any) -> tuple[str, dict[str, Any]]:
         values: dict[str, Any] = run.model_dump(mode="json")
@@ -130,7 +132,7 @@ def _sides(sides: Sides, key: str, values: dict[str, Any]) -> Sides:
         model = task.model(empty=True)
         plain_sides.with_tensors_of(model, sides.model)
     blocks.prepare(run, model)
-    job = plain_sides.job_of(run, task)
+    job = plain_sides.job_of(task)
     plain = plain_sides.plain_model(job, model.train()) if key in _NEW_WEIGHTS else sides.plain
     job.reference = plain
     return replace(sides, run=run, task=task, model=model, plain=plain, job=job)
@@ -230,7 +232,7 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
     """(whether training may start, description)."""
     strategy = session.strategy
     try:
-        sides = sides_of(session.run, session.task, strategy, first_micro_batch(session))
+        sides = sides_of(session.task, strategy, first_micro_batch(session))
         with preserved(sides.model, strategy.effects.written):
             differing = differences(sides, strategy)
     except (Elsewhere, NotCovered) as caught:
@@ -286,7 +288,7 @@ def differences(sides: Sides, strategy: Strategy) -> list[PlainDifference]:
     """Differences beyond rounding, over all groups of examples. Errors: `NotCovered`."""
     differing: list[PlainDifference] = []
     inside = isinstance(strategy, Accelerated) and sides.run.precision == "bf16"
-    strict = takes_float32(sides.run, sides.task) and not inside
+    strict = takes_float32(sides.task) and not inside
     low = "bfloat16" if sides.run.model.trained_in_bfloat16 else sides.run.precision.replace("fp32", "")
     groups = groups_of(sides)
     plain = {name: plain_numbers(sides, places) for name, places in groups.items()}
@@ -319,9 +321,10 @@ def groups_of(sides: Sides) -> dict[str, list[int]]:
     return groups
 
 
-def takes_float32(run: Run, task: Task) -> bool:
+def takes_float32(task: Task) -> bool:
     """Whether the run's own path can run in float32: not with half-precision kernels or weights, nor with reference
     outputs computed in half precision."""
+    run = task.run
     if run.precision != "fp32" and task.needs_reference:
         return False
     return run.model.attention in (None, "sdpa", "eager") and not run.model.trained_in_bfloat16

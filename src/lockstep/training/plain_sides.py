@@ -101,14 +101,15 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int] | np.ndarray = ()) -> Sides:
+def sides_of(task: Task, strategy: Strategy, micro_batch: Sequence[int] | np.ndarray = ()) -> Sides:
     """Set up both sides of a run. `micro_batch`: training examples of the first micro-batch. Errors: `Elsewhere`,
     `NotCovered`, `PlainFailed`."""
+    run = task.run
     if task.own_model:
         from lockstep.tasks.module import Module
 
         if isinstance(task, Module):
-            return _module_sides(run, task, strategy, micro_batch)
+            return _module_sides(task, strategy, micro_batch)
     if task.own_model or not task.built_in():
         raise Elsewhere("the task is a class of yours, whose loss nobody else knows")
     if run.model.trust_remote_code:
@@ -117,11 +118,11 @@ def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int
     if raw_rows is None:
         raise Elsewhere("no raw rows were kept of its data")
     with plain_path():
-        job = job_of(run, task)
+        job = job_of(task)
         examples = job.encode(task.plain_rows(raw_rows.rows))[: len(raw_rows.at)]
-        check_tokenizer(run, task, job, examples)
+        check_tokenizer(task, job, examples)
     columns = task.splits[raw_rows.split] if raw_rows.examples is None else raw_rows.examples
-    model = whole_model(run, task, strategy)
+    model = whole_model(task, strategy)
     plain = plain_model(job, model)
     job.reference = plain  # before training, the reference is the model itself
     of_split = raw_rows.split == "train" and raw_rows.examples is None
@@ -129,12 +130,13 @@ def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int
     return Sides(run, task, model, plain, job, columns, raw_rows.at, examples, first)
 
 
-def _module_sides(run: Run, task: Module, strategy: Strategy, micro_batch: Sequence[int] | np.ndarray) -> Sides:
+def _module_sides(task: Module, strategy: Strategy, micro_batch: Sequence[int] | np.ndarray) -> Sides:
     """Set up both sides of a user module: the plain model is the same one, called as its class defines. Errors:
     `Elsewhere`, `PlainFailed`."""
+    run = task.run
     from lockstep.tasks.modules.wrapped_module import Adapted
 
-    model = whole_model(run, task, strategy)
+    model = whole_model(task, strategy)
     if strategy.effects.evaluated or strategy.effects.written:
         raise Elsewhere("your model changes its own weights when it is called")
     if names := own_generators(task, model):
@@ -155,19 +157,19 @@ def _module_sides(run: Run, task: Module, strategy: Strategy, micro_batch: Seque
     return Sides(run, task, model, plain, job, columns, at, [], list(range(len(first))))
 
 
-def job_of(run: Run, task: Task, tokenizer: str | None = None) -> Plain:
+def job_of(task: Task, tokenizer: str | None = None) -> Plain:
     """The run for the plain path, with the kept rows. `tokenizer`: folder, if not the run's."""
     raw_rows = RawRows.of(task.prepared.facts)
     rows = [] if raw_rows is None else task.plain_rows(raw_rows.rows)
-    return Plain(plain_file(run, task), tokenizer or task.prepared.tokenizer, {"train": rows}, labels_of(task))
+    return Plain(plain_file(task), tokenizer or task.prepared.tokenizer, {"train": rows}, labels_of(task))
 
 
-def check_tokenizer(run: Run, task: Task, job: Plain, examples: list[dict[str, Any]]) -> None:
+def check_tokenizer(task: Task, job: Plain, examples: list[dict[str, Any]]) -> None:
     """Check that the tokenizer, as loaded from an export, gives the same tokens: for some families transformers chooses
     the tokenizer class by the model family, whatever was saved. Errors: `OtherTokens`."""
     from transformers.models.auto import tokenization_auto as auto
 
-    family = model_configs.load_config(run).model_type
+    family = model_configs.load_config(task.run).model_type
     kind = auto.TOKENIZER_MAPPING_NAMES.get(family) or "TokenizersBackend"
     fixed = family in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS and kind != "TokenizersBackend"
     if not fixed or type(job.tokenizer).__name__ == kind:
@@ -175,7 +177,7 @@ def check_tokenizer(run: Run, task: Task, job: Plain, examples: list[dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(task.prepared.tokenizer, folder, dirs_exist_ok=True)
         (Path(folder) / "config.json").write_text(json.dumps({"model_type": family}), encoding="utf-8")
-        other = job_of(run, task, folder)
+        other = job_of(task, folder)
         if other.encode(other.splits["train"])[: len(examples)] != examples:
             raise OtherTokens(
                 f"tokenizer: transformers reads the tokenizer of every {family} as a {kind}, which makes other "
@@ -198,9 +200,10 @@ def with_defaults(run: Run, task: type[Task]) -> dict[str, Any]:
     return values
 
 
-def plain_file(run: Run, task: Task) -> dict[str, Any]:
+def plain_file(task: Task) -> dict[str, Any]:
     """The run file for the plain path: with the column names of the kept rows, and numeric label weights where these
     depend on all rows."""
+    run = task.run
     values = with_defaults(run, type(task))
     values["model"] |= {"quantization": None, "dtype": "float32"}  # the plain model has float32 weights
     if run.model.source is not None:
@@ -216,9 +219,10 @@ def plain_file(run: Run, task: Task) -> dict[str, Any]:
     return values
 
 
-def whole_model(run: Run, task: Task, strategy: Strategy) -> nn.Module:
+def whole_model(task: Task, strategy: Strategy) -> nn.Module:
     """The model that the strategy trains, if this rank holds all of it; else a new one in its initial state. Errors:
     `Elsewhere`, if that is too large."""
+    run = task.run
     if isinstance(strategy, ReplicatedStrategy):
         return strategy.model
     if strategy.parameter_count > WHOLE:
@@ -341,7 +345,7 @@ def record_session(session: Session, count: int = 2) -> None:
     masked_ids = _masked(session, held_out, [rows], WITHOUT_STEP) if hides else {}
     steps = []
     with without_dropout(strategy.model), listening(strategy, recorder):
-        for place, number in enumerate(plain_numbers_of(session.run, feed, count)):
+        for place, number in enumerate(plain_numbers_of(feed, count)):
             batch = feed.make(number)
             groups = [batch.ids[group] for group in feed.task.split_micro_batches(feed.columns, batch.ids)]
             masked = _masked(session, feed.columns, groups, number) if hides else {}
@@ -365,17 +369,15 @@ def _scores(session: Session, columns: Columns, rows: np.ndarray) -> dict[str, f
         return strategy.generate(inputs, replace(how, new_tokens=min(LONGEST, how.new_tokens)))
 
     texts = isinstance(session.task, Generates)
-    scores, _ = evaluate_with_tables(
-        session.run, session.world, session.task, strategy, columns, rows, texts, generate=briefly
-    )
+    scores, _ = evaluate_with_tables(session.world, session.task, strategy, columns, rows, texts, generate=briefly)
     return {name: float(value) for name, value in scores.items() if isinstance(value, int | float)}
 
 
-def plain_numbers_of(run: Run, feed: StepLoader, count: int) -> list[int]:
+def plain_numbers_of(feed: StepLoader, count: int) -> list[int]:
     """Steps to record: an early one with a high learning rate, the last of an epoch, which may be short, then others
     from the start."""
     first = range(min(feed.total, LOOKED_AT))
-    rates = [learning_rate(run.optim, number, feed.total) for number in first]
+    rates = [learning_rate(feed.task.run.optim, number, feed.total) for number in first]
     last = min(feed.order.steps_per_epoch, feed.total) - 1
     return sorted([*dict.fromkeys([rates.index(max(rates)), last, *first])][:count])
 

@@ -15,10 +15,10 @@ from lockstep.checkpoint.export import pending, push_pending, write_export
 from lockstep.checkpoint.manifest import name_of, newest_whole
 from lockstep.checkpoint.remote_sync import RemoteSync, finish
 from lockstep.config.errors import DONE, FAILED, HALTED, STOPPED, coded, remedy_of
-from lockstep.config.run import Run
 from lockstep.data.object_store import StoreError
 from lockstep.distributed import job_record
 from lockstep.distributed.signals import Stopped
+from lockstep.strategies.job import Job
 from lockstep.track.console import Console, error
 from lockstep_trace import streams
 
@@ -42,13 +42,13 @@ def write_model(
         if (fault := checkpoints.room.away()) is not None:
             raise OSError(fault)
         try:
-            write_export(run, task, weights, scores, exported)
+            write_export(task, weights, scores, exported)
             return
         except OSError:
             if (cleared := checkpoints.clear()) is None:
                 raise
             checkpoints.say(cleared)
-            write_export(run, task, weights, scores, exported)
+            write_export(task, weights, scores, exported)
             return
     except OSError as caught:
         text = f"{run.folder}/export could not be written ({caught.strerror or caught})"
@@ -64,21 +64,22 @@ def write_model(
     again = f"goes on from step {newest}" if newest else "begins from the start: there is no checkpoint"
     for folder in checkpoints.room.elsewhere():
         try:
-            place = write_export(run, task, weights, scores, exported, folder)
+            place = write_export(task, weights, scores, exported, folder)
         except OSError:
             with suppress(OSError):
                 folder.rmdir()
             continue
         text += f". The model is in {place} instead ({task.loader} loads it): keep it"
-        text += _mirrored(run, place.parent, checkpoints.mirror)
+        text += _mirrored(session.job, place.parent, checkpoints.mirror)
         raise TrainingFailed("LS5091", f"{text}. The same command {again}", status)
     raise TrainingFailed(
         "LS5092", f"{text}, and there is no other copy: the model is lost. The same command {again}", status
     )
 
 
-def _mirrored(run: Run, folder: Path, mirror: RemoteSync | None) -> str:
+def _mirrored(job: Job, folder: Path, mirror: RemoteSync | None) -> str:
     """Copy the export of a folder other than OUTPUT to the mirror, if there is one. Returns text for the message."""
+    run = job.run
     if mirror is None:
         return ""
     try:
@@ -88,9 +89,10 @@ def _mirrored(run: Run, folder: Path, mirror: RemoteSync | None) -> str:
     return f"; a copy is in {run.remote_dir}/export"
 
 
-def publish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = None) -> int:
+def publish(job: Job, say: Callable[[str], None], mirror: RemoteSync | None = None) -> int:
     """Copy and push everything not yet published. Rank 0 only. Returns the exit status: 1 if something failed and needs
     another attempt."""
+    run = job.run
     fault = finish(run, say, mirror)
     if fault is not None:
         error(
@@ -105,13 +107,14 @@ def publish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = No
     return max(DONE if fault is None else FAILED, push_pending(run, say))
 
 
-def publish_until_stopped(run: Run, world: World, console: Console, mirror: RemoteSync | None = None) -> int:
+def publish_until_stopped(job: Job, world: World, console: Console, mirror: RemoteSync | None = None) -> int:
     """Copy and push everything not yet published, until a stop signal. Rank 0 only. Returns the exit status."""
+    run = job.run
     if run.remote_dir is None and not pending(run):
         return DONE
     try:
         with world.stop.interrupts():
-            return publish(run, console.say, mirror)
+            return publish(job, console.say, mirror)
     except Stopped:
         where = " and ".join(place for place in (run.remote_dir, run.hub.push_to) if place)
         if sys.stdout.isatty():

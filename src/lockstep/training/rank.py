@@ -219,10 +219,10 @@ def work(job: Job, world: World) -> int:
         )
     if done:
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
-        return publish_until_stopped(run, world, console) if world.is_main else DONE
+        return publish_until_stopped(job, world, console) if world.is_main else DONE
     ACTIVITY.set("building the model")
     with console.busy(lambda: ACTIVITY.name):
-        with world.stop.ends(alone=world.size == 1), watched_while_building(run, world):
+        with world.stop.ends(alone=world.size == 1), watched_while_building(job, world):
             session = build_session(job, world, console.note)
         session = replace(session, journal=EventLog(world, run.folder))
         state, compared = (session.new_state(-1), "") if world.joining else start_or_resume(session, console)
@@ -231,7 +231,7 @@ def work(job: Job, world: World) -> int:
     if trained is None:
         return STOPPED if session.checkpoints.newest else FAILED
     weights = trained.strategy.exported()
-    evaluated = export_check.evaluated(run, session.task, trained.strategy)
+    evaluated = export_check.evaluated(session.task, trained.strategy)
     doubts = session.task.warnings + own_generators(session.task, trained.strategy.model)
     trained.strategy.close()
     known = promised(trained.strategy, doubts)
@@ -239,11 +239,11 @@ def work(job: Job, world: World) -> int:
 
 
 @contextmanager
-def watched_while_building(run: Run, world: World) -> Iterator[None]:
+def watched_while_building(job: Job, world: World) -> Iterator[None]:
     """Watch for hangs while building: end the job after `launch.hang_timeout_s` if all ranks wait in collectives or one
     falls silent. With recovery enabled, only the timeout of collectives applies: there is no state yet to recover from.
     """
-    watchdog = Watchdog(world, 0 if world.members is not None else run.launch.hang_timeout_s, building=True).start()
+    watchdog = Watchdog(world, 0 if world.members is not None else job.run.launch.hang_timeout_s, building=True).start()
     try:
         yield
     finally:
@@ -270,7 +270,7 @@ def train_and_evaluate(session: Session, console: Console, state: TrainState) ->
     watchdog = Watchdog(world, run.launch.hang_timeout_s).start()
     watching: Watchdog | Recovery = watchdog
     end: End = "failed"
-    best = best_so_far(run, step if world.is_main else 0)
+    best = best_so_far(session.job, step if world.is_main else 0)
     try:
         console.start(session.feed.total, step, lambda: ACTIVITY.name, session.feed.order.steps_per_epoch, best)
         try:
@@ -371,21 +371,20 @@ def export_and_publish(
     ACTIVITY.set("writing the export")
     with console.busy(lambda: ACTIVITY.name, "finishing"):
         write_model(session, weights, trained.scores, steps, trained.exported)
-        compared = export_check.compare_export(run, task, evaluated, run.folder / "export", session.world.device)
+        compared = export_check.compare_export(task, evaluated, run.folder / "export", session.world.device)
         checked = {"export": compared.text, "export_agrees": compared.agrees}
-        sha256 = write_summary(run, task, session.journal, console, steps, weights, checked)
+        sha256 = write_summary(task, session.journal, console, steps, weights, checked)
     console.detail({"export": compared.text} if compared.agrees else {})
-    better = better_step(run, best_so_far(run, steps), trained.exported, trained.scores)
+    better = better_step(session.job, best_so_far(session.job, steps), trained.exported, trained.scores)
     closing(console, session.job, task, trained.scores, trained.counts, session.world, sha256, known, better)
     if not compared.agrees:
         exported.withdraw(run.folder)
         error(coded("LS5182", compared.text), session.world.log)
         return FAILED
-    return publish_until_stopped(run, session.world, console, session.checkpoints.mirror)
+    return publish_until_stopped(session.job, session.world, console, session.checkpoints.mirror)
 
 
 def write_summary(
-    run: Run,
     task: Task,
     journal: EventLog,
     console: Console,
@@ -395,6 +394,7 @@ def write_summary(
 ) -> str | None:
     """Write the final journal event and the report. Rank 0 only. `weights`: the exported weights, if in memory.
     `checked`: the result of the export check. Returns the hash of the exported weights."""
+    run = task.run
     sha256 = digest_of(run.folder / "export", weights)
     best = {split: task.best_possible(split) for split in ("validation", "test") if split in task.splits}
     journal.event("finish", steps, weights=sha256, best_possible=best, **(checked or {}))
@@ -418,7 +418,7 @@ def finish_interrupted(job: Job, steps: int) -> None:
             f"{run.folder} holds the model and no metrics.jsonl: the folder was moved away or deleted while it was "
             "trained into; the report has no curves"
         )
-    write_summary(run, task, EventLog(World(run), run.folder), console, steps)
+    write_summary(task, EventLog(World(run), run.folder), console, steps)
 
 
 def finished_already(job: Job, world: World) -> bool:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from lockstep.checkpoint.manifest import candidates
-from lockstep.config.run import Run, RunError, replacing
+from lockstep.config.run import RunError, replacing
 from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
@@ -28,9 +28,10 @@ from lockstep.training.model_stats import usual_batch
 FILE = "reference.safetensors"
 
 
-def provide(run: Run, world: World, task: Task, strategy: Strategy, prepared: Prepared, trained: bool) -> None:
+def provide(world: World, task: Task, strategy: Strategy, prepared: Prepared, trained: bool) -> None:
     """Fill `task.reference_outputs`. `trained`: the model is already trained, so the numbers must be in OUTPUT.
     Collective. Errors: `RunError` on every rank if they are not."""
+    run = task.run
     if not isinstance(task, UsesReference) or not task.needs_reference:
         return
     path, known = run.folder / FILE, None
@@ -44,7 +45,7 @@ def provide(run: Run, world: World, task: Task, strategy: Strategy, prepared: Pr
             "task are relative) are missing or belong to other data; restore this file of the run",
         )
     if known is None:
-        known = {split: _scores_of_split(run, world, task, strategy, split) for split in task.splits}
+        known = {split: _scores_of_split(world, task, strategy, split) for split in task.splits}
         if world.is_main and run.folder.is_dir():
             with replacing(path) as aside:
                 save_file(known, aside, {"data": prepared.key})
@@ -61,12 +62,12 @@ def _read(path: Path, key: str) -> dict[str, np.ndarray] | None:
         return None
 
 
-def _scores_of_split(run: Run, world: World, task: UsesReference, strategy: Strategy, split: str) -> np.ndarray:
+def _scores_of_split(world: World, task: UsesReference, strategy: Strategy, split: str) -> np.ndarray:
     """Reference outputs of each example of a split: float64 [N, `reference_size`]. Collective.
 
     Batches do not depend on `evaluate`, because their cut affects the last bits of these numbers and through them the
     weights. Ranks take turns, and one rank fills in each row, so that the sum over ranks is exact."""
-    columns, size = task.splits[split], task.reference_batch_size or usual_batch(run)
+    columns, size = task.splits[split], task.reference_batch_size or usual_batch(task)
     order = np.argsort(-np.asarray(columns.lengths), kind="stable")
     reference = torch.zeros(len(columns), task.reference_size, dtype=torch.float64, device=world.device)
     batches = [order[i : i + size] for i in range(0, len(order), size)]
@@ -74,7 +75,7 @@ def _scores_of_split(run: Run, world: World, task: UsesReference, strategy: Stra
         ACTIVITY.set(f"what the model says of {split} before training, batch {turn}")
         mine = turn + strategy.data_parallel.rank
         rows = batches[mine] if mine < len(batches) else order[:0]
-        seed_everything(run.seed, -1, mine)
+        seed_everything(task.run.seed, -1, mine)
         try:
             scores = task.reference_scores(strategy.forward, task.collate(columns, rows, 0).to(world.device))
         except torch.OutOfMemoryError as caught:

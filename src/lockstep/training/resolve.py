@@ -367,7 +367,7 @@ def _compiled(job: Job) -> tuple[Run, list[str]]:
     from lockstep.training.data_loader import StepLoader
 
     task = job.make_task()
-    steps = StepLoader(run, task, [], device("cpu")).total
+    steps = StepLoader(task, [], device("cpu")).total
     return region.decided(job, task, steps, resumes=then == "whole")
 
 

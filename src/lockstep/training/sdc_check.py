@@ -26,12 +26,13 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.config.errors import EXCLUDED, FAILED, HALTED
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import launched_by
 from lockstep.strategies.abilities import Recomputes
+from lockstep.strategies.job import Job
 from lockstep.strategies.observer import StepObserver, WholeGradient, listening
 from lockstep.training.errors import CorruptionDetected, Regroup, TrainingFailed
 from lockstep.training.resolve import RECOMPUTES, launcher_class
@@ -45,7 +46,7 @@ class SdcCheck:
 
     def __init__(self, session: Session) -> None:
         """Collective. Errors: `RunError` if the run cannot be checked."""
-        self._run, self._world, self._feed = session.run, session.world, session.feed
+        self._run, self._job, self._world, self._feed = session.run, session.job, session.world, session.feed
         self._session = session
         strategy: Any = session.strategy
         if not isinstance(strategy, Recomputes) or not strategy.recomputes(self._run):
@@ -75,7 +76,7 @@ class SdcCheck:
     def _checked_step(self, batch: StepBatch, rate: float) -> StepResult:
         self._agree(f"before step {batch.step + 1}", self._strategy.replicated_weights())
         world, strategy = self._world, self._strategy
-        chosen = drawn(self._run, batch.step)
+        chosen = drawn(self._job, batch.step)
         owner = world.all_gather(any(micro.index == chosen for micro in batch.micro_batches)).index(True)
         witness = (owner + 1) % world.size
         theirs = self._recompute(batch, chosen, witness)
@@ -104,7 +105,7 @@ class SdcCheck:
             if wrong
             else "a third computation gave yet another gradient"
         )
-        then, leaves = decide_eviction(self._run, hosts, wrong, (owner, witness, third))
+        then, leaves = decide_eviction(self._job, hosts, wrong, (owner, witness, third))
         raise CorruptionDetected(
             "LS5152",
             f"sdc_check: step {batch.step + 1}: {who[owner]} and {second} computed different gradients for micro-batch "
@@ -152,7 +153,7 @@ class SdcCheck:
         wrong = [rank for rank, each in enumerate(hashes) if each != usual] if most > len(hashes) / 2 else []
         others = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in wrong)
         message = f"{others} differs from the majority" if wrong else "no majority agrees"
-        then, leaves = decide_eviction(self._run, world.hosts, wrong, range(world.size))
+        then, leaves = decide_eviction(self._job, world.hosts, wrong, range(world.size))
         raise CorruptionDetected(
             "LS5153",
             f"sdc_check: {when} the ranks hold different weights: {message}. They were equal at the last checkpoint; "
@@ -170,8 +171,9 @@ def third_of(owner: int, witness: int, hosts: Sequence[str]) -> int:
     return (elsewhere or others or [owner])[0]
 
 
-def drawn(run: Run, step: int) -> int:
+def drawn(job: Job, step: int) -> int:
     """Index of the micro-batch of a step to compute twice; depends only on seed and step."""
+    run = job.run
     digest = hashlib.blake2b(f"guard {run.seed} {step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % run.micro_batches
 
@@ -201,10 +203,11 @@ class GradientHash(StepObserver):
 
 
 def decide_eviction(
-    run: Run, hosts: Sequence[str], wrong: Collection[int], voters: Collection[int]
+    job: Job, hosts: Sequence[str], wrong: Collection[int], voters: Collection[int]
 ) -> tuple[str, list[int]]:
     """Decide which ranks to evict. `wrong`: outvoted ranks (empty if undecided); `voters`: ranks that computed;
     `hosts`: host of each rank. Returns a message and the ranks to evict."""
+    run = job.run
     if run.sdc_check.on_difference != "evict":
         return "remove that machine from the job", []
     least, kind = launcher_class(run).fewest_machines(run.launch), "machines"
@@ -223,9 +226,10 @@ def decide_eviction(
     )
 
 
-def check_eviction(run: Run, why: str | None) -> None:
+def check_eviction(job: Job, why: str | None) -> None:
     """Check, before the first step, that machines or ranks can be evicted from this job. `why`: why single ranks cannot
     be removed. Errors: `RunError`."""
+    run = job.run
     if run.sdc_check.on_difference != "evict" or not run.sdc_check.every:
         return
     how = launched_by(run)

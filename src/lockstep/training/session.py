@@ -68,7 +68,7 @@ class Session:
     def new_state(self, step: int = 0) -> TrainState:
         """New training state after `step` updates, with no other history."""
         feed, lengths = self.feed, self.task.unit is not None
-        return TrainState(self.run, feed.total, feed.sources, lengths, step)
+        return TrainState(self.job, feed.total, feed.sources, lengths, step)
 
 
 def gloo_threads(job: Job) -> int:
@@ -111,12 +111,12 @@ def build_session(
         if whole.model.compile == "whole":
             region.warm_up(strategy, task)
         elif whole.model.compiles_layers:
-            blocks.warm_up(run, strategy, task)
+            blocks.warm_up(strategy, task)
         if task.needs_reference:
             from lockstep.training import reference_pass
 
-            reference_pass.provide(whole, world, task, strategy, prepared, trained)
-    feed = StepLoader(run, task, () if later else strategy.own_micro_batches(), world.device)
+            reference_pass.provide(world, task, strategy, prepared, trained)
+    feed = StepLoader(task, () if later else strategy.own_micro_batches(), world.device)
     every = feed.interval(run.checkpoint.every)
     checkpoints = Checkpoints(run, world, prepared, feed.total, say, every)
-    return Session(job, world, task, strategy, Averaged(run, strategy), feed, checkpoints, before)
+    return Session(job, world, task, strategy, Averaged(strategy), feed, checkpoints, before)

@@ -40,7 +40,7 @@ class Course:
 def course(job: Job) -> Course:
     """Compute the course of a run, with its data prepared. Errors: `RunError`."""
     run = job.run
-    feed = StepLoader(run, job.make_task(), range(run.micro_batches), torch.device("cpu"))
+    feed = StepLoader(job.make_task(), range(run.micro_batches), torch.device("cpu"))
     rates = np.array([learning_rate(run.optim, step, feed.total) for step in range(feed.total)])
     scales = tuple(
         (g.match, g.weight_decay, None if g.learning_rate is None else g.learning_rate / run.optim.learning_rate)

@@ -72,7 +72,7 @@ def _difference(session: Session, own: dict[str, tuple[tuple[torch.dtype, tuple[
     low = torch.bfloat16 if run.model.dtype == "bfloat16" else None
     try:
         with plain_path(), torch.random.fork_rng(devices=[]):
-            model, drawn = load_pretrained(job_of(run, session.task), low)
+            model, drawn = load_pretrained(job_of(session.task), low)
     except NotCovered:
         return None
     except Exception as error:

@@ -21,7 +21,7 @@ from torch import Tensor
 from lockstep.checkpoint.export import try_export
 from lockstep.config import processor
 from lockstep.config.errors import BAD, coded
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import facts as start_facts
@@ -31,7 +31,7 @@ from lockstep.distributed.sharded import local
 from lockstep.distributed.system_metrics import free_memory, keep_freed_memory, peak_resident, restart_peak
 from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import side_effects
-from lockstep.strategies.job import Scope
+from lockstep.strategies.job import Job, Scope
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.models.inference import Decoding
 from lockstep.track.console import Console, error
@@ -58,7 +58,7 @@ def start_or_resume(session: Session, console: Console) -> tuple[TrainState, str
         if introduced := job_record.INTRODUCED in os.environ:
             console.detail({"run": opening["run"]})
         console.facts({k: v for k, v in (opening | where).items() if k != "run" or not introduced})
-    if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
+    if session.job.same_bits and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
     resolved_here = session.job.notes if session.job.scope < Scope.START else ()  # otherwise the launcher printed them
     for text in (*strategy.remarks, *resolved_here, *session.task.warnings, *remarks(session.job)):
@@ -76,11 +76,11 @@ def start_or_resume(session: Session, console: Console) -> tuple[TrainState, str
     if world.device.type == "cuda":
         from lockstep.training import utilization
 
-        state.meter.utilization = utilization.per_token_rate(run, world, session.task, strategy)
+        state.meter.utilization = utilization.per_token_rate(world, session.task, strategy)
     step, notes = session.checkpoints.resume(session.averaged, state)
     for text in notes:
         console.note(text)
-    for text in [*without_effect(session), *other_arithmetic(session.run), *enough_room(session, step)]:
+    for text in [*without_effect(session), *other_arithmetic(session.job), *enough_room(session, step)]:
         console.note(text)
     if step:
         console.say(f"resuming after step {step} of {session.feed.total}")
@@ -207,11 +207,11 @@ def _tried(session: Session, bound: MemoryBound | None) -> None:
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         for split in (split for split in ("validation", "test") if split in task.splits):
             columns = task.splits[split]
-            at_once = evaluated_at_once(run)
+            at_once = evaluated_at_once(task)
             longest = columns.longest(at_once if bound is None else few_of(at_once))
             if bound is not None:
                 bound.begin()
-            scores[split], tables = evaluate_with_tables(run, world, task, strategy, columns, longest, generate=briefly)
+            scores[split], tables = evaluate_with_tables(world, task, strategy, columns, longest, generate=briefly)
             if bound is not None:
                 bound.end(at_once / len(longest))
             json.dumps(tables)
@@ -224,7 +224,7 @@ def _tried(session: Session, bound: MemoryBound | None) -> None:
         weights = strategy.exported() if strategy.parameter_count <= EXPORTED_TWICE else None
         if weights is not None:
             try:
-                checkpoints.room.export = try_export(run, task, weights, scores)
+                checkpoints.room.export = try_export(task, weights, scores)
                 checkpoints.room.export_written = True
             except OSError as caught:  # e.g. a full disk; it may have space by the end of training
                 if caught.errno == errno.EFBIG:  # a limit of the system, which `enough_room` reports
@@ -251,9 +251,9 @@ def without_effect(session: Session) -> list[str]:
     return notes + [f"{key} has no effect {what}" for key, what in idle.items() if what and run.wrote(key)]
 
 
-def other_arithmetic(run: Run) -> list[str]:
+def other_arithmetic(job: Job) -> list[str]:
     """A note on variables of the environment by which libraries compute in another way."""
-    if not (variables := processor.set_by_user(run.strategy.exact == "portable")):
+    if not (variables := processor.set_by_user(job.run.strategy.exact == "portable")):
         return []
     return [
         f"{', '.join(variables)} in the environment: libraries then compute with other instructions or another "

@@ -47,12 +47,12 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoad
         "run": f"{run.name} -> {run.folder}",
         "data": data(task),
         **feed.mixture,
-        "model": f"{task.origin}, {parameters(strategy)}; {precisions(run, strategy)}",
-        **padding_of(run, task),
+        "model": f"{task.origin}, {parameters(strategy)}; {precisions(strategy)}",
+        **padding_of(task),
         **task.summary_lines,
-        **selection_lines(run, task),
+        **selection_lines(task),
         "processes": f"{world.size} ({run.strategy.name}{choice}, "
-        f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
+        f"{'exact' if strategy.job.same_bits else 'equal to rounding'}) on {device}",
         "step": f"{min(run.batch_size, feed.order.examples)} examples in {run.micro_batches} micro-batches of about "
         f"equal work; {feed.total} steps",
     }
@@ -71,9 +71,10 @@ def _millions(count: int) -> str:
     return f"{count / 1e6:.2f}M" if count >= 10_000 else f"{count:,}"
 
 
-def precisions(run: Run, strategy: Strategy) -> str:
+def precisions(strategy: Strategy) -> str:
     """Describe the dtypes that the run actually computes with and stores, as opposed to the requested ones; those of
     optimizer moments are known after a step."""
+    run = strategy.run
     states = strategy.update.optimizer.state.values()
     moments = [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
     tensors_of: dict[str, list[torch.Tensor]] = {"weights": list(strategy.model.parameters()), "moments": moments}
@@ -120,8 +121,9 @@ def closing(
     console.facts(once_more | {"next": then}, whole=True)
 
 
-def best_so_far(run: Run, step: int) -> Best:
+def best_so_far(job: Job, step: int) -> Best:
     """Best of the evaluations up to `step` that OUTPUT records."""
+    run = job.run
     best = Best(run.checkpoint.best)
     for line in lines_of(run.folder / "metrics.jsonl", ("step", "split")) if step else ():
         if line["split"] == "validation" and line["step"] <= step:
@@ -129,11 +131,12 @@ def best_so_far(run: Run, step: int) -> Best:
     return best
 
 
-def better_step(run: Run, best: Best, exported: int, scores: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+def better_step(job: Job, best: Best, exported: int, scores: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
     """Describe an evaluation that was better than that of the exported model, and the command that exports its model;
     empty if there is none. If it is better by loss, the text also gives a score such as accuracy; if the exported model
     has the better score, no command is recommended. `best`: of all evaluations of the run. `exported`: step of the
     exported model."""
+    run = job.run
     final = scores.get("validation", {})
     value = final.get(best.name)
     if best.step in (None, exported) or value is None or not best.beats(value) or f"{value:.4g}" == f"{best.value:.4g}":

@@ -16,9 +16,9 @@ from dataclasses import asdict
 from typing import Any
 
 from lockstep.checkpoint.manifest import Progress, score_of
-from lockstep.config.run import Run
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.strategies.exact.norm_and_clip import LossScale
+from lockstep.strategies.job import Job
 from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.throughput import Counts, Meter
 
@@ -29,9 +29,10 @@ CHECKPOINT = "checkpoint"  # in `pending`: a checkpoint that a rank failure inte
 class TrainState:
     """Step, meter, evaluation progress and pending work of one rank."""
 
-    def __init__(self, run: Run, total: int, sources: Iterable[str] = (), lengths: bool = True, step: int = 0) -> None:
+    def __init__(self, job: Job, total: int, sources: Iterable[str] = (), lengths: bool = True, step: int = 0) -> None:
         """`total`: steps of the run. `sources`: names of a mixture's sources. `lengths`: whether examples have lengths.
         `step`: updates made so far; -1: this rank has no state yet."""
+        run = job.run
         self._run, self._total, self._sources, self._lengths = run, total, list(sources), lengths
         self.step = self.first = step  # updates made; updates made before this job
         self.meter = Meter(sources=self._sources)

@@ -24,9 +24,10 @@ SIZE = {"cuda": 8192, "cpu": 512}  # rows and columns of the measured product
 TIMES = 10  # products that are timed together, after as many that are not
 
 
-def per_token_rate(run: Run, world: World, task: Task, strategy: Strategy) -> float:
+def per_token_rate(world: World, task: Task, strategy: Strategy) -> float:
     """MFU of one token per second; 0 if it is not known: on a CPU, for tasks without tokens, streams, and models whose
     layers and width their config does not name. Measures the rate of this rank's GPU."""
+    run = task.run
     if world.device.type != "cuda" or task.unit is None or task.own_model or run.data.stream:
         return 0.0
     lengths = task.splits["train"].mean_length

@@ -112,7 +112,7 @@ def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | Non
     pipelining.set_random_state = lambda *_: None  # there is no data to travel between stages
     world = FakeWorld(less).on_machines(per_node or ranks)
     strategy = make_strategy(simulated_job, world)
-    feed = StepLoader(less, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     share = len(feed.indices)
     _without_numbers(strategy, task, run, max(1, share))
     ledger = Ledger()
@@ -168,7 +168,7 @@ def fewer(job: Job, most: int = MOST) -> Run:
 
 def own(run: Run, strategy: Strategy, ranks: int) -> Iterable[int]:
     """This rank's micro-batches of the whole run."""
-    whole = type(strategy)(run, strategy.world)
+    whole = type(strategy)(replace(strategy.job, run=run), strategy.world)
     return list(whole.own_micro_batches())
 
 

@@ -83,7 +83,7 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
         raise RunError(
             "LS8331", f"{key}: cannot be simulated; run plan without --simulate, which estimates memory by a formula"
         )
-    feed = StepLoader(run, task, [], torch.device("cpu"))
+    feed = StepLoader(task, [], torch.device("cpu"))
     simulated = simulate(job, device, say)
     estimated = estimate(job, simulated, device, feed)
     length = task.splits["train"].mean_length if task.unit == "tokens" else 0.0
@@ -93,7 +93,7 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
 
 def feed_of(job: Job) -> StepLoader:
     """All micro-batches of a job whose data are prepared, on the host. Errors: `RunError`."""
-    return StepLoader(job.run, job.make_task(), [], torch.device("cpu"))
+    return StepLoader(job.make_task(), [], torch.device("cpu"))
 
 
 def looked_at(job: Job) -> list[int]:

@@ -140,7 +140,7 @@ def measure(job: Job, world: World, steps: str) -> int:
     strategy = make_strategy(alone, Alone(own))
     seed_libraries(run.seed)
     strategy.build(task)
-    feed = StepLoader(own, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     batch = feed.make(middle(feed))
     keep_freed_memory()
     for _ in range(2):  # warm up: optimizer state, and the allocator's memory
@@ -170,15 +170,14 @@ def with_strategy(run: Run, way: Mapping[str, Any]) -> Run:
 def measure_strategy(name: str, job: Job, task: Task, world: World, steps: int, rates: Rates) -> None:
     """Record wall-clock seconds of a step, and for `ENGINES` the computing seconds per rank; nothing if the model or
     the run does not allow the strategy. Collective."""
-    run = job.run
     try:
         job.strategy.check(job)
     except RunError:
         return
     strategy = make_strategy(job, world)
-    seed_libraries(run.seed)
+    seed_libraries(job.run.seed)
     strategy.build(task)
-    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     batch = feed.make(middle(feed))
     for _ in range(2):
         strategy.train_step(batch, 1e-6)

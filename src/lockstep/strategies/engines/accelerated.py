@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
+from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import Strategy
 
 
@@ -42,9 +43,10 @@ def only(run: Run, name: str) -> Mapping[str, Any]:
     return section
 
 
-def accelerator(run: Run, world: World, handlers: list[Any], **options: Any) -> Any:
+def accelerator(job: Job, world: World, handlers: list[Any], **options: Any) -> Any:
     """Return an `Accelerator` in the existing process group, checked to span it: with wrong environment variables,
     Accelerate silently creates worlds of one process."""
+    run = job.run
     from accelerate import Accelerator, PartialState
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType

@@ -107,7 +107,7 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, **section
         )
-        self.accelerator = accelerator(self.run, self.world, [], fsdp_plugin=plugin, **precision)
+        self.accelerator = accelerator(self.job, self.world, [], fsdp_plugin=plugin, **precision)
         assert self.accelerator.distributed_type == DistributedType.FSDP, self.accelerator.distributed_type
         stepper = self.make_stepper(treated)
         self.model, optimizer = prepared(self.accelerator, self.model, stepper)
@@ -164,7 +164,7 @@ class AcceleratedZero(Accelerated, DeepSpeedStrategy):
         plugin = DeepSpeedPlugin(hf_ds_config=self.config)
         # With mixed_precision=bf16, Accelerate makes DeepSpeed use bf16 weights. The model already has an autocast.
         precision = {"mixed_precision": "bf16" if self.low_precision else "no"}
-        self.accelerator = accelerator(self.run, self.world, handlers, cpu=False, deepspeed_plugin=plugin, **precision)
+        self.accelerator = accelerator(self.job, self.world, handlers, cpu=False, deepspeed_plugin=plugin, **precision)
         assert self.accelerator.distributed_type == DistributedType.DEEPSPEED, self.accelerator.distributed_type
         engine, _ = self.accelerator.prepare(self.model, optimizer)
         assert engine.optimizer.optimizer is optimizer

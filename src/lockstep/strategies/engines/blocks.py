@@ -316,8 +316,9 @@ def in_training(block: nn.Module, forward: Forward, backend: str | None = None) 
     return run
 
 
-def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
+def warm_up(strategy: Strategy, task: Task) -> None:
     """Compile all code for training, by steps that leave no trace. Collective. Errors: `RunError`."""
+    run = strategy.run
     if not run.model.compiles_layers:
         return
     ACTIVITY.set("compiling the layers")

@@ -131,11 +131,11 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
         """Return a `deepspeed.DeepSpeedEngine` around `self.model` and `optimizer`, configured by
         `self.config`."""
 
-    def __init__(self, run: Run, world: World) -> None:
-        super().__init__(run, world)
+    def __init__(self, job: Job, world: World) -> None:
+        super().__init__(job, world)
         self.saving: AbstractContextManager[Any] = nullcontext()  # around forward
-        self.in_tree_order = self.gives_bits(run)
-        self.stage = self.stage_of(run)
+        self.in_tree_order = self.gives_bits(job.run)
+        self.stage = self.stage_of(job.run)
         if self.in_tree_order and world.size == 1:
             self.stage = min(self.stage, 2)  # a single rank gathers nothing
 

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class Averaged:
     """The state of a strategy plus the average of its weights, if the run has one: a `ShardedState`."""
 
-    def __init__(self, run: Run, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         """Start the average at the present weights."""
+        run = strategy.run
         self.section, self.strategy = run.average, strategy
         parts = strategy.weights.updated_parts() if run.average.ema is not None else []
         self.averages = [(name, part, torch.zeros_like(part)) for name, part in parts]

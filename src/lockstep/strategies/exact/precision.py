@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.config.run import Run
 from lockstep.strategies.exact.norm_and_clip import LossScale
+from lockstep.strategies.job import Job
 
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -18,7 +18,8 @@ _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """Autocast and loss scale of one run."""
 
-    def __init__(self, run: Run, device: torch.device) -> None:
+    def __init__(self, job: Job, device: torch.device) -> None:
+        run = job.run
         self.device, self._dtype = device, _LOW.get(run.precision)
         self._casts = self._dtype is not None and not run.model.trained_in_bfloat16
         self.loss_scale = LossScale(device) if run.precision == "fp16" else None

@@ -12,11 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.strategies.engines.side_effects import first_few
 from lockstep.strategies.exact import stepper
 from lockstep.strategies.exact.norm_and_clip import FiniteCheck, Gradient
 from lockstep.strategies.exact.precision import Precision
+from lockstep.strategies.job import Job
 from lockstep.strategies.observer import StepObserver
 
 
@@ -29,20 +30,20 @@ class WeightUpdate:
 
     def __init__(
         self,
-        run: Run,
+        job: Job,
         model: nn.Module,
         precision: Precision,
         optimizer: stepper.Stepper,
         weights_changed: Callable[[], None],
     ) -> None:
         """`weights_changed`: called after each update; may be collective."""
-        self._model, self._scale, self._limit = model, precision.loss_scale, run.optim.max_grad_norm
+        self._model, self._scale, self._limit = model, precision.loss_scale, job.run.optim.max_grad_norm
         self._weights_changed = weights_changed
         self.barrier: Callable[[], None] | None = None  # waits for all ranks
         self.stepper = optimizer
         self.optimizer: Any = optimizer  # the stepper, or an engine's wrapper of it
         late = precision.device.type == "cuda" and optimizer.rule.heeds_skipped
-        self.finite = FiniteCheck(run.on_nonfinite == "stop", late)
+        self.finite = FiniteCheck(job.run.on_nonfinite == "stop", late)
         self.deferred: Callable[[], Tensor | bool] | None = None  # an interrupted update; not collective
         self.incomplete = False  # whether an update was interrupted halfway
 

@@ -60,7 +60,7 @@ def recovery_for(
     why = (
         unsupported_reason(session) if members else "it takes launch.name=local, torchrun, or slurm with ranks=elastic"
     )
-    sdc_check.check_eviction(run, why)
+    sdc_check.check_eviction(session.job, why)
     if members is not None and why is None:
         return Recovery(session, state, watch, on_regroup)
     if run.launch.on_rank_failure == "continue" and session.world.size > 1:
@@ -287,7 +287,7 @@ def unsupported_reason(session: Session) -> str | None:
             )
         if session.task.needs_reference:
             return f"task {run.task.name} asks the model before training"
-    elif not isinstance(strategy, WholeStateRecovery) or not strategy.gives_bits(run):
+    elif not isinstance(strategy, WholeStateRecovery) or not session.job.same_bits:
         return f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank for itself"
     if session.world.device.type != "cpu":
         return "what waits on a GPU cannot be cut off"

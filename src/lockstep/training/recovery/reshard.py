@@ -97,7 +97,7 @@ class Resharder:
         self._before, self._live = self._live or self._before, None
         self.options = dict(options)
         state.load_state_dict(theirs if mine is None else mine.train_state)
-        return replace(session, strategy=strategy, averaged=Averaged(session.run, strategy)), key
+        return replace(session, strategy=strategy, averaged=Averaged(strategy)), key
 
     def _apply_deferred_update(self, session: Session, state: TrainState) -> None:
         """Apply an update that other ranks have made and for which this rank has all the data. Collective."""
