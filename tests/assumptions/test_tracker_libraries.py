@@ -69,6 +69,14 @@ def test_mlflow_takes_a_run_that_has_ended(store: Any, run: str) -> None:
     assert [each.value for each in store.get_metric_history(run, "loss")] == [1.0]
 
 
+@rests_on_it("src/lockstep/track/mlflow.py")
+def test_mlflow_finds_a_run_by_its_tag(store: Any) -> None:
+    """A search for a tag whose name has a dot finds the run, also after it was killed."""
+    first, _ = [store.create_run("0", tags={"lockstep.run": value}).info.run_id for value in ("a-1", "a-10")]
+    store.set_terminated(first, "KILLED")
+    assert [each.info.run_id for each in store.search_runs(["0"], "tags.`lockstep.run` = 'a-1'")] == [first]
+
+
 @rests_on_it("src/lockstep/track/tensorboard.py")
 def test_tensorboard_reads_several_files_of_a_folder(tmp_path: Path) -> None:
     """A folder of two event files is one run: the reader returns the values of both, in the order of the files."""

@@ -175,7 +175,40 @@ def test_mlflow_gets_no_name_that_it_refuses() -> None:
     assert dict(asked) == {"train/loss": 1, "train/loss_wiki _de_": 2, "train_a__b": 3, f"train/{'m' * 244}": 4}
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_mlflow_finds_the_run_of_a_checkpoint_that_is_older_than_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first checkpoint of a run that is stopped while MLflow is connected holds a token, which is a tag of it."""
+    runs: list[Any] = []
+
+    def create_run(_: str, run_name: str, tags: dict[str, str]) -> Any:
+        runs.append(SimpleNamespace(info=SimpleNamespace(run_id=f"{len(runs):032x}"), tags=tags))
+        return runs[-1]
+
+    def search_runs(numbers: list[str], words: str, **_: Any) -> list[Any]:
+        return [each for each in runs if words == f"tags.`lockstep.run` = '{each.tags['lockstep.run']}'"]
+
+    ones = {"create_run": create_run, "search_runs": search_runs, "update_run": lambda *_, **__: None}
+    ones["get_experiment_by_name"] = lambda _: SimpleNamespace(experiment_id="1")
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda _: SimpleNamespace(**ones)))
+    kind: Any = plugins.find("track", "mlflow")
+    monkeypatch.setattr(kind, "_parameters", lambda _: None)
+
+    def opened(run_id: str | None, after: int) -> tuple[str, str]:
+        tracker = kind(tiny(f"output={tmp_path}"), kind.Options(tags={"a": "b"}), after, run_id)
+        early = tracker.run_id
+        tracker.open()
+        return early, tracker.run_id
+
+    token, first = opened(None, 0)
+    assert opened(token, 1)[1] == opened(first, 2)[1] == first != token
+    other, second = opened(f"{token}0", 1)  # stopped before there was a run: a new one
+    assert second != first
+    assert opened(other, 2)[1] == second
+    assert [run.tags["a"] for run in runs] == ["b", "b"]
+
+
+@pytest.mark.parametrize("name", ["mlflow", "wandb", "trackio"])
 def test_a_checkpoint_holds_the_id_before_the_tracker_is_connected(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import posixpath
 import re
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +19,11 @@ from typing import Any
 from pydantic import Field
 
 from lockstep.config import error_messages as messages
+from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 
+TOKEN = "lockstep.run"  # tag of a run, and the beginning of its value; ids of MLflow are hexadecimal
 STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -37,6 +40,10 @@ class MLflow(Tracker):
         name: str | None = Field(None, description="what the run is called; default: the run's name")
         tags: dict[str, str] = Field(default_factory=dict, description="tags of the run")
 
+    def __init__(self, run: Run, options: Any, after: int, run_id: str | None) -> None:
+        # MLflow chooses its id in `open`, which takes seconds; a checkpoint that is written meanwhile holds a token
+        super().__init__(run, options, after, run_id or f"{TOKEN}-{secrets.token_hex(8)}")
+
     def open(self) -> str:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
@@ -48,18 +55,23 @@ class MLflow(Tracker):
         uri = self.options.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
         self._client: Any = MlflowClient(uri)
         self._last_steps: dict[str, int] = {}  # metric -> last step in the store, for a resumed run
-        if self.run_id is not None:
-            self._client.update_run(self.run_id, status="RUNNING")
-            return f"{uri}, run {self.run_id} goes on"
         experiment = self._client.get_experiment_by_name(self.options.experiment)
+        token = own = str(self.run_id)
+        if token.startswith(TOKEN) and experiment is not None:
+            tagged = self._client.search_runs([experiment.experiment_id], f"tags.`{TOKEN}` = '{token}'", max_results=1)
+            own = tagged[0].info.run_id if tagged else token
+        if not own.startswith(TOKEN):
+            self._client.update_run(own, status="RUNNING")
+            self.run_id = own
+            return f"{uri}, run {own} goes on"
         artifacts = (folder / "mlflow").as_uri() if uri.startswith("sqlite:") else None
         number = (
             experiment.experiment_id
             if experiment
             else self._client.create_experiment(self.options.experiment, artifact_location=artifacts)
         )
-        run = self._client.create_run(number, run_name=self.options.name or self.run.name, tags=self.options.tags)
-        self.run_id = run.info.run_id
+        tags = {**self.options.tags, TOKEN: token}
+        self.run_id = self._client.create_run(number, run_name=self.options.name or self.run.name, tags=tags).info.run_id
         self._parameters()
         return f"{uri}, run {self.run_id}"
 
