@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from support.assumed import rests_on_it
 
@@ -99,3 +106,21 @@ def test_a_saved_adapter_is_loaded_by_name(tmp_path: Path) -> None:
     result = peft.set_peft_model_state_dict(second, load_file(tmp_path / "adapter_model.safetensors"))
     assert not result.unexpected_keys
     assert torch.equal(first(IDS).logits, second(IDS).logits)
+
+
+@rests_on_it("src/lockstep/tasks/models/adapters.py")
+def test_a_tied_head_is_loaded_where_the_embedding_has_a_name_that_peft_knows(tmp_path: Path) -> None:
+    """With ensure_weight_tying, an adapter of a tied head is loaded as it was saved if the embedding is called
+    embed_tokens; a GPT-2, whose embedding is called wte, loses the head's part in silence."""
+
+    def gpt2() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+        return GPT2LMHeadModel(GPT2Config(bos_token_id=1, eos_token_id=2, **sizes)).eval()
+
+    options = {"target_modules": ["lm_head"], "init_lora_weights": False, "ensure_weight_tying": True}
+    for base, same in ((tied, True), (gpt2, False)):
+        model = adapted(base(), **options, task_type="CAUSAL_LM")
+        model.save_pretrained(tmp_path / base.__name__)
+        loaded = peft.PeftModel.from_pretrained(base(), tmp_path / base.__name__).eval()
+        assert (apart(model(IDS).logits, loaded(IDS).logits) < 1e-5) is same

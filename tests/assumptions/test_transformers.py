@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
@@ -171,13 +173,16 @@ def test_training_step_takes_the_divisor() -> None:
     assert "num_items_in_batch" in inspect.signature(Trainer.training_step).parameters
 
 
-@rests_on_it("src/lockstep/lab/import_config/trainer.py", "src/lockstep/strategies/hf_trainer.py")
+@rests_on_it("src/lockstep/lab/import_config/loss_means.py", "src/lockstep/strategies/hf_trainer.py")
 def test_trainer_counts_labels_from_the_second_on(tmp_path: Path) -> None:
-    """Trainer's divisor of a causal model leaves out the first label of each row, which is no target."""
-    trainer = Trainer(tiny(), TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]))
+    """Trainer's divisor of a causal model leaves out the first label of each row, which is no target, where the model
+    names its loss: that of a GPT-2, which names none, counts it."""
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     batches = [{"input_ids": IDS, "labels": IDS}, {"input_ids": IDS, "labels": torch.tensor([[1, 2, -100, 3, 4, 5]])}]
-    _, count = trainer.get_batch_samples(iter(batches), 2, torch.device("cpu"))
-    assert int(count) == 5 + 4  # type: ignore[arg-type]
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2))
+    for model, first in ((tiny(), 0), (gpt2, 1)):
+        _, count = Trainer(model, arguments).get_batch_samples(iter(batches), 2, torch.device("cpu"))
+        assert int(count) == 5 + 4 + 2 * first  # type: ignore[arg-type]
 
 
 @rests_on_it("src/lockstep/tasks/models/models.py")

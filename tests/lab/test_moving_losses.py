@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, GPT2Config, Trainer, TrainingArguments
+from transformers import AutoModelForSequenceClassification, GPT2Config, LlamaConfig, Trainer, TrainingArguments
 
 from support.moving_scripts import SCRIPT, TRAINER, USUAL, changed, encoder, moved
 
@@ -72,6 +72,10 @@ SFTTrainer(model="encoder", args=args, train_dataset=data, processing_class=Auto
     assert "divides the loss of GPT2LMHeadModel by all tokens of a row" in said
     assert "here the rest is trained on as further examples" in said
     moved("sft.py", script, "task.prompt=prompt", "task.response=completion")
+    assert "divides the loss" not in capsys.readouterr().out
+    sizes = {"vocab_size": 7, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    LlamaConfig(num_attention_heads=2, architectures=["LlamaForCausalLM"], **sizes).save_pretrained("encoder")
+    moved("sft.py", script, "task.text=text")  # Trainer counts its labels from the second on
     assert "divides the loss" not in capsys.readouterr().out
 
 

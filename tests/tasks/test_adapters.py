@@ -189,6 +189,23 @@ def test_an_adapter_of_a_tied_weight_is_merged_once(target: str, ensure: bool) -
     assert torch.allclose(before, storage_dtype.merged(model, low=False)(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_a_tied_head_that_peft_would_not_load_is_refused_before_training(folder: Path) -> None:
+    """What peft does: tests/assumptions/test_peft.py. Merged it is right, and so is an embedding that peft knows."""
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+    from lockstep.tasks.models import adapters
+
+    gpt2 = GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = LlamaConfig(vocab_size=32, tie_word_embeddings=True, **sizes)
+    adapter = "model.adapter={type: lora, r: 2, target_modules: [lm_head], ensure_weight_tying: true}"
+    run = run_of(folder, "documents", adapter, "model.adapter.export=adapter")
+    with raises("LS3413"):
+        adapters.wrap(run, AutoModelForCausalLM.from_config(gpt2), "causal")
+    adapters.wrap(run, AutoModelForCausalLM.from_config(llama), "causal")
+    adapters.wrap(run_of(folder, "documents", adapter), AutoModelForCausalLM.from_config(gpt2), "causal")
+
+
 def test_all_linear_leaves_the_head_whole(folder: Path) -> None:
     """peft would put an adapter on a head that is drawn at random and stays frozen."""
     run = run_of(

@@ -62,6 +62,10 @@ ELSEWHERE = (
     "gradients point elsewhere though the losses agree: a part of them was left out or counted "
     "twice, or a gradient was changed"
 )
+BY_ROUNDING = (
+    "they differ by no more than rounding, which --exact does not allow: other kernels, threads or orders of sums, or "
+    "last bits of frozen weights, as those that an adapter was merged into and taken out of again"
+)
 RANDOM = (
     "random numbers (dropout, augmentation) differ between the runs, or the loss function, or inputs that no hash "
     "sees, such as a mask"
@@ -230,17 +234,21 @@ def of_loss(
     theirs: Sequence[Step],
     stochastic: bool = True,
     micro_batches: Sequence[tuple[int, int, float, float]] | None = None,
+    exact: bool = False,
 ) -> str:
     """Return the cause of different losses. `stochastic`: a model has dropout modules. `micro_batches`: (number, rank,
-    reference loss, loss) of those with different losses; None if unknown."""
+    reference loss, loss) of those with different losses; None if unknown. `exact`: no difference is allowed."""
     if not (math.isfinite(one.summed) and math.isfinite(other.summed)):
         return NOT_FINITE
-    if micro_batches is not None:
+    ratio = other.summed / one.summed if one.summed else math.nan
+    rounded = exact and not micro_batches and abs(ratio - 1) <= ROUNDING
+    if micro_batches is not None and not rounded:
         return _of_micro_batches(micro_batches, stochastic)
     if (cause := _of_records(other, ours, theirs)) is not None:
         return cause
+    if rounded:
+        return BY_ROUNDING
     targets = targets_of(ours)
-    ratio = other.summed / one.summed if one.summed else math.nan
     for way, name in _factors(len(other.each), other.micro_batches, one.micro_batches):
         if math.isfinite(ratio) and abs(ratio / way - 1) < NEAR and abs(way - 1) > NEAR:
             return (

@@ -295,7 +295,7 @@ def _loss(pair: _Pair, limit: float, numbers: dict[str, Any]) -> tuple[Losses, L
         raise _Parted(
             "loss",
             (text, *lines[:3], *_first_module(pair, limit, "modules", "whose output differs")),
-            causes.of_loss(one, other, *pair.records(), stochastic=_stochastic(pair), micro_batches=where),
+            causes.of_loss(one, other, *pair.records(), _stochastic(pair), micro_batches=where, exact=not limit),
         )
     return one, other, how
 
@@ -368,6 +368,8 @@ def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | No
         sides = (wrong, differences, factors)
         stochastic = _stochastic(pair)
         cause = causes.of_gradient(pair.b, pair.optimizer, pair.step, sides, set(split), losses, stochastic)
+        if not limit and not split and all(d < causes.ROUNDING for d in wrong.values()):
+            cause = causes.BY_ROUNDING
         small = all(d < WITHOUT_REFERENCE["half"]["gradient"] for d in wrong.values())
         if (small or cause == causes.ELSEWHERE) and len({s.autocast for side in pair.records() for s in side}) > 1:
             cause = causes.PRECISION

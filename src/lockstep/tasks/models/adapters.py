@@ -26,6 +26,7 @@ EXPORTS = ("merged", "adapter")
 _CLASSIFIER = ("classifier", "score")
 HEADS = {"SEQ_CLS": _CLASSIFIER, "TOKEN_CLS": _CLASSIFIER, "QUESTION_ANS": ("qa_outputs",)}  # trained whole by peft
 WEIGHTS = "adapter_model.safetensors"
+TIED = ("embed_tokens", "lm_head")  # names by which peft knows an embedding when it loads an adapter
 
 
 def check(run: Run) -> None:
@@ -101,9 +102,23 @@ def wrap(run: Run, model: nn.Module, head: str) -> nn.Module:
 
     try:
         with peft_without_warnings():
-            return get_peft_model(model, config(run, head))
+            wrapped: Any = get_peft_model(model, config(run, head))
     except (TypeError, ValueError) as error:  # no such modules, or an unsupported adapter type
         raise RunError("LS3076", f"model.adapter: {' '.join(str(error).split())[:400]}") from error
+    about = wrapped.active_peft_config
+    tied = sorted(getattr(about, "target_modules_to_tie", None) or ())
+    if tied and run.model.adapter.get("export") == "adapter" and not _known_embedding(about.target_modules):
+        raise RunError(
+            "LS3413",
+            f"model.adapter.ensure_weight_tying: peft would load this adapter without {tied[0]}, because it knows an "
+            f"embedding by the names {' and '.join(TIED)} alone; set model.adapter.export=merged, or "
+            "ensure_weight_tying=false",
+        )
+    return wrapped  # type: ignore[no-any-return]
+
+
+def _known_embedding(targets: Any) -> bool:
+    return any(name.rpartition(".")[2] in TIED for name in targets or ())
 
 
 def save(run: Run, model: Any, folder: Path, published: str | None) -> None:

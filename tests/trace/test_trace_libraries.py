@@ -1,0 +1,129 @@
+"""Scripts that meet surprises of libraries (`tests/assumptions/`), traced: none is accused of what is right, and a
+comparison names what they change."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from lockstep_trace import tracer
+from lockstep_trace.compare_traces import compare_traces
+from lockstep_trace.findings import findings
+from lockstep_trace.read import Trace, read
+from lockstep_trace.tracer.settings import Settings
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def train(model: Any, labels: int, between: Callable[[int], None] = lambda step: None) -> None:
+    """Train on drawn tokens; the labels are the tokens, or below `labels`."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model.train()
+    for step in range(6):
+        ids = torch.randint(0, 32, (4, 8))
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=torch.randint(0, labels, (4,)) if labels else ids).loss.backward()
+        optimizer.step()
+        between(step)
+
+
+def traced(folder: Path, script: Callable[[], None]) -> Trace:
+    torch.manual_seed(0)
+    tracer.begin(Settings(str(folder)))
+    try:
+        script()
+    finally:
+        tracer.end()
+    trace = read(folder)
+    assert [e["text"] for e in trace.ranks[0].errors] == []
+    return trace
+
+
+def test_an_adapter_that_is_merged_to_evaluate_and_taken_out(tmp_path: Path) -> None:
+    """It leaves other last bits in the frozen weights: no finding, the same training to rounding, and with --exact the
+    first difference is one of rounding, whether gradients or losses show it first."""
+    peft: Any = pytest.importorskip("peft")
+
+    def script(merges: bool, layer: str) -> Callable[[], None]:
+        def run() -> None:
+            config = peft.LoraConfig(r=2, target_modules=[layer], init_lora_weights=False, task_type="CAUSAL_LM")
+            model = peft.get_peft_model(LlamaForCausalLM(LlamaConfig(**SIZES)), config)
+
+            def evaluate(step: int) -> None:
+                if merges and step % 3 == 2:
+                    model.merge_adapter()
+                    model.unmerge_adapter()
+
+            train(model, 0, evaluate)
+
+        return run
+
+    firsts = set()
+    for layer in ("q_proj", "down_proj"):
+        whole, merged = (traced(tmp_path / f"{m} {layer}", script(m, layer)) for m in (False, True))
+        assert findings(merged) == []
+        assert compare_traces(whole, merged).first is None
+        exact = compare_traces(whole, merged, exact=True)
+        firsts.add(exact.first)
+        assert "no more than rounding" in exact.cause
+        assert exact.step == 3
+    assert firsts == {"gradient", "loss"}
+
+
+def test_a_frozen_head_that_is_adapted_is_not_named(tmp_path: Path) -> None:
+    """all-linear without a task type adapts a classifier's head that was drawn at random and stays frozen. A trace has
+    trained weights alone: it does not say so, and accuses of nothing else (`init --from` refuses such a script)."""
+    peft: Any = pytest.importorskip("peft")
+
+    def script() -> None:
+        off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model = BertForSequenceClassification(BertConfig(**SIZES, **off))
+        train(peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear")), 2)
+
+    trace = traced(tmp_path, script)
+    assert findings(trace) == []
+    names = {p.name for s in trace.ranks[0].steps[0].values() for p in s.layout.parameters}
+    assert {n.rpartition("classifier.")[2] for n in names if "classifier" in n} == {
+        "lora_A.default.weight",
+        "lora_B.default.weight",
+    }
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_norm_of_fsdp2_is_recorded_as_a_number(alone: None, tmp_path: Path) -> None:
+    """clip_grad_norm_ returns a DTensor, which float() reads and formatting does not."""
+    from torch.distributed.fsdp import fully_shard
+
+    norms: list[float] = []
+
+    def script() -> None:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        for part in (model[0], model[2], model):
+            fully_shard(part)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 2, (8,))).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            with pytest.raises(TypeError, match="__format__"):
+                f"{norm:.3f}"
+            norms.append(float(norm))
+            optimizer.step()
+
+    trace = traced(tmp_path, script)
+    assert [f for f in findings(trace) if f.level != "info"] == []
+    for step, norm in enumerate(norms):
+        square = sum(value.square for value in trace.ranks[0].steps[0][step].unclipped.values())
+        assert square**0.5 == pytest.approx(norm, rel=1e-5)
