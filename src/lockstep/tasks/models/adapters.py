@@ -114,7 +114,7 @@ def wrap(run: Run, model: nn.Module, head: str) -> nn.Module:
             f"embedding by the names {' and '.join(TIED)} alone; set model.adapter.export=merged, or "
             "ensure_weight_tying=false",
         )
-    return wrapped  # type: ignore[no-any-return]
+    return wrapped
 
 
 def _known_embedding(targets: Any) -> bool:
