@@ -60,6 +60,9 @@ def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(
     hub: Hub, finished: Path, lockstep: Command
 ) -> None:
     mine = {"model-00001-of-00002.safetensors": b"old", "model.safetensors.index.json": b"{}", "notes.md": b"mine"}
+    stale = {"chat_template.jinja": b"old", "additional_chat_templates/rag.jinja": b"old", "added_tokens.json": b"{}"}
+    stale |= {"generation_config.json": b"{}", "adapter_config.json": b"{}", "pytorch_model.bin": b"old"}
+    mine |= stale  # transformers would load them beside the export's files
     hub.put("models", "user/feelings", mine, private=True)
     assert lockstep(finished, *PUSH)[0] == 0
     there = hub.files("user/feelings")

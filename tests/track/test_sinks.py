@@ -145,8 +145,9 @@ def test_a_model_card_stays_yaml_when_a_password_is_a_word_of_it(monkeypatch: py
     facts = {"source": "builtin/emotion", "labels": [TOLD, "<b>"]}
     task: Any = Classification.__new__(Classification)
     task.run, task.prepared = run, SimpleNamespace(facts=facts)
-    task.options = Classification.Options()
+    task.options, task.splits = Classification.Options(), {"train": range(run.batch_size - 1)}
     text = export.model_card(run, task, {"test": {"accuracy": 0.5, "examples": 4.0}}, 6)
+    assert f" for 6 steps of {run.batch_size - 1} examples in " in text, "a batch has no more rows than there are"
     export.check_card(text, Path("README.md"))
     clean(text)
     head, block = yaml.safe_load(text.split("---")[1]), text.split("```yaml\n")[1].split("```")[0]

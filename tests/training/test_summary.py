@@ -4,6 +4,8 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +16,8 @@ from lockstep.distributed.world import World
 from lockstep.launchers.start import planned
 from lockstep.strategies.job import Job
 from lockstep.track.best import Best
-from lockstep.training.summary import better_step, the_same_elsewhere
+from lockstep.training.summary import better_step, padding_ratio, the_same_elsewhere
+from lockstep.training.throughput import Counts
 from support.harness import TINY, tiny
 
 
@@ -129,3 +132,11 @@ def test_the_closing_lines_name_it_and_its_command_exports_it(
     scores = json.loads((tmp_path / "out-best" / "scores.json").read_text())
     assert scores["step"] == step != 30
     assert not any(line.startswith("better") for line in capfd.readouterr().out.splitlines())
+
+
+def test_little_padding_is_not_none() -> None:
+    task: Any = SimpleNamespace(unit="tokens")
+    texts = {(1000, 1000): "; no padding", (1003, 1200): "; <1% padding (random micro-batches: 20%)"}
+    texts[1000, 1004] = "; 0% padding (random micro-batches: <1%)"
+    for (padded, chance), text in texts.items():
+        assert padding_ratio(task, Counts(tokens=1000, padded=padded, padded_by_chance=chance)) == text

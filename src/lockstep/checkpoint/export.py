@@ -76,12 +76,13 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
     averaged = f" The weights are {run.average.summary}." if run.average.summary else ""
     same = " Under `strategy.exact` the same bits come out at any number of processes." if run.strategy.exact else ""
     # redact before dumping: a bare *** has a meaning in YAML
+    batch = min(run.batch_size, len(task.splits["train"]))
     head = yaml_dump(redact_all(metadata(run, task, scores).to_dict(), printable), sort_keys=False).strip()
     file = without_home(run.dump(printable))
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", file)), default=0))  # longer than any fence in the file
     return (
         f"---\n{head}\n---\n\n# {run.name}\n\n"
-        f"{origin} on {where} for {steps} steps of {run.batch_size} examples in {run.precision}.{averaged}{labels}\n\n"
+        f"{origin} on {where} for {steps} steps of {batch} examples in {run.precision}.{averaged}{labels}\n\n"
         f"## Use\n\n```python\n{_usage(run, task, base)}\n```\n\n"
         f"## Metrics\n\n{_table(scores)}\n\n{_part(run)}"
         f"## Training\n\nTrained with lockstep {__version__}.{same} The run file, complete:\n\n"
@@ -256,7 +257,20 @@ def _licence(run: Run, base: str | None) -> str:
 
 PUSHED = "hub.json"  # file in OUTPUT: repository and commit of the pushed export
 # Files of an earlier push that a push deletes if this export lacks them.
-_STALE = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
+_STALE = [
+    *("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "config.json", "generation_config.json"),
+    *("pytorch_model*.bin", "pytorch_model.bin.index.json", "adapter_model.bin", "training_args.bin"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*", "added_tokens.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *(
+        "tokenizer.model",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "preprocessor_config.json",
+        "processor_config.json",
+    ),
+    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
+]
 
 
 class PushFailed(CodedError):

@@ -161,9 +161,14 @@ def padding_ratio(task: Task, counts: Counts) -> str:
     if not task.unit:
         return ""
     padding, by_chance = counts.padded / counts.tokens - 1, counts.padded_by_chance / counts.tokens - 1
-    if max(padding, by_chance) < 0.005:
+    if max(padding, by_chance) == 0:
         return "; no padding"
-    return f"; {padding:.0%} padding (random micro-batches: {by_chance:.0%})"
+    return f"; {_share(padding)} padding (random micro-batches: {_share(by_chance)})"
+
+
+def _share(part: float) -> str:
+    """Format a share as per cent; a small one is not 0 %."""
+    return "<1%" if 0 < part < 0.01 else f"{part:.0%}"
 
 
 LINE = 80  # columns of a narrow terminal
