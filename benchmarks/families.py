@@ -33,6 +33,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
+from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
@@ -202,7 +203,7 @@ def run_of(
 
 def trained(world: World, run: Run) -> dict[str, Any]:
     """Results of two steps and an evaluation, on rank 0 and on the others."""
-    strategy = resolve_strategy(run, world.size)(run, world)
+    strategy = resolve_strategy(run, world.size)(Job.of(run, world.size), world)
     task_class = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     strategy.build(task)

@@ -28,6 +28,7 @@ from lockstep.config.schedules import learning_rate
 from lockstep.data.prepare import prepare
 from lockstep.distributed.system_metrics import keep_freed_memory
 from lockstep.distributed.world import World
+from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader
 
 
@@ -100,7 +101,7 @@ def main() -> None:
             task_class = plugins.find("tasks", run.task.name)
             world = World(run).join()
             task = task_class(run, prepare(run, task_class))
-            strategy = plugins.find("strategies", "single")(run, world)
+            strategy = plugins.find("strategies", "single")(Job.of(run, world.size), world)
             strategy.build(task)
             feed = StepLoader(task, strategy.own_micro_batches(), world.device)
             batches = [feed.make(t) for t in range(args.steps + 2)]

@@ -25,6 +25,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load, overrides_of
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
+from lockstep.strategies.job import Job
 from lockstep.training import plain_check, plain_sides
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
@@ -34,7 +35,7 @@ def measured(run: Run) -> dict[str, Any]:
     """Largest relative differences of loss and gradient, in float32 and in the run's precision; or why it is not
     compared."""
     world = World(run)
-    strategy = resolve_strategy(run, 1)(run, world)
+    strategy = resolve_strategy(run, 1)(Job.of(run, world.size), world)
     task_class: Any = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     strategy.build(task)

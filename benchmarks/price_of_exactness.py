@@ -34,7 +34,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.job import strategy_class
+from lockstep.strategies.job import Job, strategy_class
 from lockstep.training.data_loader import StepLoader
 
 MODEL = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
@@ -75,7 +75,7 @@ def built(rank: int, ranks: int, meet: str, run: Run) -> tuple[Any, StepLoader, 
     task_class = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     before = memory("VmRSS")
-    strategy: Any = strategy_class(run)(run, world)
+    strategy: Any = strategy_class(run)(Job.of(run, world.size), world)
     strategy.build(task)
     feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     strategy.train_step(feed.make(0), 1e-4)

@@ -288,6 +288,7 @@ def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[A
     """Task, unbuilt strategy and this rank's batches on the host."""
     from lockstep.config import plugins
     from lockstep.data.prepare import prepare
+    from lockstep.strategies.job import Job
     from lockstep.tasks.abilities import UsesReference
     from lockstep.training.data_loader import StepLoader
     from lockstep.training.resolve import resolve_strategy
@@ -306,7 +307,7 @@ def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[A
     world = FakeWorld(run).on_machines(case["per_node"])
     assert world.device == DEVICE, world.device
     with numbers, WATCH:
-        strategy = found(run, world)
+        strategy = found(Job.of(run, world.size), world)
     feed = StepLoader(task, strategy.own_micro_batches(), torch.device("cpu"))
     times, summed = run.micro_batches // len(feed.indices), strategy.sum_of_step
 

@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -217,6 +217,16 @@ def find(kind: str, name: str) -> type:
     with importing():
         plugin_class: type = getattr(importlib.import_module(_module(kind, name)), BUILT_IN[kind][name])
     return plugin_class
+
+
+def fact_of_optimizer(name: object, fact: str, default: Any) -> Any:
+    """Return a class attribute of an optimizer. The default for a user's own class, and for a name that `find` refuses:
+    another check reports it."""
+    if not isinstance(name, str) or name not in names("optimizers"):
+        return default
+    with suppress(PluginError, ImportError):
+        return getattr(find("optimizers", name), fact)
+    return default
 
 
 def of_key(key: str, kind: str, name: str) -> type:

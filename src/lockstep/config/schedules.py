@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
+from lockstep.config import plugins
 from lockstep.config.errors import InvalidValue
 
 NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "polynomial", "wsd", "one_cycle")
@@ -24,8 +25,6 @@ _ADVICE = {
     "reduce_lr_on_plateau": "a rate that follows the scores would differ between a run and its resume",
 }
 ENDING = ("linear", "cosine", "polynomial", "wsd", "one_cycle")  # schedules that end at `min_lr_ratio`
-# Optimizers whose warm-up starts at 1 / warmup_steps and reaches the full rate in its last step, as in their libraries.
-_FROM_ONE = ("schedule_free",)
 
 
 class Schedule(Protocol):
@@ -91,7 +90,8 @@ def learning_rate(optim: Schedule, step: int, steps: int) -> float:
     if step < warmup and optim.schedule == "wsd" and optim.min_lr_ratio:
         return optim.learning_rate * (step / warmup * (1.0 - optim.min_lr_ratio) + optim.min_lr_ratio)
     if step < warmup:
-        return optim.learning_rate * (step + (optim.name in _FROM_ONE)) / warmup
+        first = int(plugins.fact_of_optimizer(optim.name, "warms_from_one", False))
+        return optim.learning_rate * (step + first) / warmup
     return optim.learning_rate * _share(optim, step, steps, warmup)
 
 

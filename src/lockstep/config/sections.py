@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError
 
+from lockstep.config import plugins
 from lockstep.config.data_sources import (
     LAYOUT,
     OWN,
@@ -434,10 +435,6 @@ class LaunchSection(PluginSection):
         return self
 
 
-# Optimizer -> its default schedule, if not linear.
-_USUAL_SCHEDULE = {"schedule_free": "constant"}
-
-
 class Group(Section):
     """Parameter group: weights with their own learning rate or weight decay."""
 
@@ -519,7 +516,7 @@ class OptimSection(PluginSection):
             return values
         values = dict(values)
         if values.get("schedule") is None:
-            values["schedule"] = _USUAL_SCHEDULE.get(str(values.get("name")), "linear")
+            values["schedule"] = plugins.fact_of_optimizer(values.get("name"), "usual_schedule", "linear")
         with suppress(ValueError):  # invalid points are refused under their own key
             if isinstance(points := parse_schedule(values["schedule"]), list):
                 values.setdefault("learning_rate", max(rate for _, rate in points))

@@ -14,7 +14,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,11 @@ class EventLog:
             file.write((json.dumps(redact_all(line)) + "\n").encode())
 
 
-def facts(run: Run, world: World, opening: dict[str, str], clock: str, waits_inside: Sequence[str]) -> dict[str, Any]:
-    """Return the facts of a start: processes, hosts, hardware, versions, git. Collective."""
+def facts(
+    run: Run, world: World, engines: Iterable[str], opening: dict[str, str], clock: str, waits_inside: Sequence[str]
+) -> dict[str, Any]:
+    """Return the facts of a start: processes, hosts, hardware, versions, git. `engines`: packages that the strategy
+    needs. Collective."""
     places = world.all_gather((world.host, _device(world)))
     return {
         "processes": world.size,
@@ -108,7 +111,7 @@ def facts(run: Run, world: World, opening: dict[str, str], clock: str, waits_ins
         "threads": world.threads,
         "clock": clock,
         "waits_inside": list(waits_inside) if world.size > 1 else [],
-        "versions": versions(run),
+        "versions": versions(run, engines),
         "git": git_state(Path.cwd()) if world.is_main else None,
         "opening": opening,
     }
@@ -129,13 +132,11 @@ def launched_by(run: Run) -> str:
     return "ranks that were started by hand"
 
 
-def versions(run: Run) -> dict[str, str]:
-    """Return the versions of Python and of the packages that affect results."""
+def versions(run: Run, engines: Iterable[str]) -> dict[str, str]:
+    """Return the versions of Python and of the packages that affect results, `engines` among them."""
     versions_of = {"python": platform.python_version()}
-    names = {"hf_accelerate": "accelerate", "hf_trainer": "accelerate"}
-    engine = names.get(run.strategy.name, "deepspeed" if run.strategy.name.startswith("zero") else None)
     quantizer = "bitsandbytes" if run.model.quantization else None
-    for name in ("lockstep-train", "torch", "transformers", "tokenizers", "datasets", engine, "peft", quantizer):
+    for name in ("lockstep-train", "torch", "transformers", "tokenizers", "datasets", *engines, "peft", quantizer):
         if name is None or (name == "peft" and not run.model.adapter):
             continue
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -10,11 +10,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.config import plugins
 from lockstep.config.error_messages import flat
 from lockstep.config.run import Run
 from lockstep.lab.bench_row import BenchRow
 from lockstep.lab.sweep.sweep_file import Overrides, format_value
+from lockstep.strategies.job import Job
 
 GAIN = 1.02  # a smaller one is no gain, on however quiet a machine
 CHUNK = 2048  # tokens; a matrix of logits with more rows is worth cutting
@@ -24,18 +24,17 @@ def options_of(run: Run) -> dict[str, list[Any]]:
     """Return key -> values other than the run's own, which cost or save time or memory and train the same examples.
     Some change rounding, and so the weights' bits. `precision` and `strategy.exact` are not among them: they
     change what is promised."""
-    task: Any = plugins.find("tasks", run.task.name)
+    job = Job.of(run)
     tried: dict[str, list[Any]] = {
         "model.compile": [False, True, "whole"],
         "model.checkpoint_activations": [False, True],
         "micro_batches": [max(1, run.micro_batches // 2), run.micro_batches * 2],
     }
-    if not task.own_model:
+    if not job.task.own_model:
         tried["data.padding"] = ["none", "batch"]
-    if task.chunks_loss:
+    if job.task.chunks_loss:
         tried["task.loss_chunk"] = [None, CHUNK]
-    if run.strategy.name == "fsdp2":
-        tried["strategy.options.gather"] = ["step", "micro_batch"]
+    tried |= {f"strategy.options.{key}": [*values] for key, values in job.strategy.bench_options.items()}
     own = flat(run.model_dump(mode="json"))
     others = {key: [value for value in values if value != own.get(key)] for key, values in tried.items()}
     return {key: values for key, values in others.items() if values}

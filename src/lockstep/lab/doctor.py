@@ -38,6 +38,7 @@ from lockstep.distributed.world import World
 from lockstep.lab import machine_info
 from lockstep.lab.machine_info import Facts
 from lockstep.lab.subprocess_job import Child
+from lockstep.strategies.job import strategy_class
 from lockstep.track import json_output
 from lockstep.track.console import Console
 from lockstep_trace.plurals import quantity
@@ -499,8 +500,7 @@ def outcomes_of(folder: Path, runs: Sequence[Sequence[Run]]) -> Iterator[Outcome
 
 def _outcome(run: Run, folder: Path, alone: Path, reference: tuple[str, list[str]]) -> tuple[str, list[str]]:
     try:
-        strategy: Any = plugins.find("strategies", run.strategy.name)
-        lacking = plugins.lacking(strategy.needs)
+        lacking = plugins.lacking(strategy_class(run).needs)
     except Exception as caught:  # an engine without the internals that lockstep uses
         return "failed", [f"{type(caught).__name__}: {' '.join(str(caught).split())[:300]}"]
     if lacking:

@@ -31,6 +31,7 @@ from lockstep.launchers.processes import accelerate_config
 from lockstep.proof import against_plain
 from lockstep.proof.recording import FILE as RECORDS
 from lockstep.proof.recording import TRACE, Recording, read
+from lockstep.strategies.job import strategy_class
 from lockstep.track.console import Console
 from lockstep_trace import compare_traces as comparing
 from lockstep_trace.compare_traces import Comparison, Tolerance
@@ -266,7 +267,7 @@ def _facts(run: Run, prepared: Prepared, recording: Recording) -> dict[str, Any]
     return {
         "run": run.arithmetic(),
         "data": prepared.key,
-        "versions": versions(run),
+        "versions": versions(run, strategy_class(run).needs),
         "device": torch.cuda.get_device_name() if cuda else processor(),
         "threads": run.launch.threads,
         "strategy": recording.strategy,

@@ -69,6 +69,8 @@ from lockstep.tasks.task import Task
 
 BUCKET_BYTES = 25 * 2**20
 
+GATHERS = {"gather": ("step", "micro_batch")}  # options that `lockstep bench` tries
+
 
 class ShardedWeights(TrainedWeights):
     """The weights of a rank that holds all of them and updates its rows of each."""
@@ -127,6 +129,7 @@ class ShardedWeights(TrainedWeights):
 class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
     """`strategy.options`: `gather: step`, and no FSDP options."""
 
+    bench_options = GATHERS
     plugin = "strategies"  # a base: it has no name in a run file
 
     waits_inside = ("reduction", "overlapped", "optimizer")
@@ -252,6 +255,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     time, `*` for any part of a name; default: the layers)."""
 
     exact = True
+    bench_options = GATHERS
     weight_formats = WeightFormats.BFLOAT16
     statistics: Statistics
     waits_inside = ("forward", "backward", "reduction", "optimizer")

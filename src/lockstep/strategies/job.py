@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Flag, IntEnum, auto
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -55,6 +56,8 @@ class StrategyRules(ABC):
     weight_formats: ClassVar[WeightFormats] = WeightFormats.NONE
     chooses_links: ClassVar[bool] = True  # whether `strategy.all_reduce` applies to its exact sums
     runs_whole_model: ClassVar[bool] = False  # whether a rank's forward runs the whole model, with all its weights
+    engine_casts: ClassVar[bool] = False  # whether an engine puts its own autocast into the model's forward
+    bench_options: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # own options -> values that `lockstep bench` tries
     flat_parts: ClassVar[bool] = False  # whether an engine passes flattened parts of tensors to the optimizer
 
     @classmethod

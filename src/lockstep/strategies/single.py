@@ -34,12 +34,11 @@ from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.job import Job
 from lockstep.strategies.observer import observing
 from lockstep.strategies.strategy import DataShard, WeightFormats
-from lockstep.tasks.models import inference
-from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
     from lockstep.strategies.engines.region import Region
+    from lockstep.tasks.models.inference import Decoding
 
 
 class ReplicatedStrategy(Recomputes):
@@ -201,6 +200,8 @@ class ReplicatedStrategy(Recomputes):
     @override
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
         with self.evaluating():
+            from lockstep.tasks.models import inference
+
             return inference.by_transformers(self.model, inputs, how)
 
     @contextmanager

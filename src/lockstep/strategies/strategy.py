@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,9 +39,11 @@ from lockstep.strategies.exact.update import WeightUpdate
 from lockstep.strategies.job import Job, StrategyRules
 from lockstep.strategies.job import WeightFormats as WeightFormats
 from lockstep.strategies.observer import StepObserver
-from lockstep.tasks.models import inference, quantized
-from lockstep.tasks.models.inference import Decoding
+from lockstep.tasks.models import quantized
 from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from lockstep.tasks.models.inference import Decoding
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,8 @@ class Strategy(StrategyRules):
 
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
         """Generate tokens, int64 [B, N]. Each rank passes its own inputs. Collective."""
+        from lockstep.tasks.models import inference
+
         assert (how.beams, how.temperature) == (1, 0), "`checked` refuses what is not greedy"
         return inference.by_forward(self.forward, lambda count: self.data_parallel.sum(count.float()), inputs, how)
 

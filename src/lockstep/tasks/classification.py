@@ -25,7 +25,7 @@ from lockstep.data.stream import Stream
 from lockstep.data.token_checks import Limit
 from lockstep.tasks.abilities import Streams
 from lockstep.tasks.label_task import LabelTask
-from lockstep.tasks.models import head_labels, heads
+from lockstep.tasks.models import heads
 from lockstep.tasks.objectives.objective import ClassificationOptions, LabelCodes, Objective
 from lockstep.tasks.objectives.objectives import OneLabel, RegressionObjective, SeveralLabels
 from lockstep.tasks.text_task import Arrays, Encoder, TextData, TextTask
@@ -315,6 +315,8 @@ class LabelVocab:
 
 def _as_the_model(run: Run, options: ClassificationOptions, codes: LabelCodes) -> tuple[LabelCodes, list[str]]:
     """Reorder labels to match the model's outputs, with notes. Errors: `RunError`."""
+    from lockstep.tasks.models import head_labels
+
     notes = head_labels.problem_notes(run, heads.CLASSIFICATION, objective_of(options).problem, len(codes.names))
     if options.regression:
         return codes, notes

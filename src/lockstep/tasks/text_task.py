@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import lm_documents, source, splitting, stream, token_checks, tokenizer, usable_rows
+from lockstep.data import source, splitting, stream, token_checks, tokenizer, usable_rows
 from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
 from lockstep.data.column_types import Kind
@@ -120,6 +120,8 @@ class TextTask(Task):
     @classmethod
     def holdout_fn(cls, data: TextData) -> splitting.Cut:
         """The function that holds out a share of train."""
+        from lockstep.data import lm_documents
+
         return lm_documents.cut
 
     @classmethod

@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,13 +24,14 @@ from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import Generates, GivesPredictions
-from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
 from lockstep.training.errors import EvaluationInterrupted
 from lockstep.training.model_stats import evaluated_at_once, validation_rows
 from lockstep.training.session import Session
+
+if TYPE_CHECKING:
+    from lockstep.tasks.models.inference import Decoding
 
 T = TypeVar("T")
 
@@ -199,6 +200,8 @@ def finalize_metrics(
         known = {**metrics, **losses}
         complete = texts or sums.keys() >= {*task.per_example_outputs}
         if run.metrics and complete and isinstance(task, GivesPredictions):
+            from lockstep.tasks import own_metrics
+
             predictions = task.predictions(sums, columns, rows)
             known |= own_metrics.scored(run, own_metrics.functions(run), predictions, list(known))
         return known | {"examples": count}, task.tables(sums)

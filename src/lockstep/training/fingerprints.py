@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -21,7 +21,9 @@ from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.track.jsonl import Lines
 from lockstep.track.report.history import lines_of
-from lockstep_trace.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from lockstep_trace.step_record import StepRecord
 
 FILE = "fingerprints.jsonl"
 KEYS = ("step", "loss", "grad_norm", "hash", "weights", "optimizer")  # of a line
@@ -87,6 +89,8 @@ class Fingerprints:
 
     def write(self) -> None:
         """Write the lines of the recorded steps. Synchronizes with the device."""
+        from lockstep_trace.step_record import StepRecord
+
         waiting, self._waiting = self._waiting, []
         self._written = waiting or self._written
         for step, loss, norm, state in waiting:
@@ -103,6 +107,8 @@ class Fingerprints:
 
 def recorded(output: Path) -> list[StepRecord]:
     """Return the records of the steps of OUTPUT, complete lines alone; empty without the file."""
+    from lockstep_trace.step_record import StepRecord
+
     lines = lines_of(output / FILE, ("step", "hash"))
     return [StepRecord.from_json({name: line.get(name) for name in KEYS}) for line in lines]
 

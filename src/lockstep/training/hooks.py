@@ -6,12 +6,16 @@ rank. Each hook is idempotent for `state.step`: if a rank failure interrupts the
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.step_timer import Profiler
 from lockstep.training.evaluation import evaluate_during_training
-from lockstep.training.sdc_check import SdcCheck
 from lockstep.training.session import Session
 from lockstep.training.train_state import CHECKPOINT, EVALUATION, TrainState, is_due
+
+if TYPE_CHECKING:
+    from lockstep.training.sdc_check import SdcCheck
 
 
 class Hook:

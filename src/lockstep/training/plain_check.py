@@ -32,7 +32,6 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
 from lockstep.strategies.engines import blocks
-from lockstep.strategies.engines.accelerated import Accelerated
 from lockstep.strategies.engines.side_effects import preserved
 from lockstep.strategies.exact.stepper import make_model
 from lockstep.strategies.strategy import Strategy
@@ -287,7 +286,7 @@ def first_micro_batch(session: Session) -> np.ndarray:
 def differences(sides: Sides, strategy: Strategy) -> list[PlainDifference]:
     """Differences beyond rounding, over all groups of examples. Errors: `NotCovered`."""
     differing: list[PlainDifference] = []
-    inside = isinstance(strategy, Accelerated) and sides.run.precision == "bf16"
+    inside = strategy.engine_casts and sides.run.precision == "bf16"
     strict = takes_float32(sides.task) and not inside
     low = "bfloat16" if sides.run.model.trained_in_bfloat16 else sides.run.precision.replace("fp32", "")
     groups = groups_of(sides)

@@ -17,7 +17,6 @@ from lockstep.config.run import Run
 from lockstep.data.batch import IGNORED
 from lockstep.distributed.randomness import seed_everything
 from lockstep.plain.job import Plain
-from lockstep.tasks.modules import dataset as own_data
 
 
 @contextmanager
@@ -84,6 +83,8 @@ def drawn_examples(
 ) -> list[dict[str, Any]]:
     """The plain path's batch of a user's own items. Random numbers of items, collate and forward count as data:
     generators are seeded as in the run's own path. `place`: step and micro-batch."""
+    from lockstep.tasks.modules import dataset as own_data
+
     data = job.splits[split]
     items = [own_data.item(run, data.dataset, data.indices[row], place[0]) for row in rows]
     seed_everything(run.seed, *place, 1)

@@ -28,7 +28,6 @@ from lockstep.config.schedules import learning_rate
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import MicroBatch
 from lockstep.data.hub import model_folder
-from lockstep.data.masking import WITHOUT_STEP
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.randomness import own_generators, seed_libraries
 from lockstep.distributed.world import World
@@ -44,7 +43,6 @@ from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Generates, UsesReference
 from lockstep.tasks.models import adapters, model_configs, quantized
-from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate_with_tables
@@ -52,6 +50,7 @@ from lockstep.training.plain_measures import without_dropout
 from lockstep.training.session import Session, build_session, join_ranks
 
 if TYPE_CHECKING:
+    from lockstep.tasks.models.inference import Decoding
     from lockstep.tasks.module import Module
 
 _OF_MODULE = 3  # items of a user module to compare for each of: first, longest, shortest
@@ -342,6 +341,8 @@ def record_session(session: Session, count: int = 2) -> None:
     rows = rows[np.argsort(-held_out.lengths[rows], kind="stable")]  # in the order that evaluations use
     scores = _scores(session, held_out, rows)
     hides = session.task.draws_targets
+    from lockstep.data.masking import WITHOUT_STEP
+
     masked_ids = _masked(session, held_out, [rows], WITHOUT_STEP) if hides else {}
     steps = []
     with without_dropout(strategy.model), listening(strategy, recorder):

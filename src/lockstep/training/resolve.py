@@ -21,7 +21,6 @@ from lockstep.config.run import Run, RunError, check_output
 from lockstep.config.sections import LaunchSection
 from lockstep.config.written import naming_defaults
 from lockstep.distributed.hardware import gpus_of
-from lockstep.strategies.engines import zero_agreement
 from lockstep.strategies.job import OWN_ATTENTION, Job, Scope, WeightFormats, with_compile
 
 if TYPE_CHECKING:
@@ -92,6 +91,8 @@ def resolve_launch(run: Run, machine: Machine, processes: int, scope: Scope) -> 
         if scope > Scope.OPTIONS:  # `init --from` resolves the options of run files with placeholders
             _refuse_placeholders(run)
         if processes and run.strategy.options:
+            from lockstep.strategies.engines import zero_agreement
+
             zero_agreement.check(run, processes)  # reports all its errors in one message
         if machine.launcher is not None and (scope == Scope.START or not machine.launcher.submits):
             machine.launcher.check(run, machine.plan)

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,7 +34,6 @@ from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.job import Job, Scope
 from lockstep.strategies.strategy import NotFinite, Strategy
-from lockstep.tasks.models.inference import Decoding
 from lockstep.track.console import Console, error
 from lockstep.training import plain_check
 from lockstep.training.errors import not_finite
@@ -42,6 +42,9 @@ from lockstep.training.model_stats import evaluated_at_once, remarks
 from lockstep.training.session import Session
 from lockstep.training.summary import facts
 from lockstep.training.train_state import TrainState
+
+if TYPE_CHECKING:
+    from lockstep.tasks.models.inference import Decoding
 
 
 def start_or_resume(session: Session, console: Console) -> tuple[TrainState, str]:
@@ -90,7 +93,7 @@ def start_or_resume(session: Session, console: Console) -> tuple[TrainState, str
         step,
         steps=session.feed.total,
         compared=compared,
-        **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside),
+        **start_facts(run, world, strategy.needs, opening, strategy.phases.clock, strategy.waits_inside),
     )
     return state, compared
 

@@ -28,6 +28,7 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
     """FSDP2 by Accelerate. `strategy.options.fsdp`: the fields of its `FullyShardedDataParallelPlugin`."""
 
     weight_formats = WeightFormats.NONE
+    bench_options: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # type: ignore[assignment]
     supports_reshard = False  # Accelerate keeps process-wide state
 
     @override

@@ -43,13 +43,13 @@ from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.side_effects import Writes
 from lockstep.strategies.exact.rows import SMALL as FEW_ROWS
 from lockstep.strategies.exact.statistics import averaged
-from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.strategies.job import Job
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import load_config, with_architectures
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
+    from lockstep.strategies.exact.tensor_leaves import LeafRanks
     from lockstep.strategies.strategy import Strategy
 
 

@@ -54,6 +54,10 @@ class Optimizer(ABC):
     the host waits for a GPU in every step, to know whether the step may be made."""
     counters: ClassVar[tuple[str, ...]] = ("step",)  # scalar keys of the state
 
+    usual_schedule: ClassVar[str] = "linear"  # `optim.schedule` where the run file has none
+    warms_from_one: ClassVar[bool] = False
+    """Whether warm-up starts at 1 / warmup_steps and reaches the full rate in its last step, as in its library."""
+
     class Options(Section):
         """No own keys."""
 

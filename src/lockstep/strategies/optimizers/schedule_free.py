@@ -26,6 +26,8 @@ class ScheduleFree(Optimizer):
 
     any_part = True
     averages = True
+    usual_schedule = "constant"
+    warms_from_one = True
     counters = ("step", "weight_sum", "highest")
 
     class Options(Section):

@@ -35,7 +35,6 @@ from lockstep.tasks.models import (
     source_files,
     source_ties,
     storage_dtype,
-    token_rows,
 )
 from lockstep.tasks.models.model_configs import (
     check_one_save,
@@ -277,6 +276,8 @@ def _pretrained(run: Run, head: str, auto: Any, config: Any, options: Mapping[st
 def _prepare(config: Any, tokenizer: Any, pretrained: bool) -> None:
     """Set the padding token and disable features unused in training. Errors: `RunError` if the padding token has no
     embedding."""
+    from lockstep.tasks.models import token_rows
+
     for part in texts(config):
         if pretrained:
             token_rows.check_padding(entry(part, "vocab_size"), tokenizer)
@@ -370,6 +371,8 @@ def _no_import_of_deepspeed() -> Iterator[None]:
 
 def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:
     """Load an exported model, ready for inference, and its tokenizer. Errors: `RunError`."""
+    from lockstep.tasks.models import token_rows
+
     model = exported_model(head, folder, run)
     with _loading(folder):
         tokenizer = tokenizers.load(str(folder), run.model.trust_remote_code)

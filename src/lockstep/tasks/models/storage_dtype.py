@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from lockstep.config.run import Run
-from lockstep.tasks.models import quantized, tie_entry
+from lockstep.tasks.models import quantized
 
 
 def loaded_in(run: Run) -> dict[str, Any]:
@@ -125,6 +125,8 @@ def merged(model: Any, low: bool) -> nn.Module:
     whole.config.dtype = dtype
     if untied:
         whole.config.tie_word_embeddings = tied  # peft checks only two of possibly more weights
+        from lockstep.tasks.models import tie_entry
+
         tie_entry.write_down(whole)
     return whole
 

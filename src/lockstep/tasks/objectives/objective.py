@@ -17,7 +17,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from lockstep.config.errors import InvalidValue
 from lockstep.config.run import RunError
 from lockstep.config.sections import Section
-from lockstep.data import lm_documents
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import Sums
 
@@ -357,6 +356,8 @@ class Objective(ABC):
     @classmethod
     def cut(cls, codes: LabelCodes, train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
         """Hold out a share of the training split, as `lm_documents.cut`. Errors: `RunError`."""
+        from lockstep.data import lm_documents
+
         return lm_documents.cut(train, share, seed, key)
 
     # -- training ----------------------------------------------------------------------------------------------------
