@@ -6,15 +6,17 @@ import io
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lockstep.cli import main
 from lockstep.config.run import load
+from lockstep.data import conversations
 from lockstep.training.predicting import predictions
 from support.harness import TINY
-from support.messages import mentions
+from support.messages import mentions, raises
 from support.predictions import numbers
 from support.task_runs import BERT, make, write
 
@@ -93,6 +95,28 @@ def test_every_task_answers_in_data(kind: str, outputs: dict[str, Path]) -> None
         assert all(0 < each["score"] <= 1 for row in found for each in row[answer])
     else:
         assert [each[answer] for each in found] == [each[answer] for each in alone]  # a batch changes no word
+
+
+def test_a_file_of_conversations_is_answered(
+    outputs: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each up to where the last answer begins: an answer that is there is left out, and a text is what a user says."""
+    first, more = {"role": "user", "content": "why ."}, {"role": "assistant", "content": "no ."}
+    write(tmp_path / "talks.jsonl", [{"id": n, "messages": [first, more]} for n in range(2)])
+    write(tmp_path / "named.jsonl", [{"messages": [{"from": "human", "value": "why ."}]}])
+    files = [str(tmp_path / name) for name in ("talks.jsonl", "named.jsonl")]
+    assert main(["predict", str(outputs["messages"]), *files, "why .", "--json"]) == 0
+    *talks, text = map(json.loads, capfd.readouterr().out.splitlines())
+    assert talks == [{"messages": [first], "written": text["written"]}] * 3
+    (row,) = predictions(outputs["messages"], [[first, more, first]], [])
+    assert row["messages"] == [first, more, first]
+    for value in ({"messages": [more]}, {"question": "x"}):
+        with raises("LS2404" if value.get("messages") else "LS5071", "messages"):
+            list(predictions(outputs["messages"], [value], []))
+    tok: Any = SimpleNamespace(apply_chat_template=lambda some, **how: repr((some, how["add_generation_prompt"])))
+    assert conversations.prompt_text(tok, conversations.Writing("m"), "a") == repr(
+        ([{"role": "user", "content": "a"}], True)
+    )
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict"])

@@ -69,6 +69,48 @@ class Writing:
         )
 
 
+class Question(str):
+    """A conversation that the model is to answer. As a text: its messages as JSON."""
+
+    column: str
+    messages: list[dict]
+    tools: Any  # as the row has them
+    place: str  # for error messages
+
+    @classmethod
+    def of(cls, messages: Any, column: str, tools: Any, place: str) -> Question | None:
+        """The messages before the last answer, if there is one; None for a value that is no conversation. Errors:
+        `RunError`."""
+        messages = [messages] if isinstance(messages, Mapping) else messages
+        if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
+            return None
+        some = [without_nulls(renamed(message, f"predict: {column!r} of {place}")) for message in messages]
+        if any("role" not in message for message in some):
+            return None
+        while some and some[-1]["role"] == "assistant":
+            some.pop()
+        if not some:
+            raise RunError(
+                "LS2404", f"predict: {column!r} of {place} has no message that could be answered: only the assistant's"
+            )
+        question = cls(json.dumps(some, default=str))
+        question.column, question.messages, question.tools, question.place = column, some, tools, place
+        return question
+
+
+def prompt_text(tokenizer: Any, how: Writing, text: str) -> str:
+    """Render a `Question`, or a text that the user says, up to where the answer begins. Errors: `RunError`."""
+    messages, tools, place = [{"role": "user", "content": text}], None, f"the text {text[:40]!r}"
+    if isinstance(text, Question):
+        messages = [{**message, "content": message.get("content", "")} for message in text.messages]
+        tools, place = _offered(text.tools, how, text.place), text.place
+    try:
+        return how.text(tokenizer, messages, tools, True)
+    except Exception as error:  # templates may raise anything
+        reason = " ".join(str(error).split())
+        raise RunError("LS2406", f"predict: the chat template cannot be used on {place}: {reason}") from error
+
+
 def _is_marked(tokenizer: Any, template: str | None, tools: Any) -> bool:
     return _MARKS.search(tokenizer.get_chat_template(template, tools)) is not None
 
@@ -107,6 +149,18 @@ ROLES = {
 }
 
 
+def renamed(turn: Any, where: str) -> Any:
+    """A message with `role` and `content` for one with `from` and `value`. `where`: of error messages. Errors:
+    `RunError` for an unknown speaker."""
+    if not isinstance(turn, Mapping) or "role" in turn or not {"from", "value"} <= set(turn):
+        return turn
+    role = ROLES.get(str(turn["from"]).strip().lower())
+    if role is None:
+        raise RunError("LS2040", f"{where}: unknown role {turn['from']!r}; expected one of {', '.join(ROLES)}")
+    rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    return {"role": role, "content": turn["value"], **rest}
+
+
 def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
     """Rows whose messages have `role` and `content`: `from` and `value` are renamed, and a single message becomes a
     list. Errors: `RunError` for an unknown speaker."""
@@ -121,24 +175,13 @@ def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
         if inner is not feature and "role" in inner:
             return dataset
 
-    def renamed(turn: Any, row: int) -> Any:
-        if not isinstance(turn, Mapping) or "role" in turn or not {"from", "value"} <= set(turn):
-            return turn
-        role = ROLES.get(str(turn["from"]).strip().lower())
-        if role is None:
-            raise RunError(
-                "LS2040",
-                f"{key}: column {column!r} of the {split} split, row {row}: unknown role {turn['from']!r}; "
-                f"expected one of {', '.join(ROLES)}",
-            )
-        rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
-        return {"role": role, "content": turn["value"], **rest}
+    of = f"{key}: column {column!r} of the {split} split, row"
 
     def batch(rows: dict[str, list], places: list[int]) -> dict[str, list]:
         several = ([messages] if isinstance(messages, Mapping) else messages for messages in rows[column])
         return {
             column: [
-                [renamed(turn, row) for turn in messages] if isinstance(messages, list) else messages
+                [renamed(turn, f"{of} {row}") for turn in messages] if isinstance(messages, list) else messages
                 for messages, row in zip(several, places, strict=True)
             ]
         }
@@ -256,7 +299,7 @@ def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: i
     message."""
     messages = [without_nulls(message) for message in row]
     messages = [message | {"content": message.get("content", "")} for message in messages]  # or only tool calls
-    offered = _offered(tools, how, number)
+    offered = _offered(tools, how, f"row {number}")
 
     def text(count: int, opened: bool = False) -> str:
         try:
@@ -323,17 +366,17 @@ def _marked(
     return turns
 
 
-def _offered(tools: Any, how: Writing, number: int) -> Any:
-    """Tool schemas of a row, or None. Errors: `RunError`."""
+def _offered(tools: Any, how: Writing, place: str) -> Any:
+    """Tool schemas of the row at a place, or None. Errors: `RunError`."""
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise RunError("LS2046", f"task.tools: column {how.tools!r} of row {number} is not JSON: {error}") from None
+            raise RunError("LS2046", f"task.tools: column {how.tools!r} of {place} is not JSON: {error}") from None
     if tools and not (isinstance(tools, list) and all(isinstance(each, Mapping) for each in tools)):
         raise RunError(
             "LS2047",
-            f"task.tools: column {how.tools!r} must hold lists of schemas, or JSON of them; row {number} holds "
+            f"task.tools: column {how.tools!r} must hold lists of schemas, or JSON of them; {place} holds "
             f"{str(tools)[:80]}",
         )
     return without_nulls(tools) if tools else None

@@ -67,6 +67,11 @@ class Predicts(Task):
         return tuple(getattr(options, key) for key in cls.input_keys) or ("text",)
 
     @classmethod
+    def conversation_columns(cls, run: Run) -> tuple[str, ...]:
+        """Columns of a conversation, and of its tools if it may have any, that are read in place of a text."""
+        return ()
+
+    @classmethod
     def input_rows(cls, run: Run, word: str) -> list[tuple[str, ...]] | None:
         """Rows denoted by a command-line argument; None if it is a text or a file of rows with columns. Errors:
         `RunError`."""

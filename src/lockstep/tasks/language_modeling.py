@@ -396,6 +396,11 @@ class LanguageModeling(PerToken, Generates):
         return (options.prompt or options.text,)
 
     @classmethod
+    def conversation_columns(cls, run: Run) -> tuple[str, ...]:
+        options = cls.options_of(run)
+        return tuple(column for column in (options.messages, options.tools) if column is not None)
+
+    @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """Yield the continuation of the text as `written`."""
         from lockstep.tasks.models import inference, models
@@ -403,10 +408,7 @@ class LanguageModeling(PerToken, Generates):
         options = cls.options_of(run)
         model, tok = models.exported(cls.head, folder, run)
 
-        def as_message(text: str) -> str:
-            return options.writing.text(tok, [{"role": "user", "content": text}], None, True)
-
-        template = as_message if options.messages is not None else None
+        template = partial(conversations.prompt_text, tok, options.writing) if options.messages is not None else None
         most = options.block_size, options.sample_tokens
         return inference.continuations(model, tok, rows, template, *most, options.temperature, run.seed)
 

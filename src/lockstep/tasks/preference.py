@@ -9,6 +9,7 @@ equation 17), SLiC's hinge (arXiv:2305.10425, as in arXiv:2309.06657) and SimPO 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -202,19 +203,20 @@ class Preference(AnswerPairs, UsesReference):
         return (cls.options_of(run).prompt or "prompt",)
 
     @classmethod
+    def conversation_columns(cls, run: Run) -> tuple[str, ...]:
+        return cls.input_columns(run) if cls.options_of(run).conversations else ()
+
+    @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """Yield the greedy continuation of the prompt as `written`."""
         from lockstep.tasks.models import inference, models
 
         options = cls.options_of(run)
         model, tok = models.exported(cls.head, folder, run)
-        template = {"chat_template": options.chat_template, "add_generation_prompt": True}
-
-        def as_message(text: str) -> str:
-            return tok.apply_chat_template([{"role": "user", "content": text}], tokenize=False, **template)
-
+        how = conversations.Writing(options.prompt or "prompt", options.chat_template)
+        template = partial(conversations.prompt_text, tok, how) if options.conversations else None
         most = run.data.max_length, options.sample_tokens
-        return inference.continuations(model, tok, rows, as_message if options.conversations else None, *most)
+        return inference.continuations(model, tok, rows, template, *most)
 
 
 def _summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -70,8 +70,8 @@ class MLflow(Tracker):
             if experiment
             else self._client.create_experiment(self.options.experiment, artifact_location=artifacts)
         )
-        tags = {**self.options.tags, TOKEN: token}
-        self.run_id = self._client.create_run(number, run_name=self.options.name or self.run.name, tags=tags).info.run_id
+        name, tags = self.options.name or self.run.name, {**self.options.tags, TOKEN: token}
+        self.run_id = self._client.create_run(number, run_name=name, tags=tags).info.run_id
         self._parameters()
         return f"{uri}, run {self.run_id}"
 

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from lockstep.config.run import Run, RunError, replacing
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, file_formats, row_files, source
+from lockstep.data.conversations import Question
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.strategies.job import Job
 from lockstep.tasks.abilities import Predicts
@@ -22,7 +23,8 @@ from lockstep.track.console import Console
 from lockstep.training.evaluate_export import finished, note_edited
 from lockstep_trace import streams
 
-PredictionInput = str | Sequence[str] | Mapping[str, Any]  # a text; the texts of a pair; texts by column
+# A text; the texts of a pair, or the messages of a conversation; texts by column
+PredictionInput = str | Sequence[str] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
 def predictions(
@@ -31,7 +33,8 @@ def predictions(
     """Yield one dict per input: its texts by column, and the answer by name, as JSON values. Errors: `RunError`."""
     run, export = finished(output, overrides)
     task = _task(run)
-    rows = [row_of(each, task.input_columns(run), f"text {place}") for place, each in enumerate(inputs, 1)]
+    reads = task.input_columns(run), task.conversation_columns(run)
+    rows = [row_of(each, reads[0], f"text {place}", reads[1]) for place, each in enumerate(inputs, 1)]
     yield from (_whole(task.input_columns(run), row, answer) for row, answer in _answered(task, run, export, rows))
 
 
@@ -48,11 +51,11 @@ def predict(
     run, export = finished(output, overrides)  # report its errors before reading input
     note_edited(output)
     task = _task(run)
-    columns = task.input_columns(run)
+    columns, talks = task.input_columns(run), task.conversation_columns(run)
     if texts:
         rows = [row_of(word, columns, repr(word[:40])) for word in words]
     else:
-        rows = [row for word in words for row in task.input_rows(run, word) or rows_of(run, word, columns)]
+        rows = [row for word in words for row in task.input_rows(run, word) or rows_of(run, word, columns, talks)]
     if not words:
         rows = [row_of(line.rstrip("\n"), task.input_columns(run), f"line {n}") for n, line in enumerate(sys.stdin, 1)]
     if not rows:
@@ -73,14 +76,19 @@ def predict(
     return 0
 
 
-def row_of(value: PredictionInput, columns: Sequence[str], place: str) -> tuple[str, ...]:
-    """Texts of one row, in the order of the columns. `place` locates the row in error messages. Errors: `RunError`."""
+def row_of(value: PredictionInput, columns: Sequence[str], place: str, talks: Sequence[str] = ()) -> tuple[str, ...]:
+    """Texts of one row, in the order of the columns, or a conversation. `place` locates the row in error messages.
+    `talks`: `conversation_columns`. Errors: `RunError`."""
+    by_name = value if isinstance(value, Mapping) else dict.fromkeys(talks[:1], value)
+    some = [by_name.get(column) for column in talks]
+    if talks and (question := Question.of(some[0], talks[0], next(iter(some[1:]), None), place)):
+        return (question,)
     if isinstance(value, Mapping):
         if missing := [column for column in columns if column not in value]:
             raise RunError(
                 "LS5071",
                 f"predict: {place} has no column {missing[0]!r}, which this model reads; it has "
-                f"{', '.join(map(str, value))}",
+                f"{', '.join(map(str, value))}" + "".join(f". A conversation is read from {t!r}" for t in talks[:1]),
             )
         row = tuple(_text(value[column], column, place) for column in columns)
     elif isinstance(value, str):
@@ -110,7 +118,7 @@ def _as_utf8(text: str) -> str:
         return text
 
 
-def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
+def rows_of(run: Run, word: str, columns: Sequence[str], talks: Sequence[str] = ()) -> list[tuple[str, ...]]:
     """Rows of a command-line word: the file's rows if it names a file, else the word itself. Errors: `RunError`, also
     for a word that can only be a file name, if that file does not exist."""
     path = Path(word)
@@ -138,7 +146,7 @@ def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]
         reading += ["separator", "quote"]
     section = DataSection.model_validate({"train": word} | {key: getattr(run.data, key) for key in reading})
     data = source.load(section, run.seed).splits["train"]
-    return [row_of(_flat(row, columns), columns, f"{word}, row {n}") for n, row in enumerate(data)]
+    return [row_of(_flat(row, columns), columns, f"{word}, row {n}", talks) for n, row in enumerate(data)]
 
 
 def _is_folder(path: Path) -> bool:
@@ -182,7 +190,8 @@ def _answered(
 
 
 def _whole(columns: Sequence[str], row: Sequence[str], answer: dict[str, Any]) -> dict[str, Any]:
-    return {**{column: text for column, text in zip(columns, row, strict=True) if column not in answer}, **answer}
+    inputs = {row[0].column: row[0].messages} if isinstance(row[0], Question) else dict(zip(columns, row, strict=True))
+    return {**{column: value for column, value in inputs.items() if column not in answer}, **answer}
 
 
 def _dump(file: TextIO, columns: Sequence[str], answers: Iterator[tuple[tuple[str, ...], dict[str, Any]]]) -> None:
