@@ -190,26 +190,28 @@ def test_a_long_answer_of_a_pair_is_cut_at_its_end(tokenizer: PreTrainedTokenize
 ENDED = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_end|>' }}")  # what asks for an answer ends a turn
 
 
-@pytest.mark.parametrize("template", [CHATML, ENDED])
+OTHER = CHATML.replace("<|im_end|>", "<|im_start|>")  # a turn ends by a token that is not eos, as in Gemma's
+
+
+@pytest.mark.parametrize("template", [CHATML, ENDED, OTHER])
 def test_predict_asks_by_what_the_template_renders(
     tokenizer: PreTrainedTokenizerFast, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Token for token, also where that ends with an end token, which is taken off raw text alone."""
+    """Token for token, also where that ends with an end token, which is taken off raw text alone. The answer ends by
+    the template's token, too."""
     asked: list[list[int]] = []
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", *["<|im_start|>"] * (template == OTHER)])
 
     def generate(model: Any, inputs: Any, how: Any) -> torch.Tensor:
         asked.append(inputs["input_ids"][0].tolist())
+        assert how.ends == ends
         return torch.zeros(1, 1, dtype=torch.long)
 
     monkeypatch.setattr(inference, "by_transformers", generate)
     monkeypatch.setitem(tokenizer._special_tokens_map, "pad_token", "[UNK]")
     user = [{"role": "user", "content": "one two"}]
     writing = Writing("messages", template)
-    list(
-        inference.continuations(
-            None, tokenizer, [("one two",)], lambda text: writing.text(tokenizer, user, None, True), 40, 4
-        )
-    )
+    list(inference.continuations(None, tokenizer, [("one two",)], writing, 40, 4))
     rendered = tokenizer.apply_chat_template(
         user, chat_template=template, add_generation_prompt=True, return_dict=False
     )
@@ -228,6 +230,9 @@ def test_a_template_that_writes_no_end_token_is_noted(
     assert any("no answer that is learned holds the end token ('<|im_end|>')" in note for note in notes)
     notes = warnings(prepared(run_of(tmp_path, tokenizer, CHATML, **size, **task)).facts)
     assert not any("end token" in note for note in notes)
+    notes = warnings(prepared(run_of(tmp_path, tokenizer, OTHER, **size, **task)).facts)
+    assert any("ends an answer by '<|im_start|>', not by the end token ('<|im_end|>')" in note for note in notes)
+    assert not any("does not learn to stop" in note for note in notes)
 
 
 def test_an_end_token_outside_of_what_is_marked_is_not_learned(
@@ -240,3 +245,15 @@ def test_an_end_token_outside_of_what_is_marked_is_not_learned(
     assert template != MARKED
     notes = warnings(prepared(run_of(tmp_path, tokenizer, template, block_size=24)).facts)
     assert any("does not learn to stop" in note for note in notes)
+
+
+def test_each_end_token_ends_a_row_that_is_decoded_by_forward() -> None:
+    """Every row writes 5, 6, 7: one stops at its end token, all at the other one."""
+    how = inference.Decoding(3, 0, 5, turn_end=6)
+
+    def forward(inputs: Any) -> torch.Tensor:
+        ids = inputs["input_ids"]
+        return torch.nn.functional.one_hot(ids + 1, 9).float()
+
+    rows = inference.by_forward(forward, lambda left: left, {"input_ids": torch.tensor([[4], [5]])}, how)
+    assert rows.tolist() == [[5, 0, 0], [6, 0, 0]]

@@ -241,10 +241,32 @@ def further_keys(dataset: Dataset, column: str) -> list[str]:
     return sorted(set(inner) - {"role", "content"})
 
 
-def never_ends(tokenizer: Any, learned: Iterable[np.ndarray]) -> list[str]:
+def turn_end(tokenizer: Any, how: Writing) -> int | None:
+    """The special token by which the template ends an answer where that is not the end token, as in Gemma's; None if
+    the answer has the end token, or no special one."""
+    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    try:
+        before, whole = (how.text(tokenizer, some, None, len(some) == 1) for some in ([question], [question, answer]))
+    except Exception:  # templates may raise anything
+        return None
+    if not whole.startswith(before):
+        return None
+    ids = tokenizer(whole[len(before) :], add_special_tokens=False, verbose=False)["input_ids"]
+    marks = {*tokenizer.all_special_ids} | {i for i, each in tokenizer.added_tokens_decoder.items() if each.special}
+    special = [token for token in ids if token in marks - {tokenizer.unk_token_id}]
+    return special[-1] if special and end_of(tokenizer) not in special else None
+
+
+def never_ends(tokenizer: Any, learned: Iterable[np.ndarray], other: int | None = None) -> list[str]:
     """A note if no learned answer contains the end token. `learned`: tokens of some answers, [T] each, before
-    truncation."""
-    end = end_of(tokenizer)
+    truncation. `other`: `turn_end`."""
+    end, learned = end_of(tokenizer), list(learned)
+    if end is not None and other is not None and any(other in ids for ids in learned):
+        name, of = tokenizer.convert_ids_to_tokens([other, end])
+        return [
+            f"the chat template ends an answer by {name!r}, not by the end token ({of!r}): samples and predict "
+            f"stop at both; elsewhere give generate eos_token_id=[{end}, {other}], or let eos_token be {name!r}"
+        ]
     if end is None:
         return ["the tokenizer has no end token, so the model does not learn where an answer ends; set its eos_token"]
     if any(end in ids for ids in learned):

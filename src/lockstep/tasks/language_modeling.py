@@ -206,8 +206,9 @@ class LanguageModeling(PerToken, Generates):
         if data.options.messages is None:
             return []
         some = range(min(len(rows), _LOOKED_AT))
-        documents = conversations.documents_of(rows, tok, data.options.writing, some)
-        return conversations.never_ends(tok, (each.ids[each.scored] for each, _ in documents))
+        how = data.options.writing
+        learned = (each.ids[each.scored] for each, _ in conversations.documents_of(rows, tok, how, some))
+        return conversations.never_ends(tok, learned, conversations.turn_end(tok, how))
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
@@ -388,7 +389,10 @@ class LanguageModeling(PerToken, Generates):
 
         end = lm_documents.end_of(self.tokenizer)
         pad = int(self.tokenizer.pad_token_id)
-        return Decoding(tokens, pad, end, temperature=self.options.temperature, seed=self.run.seed)
+        talks = self.options.messages is not None
+        other = conversations.turn_end(self.tokenizer, self.options.writing) if talks else None
+        options = self.options
+        return Decoding(tokens, pad, end, turn_end=other, temperature=options.temperature, seed=self.run.seed)
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
@@ -408,9 +412,9 @@ class LanguageModeling(PerToken, Generates):
         options = cls.options_of(run)
         model, tok = models.exported(cls.head, folder, run)
 
-        template = partial(conversations.prompt_text, tok, options.writing) if options.messages is not None else None
+        talks = options.writing if options.messages is not None else None
         most = options.block_size, options.sample_tokens
-        return inference.continuations(model, tok, rows, template, *most, options.temperature, run.seed)
+        return inference.continuations(model, tok, rows, talks, *most, options.temperature, run.seed)
 
 
 # -- preparing -------------------------------------------------------------------------------------------------------

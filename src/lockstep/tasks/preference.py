@@ -9,7 +9,6 @@ equation 17), SLiC's hinge (arXiv:2305.10425, as in arXiv:2309.06657) and SimPO 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -114,7 +113,9 @@ class Preference(AnswerPairs, UsesReference):
         some = rows.select(range(min(len(rows), _LOOKED_AT)))
         prompts = some[options.prompt] if options.prompt else [None] * len(some)
         whole = (tokens_of(tok, options, *each) for each in zip(prompts, some[options.chosen], strict=True))
-        return conversations.never_ends(tok, (np.asarray(targets) for _, targets in whole))
+        how = conversations.Writing(options.prompt or "prompt", options.chat_template)
+        learned = (np.asarray(targets) for _, targets in whole)
+        return conversations.never_ends(tok, learned, conversations.turn_end(tok, how))
 
     @classmethod
     def checked_entries(cls, run: Run) -> dict[str, Any]:
@@ -214,9 +215,8 @@ class Preference(AnswerPairs, UsesReference):
         options = cls.options_of(run)
         model, tok = models.exported(cls.head, folder, run)
         how = conversations.Writing(options.prompt or "prompt", options.chat_template)
-        template = partial(conversations.prompt_text, tok, how) if options.conversations else None
         most = run.data.max_length, options.sample_tokens
-        return inference.continuations(model, tok, rows, template, *most)
+        return inference.continuations(model, tok, rows, how if options.conversations else None, *most)
 
 
 def _summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data import lm_documents
+from lockstep.data import conversations, lm_documents
+from lockstep.data.conversations import Writing
 
 AT_ONCE = 32  # rows of a batch
 SORTED = 16  # batches per window of rows sorted by length
@@ -64,6 +65,11 @@ class Decoding:
     beams: int = 1  # 1: greedy, or sampling if temperature > 0
     temperature: float = 0.0  # 0: greedy
     seed: int = 0  # for sampling
+    turn_end: int | None = None  # another end token, of a conversation's turn
+
+    @property
+    def ends(self) -> list[int]:
+        return [token for token in (self.end, self.turn_end) if token is not None]
 
 
 def by_forward(
@@ -97,7 +103,9 @@ def by_forward(
             tokens[:, turn] = token
             grown[rows, lengths] = token
             lengths = lengths + (~done).long()
-            done |= (token == how.end) | (turn + 1 == how.new_tokens)
+            done |= turn + 1 == how.new_tokens
+            for end in how.ends:
+                done |= token == end
         if int(unfinished((~done).sum())) == 0:  # synchronizes with the device
             break
     return tokens
@@ -111,7 +119,7 @@ def by_transformers(model: Any, inputs: Mapping[str, Tensor], how: Decoding, syn
         "num_beams": how.beams,
         "do_sample": how.temperature > 0,
         "pad_token_id": how.pad,
-        "eos_token_id": how.end,
+        "eos_token_id": how.ends or None,
         "use_cache": True,
         "synced_gpus": synced,
     }
@@ -165,26 +173,35 @@ def continuations(
     model: Any,
     tokenizer: Any,
     rows: Sequence[Row],
-    template: Callable[[str], str] | None,
+    talks: Writing | None,
     most: int,
     tokens: int,
     temperature: float = 0,
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Generate a continuation (`written`) of each text with an exported causal language model, using the chat template
-    if there is one."""
-    spoken = template is not None
+    """Generate a continuation (`written`) of each text with an exported causal language model. `talks`: of
+    conversations, which the model answers."""
+    other = None if talks is None else conversations.turn_end(tokenizer, talks)
 
     def answer(rows: list[Row]) -> list[dict[str, Any]]:
         ((text,),) = rows  # one at a time: each has its own length limit and random draws
-        text = template(text) if template else text
-        return [{"written": continuation(model, tokenizer, text, spoken, most, tokens, temperature, seed)}]
+        text = conversations.prompt_text(tokenizer, talks, text) if talks else text
+        spoken = talks is not None
+        return [{"written": continuation(model, tokenizer, text, spoken, most, tokens, temperature, seed, other)}]
 
     return answers(rows, answer, at_once=1)
 
 
 def continuation(
-    model: Any, tokenizer: Any, text: str, spoken: bool, most: int, tokens: int, temperature: float = 0, seed: int = 0
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    spoken: bool,
+    most: int,
+    tokens: int,
+    temperature: float = 0,
+    seed: int = 0,
+    turn_end: int | None = None,
 ) -> str:
     """Generate the continuation of a text: at most `tokens` new tokens, and `most` including the text, whose beginning
     is dropped if it is too long. `spoken`: the chat template has already added the special tokens."""
@@ -193,6 +210,6 @@ def continuation(
     ids = ids[:-1] if ids and ids[-1] == end and not spoken else ids  # plain text is to be continued, not ended
     ids = ids[-(most - 1) :] or [lm_documents.end_or_padding(tokenizer)]
     room = min(tokens, most - len(ids))
-    how = Decoding(room, tokenizer.pad_token_id, end, temperature=temperature, seed=seed)
+    how = Decoding(room, tokenizer.pad_token_id, end, temperature=temperature, seed=seed, turn_end=turn_end)
     (written,) = by_transformers(model, {"input_ids": torch.tensor([ids])}, how).tolist()
     return str(tokenizer.decode(written, skip_special_tokens=True))
