@@ -246,14 +246,15 @@ def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
 
 
 HELD_OUT = """
-On unseen scripts the score is lower. Three sets were written without knowledge of the rules. The held-out
-halves of two, and the whole of the third:
+On unseen scripts the score is lower. Four sets were written without knowledge of the rules: the held-out halves
+of two, and two whole:
 
 | set | faulty scripts | named by default | more with `--verbose` | healthy scripts | accused |
 |---|---|---|---|---|---|
 | [first](../../benchmarks/results/2026-11-28-trace-set.md) | 62 | 13 | 10 | 55 | 0 |
 | [second](../../benchmarks/results/2026-11-28-trace-second-set.md) | 25 | 11 | 3 | 35 | 0 |
 | [third](../../benchmarks/results/2026-11-29-trace-third-set.md) | 30 | 11 | 4 | 30 | 0 |
+| [fourth](../../benchmarks/results/2026-11-29-trace-fourth-set.md) | 30 | 10 | 6 | 30 | 0 |
 
 """
 

@@ -62,10 +62,12 @@ def test_a_script_keeps_its_weights_status_and_output(tmp_path: Path) -> None:
         "sys.exit(7)\n"
     )
     plain = call([sys.executable, "train.py"], tmp_path)
-    traced = call([*LOCKSTEP, "trace", "-o", "t", "--", sys.executable, "train.py"], tmp_path)
+    script = [sys.executable, "-W", "always::ResourceWarning", "train.py"]
+    traced = call([*LOCKSTEP, "trace", "-o", "t", "--", *script], tmp_path)
     assert (traced[0], traced[1]) == (plain[0], plain[1])
     assert plain[0] == 7
     assert "5 steps of AdamW" in traced[2]
+    assert "unclosed file" not in traced[2]
     (tmp_path / "nothing.py").write_text("import torch\nprint('no training')\n")
     status, out, err = call([*LOCKSTEP, "trace", "-o", "n", "--", sys.executable, "nothing.py"], tmp_path)
     assert (status, out) == (0, "no training\n")

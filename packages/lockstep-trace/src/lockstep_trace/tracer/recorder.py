@@ -460,6 +460,7 @@ class Recorder:
             plateaus = [each.watched for each in self.schedules.schedulers if each.watched]
             ends = {"stepped": stepped, "plateaus": plateaus, "lengths": self.schedules.lengths()}
             self.write("end", steps=self.steps, backwards=self.since.backwards, **ends)
+        self.writer.close()
 
 
 def _number(value: Any) -> float | None:

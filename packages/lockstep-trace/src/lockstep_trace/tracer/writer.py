@@ -49,6 +49,13 @@ class Writer:
             self.failed = True
             warn(f"nothing more can be written to {self.folder}: {error}. The script goes on untraced")
 
+    def close(self) -> None:
+        """Close the file of this process; a later record opens it again."""
+        if self._file is not None and self._pid == os.getpid():
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
+
     def _open(self) -> None:
         rank, world = rank_and_world()
         self._pid = os.getpid()
