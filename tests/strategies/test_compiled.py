@@ -117,7 +117,7 @@ def test_a_run_takes_no_code_that_was_made_for_other_sizes(cache: Path, monkeypa
         task, strategy = build(
             run.model_copy(update={"model": run.model.model_copy(update={"compile": False})}), World(run)
         )
-        with blocks.shared_cache(list(blocks.examples(run, strategy, task))):
+        with blocks.shared_cache(list(blocks.examples(strategy, task))):
             found = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         strategy.close()
         assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ

@@ -146,7 +146,7 @@ def test_a_model_card_stays_yaml_when_a_password_is_a_word_of_it(monkeypatch: py
     task: Any = Classification.__new__(Classification)
     task.run, task.prepared = run, SimpleNamespace(facts=facts)
     task.options, task.splits = Classification.Options(), {"train": range(run.batch_size - 1)}
-    text = export.model_card(run, task, {"test": {"accuracy": 0.5, "examples": 4.0}}, 6)
+    text = export.model_card(task, {"test": {"accuracy": 0.5, "examples": 4.0}}, 6)
     assert f" for 6 steps of {run.batch_size - 1} examples in " in text, "a batch has no more rows than there are"
     export.check_card(text, Path("README.md"))
     clean(text)

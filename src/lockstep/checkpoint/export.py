@@ -55,12 +55,13 @@ _TASKS = {
 _LANGUAGE = re.compile(r"[a-z]{2,3}")
 
 
-def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps: int) -> str:
+def model_card(task: Task, scores: dict[str, dict[str, float]], steps: int) -> str:
     """Model card of a run that ended after `steps`. `scores`: split -> metrics."""
+    run = task.run
     from huggingface_hub.utils import yaml_dump
 
-    base, data = hub_model(run), _data_name(run, task)
-    where = f"[{run.data.source}](https://huggingface.co/datasets/{run.data.source})" if hub_data(run) else code(data)
+    base, data = hub_model(task), _data_name(task)
+    where = f"[{run.data.source}](https://huggingface.co/datasets/{run.data.source})" if hub_data(task) else code(data)
     labels = ", ".join(words(str(label)) for label in task.prepared.facts.get("labels", []))
     labels = f" Labels: {labels}." if labels else ""
     origin = f"A {run.model.type} trained from scratch"
@@ -72,40 +73,41 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
             if base
             else f"the local model {code(Path(run.model.source).name)}"
         )
-        origin = f"{'An adapter of' if _adapter_alone(run) else 'Fine-tuned from'} {named}"
+        origin = f"{'An adapter of' if _adapter_alone(task) else 'Fine-tuned from'} {named}"
     averaged = f" The weights are {run.average.summary}." if run.average.summary else ""
     same = " Under `strategy.exact` the same bits come out at any number of processes." if run.strategy.exact else ""
     # redact before dumping: a bare *** has a meaning in YAML
     batch = min(run.batch_size, len(task.splits["train"]))
-    head = yaml_dump(redact_all(metadata(run, task, scores).to_dict(), printable), sort_keys=False).strip()
+    head = yaml_dump(redact_all(metadata(task, scores).to_dict(), printable), sort_keys=False).strip()
     file = without_home(run.dump(printable))
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", file)), default=0))  # longer than any fence in the file
     return (
         f"---\n{head}\n---\n\n# {run.name}\n\n"
         f"{origin} on {where} for {steps} steps of {batch} examples in {run.precision}.{averaged}{labels}\n\n"
-        f"## Use\n\n```python\n{_usage(run, task, base)}\n```\n\n"
-        f"## Metrics\n\n{_table(scores)}\n\n{_part(run)}"
+        f"## Use\n\n```python\n{_usage(task, base)}\n```\n\n"
+        f"## Metrics\n\n{_table(scores)}\n\n{_part(task)}"
         f"## Training\n\nTrained with lockstep {__version__}.{same} The run file, complete:\n\n"
         f"{fence}yaml\n{file}{fence}\n\n"
-        f"## Licence\n\n{_licence(run, base)}\n"
+        f"## Licence\n\n{_licence(task, base)}\n"
     )
 
 
-def metadata(run: Run, task: Task, scores: dict[str, dict[str, float]]) -> ModelCardData:
+def metadata(task: Task, scores: dict[str, dict[str, float]]) -> ModelCardData:
     """Metadata that the Hub indexes."""
+    run = task.run
     from huggingface_hub import ModelCardData
 
-    base, results = hub_model(run), _results(run, task, scores)
+    base, results = hub_model(task), _results(task, scores)
     extra: dict[str, Any] = {}
     if base:
         extra["base_model_relation"] = "adapter" if run.model.adapter else "finetune"
     return ModelCardData(
         license=run.hub.license,
-        language=languages(run, task) or None,
-        library_name="peft" if _adapter_alone(run) else task.library,
+        language=languages(task) or None,
+        library_name="peft" if _adapter_alone(task) else task.library,
         pipeline_tag=task.pipeline,
         base_model=base,
-        datasets=[str(run.data.source)] if hub_data(run) else None,
+        datasets=[str(run.data.source)] if hub_data(task) else None,
         metrics=sorted({result.metric_type for result in results if result.metric_type != "loss"}) or None,
         tags=["lockstep", task.pipeline, *run.hub.tags],
         model_name=run.name,
@@ -131,13 +133,15 @@ def check_card(text: str, path: Path) -> None:
         raise RunError("LS6011", f"{path}: the YAML header of the model card lacks {', '.join(missing)}")
 
 
-def hub_model(run: Run) -> str | None:
+def hub_model(task: Task) -> str | None:
     """Hub id of the base model. None for a model trained from scratch or a local folder."""
+    run = task.run
     return run.model.source if _is_id(run.model.source) else None
 
 
-def hub_data(run: Run) -> str | None:
+def hub_data(task: Task) -> str | None:
     """Hub id of the data set. None for local files and generated data."""
+    run = task.run
     from lockstep.data import source
 
     try:
@@ -147,8 +151,9 @@ def hub_data(run: Run) -> str | None:
     return run.data.source if not local and _is_id(run.data.source) else None
 
 
-def languages(run: Run, task: Task) -> list[str]:
+def languages(task: Task) -> list[str]:
     """Languages of the model: `hub.language`, or columns of the task that have the names of languages (en, de)."""
+    run = task.run
     language = run.hub.language
     if language is not None:
         return [language] if isinstance(language, str) else list(language)
@@ -185,20 +190,22 @@ def _is_id(source: str | None) -> bool:
     return True
 
 
-def _adapter_alone(run: Run) -> bool:
+def _adapter_alone(task: Task) -> bool:
+    run = task.run
     return run.model.adapter.get("export", "merged") == "adapter" if run.model.adapter else False
 
 
-def _data_name(run: Run, task: Task) -> str:
+def _data_name(task: Task) -> str:
     """Name of the data: the Hub id, or the name of the file or folder without its path."""
     name = str(task.prepared.facts["source"])
-    return name if hub_data(run) or not Path(name).expanduser().exists() else Path(name).name
+    return name if hub_data(task) or not Path(name).expanduser().exists() else Path(name).name
 
 
-def _results(run: Run, task: Task, scores: dict[str, dict[str, float]]) -> list[EvalResult]:
+def _results(task: Task, scores: dict[str, dict[str, float]]) -> list[EvalResult]:
+    run = task.run
     from huggingface_hub import EvalResult
 
-    name = _data_name(run, task)
+    name = _data_name(task)
     results = []
     for split, values in scores.items():
         for metric, value in values.items():
@@ -235,19 +242,21 @@ def _table(scores: dict[str, dict[str, float]]) -> str:
     return "\n".join(rows)
 
 
-def _part(run: Run) -> str:
+def _part(task: Task) -> str:
+    run = task.run
     if run.evaluate.limit is None:
         return ""
     return f"Validation was scored on at most {run.evaluate.limit:,} of its examples, drawn with the seed.\n\n"
 
 
-def _usage(run: Run, task: Task, base: str | None) -> str:
-    if not _adapter_alone(run):
+def _usage(task: Task, base: str | None) -> str:
+    if not _adapter_alone(task):
         return task.usage
-    return f"# needs peft, and {base or run.model.source}, of which this is an adapter\n{task.usage}"
+    return f"# needs peft, and {base or task.run.model.source}, of which this is an adapter\n{task.usage}"
 
 
-def _licence(run: Run, base: str | None) -> str:
+def _licence(task: Task, base: str | None) -> str:
+    run = task.run
     if run.hub.license is not None:
         return f"{words(run.hub.license)}."
     others = [f"of the base model `{base}`"] if base else []
@@ -335,7 +344,7 @@ def _write_aside(
         if number is None or isinstance(caught, OSError):
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(aside)) from caught
-    (aside / "README.md").write_text(model_card(task.run, task, scores, steps), encoding="utf-8")
+    (aside / "README.md").write_text(model_card(task, scores, steps), encoding="utf-8")
     return aside
 
 

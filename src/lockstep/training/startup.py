@@ -51,7 +51,7 @@ def start_or_resume(session: Session, console: Console) -> tuple[TrainState, str
     """Print the opening lines, run the dry run, and load the newest checkpoint. Returns the state to start from, and
     the result of the comparison with a plain computation. Collective."""
     run, world, strategy = session.run, session.world, session.strategy
-    opening = facts(run, world, session.task, strategy, session.feed)
+    opening = facts(session)
     where = {"ranks": f"{world.whereabouts}; {launched_by(run)}"}
     alone = launched_by(run) == "launcher local" and len(set(world.hosts)) == 1
     if alone:  # otherwise the launcher printed it

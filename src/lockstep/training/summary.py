@@ -28,18 +28,19 @@ from lockstep.tasks.task import Task
 from lockstep.track.best import Best
 from lockstep.track.console import Console, clock
 from lockstep.track.report.history import lines_of
-from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import data, selection_lines
 from lockstep.training.model_stats import padding as padding_of
 from lockstep.training.resolve import resolve_strategy
 from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
+    from lockstep.training.session import Session
     from lockstep.training.throughput import Counts
 
 
-def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoader) -> dict[str, str]:
+def facts(session: Session) -> dict[str, str]:
     """Opening lines of a run."""
+    run, world, task, strategy, feed = session.run, session.world, session.task, session.strategy, session.feed
     cuda = world.device.type == "cuda"
     device = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {quantity(world.threads, 'thread')} each"
     choice = strategy.summary_suffix if isinstance(strategy, ChoosesByMemory) else ""

@@ -318,14 +318,13 @@ def in_training(block: nn.Module, forward: Forward, backend: str | None = None) 
 
 def warm_up(strategy: Strategy, task: Task) -> None:
     """Compile all code for training, by steps that leave no trace. Collective. Errors: `RunError`."""
-    run = strategy.run
-    if not run.model.compiles_layers:
+    if not strategy.run.model.compiles_layers:
         return
     ACTIVITY.set("compiling the layers")
     torch.compiler.reset()  # code of an earlier run in this process was compiled for other sizes
     from torch._dynamo.exc import TorchDynamoException
 
-    batches = list(examples(run, strategy, task))
+    batches = list(examples(strategy, task))
     with shared_cache(batches), making():
         for batch in batches:
             try:
@@ -394,8 +393,9 @@ def making() -> Iterator[None]:
         _stance[0] = "eager_on_recompile"
 
 
-def examples(run: Run, strategy: Strategy, task: Task) -> Iterator[StepBatch]:
+def examples(strategy: Strategy, task: Task) -> Iterator[StepBatch]:
     """Yield steps of identical micro-batches: with padding, without padding, and with a single example."""
+    run = task.run
     columns = task.splits["train"]
     order = np.argsort(-columns.lengths, kind="stable")
     longest, shortest = int(order[0]), int(order[-1])

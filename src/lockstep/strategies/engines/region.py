@@ -264,7 +264,7 @@ def warm_up(strategy: Strategy, task: Task) -> None:
     torch.compiler.reset()  # code of an earlier run in this process was compiled for other sizes
     digests, reason = list[str](), None
     try:
-        micros = [micro.to(world.device) for micro in examples(run, task)]
+        micros = [micro.to(world.device) for micro in examples(task)]
         with _making(region, micros):
             digests += [_repeated(strategy, micro) for micro in micros]
             _compare(strategy, micros[0])
@@ -284,8 +284,9 @@ def warm_up(strategy: Strategy, task: Task) -> None:
     strategy.remarks = (*strategy.remarks, f"not compiled, which would be faster: {reason}")
 
 
-def examples(run: Run, task: Task) -> Iterator[MicroBatch]:
+def examples(task: Task) -> Iterator[MicroBatch]:
     """Yield a micro-batch of the longest examples for each number of examples that a run's micro-batches have."""
+    run = task.run
     columns = task.splits["train"]
     sizes = {-(-run.batch_size // run.micro_batches), run.batch_size // run.micro_batches}
     for size in sorted(sizes - {0}, reverse=True):
