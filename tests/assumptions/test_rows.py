@@ -98,7 +98,7 @@ def test_class_labels_become_their_numbers() -> None:
     assert made.cast_column("y", Value("int64"))[:]["y"] == [1, 0]
 
 
-@rests_on_it("src/lockstep/lab/import_config/loading.py")
+@rests_on_it("src/lockstep/lab/import_config/dataset_calls.py")
 def test_a_split_in_order_cuts_the_test_rows_off_the_end() -> None:
     """train_test_split without shuffling cuts the test rows off the end; with a seed it repeats."""
     parts = rows(10).train_test_split(test_size=0.3, shuffle=False)

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Callable
 
 from lockstep.config.run import RunError
-from lockstep.lab.import_config import attributes, loading, loss_means, trainer
+from lockstep.lab.import_config import attributes, dataset_calls, loading, loss_means, trainer
 from lockstep.lab.import_config.loading import RUNS, Reading
 from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import Call, Script, casts, code_of, function_of, is_trainer, kind_of
@@ -114,8 +114,8 @@ def _handler(call: Call, at: Reading) -> Callable[[Call, Reading], None] | None:
         return _trainer
     if name in HANDLERS:
         return HANDLERS[name]
-    if name in loading.HANDLERS:
-        return loading.HANDLERS[name]
+    if name in dataset_calls.HANDLERS:
+        return dataset_calls.HANDLERS[name]
     if root == "transformers" and name.endswith(tuple(loading.TASKS)):
         return loading.scratch
     if root == "peft" and name.endswith("Config"):
@@ -123,9 +123,9 @@ def _handler(call: Call, at: Reading) -> Callable[[Call, Reading], None] | None:
     if call.origin == "torch.compile":
         return compiled
     if call.origin.startswith(("datasets.Dataset.", "datasets.DatasetDict", "datasets.IterableDataset.")):
-        return loading.own_rows
+        return dataset_calls.own_rows
     if kind == "rows":
-        return loading.method
+        return dataset_calls.method
     if kind == "model":
         return model_method
     if kind == "trainer":
@@ -161,7 +161,7 @@ def _unknown(call: Call, at: Reading) -> None:
 
 def _trainer(call: Call, at: Reading) -> None:
     trainer_call(call, at)
-    loading.of_trainer(call, at)
+    dataset_calls.of_trainer(call, at)
 
 
 def _subclass(kind: ast.ClassDef, at: Reading) -> None:

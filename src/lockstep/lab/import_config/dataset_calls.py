@@ -1,0 +1,389 @@
+"""Calls of a script that load datasets, change their rows, or make tokens of them.
+
+In: a `Call` of datasets. Out: keys of a run file, and gaps: which rows and which of their texts are trained on.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from lockstep.lab.import_config import loss_means, script, text_columns
+from lockstep.lab.import_config.loading import RUNS, Reading, without
+from lockstep.lab.import_config.mapped_function import MappedFunction
+from lockstep.lab.import_config.qa_function import QaFunction
+from lockstep.lab.import_config.script import (
+    CUT,
+    Arguments,
+    Call,
+    Scope,
+    code_of,
+)
+from lockstep.lab.import_config.table import NAMES, RunDraft
+from lockstep.lab.import_config.text_blocks import block_length
+
+_WHOLE = "save the final rows (to_json), and give that file: --data FILE"
+own_rows = without(_WHOLE, "data.source", "data.train")  # `Dataset.from_list` and its kin, `load_from_disk`
+_several = without("write several sources by hand in data.sources", "data.source", "data.sources", "data.train")
+
+
+def load(call: Call, at: Reading) -> None:
+    """Read `load_dataset`."""
+    arguments = at.script.arguments(call, ("path", "name"))
+    path, config, split = (arguments.known.get(name) for name in ("path", "name", "split"))
+    at.unknown(call, arguments, {"path": "data.source", "name": "data.config", "split": "data.train"})
+    if path is None:
+        if "path" not in arguments.unknown:
+            at.draft.unclear(str(call), RUNS, "data.source", "data.train")
+        return
+    files = arguments.known.get("data_files")
+    if path in NAMES["file_builders"]:
+        _files(call, at, files, "data_files" in arguments.unknown)
+    else:
+        at.set(call, "data.source", path)
+        if config is not None:
+            at.set(call, "data.config", config)
+        if files is not None:
+            at.draft.lacks(f"line {call.line}: data_files={files}", "data.train names them", "data.train")
+    if isinstance(split, str) and not split.isidentifier():
+        at.draft.lacks(
+            f"line {call.line}: split={split!r}", "use a whole split, or data.limit", "data.train", "data.limit"
+        )
+    if arguments.known.get("revision"):
+        at.set(call, "data.revision", arguments.known["revision"])
+    if arguments.known.get("streaming"):
+        at.set(call, "data.stream", True)
+    read = _reading(str(path), arguments.known, call, at)
+    read += ("path", "name", "split", "data_files", "revision", "streaming", "trust_remote_code")
+    for name, value in arguments.known.items():
+        if name not in (*read, *NAMES["load_dataset"]) and value is not None:
+            at.draft.unclear(f"line {call.line}: {name}={value}", "unknown argument")
+    at.read(call, "data.source")
+
+
+def _reading(builder: str, known: Mapping[str, Any], call: Call, at: Reading) -> tuple[str, ...]:
+    """Set the keys that describe .csv and .json files. Returns the names of the arguments used."""
+    if builder == "json" and isinstance(known.get("field"), str):
+        at.set(call, "data.layout", "records")
+        return ("field",)
+    if builder != "csv":
+        return ()
+    keys = NAMES["csv"]
+    quotes = {'"': "double", "'": "single", 0: "double", 3: "none"}  # 0 and 3: csv.QUOTE_MINIMAL and QUOTE_NONE
+    read = []
+    for name in keys.keys() & known.keys():
+        value = quotes.get(known[name]) if keys[name] == "quote" else known[name]
+        if value is not None:
+            at.set(call, f"data.{keys[name]}", value)
+            read.append(name)
+    if "header" in known and known["header"] is None and "data.columns" not in at.draft.keys:
+        at.draft.unclear(f"line {call.line}: header=None", "name the columns", "data.columns")
+    if known.get("header") == 0 and "data.columns" not in at.draft.keys:  # same as without it
+        read.append("header")
+    return tuple(read)
+
+
+def _files(call: Call, at: Reading, files: Any, unknown: bool) -> None:
+    if isinstance(files, str | list):
+        at.set(call, "data.train", files)
+    elif isinstance(files, dict):
+        for name, value in files.items():
+            split = {"dev": "validation", "valid": "validation", "eval": "validation"}.get(name, name)
+            if split in ("train", "validation", "test"):
+                at.set(call, f"data.{split}", value)
+            else:
+                at.draft.drop(f"line {call.line}: data_files: {name}", None, "splits are train, validation and test")
+    elif not unknown:
+        at.draft.lacks(str(call), "name its files: --data FILE", "data.source", "data.train")
+
+
+def cut(call: Call, at: Reading) -> None:
+    """Read `train_test_split`."""
+    arguments = at.script.arguments(call, ("test_size", "train_size"))
+    share = arguments.known.get("test_size")
+    at.unknown(call, arguments, {"test_size": "data.validation_fraction"})
+    if isinstance(share, float) and 0 < share < 1:
+        at.set(call, "data.validation_fraction", share)
+        at.read(call, "data.validation_fraction")
+    elif "test_size" not in arguments.unknown:
+        why = "data.validation_fraction is a share of train"
+        at.draft.lacks(str(call), why, "data.validation_fraction", "data.validation")
+
+
+def fewer(call: Call, at: Reading) -> None:
+    """Read `select`, `take` and `filter`."""
+    if call.name == "filter":
+        at.draft.lacks(str(call), "data.filter chooses rows by their columns", "data.filter")
+    else:
+        why = "data.limit is the most examples of each split"
+        at.draft.lacks(str(call), why, "data.limit")
+
+
+def renamed(call: Call, at: Reading) -> None:
+    """Read a renamed column, such as Trainer's label."""
+    names = [at.script.known(each) for each in call.node.args]
+    pairs: Any = None
+    if call.name == "rename_columns" and names:
+        pairs = names[0]
+    elif len(names) == 2:
+        pairs = dict([names])
+    if not isinstance(pairs, dict) or not all(isinstance(each, str) for pair in pairs.items() for each in pair):
+        at.draft.unclear(str(call), RUNS)
+        return
+    for theirs, ours in ((str(old), str(new)) for old, new in pairs.items()):
+        at.renamed[ours] = at.renamed.get(theirs, theirs)
+        if ours in ("label", "labels"):
+            at.set(call, "task.label", theirs)
+            at.read(call, "task.label")
+
+
+def columns(call: Call, at: Reading) -> None:
+    """Read columns that are kept or removed."""
+    arguments = at.script.arguments(call, ("type", "columns") if call.name.endswith("format") else ("column_names",))
+    names = arguments.known.get("columns", arguments.known.get("column_names"))
+    if not isinstance(names, list | str):
+        return
+    listed = [names] if isinstance(names, str) else names
+    for name in ("attention_mask", "token_type_ids"):
+        out = name in listed if call.name == "remove_columns" else "input_ids" in listed and name not in listed
+        if out:
+            at.left_out[name] = str(call)
+
+
+def mapped(call: Call, at: Reading) -> None:
+    """Read `map` and `set_transform`: a tokenizing function gives columns and lengths; any other changes the rows."""
+    node = at.script.arguments(call, ("function",)).nodes.get("function")
+    function = script.function_of(at.script, node)
+    if function is None:
+        at.draft.unclear(str(call), f"its effect on the rows is unknown: {_WHOLE}", "data.source", "data.train")
+        return
+    inside = script.calls_in(at.script, function)
+    tokenising = [c for c in inside if script.kind_of(at.script, c.node.func) == "tokenizer"]
+    if tokenising:
+        at.mapped = True
+        for one in tokenising:
+            _tokens(one, function, at)
+        _labels(function, at)
+        MappedFunction(at.script, function, at.draft.task or "classification", partial(_changed, at)).read()
+        at.read(call, f"line {tokenising[0].line}: the columns and their length")
+        return
+    block = block_length(at.script, function)
+    if block is not None:
+        at.set(call, "task.block_size", block)
+        at.draft.notes.append(
+            f"blocks of task.packing go through all texts, each with its tokenizer's end token behind it; those of "
+            f"line {call.line} are made of a batch of rows as they are, and drop what is left over of it"
+        )
+        at.draft.set("task.packing", True, f"line {call.line}")
+        at.read(call, "task.block_size, task.packing")
+        return
+    name = "a function" if isinstance(function, ast.Lambda) else function.name
+    what = f"line {call.line}: {name} of {code_of(call.node)}"
+    at.draft.unclear(what, f"it makes other rows: {_WHOLE}", "data.source", "data.train", "task.text", "task.prompt")
+
+
+def _changed(at: Reading, node: ast.AST, why: str, *by: str) -> None:
+    line = getattr(node, "lineno", 0)
+    if not any(gap.name.startswith(f"line {line}:") for gap in at.draft.gaps):
+        at.draft.unclear(f"line {line}: {code_of(node)}", why, *by)
+
+
+def _tokens(call: Call, function: Scope, at: Reading) -> None:
+    """Read a tokenizer call within a mapped function."""
+    arguments = at.script.arguments(call, ("text", "text_pair"))
+    task = at.draft.task or "classification"
+    _length(call, arguments.known, arguments.unknown, at, task)
+    if arguments.known.get("add_special_tokens", True) is not True or "add_special_tokens" in arguments.unknown:
+        why = "texts get the tokenizer's default special tokens"
+        at.draft.lacks(f"line {call.line}: add_special_tokens", why, "tokenizer.source")
+    at.padded = at.padded or "padding" in arguments.unknown or bool(arguments.known.get("padding"))
+    for name, node in arguments.nodes.items():
+        if name not in NAMES["tokenizer_arguments"]:
+            at.draft.lacks(f"line {call.line}: {name}={code_of(node)}", "tokens are the tokenizer's own")
+    for each in ("attention_mask", "token_type_ids"):
+        if arguments.known.get(f"return_{each}", True) is False:
+            at.left_out[each] = f"line {call.line}: return_{each}=False"
+    if task == "question_answering":
+        _windows(call, arguments, QaFunction(at.script, function, partial(_changed, at)), at)
+        return
+    target = "text_target" in arguments.nodes or _is_target(call, function)
+    if any(isinstance(each, ast.Starred) for each in call.node.args):
+        names = tuple(f"task.{key}" for key in NAMES["text_keys"].get(task, ("text",)))
+        at.draft.unclear(str(call), "its columns are known only when the script runs", *names)
+        return
+    keys = NAMES["text_keys"].get(task, ("text", "text_pair"))
+    nodes = [arguments.nodes[name] for name in ("text", "text_pair") if name in arguments.nodes]
+    if target:
+        if "text_target" in arguments.nodes:
+            _column(call, at, "target", arguments.nodes["text_target"])
+        else:
+            _column(call, at, "target", nodes[0] if nodes else None)
+            nodes = []
+    for key, node in zip(keys, nodes, strict=False):
+        _column(call, at, key, node)
+    if arguments.known.get("return_overflowing_tokens"):
+        at.draft.lacks(f"line {call.line}: return_overflowing_tokens", "long texts are truncated at their end")
+
+
+def _windows(call: Call, arguments: Arguments, function: QaFunction, at: Reading) -> None:
+    """Read windows of questions and contexts."""
+    for key, which in (("question", "text"), ("context", "text_pair")):
+        if (column := function.texts(arguments.nodes.get(which))) is None:
+            code = code_of(arguments.nodes[which]) if which in arguments.nodes else "nothing"
+            why = f"the column of these texts is unknown: {_WHOLE}"
+            at.draft.unclear(f"line {call.line}: {call.name}({code})", why, f"task.{key}")
+        else:
+            at.set(call, f"task.{key}", at.renamed.get(column, column))
+    if (answers := function.answers()) is not None:
+        at.set(call, "task.answers", at.renamed.get(answers, answers))
+    if not function.truncates(arguments.nodes.get("truncation")):
+        why = 'the context alone is cut into windows, as truncation="only_second" does'
+        at.draft.lacks(f"line {call.line}: truncation", why, "data.max_length")
+    if not arguments.known.get("return_overflowing_tokens"):
+        why = "what does not fit a window is cut off there; here a context is read in windows, all of it"
+        at.draft.lacks(str(call), why, "task.stride")
+    elif "stride" in arguments.unknown:
+        at.draft.unclear(f"line {call.line}: stride={arguments.unknown['stride']}", RUNS, "task.stride")
+    else:
+        at.set(call, "task.stride", arguments.known.get("stride") or 0)
+    function.read()
+
+
+def _is_target(call: Call, function: Scope) -> bool:
+    """Return whether the tokens become labels: `labels = tokenizer(...)`."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and node.value is call.node and isinstance(node.targets[0], ast.Name):
+            return "label" in node.targets[0].id or "target" in node.targets[0].id
+    return False
+
+
+def _column(call: Call, at: Reading, key: str, node: ast.expr | None) -> None:
+    column: text_columns.Column | None = text_columns.column_of(at.script, node)
+    if column is None:
+        code = code_of(node) if node is not None else "nothing"
+        why = f"the column of these texts is unknown: {_WHOLE}"
+        at.draft.unclear(f"line {call.line}: {call.name}({code})", why, f"task.{key}")
+        return
+    at.set(call, f"task.{key}", column.language or at.renamed.get(column.name, column.name))
+    if column.prefix and key == "source":
+        at.set(call, "task.prefix", column.prefix)
+    elif column.prefix:
+        at.draft.lacks(f"line {call.line}: the prefix {column.prefix!r}", _WHOLE, "data.source", "data.train")
+
+
+def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Reading, task: str) -> None:
+    language = task in ("language_modeling", "masked_language_modeling")
+    if language:  # one text per row, unless a later function packs them into blocks
+        at.draft.at_end.append(lambda draft: loss_means.note_end(draft, f"line {call.line}"))
+        at.draft.keys.setdefault("task.packing", False)
+    key = (
+        "task.target_length"
+        if at.draft.task in ("translation", "summarization") and "data.max_length" in at.draft.keys
+        else "data.max_length"
+    )
+    if "max_length" in unknown:
+        at.draft.unclear(
+            f"line {call.line}: max_length={unknown['max_length']}", RUNS, "data.max_length", "task.block_size"
+        )
+    elif isinstance(known.get("max_length"), int) and (known.get("truncation") or "truncation" in unknown):
+        at.set(call, key, known["max_length"])
+    elif known.get("truncation") and (length := _own_length(at)) is not None:
+        at.draft.set(key, length[0], length[1])
+    elif known.get("truncation"):
+        why = "it truncates at the length in the tokenizer's files: give data.max_length"
+        at.draft.unclear(str(call), why, "data.max_length", "task.block_size")
+    elif not language and "data.max_length" not in at.draft.keys:
+        at.draft.lacks(str(call), "texts are not truncated: give data.max_length", "data.max_length")
+    elif language:
+        at.draft.at_end.append(lambda draft: _uncut(call, draft))
+
+
+def _own_length(at: Reading) -> tuple[int, str] | None:
+    """Return the tokenizer's length set by the script, and where; None if unknown."""
+    lengths = [
+        each
+        for each in at.script.assignments()
+        if isinstance(each.target, ast.Attribute) and each.target.attr == "model_max_length"
+    ]
+    value = at.script.known(lengths[0].value) if len(lengths) == 1 and lengths[0].condition is None else None
+    return (value, str(lengths[0])) if isinstance(value, int) else None
+
+
+def _uncut(call: Call, draft: RunDraft) -> None:
+    """Add a gap for texts of a language model that are neither truncated nor packed into blocks."""
+    keys = ("task.block_size", "data.max_length")
+    if not any(key in draft.keys for key in keys):
+        draft.lacks(str(call), "texts are not truncated: give task.block_size, at least the longest text", *keys)
+
+
+def _labels(function: Scope, at: Reading) -> None:
+    """Find the column of labels in assignments such as `out["labels"] = rows["star"]`."""
+    for node in ast.walk(function):
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if not isinstance(node, ast.Assign) or not isinstance(target, ast.Subscript):
+            continue
+        if at.script.known(target.slice) not in ("label", "labels"):
+            continue
+        task = at.draft.task
+        read = [n for n in ast.walk(node.value) if isinstance(n, ast.Subscript) and isinstance(n.value, ast.Name)]
+        names = [name for n in read if isinstance(name := at.script.known(n.slice), str) and name != "input_ids"]
+        if task == "classification" and len(set(names)) == 1:
+            at.draft.set("task.label", names[0], f"line {node.lineno}")
+            at.draft.read.append(f"line {node.lineno}: {code_of(node)} -> task.label")
+        elif task == "classification":
+            at.draft.unclear(
+                f"line {node.lineno}: {code_of(node)}", "the column of the labels is unknown", "task.label"
+            )
+        elif task == "language_modeling" and ("input_ids" not in (text := ast.unparse(node.value)) or "100" in text):
+            where = f"line {node.lineno}: {code_of(node)}"
+            names_ = ("task.prompt", "task.messages", "task.text")
+            at.draft.unclear(where, "custom labels: the learned tokens are unknown", *names_)
+    if at.draft.task == "token_classification":
+        tags = [n for n in ast.walk(function) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)]
+        names = [name for n in tags if isinstance(name := at.script.known(n.slice), str) and "tag" in name]
+        if names:
+            at.draft.set("task.tags", names[0], "the column that is read beside the words")
+
+
+def of_trainer(call: Call, at: Reading) -> None:
+    """Read the splits passed to a Trainer."""
+    arguments = at.script.arguments(call, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
+    train = script.split_of(at.script, arguments.nodes.get("train_dataset"))
+    if train not in (None, "train", CUT) and str(train).isidentifier():
+        at.set(call, "data.train", train)
+    tested = script.split_of(at.script, arguments.nodes.get("eval_dataset"))
+    if tested not in (None, CUT, "validation") and str(tested).isidentifier():
+        if tested == (train or "train"):
+            at.draft.drop(f"line {call.line}: eval_dataset", None, "it is the training split", False)
+        elif tested != "train" or "data.validation_fraction" not in at.draft.keys:
+            at.set(call, "data.validation", tested)
+
+
+HANDLERS = {
+    "load_dataset": load,
+    "concatenate_datasets": _several,
+    "interleave_datasets": _several,
+    "load_from_disk": own_rows,
+}
+METHODS = dict.fromkeys(("select", "take", "skip", "filter", "shard"), fewer) | {
+    "train_test_split": cut,
+    "rename_column": renamed,
+    "rename_columns": renamed,
+    "set_format": columns,
+    "with_format": columns,
+    "select_columns": columns,
+    "remove_columns": columns,
+    "map": mapped,
+    "set_transform": mapped,
+    "with_transform": mapped,
+}
+
+
+def method(call: Call, at: Reading) -> None:
+    """Read a method of a dataset."""
+    if call.name in METHODS:
+        METHODS[call.name](call, at)
+    elif call.name not in NAMES["rows_methods"]:
+        at.draft.unclear(str(call), "its effect on the rows is unknown", "data.source", "data.train")
