@@ -38,7 +38,7 @@ COLUMNS: dict[str, tuple[list[dict], dict]] = {
         {"name": "token_classification", "words": "tokens", "tags": "ner_tags"},
     ),
     "two languages": (
-        [{"en": f"the house {i}", "de": f"das Haus {i}"} for i in range(40)],
+        [{"en": f"the house {i % 19}", "de": f"das Haus {i % 19}"} for i in range(40)],
         {"name": "translation", "source": "en", "target": "de"},
     ),
     "translations": (

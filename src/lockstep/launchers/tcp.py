@@ -1,7 +1,6 @@
-"""By hand: this process is one rank, and meets the others at a URL; for machines without anything else, and for
-reading.
+"""By hand: this process is one rank and connects to the others at a URL. For machines without any other launcher.
 
-In: `launch: {name: tcp, master: tcp://host:port, rank: R, world_size: W}`, the same command on every machine with
+In: `launch: {name: tcp, init_method: tcp://host:port, rank: R, world_size: W}`, the same command on every machine with
 its own rank. Out: an exit status.
 """
 

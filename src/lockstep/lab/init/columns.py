@@ -288,6 +288,8 @@ def guess(look: DatasetProfile) -> tuple[str, Fit]:
             return task, fitted
     if _are_instructions(look) and (instructions := _language_modeling(look)) is not None:
         return "language_modeling", instructions
+    if _are_languages(look) and (pair := _translation(look)) is not None:
+        return "translation", pair
     if (why := unsupported_reason(look)) is not None:
         raise RunError("LS8273", why)
     for task in tasks():
@@ -306,6 +308,11 @@ def _are_instructions(look: DatasetProfile) -> bool:
     """Return whether names show that one column answers another, and none is a label."""
     names = {c.lower() for c in look.texts}
     return any({*pair} <= names for pair in INSTRUCTIONS) and not {c.lower() for c in look.kinds} & {"label", "labels"}
+
+
+def _are_languages(look: DatasetProfile) -> bool:
+    """Return whether all text columns are named by languages, also if their texts repeat as labels do."""
+    return len(look.texts) == 2 and all(map(is_language, look.texts)) and not any(map(is_label, look.kinds))
 
 
 def _is_a_shot(task: str, fitted: Fit) -> bool:
