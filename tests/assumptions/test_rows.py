@@ -205,3 +205,31 @@ def test_a_mapped_result_is_kept_when_a_function_of_a_module_changes(
         helper = importlib.import_module("mapped_helper")
         seen += rows.map(lambda row, helper=helper: {"a": helper.ended(row["a"])}, **options)["a"][:]
     assert seen == ["x-old", "x-old", "x-newer"]
+
+
+@rests_on_it("src/lockstep/data/value_types.py")
+def test_columns_of_json_lose_digits() -> None:
+    """datasets reads its JSON columns by pandas' ujson_loads, which keeps about 15 digits and makes None of NaN, and
+    writes 10 by its ujson_dumps; both are names of its modules features and json, which lockstep gives Python's."""
+    from datasets.features import features
+    from datasets.utils import json as functions
+    from pandas.io.json import ujson_dumps, ujson_loads
+
+    assert ujson_loads("0.3333333333333333") != 1 / 3
+    assert ujson_loads("NaN") is None
+    assert ujson_dumps(1 / 3) == "0.3333333333"
+    for name in ("ujson_dumps", "ujson_loads"):
+        assert callable(getattr(features, name))
+        assert callable(getattr(functions, name))
+
+
+@rests_on_it("src/lockstep/data/value_types.py", "src/lockstep/data/conversations.py")
+def test_a_text_in_a_column_of_json_stays_a_text_if_it_is_written_as_json() -> None:
+    """A JSON column gives back the value of the JSON text that it stores: "01" in quotes is a text."""
+    from datasets import Dataset, Features, Json
+    from datasets.table import InMemoryTable, table_cast
+
+    features = Features({"x": Json()})
+    table = table_cast(pa.table({"x": ['"01"', "1", "[1, null]", "null", None]}), features.arrow_schema)
+    assert Dataset(InMemoryTable(table)).with_format(None).features == features
+    assert Dataset(InMemoryTable(table))[:]["x"] == ["01", 1, [1, None], None, None]

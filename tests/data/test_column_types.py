@@ -319,6 +319,7 @@ def test_types_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ([[1, "1"], ["01"], [], None], "json"),
         ([{"a": 1, "b": "x"}, {"a": 2}], "json"),
         ([2**53 + 1, 0.5], "json"),
+        ([1 / 3, 0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, float("inf"), "text"], "json"),
     ],
 )
 def test_every_value_stays_as_it_is(values: list[Any], kind: str) -> None:

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -91,6 +92,17 @@ def test_an_unknown_encoding_is_told() -> None:
 def test_what_is_compressed_is_not_unpacked(name: str, pack: object, tmp_path: Path) -> None:
     for file in ("a.jsonl", "a.csv", "a.txt"):
         assert f"is compressed ({name})" in said(tmp_path / file, pack(GOOD.encode() * 100_000))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("ending", "pack"), [("bz2", bz2.compress), ("xz", lzma.compress)])
+def test_what_follows_a_stream_is_not_lost(ending: str, pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    """Python's own readers end there in silence (tests/assumptions/test_files.py)."""
+    whole, path = GOOD.encode(), tmp_path / f"a.jsonl.{ending}"
+    path.write_bytes(pack(whole) + bytes(8) + pack(whole))
+    assert len(read(path)) == 2 * len(whole.splitlines())
+    path.write_bytes(pack(whole) + b"damaged" + pack(whole))
+    with raises("LS2062"):
+        read(path)
 
 
 def test_a_file_that_would_fill_the_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,8 +71,46 @@ def unpacking(source: Path | BinaryIO, name: Path) -> Any:
         return pa.CompressedInputStream(pa.OSFile(str(source)) if isinstance(source, Path) else source, "zstd")
     if kind is None:
         return open(source, "rb") if isinstance(source, Path) else source
-    unpackers: dict[str, Any] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
-    return unpackers[kind](source, "rb")
+    if kind == "gzip":
+        return gzip.open(source, "rb")
+    kinds: dict[str, Callable[[], Any]] = {"bzip2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}
+    return io.BufferedReader(_Streams(source, kinds[kind]), BLOCK)
+
+
+class _Streams(io.RawIOBase):
+    """Decompressed streams of bzip2 or xz, one after another, with zeros in between. Python's own readers end in
+    silence where bytes after a stream begin no other one, as after damage; this one raises an error."""
+
+    def __init__(self, source: Path | BinaryIO, kind: Callable[[], Any]) -> None:
+        self._own = isinstance(source, Path)
+        self._file: BinaryIO = open(source, "rb") if isinstance(source, Path) else source  # noqa: SIM115
+        self._kind, self._now = kind, kind()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Errors: those of the decompression library, and `EOFError` for a file that ends within a stream."""
+        data = b""
+        while not data:
+            packed = b""
+            if self._now.eof:
+                packed = self._now.unused_data.lstrip(b"\0")
+                while not packed and (read := self._file.read(BLOCK)):
+                    packed = read.lstrip(b"\0")
+                if not packed:
+                    return 0
+                self._now = self._kind()
+            elif self._now.needs_input and not (packed := self._file.read(BLOCK)):
+                raise EOFError("it ends within a stream")
+            data = self._now.decompress(packed, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if self._own and not self.closed:
+            self._file.close()
+        super().close()
 
 
 def blocks(file: Path, key: str) -> Iterator[bytes]:

@@ -35,6 +35,7 @@ from lockstep.data import (
     remote,
     row_files,
     usable_rows,
+    value_types,
 )
 from lockstep.data import hub as pinning
 from lockstep.data.arrow_cache import digest, examples_in
@@ -606,4 +607,5 @@ def _quiet() -> None:
     import datasets
 
     datasets.disable_progress_bars()
+    value_types.keep_json_exact()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # reader errors are reported by us, once

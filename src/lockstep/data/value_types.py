@@ -108,8 +108,32 @@ def in_memory(columns: Mapping[str, list[Any]], features: Features) -> Dataset:
     """Create an in-memory data set of these types. Errors: as in `table_of`."""
     import datasets
 
+    keep_json_exact()
     table = datasets.table.InMemoryTable(table_of(columns, features))
     return datasets.Dataset(table, info=datasets.DatasetInfo(features=features), fingerprint=IN_MEMORY)
+
+
+def keep_json_exact() -> None:
+    """Make `datasets` read and write its JSON columns with all digits: its own functions read about 15 of them and NaN
+    as None, and write 10 (`tests/assumptions/test_rows.py`)."""
+    from datasets import arrow_writer
+    from datasets.features import features
+    from datasets.utils import json as functions
+
+    own: Any = functions.ujson_dumps
+    if functions.ujson_loads is json.loads:
+        return
+
+    def dumps(value: Any) -> str:
+        try:
+            return json.dumps(value, ensure_ascii=False)
+        except TypeError:  # a date
+            return str(own(value))
+
+    for module in (functions, features, arrow_writer):
+        for name, function in {"ujson_loads": json.loads, "ujson_dumps": dumps}.items():
+            if hasattr(module, name):
+                setattr(module, name, function)
 
 
 def is_json(feature: Any) -> bool:
