@@ -43,7 +43,7 @@ FORMATS = {
 }
 _SAVED = re.compile(r"(data-\d{5}-of-\d{5}|dataset)\.arrow")
 _ABOUT = ("state.json", "dataset_info.json")  # metadata files of save_to_disk
-VERSION = 3  # version of row reading; part of the key of prepared data
+VERSION = 4  # version of row reading; part of the key of prepared data
 _FILES = "files of one split"
 _SIMPLE = ("bool", "string", "large_string", "int8", "int16", "int32", "int64", "float32", "float64")  # of one value
 INDEX = "__index_level_0__"  # column in which pandas stores an unnamed index
