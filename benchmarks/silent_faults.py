@@ -284,7 +284,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         f"{sum(_how(e) in AS_RELEASED for e, _ in rows)} are public faults, reproduced in the reported library.",
         f"- **Healthy scripts**: {clean} of {len(healthy)} have no finding.",
         *HELD_OUT.splitlines(),
-        "Three of them; [the whole list](../../benchmarks/results/museum.md) has every exhibit and healthy script:",
+        "Three faults of [all](../../benchmarks/results/museum.md):",
         "",
         "| fault | symptom | cause named |",
         "|---|---|---|",
