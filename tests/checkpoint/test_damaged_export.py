@@ -213,7 +213,11 @@ def test_status_says_one_thing_of_a_damaged_export(
     if not saved:
         shutil.rmtree(output / "checkpoints")
     capsys.readouterr()
-    assert main(["status", str(output), "--verify"]) == 0
+    assert main(["status", str(output), "--verify", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["status"] == 1
+    assert main(["status", str(output)]) == 0  # which looks at no contents
+    capsys.readouterr()
+    assert main(["status", str(output), "--verify"]) == 1
     said = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "cannot be used" in said["export"]
     assert "the model is in" not in said["resume"]

@@ -113,7 +113,7 @@ def test_a_run_that_was_killed_is_not_said_to_run(
     content[-1] ^= 1
     damaged.write_bytes(content)
     capsys.readouterr()
-    assert main(["status", str(tmp_path / "out"), "--verify"]) == 0
+    assert main(["status", str(tmp_path / "out"), "--verify"]) == 1
     said = capsys.readouterr().out
     assert "does not match its hash" in said
     assert "goes on from step 10" in said

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 def status_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output")
-    parser.add_argument("--verify", action="store_true", help="read every byte of the checkpoints and the export")
+    what = "read every byte of the checkpoints and the export; status 1 where one is damaged"
+    parser.add_argument("--verify", action="store_true", help=what)
     trust(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -58,6 +59,7 @@ def run_status(args: argparse.Namespace) -> int:
     if looks and (fault := exported.damage(run.folder)) is not None:
         finished, damaged["export"] = False, fault
     edits = exported.note_of_edits(run.folder) if looks and "export" not in damaged else None
+    status = int(args.verify and bool(damaged))
     if args.json:
         facts = {
             "output": str(run.folder),
@@ -75,7 +77,7 @@ def run_status(args: argparse.Namespace) -> int:
             "taken_out": [asdict(each) for each in job_record.evictions_of(run.folder)],
             "resumable_from": max(sound, default=None) if not finished else None,
         }
-        return json_output.emit("status", 0, facts)
+        return json_output.emit("status", status, facts)
     rows = {"run": f"{run.name} -> {run.folder}"}
     if record:
         rows["launched"] = origin(record)
@@ -98,7 +100,7 @@ def run_status(args: argparse.Namespace) -> int:
         rows["taken out"] = "; ".join(map(str, gone))
     rows["resume"] = advice(run, state, finished, max(sound, default=None), ended, "export" in damaged)
     Console(True).facts(rows)
-    return 0
+    return status
 
 
 NOT_WRITTEN = f"there is no readable {job_record.FILE}: nothing has been launched into this folder"
