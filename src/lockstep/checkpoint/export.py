@@ -29,6 +29,7 @@ from lockstep.config.run import Run, RunError, require_output
 from lockstep.data.hub import explained, status_of, transient
 from lockstep.tasks.task import Task
 from lockstep.track.console import error as tell
+from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
@@ -83,7 +84,8 @@ def model_card(task: Task, scores: dict[str, dict[str, float]], steps: int) -> s
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", file)), default=0))  # longer than any fence in the file
     return (
         f"---\n{head}\n---\n\n# {run.name}\n\n"
-        f"{origin} on {where} for {steps} steps of {batch} examples in {run.precision}.{averaged}{labels}\n\n"
+        f"{origin} on {where} for {quantity(steps, 'step')} of {quantity(batch, 'example')} in {run.precision}."
+        f"{averaged}{labels}\n\n"
         f"## Use\n\n```python\n{_usage(task, base)}\n```\n\n"
         f"## Metrics\n\n{_table(scores)}\n\n{_part(task)}"
         f"## Training\n\nTrained with lockstep {__version__}.{same} The run file, complete:\n\n"

@@ -22,6 +22,7 @@ from lockstep.config.redaction import one_line
 from lockstep.config.run import QUICK_START, Run, RunError, load, overrides_of, schema
 from lockstep.track import json_output
 from lockstep.track.console import Console, error
+from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
     from lockstep.launchers.launcher import Launcher, LaunchPlan
@@ -96,7 +97,7 @@ def amounts(run: Run) -> dict[str, str]:
     return {
         "model": run.model.source or f"{run.model.type} from scratch",
         "data": ", ".join(each.name for each in run.data.sources or ()) or str(run.data.source or run.data.train),
-        "length": f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs",
+        "length": quantity(run.steps, "step") if run.steps else quantity(f"{run.epochs:g}", "epoch"),
     }
 
 

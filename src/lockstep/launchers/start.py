@@ -31,6 +31,7 @@ from lockstep.strategies.job import Job, Scope
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
 from lockstep.training.resolve import Machine, fitted, resolve, resolve_launch
+from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
     from lockstep.launchers.launcher import Launcher, LaunchPlan
@@ -123,7 +124,7 @@ def report_finished(job: Job, steps: int) -> int:
 
     run = job.run
     console = Console(True, voice=run.track.console)
-    console.say(f"{run.folder} is finished ({steps} steps); the model is in {run.folder}/export")
+    console.say(f"{run.folder} is finished ({quantity(steps, 'step')}); the model is in {run.folder}/export")
     status = publish(job, console.say)
     record = job_record.read(run.folder)
     if record is None:  # damaged or deleted

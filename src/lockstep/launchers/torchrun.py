@@ -102,7 +102,7 @@ class Torchrun(Launcher):
         same = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={options.machines}"]
         same += [f"--nproc-per-node={processes}", f"--max-restarts={run.launch.max_restarts}"]
         same += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}", "-m", "lockstep", "train", "RUN.yaml"]
-        together = f"{most} machines" if fewest == most else f"{fewest} to {most} machines"
+        together = quantity(most, "machine") if fewest == most else f"{fewest} to {most} machines"
         notes = [
             f"start the same command on {together}; they meet at {host}:{port}, each starts "
             f"{quantity(processes, 'process')}",

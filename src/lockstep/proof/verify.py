@@ -102,7 +102,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-", ignore_cleanup_errors=True) as aside:
         folder = Path(aside)
         console = Console(os.environ.get("RANK", "0") == "0")
-        console.say(f"training {steps} steps under {run.strategy.name} ...")
+        console.say(f"training {quantity(steps, 'step')} under {run.strategy.name} ...")
         ACTIVITY.set(f"computing {steps} steps under {run.strategy.name}")
         looked_at = against_plain.STEPS if plain and against_plain.covers(run) else 0
         words = _words(steps, looked_at)

@@ -54,8 +54,8 @@ def facts(session: Session) -> dict[str, str]:
         **selection_lines(task),
         "processes": f"{world.size} ({run.strategy.name}{choice}, "
         f"{'exact' if strategy.job.same_bits else 'equal to rounding'}) on {device}",
-        "step": f"{min(run.batch_size, feed.order.examples)} examples in {run.micro_batches} micro-batches of about "
-        f"equal work; {feed.total} steps",
+        "step": f"{quantity(min(run.batch_size, feed.order.examples), 'example')} in "
+        f"{quantity(run.micro_batches, 'micro-batch')} of about equal work; {quantity(feed.total, 'step')}",
     }
 
 

@@ -70,7 +70,8 @@ class ScheduleEnd:
         code = code_of(self.node) if self.node is not None else "its end"
         if passes is not None and epochs:
             if abs(passes * every - epochs) > 1e-6:
-                why = f"the schedule is as long as {passes:g} epochs of batches, and {epochs:g} epochs of steps of "
+                of_batches, of_steps = (quantity(f"{each:g}", "epoch") for each in (passes, epochs))
+                why = f"the schedule is as long as {of_batches} of batches, and {of_steps} of steps of "
                 why += f"{quantity(every, 'batch')}: {epochs / every:g}; here it ends with the run"
                 draft.lacks(f"{self.where}: num_training_steps={code}", why, "optim.schedule")
             return
