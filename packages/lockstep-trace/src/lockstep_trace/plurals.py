@@ -9,7 +9,7 @@ def quantity(count: float | str, noun: str) -> str:
 
 
 def _plural(noun: str) -> str:
-    if noun.endswith(("s", "x", "ch", "sh")):
+    if noun.endswith(("s", "x", "ch", "sh")) and noun != "epoch":
         return f"{noun}es"
     if noun.endswith("y") and noun[-2] not in "aeiou":
         return f"{noun[:-1]}ies"
