@@ -20,6 +20,7 @@ CRUTCH = re.compile(
     [
         *((1, "process", "1 process"), (2, "process", "2 processes"), (0, "row", "0 rows"), (1.0, "step", "1 step")),
         *((1234, "row", "1,234 rows"), (3, "batch", "3 batches"), (2, "entry", "2 entries"), (2, "key", "2 keys")),
+        ("0.5", "epoch", "0.5 epochs"),
         *(("auto", "process", "auto processes"), ("1", "time", "1 time")),
     ],
 )
