@@ -14,10 +14,8 @@ from torch.utils.data import DataLoader, Subset, default_collate, random_split
 
 from support.assumed import rests_on_it
 
-TRACER = "packages/lockstep-trace/src/lockstep_trace/tracer"
 
-
-@rests_on_it(f"{TRACER}/observers.py")
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/observers.py")
 def test_the_autocast_cache_is_cleared_at_the_end_of_the_outermost_region(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.autocast calls torch.clear_autocast_cache, by that name, once at the end of the outermost region."""
     calls: list[bool] = []
@@ -29,7 +27,7 @@ def test_the_autocast_cache_is_cleared_at_the_end_of_the_outermost_region(monkey
     assert len(calls) == 1
 
 
-@rests_on_it(f"{TRACER}/observers.py")
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/observers.py")
 def test_a_split_at_random_makes_its_subsets_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """random_split calls Subset from its own frame, once for each part, in their order; the parts are disjoint."""
     import sys
@@ -49,7 +47,7 @@ def test_a_split_at_random_makes_its_subsets_by_itself(monkeypatch: pytest.Monke
     assert sorted(i for part in parts for i in part.indices) == list(range(10))
 
 
-@rests_on_it(f"{TRACER}/versions.py")
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/versions.py")
 def test_writes_through_data_are_not_counted() -> None:
     """A tensor's version goes up with each write in place, and not with one through .data."""
     tensor = torch.ones(2)
@@ -59,7 +57,7 @@ def test_writes_through_data_are_not_counted() -> None:
     assert tensor._version == 1
 
 
-@rests_on_it(f"{TRACER}/operations.py")
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/operations.py")
 def test_a_mode_sees_schemas_seeds_and_nodes() -> None:
     """A dispatch mode is given operations with a schema that says what is written, a tag for random numbers, and, after
     an operation with a gradient, its node's number is one less than the next."""
@@ -192,7 +190,7 @@ def test_what_a_batch_is_made_of() -> None:
         default_collate([torch.ones(2), torch.ones(3)])
 
 
-@rests_on_it(f"{TRACER}/placement.py")
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/placement.py")
 def test_blocks_of_sharded_tensors() -> None:
     """A tensor sharded twice along one dimension is cut like torch.chunk, by the first dimension of the mesh and then
     by the second; uneven rests are with the last."""

@@ -15,6 +15,7 @@ CLASSIFIER = (
 BATCH = f"{USUAL}, per_device_train_batch_size=4"
 STEPS = f"{BATCH}, gradient_accumulation_steps=4"
 ADDED = "Trainer of transformers"
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 STEP = "        optimizer.step()\n        optimizer.zero_grad()\n"
 EACH = "        if (i + 1) % 4 == 0:\n            optimizer.step()\n            optimizer.zero_grad()\n"
 LANGUAGE = (
@@ -30,7 +31,7 @@ def change(folder: Path, **settings: Any) -> torch.Tensor:
 
     All have one label, so that their gradients do not cancel to what is rounding."""
     torch.manual_seed(0)  # the head is drawn
-    model = AutoModelForSequenceClassification.from_pretrained("encoder", hidden_dropout_prob=0.0)
+    model = AutoModelForSequenceClassification.from_pretrained("encoder", **NO_DROPOUT)
     before = model.classifier.weight.detach().clone()
     rows = [{"input_ids": [2, 5 + k % 2, 3], "attention_mask": [1, 1, 1], "labels": 1} for k in range(4)]
     usual = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
@@ -43,8 +44,8 @@ def test_trainer_adds_up_the_gradients_of_some_models(here: Path, capsys: pytest
     encoder()
     whole = change(here, per_device_train_batch_size=4)
     summed = change(here, per_device_train_batch_size=1, gradient_accumulation_steps=4)
-    adds = torch.allclose(summed, 4 * whole, rtol=1e-3, atol=1e-7)
-    assert adds or torch.allclose(summed, whole, rtol=1e-3, atol=1e-7)
+    adds = torch.allclose(summed, 4 * whole, rtol=0.01)  # or a fourth of it
+    assert adds or torch.allclose(summed, whole, rtol=0.01)
     moved("train.py", CLASSIFIER.replace("ARGUMENTS", STEPS))
     said = "adds up the gradients of the 4 micro-batches of BertForSequenceClassification"
     assert (said in capsys.readouterr().out) is adds  # what the installed release does
