@@ -116,7 +116,8 @@ def test_a_written_value_that_is_the_default_is_known_from_the_file_of_the_outpu
     file.write_text(run.dump().partition("\n")[2])
     assert not load(file, []).wrote("data.max_length")  # as a file without the header has it
     file.write_text(
-        "# the keys that were written, not filled in, as long as the rest has the SHA-256 1: {\n" + run.dump()
+        "# keys that you wrote; all others are defaults. Valid while the lines below have the SHA-256 1: {\n"
+        + run.dump()
     )
     assert load(file, []).wrote("data.train")
 

@@ -333,7 +333,7 @@ class ModelSection(Section):
 class TokenizerSection(Section):
     source: PathText | None = Field(None, description="Hub id or local folder; default: the model's own")
     train: Literal["bpe", "wordpiece", "wordlevel", "unigram", "character"] | None = Field(
-        None, description="train one of this kind on the training texts"
+        None, description="train a tokenizer of this kind on the training texts"
     )
     vocab_size: Positive = Field(8000, description="entries of a trained tokenizer, at most")
 
@@ -475,7 +475,7 @@ class OptimSection(PluginSection):
     schedule: Annotated[str | list[tuple[Steps, float]], BeforeValidator(parse_schedule)] = Field(
         "linear",
         description="constant | linear | cosine | inverse_sqrt | polynomial | wsd | one_cycle, after the warm-up, or "
-        "points [[step, rate], ...] with straight lines between them; of schedule_free constant by default",
+        "points [[step, rate], ...] with straight lines between them; the default of schedule_free is constant",
     )
     warmup_steps: Steps = Field(
         0, description="steps of linear warm-up from 0 (wsd: from min_lr_ratio; schedule_free: from 1 / warmup_steps)"

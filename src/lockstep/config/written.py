@@ -57,7 +57,7 @@ def changed(run: Any) -> WrittenKeys:
     return WrittenKeys(_changed(run, ""))
 
 
-_HEADER = "# the keys that were written, not filled in, as long as the rest has the SHA-256"
+_HEADER = "# keys that you wrote; all others are defaults. Valid while the lines below have the SHA-256"
 
 
 def header(body: str, keys: Iterable[str]) -> str:

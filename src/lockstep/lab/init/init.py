@@ -347,7 +347,7 @@ def _header(
         *(f"Note: {note}." for note in talk.notes),
         "",
         f"  lockstep plan {name}      # what would be started",
-        f"  lockstep train {name}     # run it, or go on with it",
+        f"  lockstep train {name}     # run it, or resume it",
         f"  lockstep train {name} epochs=1 data.limit=200     # a short try",
         "",
         f"Arithmetic: {about}{trial.examples:,} {blocks}{cut} / {filled['batch_size']} a step = {about}{epoch:,} steps "

@@ -121,8 +121,8 @@ class ClassificationOptions(LabelOptions):
     text_pair: str | None = Field(None, description="column of a second text, for text pairs")
     label: str | list[str] = Field(
         "label",
-        description="column of the label: integers, strings, or true and false; lists of them, or several columns of 0 "
-        "and 1, with multi_label; numbers, or several columns of them, with regression",
+        description="column of the label: integers, strings, or true and false. With multi_label: lists of labels, or "
+        "several columns of 0 and 1. With regression: numbers, or several columns of numbers",
     )
     multi_label: bool = Field(False, description="each text has any number of labels, each learned as yes or no")
     regression: bool = Field(False, description="each text has one or more numbers instead of a label")
