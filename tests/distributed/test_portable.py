@@ -144,7 +144,9 @@ def test_a_run_is_read_on_any_processor_and_trained_on_some(monkeypatch: pytest.
 
 @pytest.mark.processes
 @pytest.mark.skipif(QEMU is None, reason="needs qemu-x86_64 (Debian's qemu-user)")
-@pytest.mark.parametrize("processor_", ["Denverton", "SandyBridge", "Haswell,fma=off"])
+@pytest.mark.parametrize(
+    "processor_", ["Denverton", pytest.param("SandyBridge", marks=pytest.mark.long), "Haswell,fma=off"]
+)
 def test_an_emulated_processor_is_refused(processor_: str, tmp_path: Path) -> None:
     """Also those on which numpy and torch end with an illegal instruction when they are imported."""
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(TINY | {"strategy": {"exact": "portable"}}))
