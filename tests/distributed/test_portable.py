@@ -443,7 +443,7 @@ def test_the_bits_depend_neither_on_processes_nor_on_threads(tmp_path: Path) -> 
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(QEMU is None, reason="needs qemu-x86_64 (Debian's qemu-user)")
 def test_emulated_processors_compute_the_same(answers: dict[str, Any], tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ def accelerated(made: Hosts, host: int, *words: str) -> Job:
 
 
 @pytest.mark.processes
+@pytest.mark.long  # it starts torchrun, whose hosts are above
 def test_accelerate_on_two_hosts_is_stopped_and_goes_on(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     pytest.importorskip("accelerate")
     hold(8, *(folders := own(two)))
