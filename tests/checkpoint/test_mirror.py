@@ -357,7 +357,7 @@ def test_a_model_that_output_does_not_take_is_in_the_mirror_too(
     real = publish.write_export
 
     def full(*given: Any) -> Path:
-        if len(given) < 6:
+        if len(given) < 5:
             raise OSError(28, "No space left on device")
         return real(*given)
 
